@@ -1,0 +1,313 @@
+"""The tokenizer compiled by Numba: the same merges and ids as `lib.tokenizer`, much faster.
+
+`train_file` trains, `FastEncoder` encodes and decodes. Pre-tokens are found and counted by
+`lib.tokenizer_scan`, merges learned by `lib.tokenizer_merges`; rules for kernels are in the former.
+Threads work on chunks that end where a cut is safe, each with a cache of its own.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lib.parallel import ordered_map
+from lib.pretokenize import CHUNK_BYTES, iter_chunks, special_token_pattern
+from lib.tokenizer_merges import learn_merges
+from lib.tokenizer_scan import (
+    LOW_32,
+    MIX_1,
+    U32,
+    WordCounts,
+    class_table,
+    compiled,
+    find_slot,
+    power_of_two,
+    prepare,
+    pretoken_end,
+    pretoken_key,
+    split_segments,
+)
+
+# A rank of no merge; ranks are kept as rank << 32 | id of the merged token.
+NEVER = 0x7FFFFFFFFFFFFFFF
+RANK = 0x7FFFFFFF00000000
+ID = 0xFFFFFFFF
+# The id of a token that was joined to the one before it.
+GONE = 0xFFFFFFFF
+
+# Up to this many bytes, a linear search for the next merge beats a heap.
+SHORT = 48
+# Longer pre-tokens hardly come again.
+LONGEST_CACHED = 256
+
+
+def train_file(
+    path: Path,
+    num_tokens: int,
+    special_tokens: Sequence[str],
+    workers: int,
+    progress: Callable[[int], None] | None,
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Train on a file; returns the vocabulary without special tokens, and the merges."""
+    special_bytes = [token.encode() for token in special_tokens]
+    words = WordCounts(special_token_pattern(special_bytes))
+    with open(path, "rb") as stream, ThreadPoolExecutor(workers) as executor:
+        chunks = iter_chunks(stream, CHUNK_BYTES, special_bytes)
+        for num_bytes in ordered_map(executor, words.count, chunks, workers + 1):
+            if progress:
+                progress(num_bytes)
+    vocab = {byte: bytes([byte]) for byte in range(256)}
+    merges = []
+    for left, right in learn_merges(words, num_tokens - 256):
+        merges.append((vocab[left], vocab[right]))
+        vocab[len(vocab)] = vocab[left] + vocab[right]
+    return vocab, merges
+
+
+class Cache(NamedTuple):
+    """Pre-tokens that were encoded before, for one thread."""
+
+    # (rows, 4) uint64, as in `lib.tokenizer_scan`; `a` is the number of ids, `b` the id if there is
+    # one, else its place in `ids`; the place is that of a long pre-token's bytes in `kept`
+    table: np.ndarray
+    # uint32
+    ids: np.ndarray
+    # uint8
+    kept: np.ndarray
+    # (3,) int64: rows, ids and bytes in use
+    used: np.ndarray
+
+
+def new_cache() -> Cache:
+    """An empty cache of 14 MB, of which a text takes as much as it has distinct pre-tokens."""
+    return Cache(
+        table=np.zeros((1 << 18, 4), dtype=np.uint64),
+        ids=np.empty(1 << 20, dtype=np.uint32),
+        kept=np.empty(1 << 21, dtype=np.uint8),
+        used=np.zeros(3, dtype=np.int64),
+    )
+
+
+@compiled
+def merge_rank(ranks, left, right):
+    """rank << 32 | merged id of a pair of tokens, or NEVER."""
+    mask = ranks.shape[0] - 1
+    key = np.int64(left) << 32 | np.int64(right)
+    row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
+    while ranks[row, 0] != 0:
+        if ranks[row, 0] == key + 1:
+            return ranks[row, 1]
+        row = (row + 1) & mask
+    return NEVER
+
+
+@compiled
+def fill_ranks(merges, ranks):
+    """Enter rows (left, right, merged id), in the order of their rank, in an empty hash table."""
+    mask = ranks.shape[0] - 1
+    for rank in range(merges.shape[0]):
+        key = merges[rank, 0] << 32 | merges[rank, 1]
+        row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
+        while ranks[row, 0] != 0:
+            row = (row + 1) & mask
+        ranks[row, 0] = key + 1
+        ranks[row, 1] = np.int64(rank) << 32 | merges[rank, 2]
+
+
+@compiled
+def merge_short(ids, length, ranks, best):
+    """Merge `length` ids in place, the lowest rank first; returns how many are left.
+
+    `best` is scratch: best[k] is the rank of ids k and k + 1.
+    """
+    for k in range(length - 1):
+        best[k] = merge_rank(ranks, ids[k], ids[k + 1])
+    best[length - 1] = NEVER
+    while length > 1:
+        at, lowest = 0, best[0]
+        for k in range(1, length - 1):
+            if best[k] < lowest:
+                at, lowest = k, best[k]
+        if lowest == NEVER:
+            break
+        ids[at] = lowest & ID
+        length -= 1
+        for k in range(at + 1, length):
+            ids[k] = ids[k + 1]
+            best[k] = best[k + 1]
+        if at > 0:
+            best[at - 1] = merge_rank(ranks, ids[at - 1], ids[at])
+        best[at] = merge_rank(ranks, ids[at], ids[at + 1]) if at + 1 < length else NEVER
+    return length
+
+
+@compiled
+def merge_long(ids, length, ranks):
+    """The same in O(length log length): a heap of rank | position, and links to neighbours."""
+    after = np.arange(1, length + 1)
+    before = np.arange(-1, length - 1)
+    heap = [NEVER & RANK]
+    for k in range(length - 1):
+        heap.append(merge_rank(ranks, ids[k], ids[k + 1]) & RANK | k)
+    heapq.heapify(heap)
+    while heap[0] < NEVER & RANK:
+        entry = heapq.heappop(heap)
+        k = entry & ID
+        if ids[k] == GONE or after[k] == length:
+            continue
+        merged = merge_rank(ranks, ids[k], ids[after[k]])
+        if merged & RANK != entry & RANK:
+            continue
+        ids[k], ids[after[k]] = merged & ID, GONE
+        after[k] = after[after[k]]
+        if after[k] < length:
+            before[after[k]] = k
+            heapq.heappush(heap, merge_rank(ranks, ids[k], ids[after[k]]) & RANK | k)
+        if before[k] >= 0:
+            k = before[k]
+            heapq.heappush(heap, merge_rank(ranks, ids[k], ids[after[k]]) & RANK | k)
+    left = k = 0
+    while k < length:
+        ids[left] = ids[k]
+        left += 1
+        k = after[k]
+    return left
+
+
+@compiled
+def remember(cache, data, start, length, low, high, ids):
+    """Enter the `ids` of a pre-token; forget everything else when there is no room."""
+    used, number = cache.used, len(ids)
+    if (
+        2 * used[0] >= cache.table.shape[0]
+        or used[1] + number > cache.ids.shape[0]
+        or used[2] + length > cache.kept.shape[0]
+    ):
+        cache.table[:] = 0
+        used[:] = 0
+    row = cache.table[find_slot(cache.table, low, high, length, data, start, cache.kept)]
+    row[0], row[1] = low, high
+    row[2] = np.uint64(length) | np.uint64(number) << U32
+    row[3] = np.uint64(ids[0] if number == 1 else used[1])
+    used[0] += 1
+    if number > 1:
+        for k in range(number):
+            cache.ids[used[1] + k] = ids[k]
+        used[1] += number
+    if length > 16:
+        row[3] |= np.uint64(used[2]) << U32
+        for k in range(length):
+            cache.kept[used[2] + k] = data[start + k]
+        used[2] += length
+
+
+@compiled
+def encode_segments(data, segments, separators, classes, byte_ids, ranks, cache, out):
+    """Encode data[first:last] for each row of `segments`, followed by its separator's id if >= 0.
+
+    `out` (uint32) has room for one id for each byte and separator. Returns the number of ids.
+    """
+    best = np.empty(SHORT + 1, dtype=np.int64)
+    n = 0
+    for segment in range(segments.shape[0]):
+        i, end = segments[segment]
+        while i < end:
+            j = pretoken_end(data, i, end, classes)
+            length = j - i
+            low, high = pretoken_key(data, i, length)
+            slot = find_slot(cache.table, low, high, length, data, i, cache.kept)
+            number = np.int64(cache.table[slot, 2] >> U32)
+            if number == 1:
+                out[n] = np.uint32(cache.table[slot, 3] & LOW_32)
+            elif number:
+                place = np.int64(cache.table[slot, 3] & LOW_32)
+                for k in range(number):
+                    out[n + k] = cache.ids[place + k]
+            else:
+                ids = out[n : n + length]
+                for k in range(length):
+                    ids[k] = byte_ids[data[i + k]]
+                if length <= SHORT:
+                    number = merge_short(ids, length, ranks, best)
+                else:
+                    number = merge_long(ids, length, ranks)
+                if length <= LONGEST_CACHED:
+                    remember(cache, data, i, length, low, high, ids[:number])
+            n += number
+            i = j
+        if separators[segment] >= 0:
+            out[n] = separators[segment]
+            n += 1
+    return n
+
+
+@compiled
+def decoded_length(ids, starts):
+    """How many bytes `ids` stand for, or -1 - k if ids[k] is not in the vocabulary."""
+    total = 0
+    for k in range(len(ids)):
+        token = np.int64(ids[k])
+        if token < 0 or token + 1 >= len(starts) or starts[token + 1] == starts[token]:
+            return -1 - k
+        total += starts[token + 1] - starts[token]
+    return total
+
+
+@compiled
+def copy_tokens(ids, starts, token_bytes, out):
+    """Write the bytes of `ids` to `out`."""
+    n = 0
+    for k in range(len(ids)):
+        for i in range(starts[ids[k]], starts[ids[k] + 1]):
+            out[n] = token_bytes[i]
+            n += 1
+
+
+class FastEncoder:
+    """The compiled side of a `lib.tokenizer.Tokenizer`; several threads may use it at once."""
+
+    def __init__(
+        self,
+        vocab: Mapping[int, bytes],
+        byte_ids: Sequence[int],
+        ranks: Mapping[tuple[int, int], tuple[int, int]],
+        special_tokens: Mapping[str, int],
+    ):
+        self.byte_ids = np.array(byte_ids, dtype=np.uint32)
+        self.special_ids = {token.encode(): number for token, number in special_tokens.items()}
+        self.special_pattern = special_token_pattern(list(self.special_ids))
+        merges = np.array([(*pair, new) for pair, (_, new) in ranks.items()], dtype=np.int64)
+        self.ranks = np.zeros((power_of_two(4 * len(merges) + 2), 2), dtype=np.int64)
+        fill_ranks(merges.reshape(-1, 3), self.ranks)
+        lengths = [len(vocab.get(token, b"")) for token in range(max(vocab) + 1)]
+        self.starts = np.cumsum([0, *lengths])
+        self.token_bytes = np.frombuffer(b"".join(vocab[t] for t in sorted(vocab)), dtype=np.uint8)
+        self.idle_caches: list[Cache] = []
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The ids of UTF-8 `text`, uint32; invalid bytes count as U+FFFD."""
+        data, length = prepare(text)
+        segments, found = split_segments(data, length, self.special_pattern)
+        separators = np.array([*(self.special_ids[token] for token in found), -1], dtype=np.int64)
+        out = np.empty(length + len(found), dtype=np.uint32)
+        try:
+            cache = self.idle_caches.pop()
+        except IndexError:
+            cache = new_cache()
+        number = encode_segments(
+            data, segments, separators, class_table(), self.byte_ids, self.ranks, cache, out
+        )
+        self.idle_caches.append(cache)
+        return out[:number]
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        """The bytes of an array of ids. Raises ValueError for an id not in the vocabulary."""
+        length = decoded_length(ids, self.starts)
+        if length < 0:
+            raise KeyError(int(ids[-1 - length]))
+        out = np.empty(length, dtype=np.uint8)
+        copy_tokens(ids, self.starts, self.token_bytes, out)
+        return out.tobytes()

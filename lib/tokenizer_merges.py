@@ -1,0 +1,379 @@
+"""Compiled by Numba: learning the merges of byte-pair encoding from counted pre-tokens.
+
+Every pair of neighbouring tokens keeps a list of the places where it was seen, so that a merge
+touches only those. All distinct pre-tokens stand one behind the other in `symbols`, with BORDER
+before and after each. A token keeps its id in the first and in the last cell that it covers, so the
+neighbours of any token are one step away; cells between hold DEAD.
+
+Rules for kernels: see `lib.tokenizer_scan`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lib.tokenizer_scan import MIX_1, U32, WordCounts, compiled, enlarged
+
+BORDER, DEAD = -1, -2
+
+# The columns of Learner.pairs, .tokens and .used.
+KEY, COUNT, ENDS, PLACES = 0, 1, 2, 3
+PREFIX, START, LENGTH = 0, 1, 2
+TOKENS_USED, PLACES_USED, PAIRS_USED, HEAP_USED = 0, 1, 2, 3
+
+# What `learn` returns: it is done, or an array has to grow first.
+DONE, MORE_PLACES, MORE_PAIRS, MORE_HEAP, MORE_BYTES = 0, 1, 2, 3, 4
+
+LOW = 0xFFFFFFFF
+
+
+class Learner(NamedTuple):
+    """The arrays that learning works on; all int64 unless noted."""
+
+    # (cells,) int32: ids, BORDER and DEAD
+    symbols: np.ndarray
+    # (cells,): how often the pre-token of this cell occurred
+    weights: np.ndarray
+    # (tokens, 3): first seven bytes as a big-endian number, start in token_bytes, length
+    tokens: np.ndarray
+    # (bytes,) uint8
+    token_bytes: np.ndarray
+    # (rows, 4), a hash table: key + 1, count, first place | last place << 32, number of places;
+    # the key is left id << 32 | right id
+    pairs: np.ndarray
+    # (places, 2) int32, linked lists: cell, next place or -1. A merge nearby can make a place
+    # wrong; it stays, and whoever walks the list checks.
+    places: np.ndarray
+    # (entries, 2), a binary heap: count when pushed, key; the next pair to merge is on top
+    heap: np.ndarray
+    # (2, tokens, 3): count, ends and number of places of the tokens that stood before (0) and
+    # behind (1) the pair that is being merged
+    beside: np.ndarray
+    # (2, 1 + tokens): how many tokens those are, and which
+    touched: np.ndarray
+    # (merges, 2): left id, right id
+    merges: np.ndarray
+    # (4,): tokens, places, pairs and heap entries in use
+    used: np.ndarray
+
+
+@compiled
+def lay_out(kept, starts, counts, num_words, symbols, weights):
+    """Fill `symbols` and `weights` from word w = kept[starts[w] : starts[w + 1]], counts[w]."""
+    cell = 0
+    symbols[0] = BORDER
+    for word in range(num_words):
+        for k in range(starts[word], starts[word + 1]):
+            cell += 1
+            symbols[cell] = kept[k]
+            weights[cell] = counts[word]
+        cell += 1
+        symbols[cell] = BORDER
+
+
+@compiled
+def find_pair(pairs, key):
+    """The row of the pair `key`, or the empty row where it belongs."""
+    mask = pairs.shape[0] - 1
+    row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
+    while pairs[row, KEY] != 0 and pairs[row, KEY] != key + 1:
+        row = (row + 1) & mask
+    return row
+
+
+@compiled
+def append_places(pairs, places, row, ends, number):
+    """Append a list of places, given by first | last << 32, to that of `row`."""
+    if pairs[row, PLACES] == 0:
+        pairs[row, ENDS] = ends
+    else:
+        places[pairs[row, ENDS] >> 32, 1] = ends & LOW
+        pairs[row, ENDS] = (pairs[row, ENDS] & LOW) | (ends & ~LOW)
+    pairs[row, PLACES] += number
+
+
+@compiled
+def enter_byte_pairs(learner):
+    """Enter every pair of neighbouring bytes and fill the heap."""
+    symbols, pairs, places, used = learner.symbols, learner.pairs, learner.places, learner.used
+    rows = np.full(1 << 16, -1, dtype=np.int64)
+    for cell in range(symbols.shape[0] - 1):
+        left, right = np.int64(symbols[cell]), np.int64(symbols[cell + 1])
+        if left < 0 or right < 0:
+            continue
+        row = rows[left << 8 | right]
+        if row < 0:
+            row = rows[left << 8 | right] = find_pair(pairs, left << 32 | right)
+            pairs[row, KEY] = (left << 32 | right) + 1
+            used[PAIRS_USED] += 1
+        place = used[PLACES_USED]
+        places[place, 0], places[place, 1] = cell, -1
+        append_places(pairs, places, row, place | place << 32, 1)
+        pairs[row, COUNT] += learner.weights[cell]
+        used[PLACES_USED] += 1
+    for row in rows:
+        if row >= 0:
+            push(learner, pairs[row, COUNT], pairs[row, KEY] - 1)
+
+
+@compiled
+def move_pairs(old, pairs):
+    """Copy the rows of `old` that still count into an empty, larger table; returns their number."""
+    number = 0
+    for k in range(old.shape[0]):
+        if old[k, COUNT] > 0:
+            pairs[find_pair(pairs, old[k, KEY] - 1)] = old[k]
+            number += 1
+    return number
+
+
+@compiled
+def compare_tokens(learner, a, b):
+    """Positive if token `a` is lexicographically greater than token `b`, negative if less."""
+    tokens, token_bytes = learner.tokens, learner.token_bytes
+    if tokens[a, PREFIX] != tokens[b, PREFIX]:
+        return tokens[a, PREFIX] - tokens[b, PREFIX]
+    for k in range(min(tokens[a, LENGTH], tokens[b, LENGTH])):
+        byte_a = np.int64(token_bytes[tokens[a, START] + k])
+        byte_b = np.int64(token_bytes[tokens[b, START] + k])
+        if byte_a != byte_b:
+            return byte_a - byte_b
+    return tokens[a, LENGTH] - tokens[b, LENGTH]
+
+
+@compiled
+def comes_first(learner, i, j):
+    """Whether entry `i` of the heap is merged before `j`: higher count, then the greater pair."""
+    heap = learner.heap
+    if heap[i, 0] != heap[j, 0]:
+        return heap[i, 0] > heap[j, 0]
+    order = compare_tokens(learner, heap[i, 1] >> 32, heap[j, 1] >> 32)
+    if order == 0:
+        order = compare_tokens(learner, heap[i, 1] & LOW, heap[j, 1] & LOW)
+    return order > 0
+
+
+@compiled
+def swap(heap, i, j):
+    for k in range(2):
+        heap[i, k], heap[j, k] = heap[j, k], heap[i, k]
+
+
+@compiled
+def push(learner, count, key):
+    """Add an entry to the heap."""
+    i = learner.used[HEAP_USED]
+    learner.heap[i, 0], learner.heap[i, 1] = count, key
+    while i > 0 and comes_first(learner, i, (i - 1) >> 1):
+        swap(learner.heap, i, (i - 1) >> 1)
+        i = (i - 1) >> 1
+    learner.used[HEAP_USED] += 1
+
+
+@compiled
+def sift_down(learner):
+    """Restore the order of the heap after its top has changed."""
+    size = learner.used[HEAP_USED]
+    i = 0
+    while 2 * i + 1 < size:
+        child = 2 * i + 1
+        if child + 1 < size and comes_first(learner, child + 1, child):
+            child += 1
+        if not comes_first(learner, child, i):
+            break
+        swap(learner.heap, i, child)
+        i = child
+
+
+@compiled
+def pop(learner):
+    """Remove the top of the heap."""
+    learner.used[HEAP_USED] -= 1
+    learner.heap[0] = learner.heap[learner.used[HEAP_USED]]
+    sift_down(learner)
+
+
+@compiled
+def note_neighbour(learner, side, token, count, cell):
+    """Note that `token` stood on that side, and the cell where its new pair begins."""
+    places, beside, touched = learner.places, learner.beside, learner.touched
+    place = learner.used[PLACES_USED]
+    learner.used[PLACES_USED] += 1
+    places[place, 0], places[place, 1] = cell, -1
+    if beside[side, token, 2] == 0:
+        beside[side, token, 1] = place | place << 32
+        touched[side, 0] += 1
+        touched[side, touched[side, 0]] = token
+    else:
+        places[beside[side, token, 1] >> 32, 1] = place
+        beside[side, token, 1] = (beside[side, token, 1] & LOW) | place << 32
+    beside[side, token, 0] += count
+    beside[side, token, 2] += 1
+
+
+@compiled
+def merge_everywhere(learner, place, left, right, new):
+    """Join `left` `right` at every valid place of the list that begins at `place`, in order."""
+    symbols, weights, tokens, places = (
+        learner.symbols,
+        learner.weights,
+        learner.tokens,
+        learner.places,
+    )
+    left_length, right_length = tokens[left, LENGTH], tokens[right, LENGTH]
+    while place >= 0:
+        p = np.int64(places[place, 0])
+        place = np.int64(places[place, 1])
+        q = p + left_length
+        if symbols[p] != left or symbols[q] != right:
+            continue
+        end = q + right_length
+        before, after = np.int64(symbols[p - 1]), np.int64(symbols[end])
+        symbols[q - 1] = DEAD
+        symbols[q] = DEAD
+        symbols[p] = new
+        symbols[end - 1] = new
+        count = np.int64(weights[p])
+        if before >= 0:
+            note_neighbour(learner, 0, before, count, p - tokens[before, LENGTH])
+        if after >= 0:
+            note_neighbour(learner, 1, after, count, p)
+
+
+@compiled
+def new_key(side, token, new):
+    """The pair that `token` on that side makes with the token `new`."""
+    return new << 32 | token if side else token << 32 | new
+
+
+@compiled
+def update_pairs(learner, left, right, new):
+    """Bring the table of pairs and the heap up to date after `merge_everywhere`.
+
+    All new pairs are entered before any old one is reduced, since a pair that one place made and
+    the next destroyed is in both.
+    """
+    pairs, beside, touched = learner.pairs, learner.beside, learner.touched
+    for side in range(2):
+        for token in touched[side, 1 : 1 + touched[side, 0]]:
+            row = find_pair(pairs, new_key(side, token, new))
+            if pairs[row, KEY] == 0:
+                pairs[row, KEY] = new_key(side, token, new) + 1
+                learner.used[PAIRS_USED] += 1
+            count, ends, number = beside[side, token]
+            append_places(pairs, learner.places, row, ends, number)
+            pairs[row, COUNT] += count
+    for side in range(2):
+        for token in touched[side, 1 : 1 + touched[side, 0]]:
+            old_key = right << 32 | token if side else token << 32 | left
+            pairs[find_pair(pairs, old_key), COUNT] -= beside[side, token, 0]
+    for side in range(2):
+        for token in touched[side, 1 : 1 + touched[side, 0]]:
+            key = new_key(side, token, new)
+            count = pairs[find_pair(pairs, key), COUNT]
+            if count > 0:
+                push(learner, count, key)
+            beside[side, token] = 0
+        touched[side, 0] = 0
+
+
+@compiled
+def add_token(learner, left, right, new):
+    """Enter the bytes of `left` followed by those of `right` as token `new`."""
+    tokens, token_bytes = learner.tokens, learner.token_bytes
+    start = tokens[new - 1, START] + tokens[new - 1, LENGTH]
+    length = prefix = 0
+    for part in (left, right):
+        for k in range(tokens[part, LENGTH]):
+            token_bytes[start + length] = token_bytes[tokens[part, START] + k]
+            length += 1
+    for k in range(7):
+        prefix = prefix << 8 | (np.int64(token_bytes[start + k]) if k < length else 0)
+    tokens[new, PREFIX], tokens[new, START], tokens[new, LENGTH] = prefix, start, length
+
+
+@compiled
+def learn(learner):
+    """Merge until `merges` is full or no pair is left, or an array must grow first."""
+    tokens, pairs, heap, used = learner.tokens, learner.pairs, learner.heap, learner.used
+    while used[TOKENS_USED] < tokens.shape[0] and used[HEAP_USED] > 0:
+        key = heap[0, 1]
+        row = find_pair(pairs, key)
+        if pairs[row, COUNT] == 0:
+            pop(learner)
+            continue
+        if pairs[row, COUNT] != heap[0, 0]:
+            # The count fell after it was pushed. It cannot have grown: a merge makes pairs only
+            # with its new token, and no two merges make the same token.
+            heap[0, 0] = pairs[row, COUNT]
+            sift_down(learner)
+            continue
+        left, right, new = key >> 32, key & LOW, used[TOKENS_USED]
+        most_places = 2 * pairs[row, PLACES]
+        most_pairs = min(most_places, 2 * (new + 1))
+        end = tokens[new - 1, START] + tokens[new - 1, LENGTH]
+        if used[PLACES_USED] + most_places > learner.places.shape[0]:
+            return MORE_PLACES
+        if 2 * (used[PAIRS_USED] + most_pairs) > pairs.shape[0]:
+            return MORE_PAIRS
+        if used[HEAP_USED] + most_pairs > heap.shape[0]:
+            return MORE_HEAP
+        if end + tokens[left, LENGTH] + tokens[right, LENGTH] > learner.token_bytes.shape[0]:
+            return MORE_BYTES
+        pop(learner)
+        add_token(learner, left, right, new)
+        used[TOKENS_USED] += 1
+        learner.merges[new - 256, 0], learner.merges[new - 256, 1] = left, right
+        merge_everywhere(learner, pairs[row, ENDS] & LOW, left, right, new)
+        update_pairs(learner, left, right, new)
+        pairs[row, COUNT] = pairs[row, PLACES] = 0
+    return DONE
+
+
+def new_learner(words: WordCounts, num_merges: int) -> Learner:
+    """The arrays for learning `num_merges` merges, laid out and with all byte pairs entered."""
+    num_bytes = int(words.starts[words.num_words])
+    num_cells = num_bytes + words.num_words + 1
+    heaviest = words.counts[: words.num_words].max(initial=0)
+    tokens = np.zeros((256 + num_merges, 3), dtype=np.int64)
+    tokens[:256, PREFIX] = np.arange(256) << 48
+    tokens[:256, START] = np.arange(256)
+    tokens[:256, LENGTH] = 1
+    learner = Learner(
+        symbols=np.empty(num_cells, dtype=np.int32),
+        weights=np.empty(num_cells, dtype=np.int32 if heaviest < 1 << 31 else np.int64),
+        tokens=tokens,
+        token_bytes=enlarged(np.arange(256, dtype=np.uint8), 1 << 16),
+        pairs=np.zeros((1 << 18, 4), dtype=np.int64),
+        places=np.empty((num_bytes + (1 << 16), 2), dtype=np.int32),
+        heap=np.empty((1 << 18, 2), dtype=np.int64),
+        beside=np.zeros((2, 256 + num_merges, 3), dtype=np.int64),
+        touched=np.zeros((2, 257 + num_merges), dtype=np.int64),
+        merges=np.empty((num_merges, 2), dtype=np.int64),
+        used=np.array([256, 0, 0, 0], dtype=np.int64),
+    )
+    lay_out(
+        words.kept, words.starts, words.counts, words.num_words, learner.symbols, learner.weights
+    )
+    enter_byte_pairs(learner)
+    return learner
+
+
+def learn_merges(words: WordCounts, num_merges: int) -> list[tuple[int, int]]:
+    """Learn up to `num_merges` merges (fewer if no pair is left): (left id, right id) in order."""
+    learner = new_learner(words, num_merges)
+    while (short := learn(learner)) != DONE:
+        if short == MORE_PLACES:
+            places = enlarged(learner.places, len(learner.places) * 3 // 2)
+            learner = learner._replace(places=places)
+        elif short == MORE_PAIRS:
+            pairs = np.zeros((2 * len(learner.pairs), 4), dtype=np.int64)
+            learner.used[PAIRS_USED] = move_pairs(learner.pairs, pairs)
+            learner = learner._replace(pairs=pairs)
+        elif short == MORE_HEAP:
+            learner = learner._replace(heap=enlarged(learner.heap, 2 * len(learner.heap)))
+        else:
+            token_bytes = enlarged(learner.token_bytes, 2 * len(learner.token_bytes))
+            learner = learner._replace(token_bytes=token_bytes)
+    learned = learner.used[TOKENS_USED] - 256
+    return [tuple(pair) for pair in learner.merges[:learned].tolist()]
