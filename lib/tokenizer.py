@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from lib import tokenizer_files
 from lib.parallel import available_cpus, ordered_map
 from lib.pretokenize import (
     CHUNK_BYTES,
@@ -34,6 +35,7 @@ from lib.pretokenize import (
     split_special,
     split_words,
 )
+from lib.tokenizer_files import Parts
 
 __all__ = ["SEPARATOR", "Tokenizer", "count_pretokens", "train_bpe", "train_from_counts"]
 
@@ -228,21 +230,30 @@ def _count_chunk(job: tuple[bytes, Sequence[str]]) -> tuple[int, Counter[bytes]]
     return len(chunk), count_pretokens(chunk.decode("utf-8", "replace"), special_tokens)
 
 
-def choose_implementation(implementation: str, num_bytes: int, fast_from: int) -> str:
-    """Resolve "auto" to "numba" or "python" for an input of `num_bytes`, and log which."""
+def check_implementation(implementation: str) -> None:
+    """Raise ValueError for an unknown implementation, ImportError for one not installed."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation {implementation!r} is unknown; known are {', '.join(IMPLEMENTATIONS)}"
         )
-    installed = importlib.util.find_spec("numba") is not None
-    if implementation == "numba" and not installed:
+    if implementation == "numba" and not numba_installed():
         raise ImportError("implementation 'numba' needs the package numba, which is not installed")
+
+
+def numba_installed() -> bool:
+    """Whether the compiled implementation can be had."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def choose_implementation(implementation: str, num_bytes: int, fast_from: int) -> str:
+    """Resolve "auto" for an input of `num_bytes`: "numba" from `fast_from` bytes on; log which."""
+    check_implementation(implementation)
     if implementation != "auto":
         return implementation
-    if installed and num_bytes >= fast_from:
+    if num_bytes >= fast_from and numba_installed():
         log.info("tokenizer: compiled implementation (Numba) for %.1f MB", num_bytes / 1e6)
         return "numba"
-    reason = "Numba is not installed" if not installed else "small input"
+    reason = "small input" if num_bytes < fast_from else "Numba is not installed"
     log.info("tokenizer: Python implementation for %.1f MB (%s)", num_bytes / 1e6, reason)
     return "python"
 
@@ -293,7 +304,7 @@ class Tokenizer:
         *,
         implementation: str = "auto",
     ):
-        choose_implementation(implementation, 0, 0)
+        check_implementation(implementation)
         self.implementation = implementation
         self.vocab = dict(vocab)
         self.merges = [(bytes(left), bytes(right)) for left, right in merges]
@@ -304,24 +315,53 @@ class Tokenizer:
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
         self._ranks = rank_merges(self.merges, ids)
         self.special_tokens: dict[str, int] = {}
-        last_ids = {token: token_id for token_id, token in sorted(vocab.items())}
+        ordinary = {*self._byte_ids, *(merged for _, merged in self._ranks.values())}
+        special_ids = {token: i for i, token in sorted(vocab.items()) if i not in ordinary}
         for token in special_tokens or ():
-            token_id = last_ids.get(token.encode(), max(self.vocab) + 1)
+            token_id = special_ids.get(token.encode(), max(self.vocab) + 1)
             self.vocab[token_id] = token.encode()
             self.special_tokens[token] = token_id
         self._special_pattern = special_token_pattern(list(self.special_tokens))
         self._special_bytes = [token.encode() for token in self.special_tokens]
         self._word_ids: dict[str, list[int]] = {}
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id: the rows that an embedding needs."""
         return max(self.vocab) + 1
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """The smallest unsigned type of at least 16 bits that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Vocabulary, merges and special tokens, as `lib.tokenizer_files` reads and writes them."""
+        return Parts(self.vocab, self.merges, self.special_tokens)
+
+    @cached_property
+    def sha256(self) -> str:
+        """A fingerprint: two tokenizers with the same one give the same ids."""
+        return tokenizer_files.fingerprint(self.parts)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the tokenizer to a JSON file. `lib.tokenizer_files` has the forms of others."""
+        tokenizer_files.save(path, self.parts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, implementation: str = "auto") -> "Tokenizer":
+        """Read what `save` wrote. Raises ValueError if the file is damaged or was altered."""
+        return cls.from_parts(tokenizer_files.load(path), implementation=implementation)
+
+    @classmethod
+    def from_parts(cls, parts: Parts, *, implementation: str = "auto") -> "Tokenizer":
+        """Make a tokenizer from what a function of `lib.tokenizer_files` has read."""
+        vocab, merges, special_tokens = parts
+        tokenizer = cls(vocab, merges, list(special_tokens), implementation=implementation)
+        if tokenizer.special_tokens != special_tokens:
+            raise ValueError(f"special_tokens {special_tokens} do not have these ids in vocab")
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`.
@@ -367,13 +407,14 @@ class Tokenizer:
 
         Memory stays bounded: text is held back only as far as its tokens may still change.
         """
-        pending = b""
+        pending, enough = bytearray(), _ITERABLE_BYTES
         for text in iterable:
             pending += text.encode()
-            if len(pending) >= _ITERABLE_BYTES:
+            if len(pending) >= enough:
                 cut = safe_cut(pending, self._special_bytes)
                 yield from self.encode(pending[:cut].decode())
-                pending = pending[cut:]
+                del pending[:cut]
+                enough = max(_ITERABLE_BYTES, 2 * len(pending))
         yield from self.encode(pending.decode())
 
     def encode_stream(
@@ -389,27 +430,30 @@ class Tokenizer:
         def encode(chunk: bytes) -> tuple[int, np.ndarray]:
             return len(chunk), self.encode_array(chunk)
 
-        with ThreadPoolExecutor(workers or available_cpus()) as executor:
-            yield from ordered_map(executor, encode, chunks, executor._max_workers + 1)
+        workers = workers or available_cpus()
+        with ThreadPoolExecutor(workers) as executor:
+            yield from ordered_map(executor, encode, chunks, workers + 1)
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """The text of `ids` (a list, array or tensor); `errors` as in `bytes.decode`."""
         return self.decode_bytes(ids).decode("utf-8", errors)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`.
+        """The bytes of `ids` (a list, array or tensor).
 
         Raises:
             ValueError: an id is not in the vocabulary; the message names it.
         """
+        ids = np.asarray(ids) if hasattr(ids, "__array__") else list(ids)
         try:
-            if isinstance(ids, np.ndarray) and self._fast_pays(len(ids)):
+            if self._fast_pays(len(ids)):
                 return self._fast.decode(ids)
-            ids = ids.tolist() if hasattr(ids, "tolist") else ids
+            ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
             return b"".join(map(self.vocab.__getitem__, ids))
-        except KeyError as error:
+        except (KeyError, OverflowError):
+            unknown = next(token_id for token_id in ids if token_id not in self.vocab)
             raise ValueError(
-                f"token id {error.args[0]} is not in the vocabulary (0 to {self.vocab_size - 1})"
+                f"token id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1})"
             ) from None
 
     def _fast_pays(self, size: int) -> bool:

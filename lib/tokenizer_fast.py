@@ -19,16 +19,19 @@ from lib.tokenizer_merges import learn_merges
 from lib.tokenizer_scan import (
     LOW_32,
     MIX_1,
+    PADDING,
     U32,
     WordCounts,
     class_table,
     compiled,
     find_slot,
+    load_word,
     power_of_two,
     prepare,
     pretoken_end,
     pretoken_key,
     split_segments,
+    store_word,
 )
 
 # A rank of no merge; ranks are kept as rank << 32 | id of the merged token.
@@ -258,12 +261,14 @@ def decoded_length(ids, starts):
 
 @compiled
 def copy_tokens(ids, starts, token_bytes, out):
-    """Write the bytes of `ids` to `out`."""
+    """Write the bytes of `ids` to `out`, eight at a time; both arrays have padding behind."""
     n = 0
     for k in range(len(ids)):
-        for i in range(starts[ids[k]], starts[ids[k] + 1]):
-            out[n] = token_bytes[i]
-            n += 1
+        start = starts[ids[k]]
+        length = starts[ids[k] + 1] - start
+        for i in range(0, length, 8):
+            store_word(out, n + i, load_word(token_bytes, start + i))
+        n += length
 
 
 class FastEncoder:
@@ -284,7 +289,8 @@ class FastEncoder:
         fill_ranks(merges.reshape(-1, 3), self.ranks)
         lengths = [len(vocab.get(token, b"")) for token in range(max(vocab) + 1)]
         self.starts = np.cumsum([0, *lengths])
-        self.token_bytes = np.frombuffer(b"".join(vocab[t] for t in sorted(vocab)), dtype=np.uint8)
+        token_bytes = b"".join(vocab[token] for token in sorted(vocab))
+        self.token_bytes = np.frombuffer(token_bytes + bytes(PADDING), dtype=np.uint8)
         self.idle_caches: list[Cache] = []
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -303,11 +309,13 @@ class FastEncoder:
         self.idle_caches.append(cache)
         return out[:number]
 
-    def decode(self, ids: np.ndarray) -> bytes:
-        """The bytes of an array of ids. Raises ValueError for an id not in the vocabulary."""
+    def decode(self, ids: np.ndarray | list[int]) -> bytes:
+        """The bytes of `ids`. Raises KeyError or OverflowError if one is not in the vocabulary."""
+        if isinstance(ids, list):
+            ids = np.fromiter(ids, np.int64, len(ids))
         length = decoded_length(ids, self.starts)
         if length < 0:
             raise KeyError(int(ids[-1 - length]))
-        out = np.empty(length, dtype=np.uint8)
+        out = np.empty(length + PADDING, dtype=np.uint8)
         copy_tokens(ids, self.starts, self.token_bytes, out)
-        return out.tobytes()
+        return out[:length].tobytes()

@@ -11,9 +11,12 @@ grow inside a kernel: one that runs out of room returns, and the caller enlarges
 again. Numba makes a float of int64 and uint64 mixed, so hashes stay in uint64 and indices in int64.
 """
 
+import hashlib
 import re
 import threading
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
@@ -27,7 +30,26 @@ OTHER, LETTER, NUMBER, SPACE = 0, 1, 2, 3
 # Bytes that may be read behind the end of a text, since words of eight are loaded.
 PADDING = 16
 
-compiled = njit(nogil=True, cache=True)
+
+def _source_stamp() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("tokenizer_*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+SOURCE_STAMP = _source_stamp()
+
+
+def compiled(function: Callable) -> Callable:
+    """Compile a kernel, without the interpreter lock, and keep the machine code on disk.
+
+    Numba remakes it when the kernel's own file has changed. Kernels here call others from other
+    files, so it has to be remade when any of these files has.
+    """
+    kernel = njit(nogil=True, cache=True)(function)
+    kernel._cache._cache_file._source_stamp = SOURCE_STAMP
+    return kernel
 
 
 @lru_cache(maxsize=1)
@@ -52,6 +74,55 @@ def load_word(typing_context, array, index):
     return types.uint64(array, types.int64), generate
 
 
+@intrinsic
+def store_word(typing_context, array, index, word):
+    """Write a uint64 to `array[index : index + 8]` of a uint8 array, little-endian, unaligned."""
+
+    def generate(context, builder, signature, arguments):
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = builder.gep(view.data, [arguments[1]])
+        pointer = builder.bitcast(pointer, ir.IntType(64).as_pointer())
+        builder.store(arguments[2], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.uint64), generate
+
+
+@intrinsic
+def trailing_zeros(typing_context, word):
+    """The number of zero bits below the lowest one of a uint64 that is not 0."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+ALL_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
+LOW_32 = np.uint64(0xFFFFFFFF)
+U32 = np.uint64(32)
+
+# Eight bytes at a time, after Mycroft: adding to bytes below 0x80 carries into the high bit where
+# a byte exceeds a bound.
+HIGH_BITS = np.uint64(0x8080808080808080)
+LOW_BITS = np.uint64(0x7F7F7F7F7F7F7F7F)
+TO_LOWER = np.uint64(0x2020202020202020)
+REACHES_A = np.uint64(0x0101010101010101 * (0x80 - ord("a")))
+EXCEEDS_Z = np.uint64(0x0101010101010101 * (0x7F - ord("z")))
+
+
+@compiled
+def ascii_letters_end(data, i):
+    """The first position from `i` on that is no ASCII letter; looks beyond the end of a segment."""
+    while True:
+        word = load_word(data, i)
+        lower = (word | TO_LOWER) & LOW_BITS
+        other = (~(lower + REACHES_A) | (lower + EXCEEDS_Z) | word) & HIGH_BITS
+        if other:
+            return i + np.int64(trailing_zeros(other) >> 3)
+        i += 8
+
+
 @compiled
 def character(data, i, classes):
     """Class and width in bytes of the character that starts at `i`."""
@@ -69,18 +140,15 @@ def character(data, i, classes):
 @compiled
 def run_end(data, i, end, kind, classes):
     """The first position from `i` on whose character is not of class `kind`."""
-    while i < end:
-        b = data[i]
-        if b < 0x80:
-            if classes[b] != kind:
-                break
-            i += 1
-        else:
-            found, width = character(data, i, classes)
-            if found != kind:
-                break
-            i += width
-    return i
+    while True:
+        if kind == LETTER:
+            i = ascii_letters_end(data, i)
+        if i >= end:
+            return end
+        found, width = character(data, i, classes)
+        if found != kind:
+            return i
+        i += width
 
 
 @compiled
@@ -100,28 +168,34 @@ def contraction_length(data, i, end):
 
 
 @compiled
-def pretoken_end(data, i, end, classes):
-    """The end of the pre-token that starts at `i`, as GPT-2's pattern has it."""
-    first = data[i]
-    if first == ord("'"):
-        length = contraction_length(data, i, end)
-        if length:
-            return i + length
-    start = i
-    if first == ord(" ") and i + 1 < end:
-        start = i + 1
-    kind, width = character(data, start, classes)
-    if kind != SPACE:
-        return run_end(data, start + width, end, kind, classes)
-    # White space: all of it at the end of the text, else all but its last character, if more.
+def space_end(data, i, end, classes):
+    """The end of the white space that starts at `i`, less its last character where text follows."""
     j = last = i
     while j < end:
         kind, width = character(data, j, classes)
         if kind != SPACE:
-            break
+            return j if last == i else last
         last = j
         j += width
-    return j if j == end or last == i else last
+    return j
+
+
+@compiled
+def pretoken_end(data, i, end, classes):
+    """The end of the pre-token that starts at `i`, as GPT-2's pattern has it."""
+    start = i
+    if data[i] == ord(" ") and i + 1 < end:
+        start = i + 1
+    kind, width = character(data, start, classes)
+    if kind == LETTER:
+        return run_end(data, start + width, end, LETTER, classes)
+    if kind == SPACE:
+        return space_end(data, i, end, classes)
+    if data[i] == ord("'"):
+        length = contraction_length(data, i, end)
+        if length:
+            return i + length
+    return run_end(data, start + width, end, kind, classes)
 
 
 @compiled
@@ -180,10 +254,6 @@ def split_segments(
 
 # A table of pre-tokens has rows of four uint64: (low, high, length | a << 32, b | place << 32),
 # where low and high are the key. All zero is an empty row. `a` and `b` are the user's.
-ALL_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
-HIGH_BITS = np.uint64(0x8080808080808080)
-LOW_32 = np.uint64(0xFFFFFFFF)
-U32 = np.uint64(32)
 # Odd constants with well-mixed bits (the golden ratio, and one of xxHash's primes).
 MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
