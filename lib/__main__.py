@@ -1,0 +1,158 @@
+"""`python -m lib COMMAND`: the command line.
+
+Flags are generated from the dataclasses in `lib.config`. Whatever takes time to import is imported
+by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def tokenize(arguments: list[str]) -> int:
+    """Turn a corpus into a tokenizer and token arrays."""
+    from lib.config import TokenizeConfig
+
+    config = parse(TokenizeConfig, "tokenize", arguments)
+
+    from lib.pipeline import tokenize_corpus
+    from lib.report import to_markdown
+
+    rows = tokenize_corpus(config, progress_bar=progress_bar)
+    names = {"bytes_per_token": "bytes/token", "MB_per_s": "MB/s"}
+    print(to_markdown(rows, {key: names.get(key, key) for key in rows[0]}), end="")
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    """Run the notebooks and write the report."""
+    from lib.config import RunConfig
+
+    config = parse(RunConfig, "run", arguments)
+
+    from lib.notebook import run_notebooks
+
+    return run_notebooks(
+        config.notebooks,
+        parameters=config.parameters,
+        report=config.report,
+        workers=config.workers,
+    )
+
+
+# name, of one word or two -> what it does with the arguments behind the name
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "tokenize": tokenize,
+    "run": run,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that `arguments` (by default the process's own) name; its exit code.
+
+    Errors that a user can mend are one line and exit code 2, an interruption is 130. `--debug`, or
+    WORKBOOK_DEBUG=1 in the environment, shows where they came from.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    try:
+        command, rest = find_command(arguments)
+        return command(rest)
+    except KeyboardInterrupt:
+        if is_debug:
+            traceback.print_exc()
+        return 130
+    except (OSError, ValueError, ImportError) as error:
+        if is_debug:
+            traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def find_command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """The command that the first one or two of `arguments` name, and the arguments behind it."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return COMMANDS[name], arguments[words:]
+    import difflib
+
+    beginnings = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
+    if beginnings:
+        raise ValueError(f"{arguments[0]} needs one more word: {', '.join(beginnings)}")
+    close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"unknown command {arguments[0]!r}; {hint}known: {', '.join(COMMANDS)}")
+
+
+def parse(cls: type[T], command: str, arguments: list[str]) -> T:
+    """The config `cls` from `--config FILE.json`, or its defaults, with flags on top."""
+    import argparse
+
+    import tyro
+
+    from lib.config import from_json
+
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    given, flags = before.parse_known_args(arguments)
+    default = {} if given.config is None else {"default": from_json(cls, Path(given.config))}
+    note = "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks."
+    return tyro.cli(
+        cls,
+        prog=f"python -m lib {command}",
+        description=f"{COMMANDS[command].__doc__}\n\n{note}",
+        args=flags,
+        use_underscores=True,
+        **default,
+    )
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal, if there is one; yields what is to be told the bytes just done."""
+    from tqdm import tqdm
+
+    options = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
+    with tqdm(desc=description, total=num_bytes, **options) as bar:
+        yield bar.update
+
+
+def overview() -> str:
+    """What bare `python -m lib` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: python -m lib COMMAND [--config FILE.json] [--FLAG VALUE ...]",
+            "",
+            *lines,
+            "",
+            "python -m lib COMMAND --help lists the flags of a command.",
+        ]
+    )
+
+
+def one_line(error: Exception) -> str:
+    """What a person needs of `error`, without Python's error numbers."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The machine below: device, the dtype it is fast in, its peaks, the seed, a figure's provenance.
+
+torch is imported only where a function cannot do without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lib.parallel import available_cpus
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "numpy", "numba")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a chip's maker promises; None where it promises nothing.
+
+    FLOP/s count a multiply-add as two, dense (no structured sparsity), half precision with float32
+    accumulation on tensor cores where the chip has them. Bandwidth is bytes/s of device memory.
+    """
+
+    bfloat16: float | None
+    float16: float | None
+    tf32: float | None
+    float32: float | None
+    bandwidth: float
+
+
+def _peak(bfloat16, float16, tf32, float32, bandwidth) -> Peak:
+    """From the datasheets' units: TFLOP/s and GB/s."""
+    flops = [
+        None if value is None else value * 1e12 for value in (bfloat16, float16, tf32, float32)
+    ]
+    return Peak(*flops, bandwidth * 1e9)
+
+
+# NVIDIA's datasheets and architecture white papers; those that quote sparse figures are halved.
+# Keys are the names that CUDA reports, without "NVIDIA", "Tesla" and "GeForce". A name must match
+# whole: a laptop chip, a MIG slice or a D variant is another chip.
+PEAKS = {
+    "H200": _peak(989.4, 989.4, 494.7, 66.9, 4800),
+    "H200 NVL": _peak(835, 835, 417.5, 60, 4800),
+    "H100 80GB HBM3": _peak(989.4, 989.4, 494.7, 66.9, 3350),
+    "H100 NVL": _peak(835, 835, 417.5, 60, 3900),
+    "H100 PCIe": _peak(756, 756, 378, 51, 2000),
+    "A100-SXM4-80GB": _peak(312, 312, 156, 19.5, 2039),
+    "A100-SXM4-40GB": _peak(312, 312, 156, 19.5, 1555),
+    "A100 80GB PCIe": _peak(312, 312, 156, 19.5, 1935),
+    "A100-PCIE-40GB": _peak(312, 312, 156, 19.5, 1555),
+    "L40S": _peak(362, 362, 183, 91.6, 864),
+    "L4": _peak(121, 121, 60, 30.3, 300),
+    "A10": _peak(125, 125, 62.5, 31.2, 600),
+    "T4": _peak(None, 65, None, 8.1, 320),
+    "V100-SXM2-16GB": _peak(None, 125, None, 15.7, 900),
+    "V100-SXM2-32GB": _peak(None, 125, None, 15.7, 900),
+    "V100-PCIE-16GB": _peak(None, 112, None, 14, 900),
+    "P100-PCIE-16GB": _peak(None, 18.7, None, 9.3, 732),
+    "RTX 5090": _peak(209.5, 209.5, 104.8, 104.8, 1792),
+    "RTX 4090": _peak(165.2, 165.2, 82.6, 82.6, 1008),
+    "RTX 3090": _peak(71, 71, 35.6, 35.6, 936),
+}
+
+
+def peak(name: str) -> Peak | None:
+    """The datasheet figures of the chip that CUDA calls `name`; None when not known."""
+    return PEAKS.get(re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name))
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device called `name`; "auto" takes CUDA where there is one, then Apple's MPS, then CPU.
+
+    Raises:
+        ValueError: `name` is no device, or one that this machine does not have.
+    """
+    import torch
+
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}; right is: auto, cpu, cuda, cuda:N or mps") from error
+    counts = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    count = counts.get(device.type, 0)
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"device is {name!r}, but torch {torch.__version__} sees {count} of type "
+            f"{device.type} on this machine; right is: auto, or one of "
+            + ", ".join(f"{kind}:{i}" for kind, n in counts.items() for i in range(n))
+        )
+    return device
+
+
+def pick_dtype(device: torch.device | str, name: str = "auto") -> torch.dtype:
+    """The floating-point type called `name`; "auto" takes the shortest that `device` is fast in.
+
+    That is bfloat16 on NVIDIA chips from Ampere on (compute capability 8.0), float16 on older ones
+    such as a T4, and float32 elsewhere.
+
+    Raises:
+        ValueError: `name` is unknown, or `device` would only emulate it.
+    """
+    import torch
+
+    device = torch.device(device)
+    supported = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    best = "float32"
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        best = "bfloat16" if has_bfloat16 else "float16"
+        if not has_bfloat16:
+            del supported["bfloat16"]
+    if name == "auto":
+        return supported[best]
+    if name not in supported:
+        chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        known = ", ".join(supported)
+        raise ValueError(f"dtype is {name!r}; right on {chip} is: auto, {known}")
+    return supported[name]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators, on every device.
+
+    For code outside `lib` that draws from them; functions in `lib` take an explicit generator.
+    """
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def provenance(
+    seed: int | None = None, config: Any = None, *, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Where a figure came from, as plain JSON values; the frame of every record.
+
+    Args:
+        seed: the seed that the figure depends on.
+        config: a dataclass or plain JSON value: what was asked for.
+        device: what computed it. By default the GPU when torch is loaded and sees one, else the
+            CPU. torch is not imported for this.
+
+    Returns:
+        config, device (chip name), cpu, cores (that this process may use), versions (None: not
+        installed), commit, dirty (`lib/` differs from the commit), platform, seed, date (UTC).
+        commit and dirty are None outside the project's own git checkout.
+    """
+    from lib.config import to_dict
+
+    return {
+        "config": to_dict(config) if hasattr(config, "__dataclass_fields__") else config,
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cores": available_cpus(),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        **_git_state(),
+        "seed": seed,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def device_name(device: torch.device | str | None = None) -> str:
+    """The chip's name: of `device`, or of the GPU when torch is loaded and sees one, or the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or (device is not None and torch.device(device).type != "cuda"):
+        return cpu_name()
+    if not torch.cuda.is_available():
+        return cpu_name()
+    return torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The CPU's model name, or its architecture where the system does not tell."""
+    if platform.system() == "Darwin":
+        name = _output_of(["sysctl", "-n", "machdep.cpu.brand_string"])
+    else:
+        found = re.search(r"^Model name:\s*(.+)$", _output_of(["lscpu"]) or "", re.MULTILINE)
+        name = found and found[1]
+    return name or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    loaded = sys.modules.get(package)
+    if loaded is not None and hasattr(loaded, "__version__"):
+        return str(loaded.__version__)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any]:
+    """The commit that `lib/` stands at, unless the folder is part of some other checkout."""
+    top = _output_of(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
+    if top is None or Path(top).resolve() != ROOT:
+        return {"commit": None, "dirty": None}
+    commit = _output_of(["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"])
+    changes = _output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", "lib"])
+    if commit is None or changes is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _output_of(command: list[str]) -> str | None:
+    """What `command` prints, in English; None when it fails or is not installed."""
+    # without GIT_DIR and the like, which a git hook sets for its own repository
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            command, env=env | {"LC_ALL": "C"}, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

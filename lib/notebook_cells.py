@@ -1,0 +1,114 @@
+"""Notebook cells as they are shown and committed: widgets made static, metadata clean."""
+
+from __future__ import annotations
+
+import copy
+import html
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def clean(notebook: NotebookNode) -> NotebookNode:
+    """A copy of `notebook` with the metadata that is committed and no other.
+
+    Cells keep their tags, pictures their sizes. Pieces of one stream are joined, and of a line
+    that was written over again and again (a progress bar) the last state stays.
+    """
+    from nbformat import from_dict
+
+    notebook = copy.deepcopy(notebook)
+    notebook.metadata = from_dict(METADATA)
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = from_dict({"tags": tags} if tags else {})
+        if cell.cell_type == "code":
+            cell.outputs = _joined_streams(cell.outputs)
+    return notebook
+
+
+def _joined_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    for output in joined:
+        if output.output_type == "stream":
+            output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
+    return joined
+
+
+def static_widgets(notebook: NotebookNode) -> NotebookNode:
+    """A copy of `notebook` whose widgets are replaced by what they last showed.
+
+    An `Output` widget (also the one inside `interact`) gives its outputs, a control its name and
+    value as text, a container its children. Without saved state the text form stays.
+    """
+    from nbformat.v4 import new_output
+
+    notebook = copy.deepcopy(notebook)
+    models = notebook.metadata.pop("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    for cell in notebook.cells:
+        outputs = []
+        for output in cell.get("outputs", []):
+            view = output.get("data", {}).get(WIDGET_VIEW)
+            if view is None:
+                outputs.append(output)
+                continue
+            words: list[str] = []
+            shown = _shown_by(view["model_id"], models, words)
+            text = "  ".join(words) or ("" if shown else output.data.get("text/plain", ""))
+            if text:
+                line = f'<div class="report-widget">{html.escape(text)}</div>'
+                data = {"text/html": line, "text/plain": text}
+                outputs.append(new_output("display_data", data=data))
+            outputs += shown
+        if cell.cell_type == "code":
+            cell.outputs = outputs
+    return notebook
+
+
+def _shown_by(model_id: str, models: dict[str, Any], words: list[str]) -> list[NotebookNode]:
+    """The outputs that the widget shows; what it says in text is added to `words`."""
+    from nbformat import from_dict
+
+    model = models.get(model_id)
+    if model is None:
+        return []
+    state = model["state"]
+    if model["model_name"] == "OutputModel":
+        return [from_dict(output) for output in state.get("outputs", [])]
+    if "children" not in state:
+        words += _words_of(model["model_name"], state)
+    shown = []
+    for child in state.get("children", []):
+        shown += _shown_by(child.removeprefix("IPY_MODEL_"), models, words)
+    return shown
+
+
+def _words_of(name: str, state: dict[str, Any]) -> list[str]:
+    """A control's description and value; the value is left out for buttons, bars and pictures."""
+    if "Progress" in name or "Button" in name or "Image" in name:
+        value = ""
+    elif "_options_labels" in state and isinstance(state.get("index"), int):
+        value = state["_options_labels"][state["index"]]
+    else:
+        value = state.get("value", "")
+    description, value = _plain(state.get("description") or ""), _plain(value)
+    text = f"{description}: {value}" if description and value else description or value
+    return [text] if text else []
+
+
+def _plain(markup: Any) -> str:
+    return " ".join(html.unescape(re.sub("<[^>]+>", "", str(markup))).split())

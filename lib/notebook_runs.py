@@ -1,0 +1,321 @@
+"""Running many notebooks: which, with what parameters, in what order, in parallel processes."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+# For papermill. ipykernel 7 warns at each start that its connection on this machine is open.
+KERNEL = {
+    "kernel_name": "python3",
+    "progress_bar": False,
+    "extra_arguments": ["--IPKernelApp.log_level=CRITICAL"],
+}
+MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One notebook to run."""
+
+    source: Path
+    parameters: dict[str, Any]
+    needs: tuple[str, ...]
+    """Names of the notebooks whose results it reads."""
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a notebook ended: `status` is done, failed or skipped."""
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    error: str | None = None
+    traceback: str | None = None
+
+
+def find_notebooks(selection: Sequence[str], root: Path) -> list[Path]:
+    """The numbered notebooks in reading order; only those that `selection` names, if it does.
+
+    Raises:
+        ValueError: there are no notebooks, or `selection` names one that does not exist.
+    """
+    known = sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    if not known:
+        raise ValueError(f"no notebook is named like 01_topic.ipynb in {root / 'notebooks'}")
+    chosen = set()
+    for wanted in selection:
+        stem = Path(wanted).name.removesuffix(".ipynb")
+        found = {
+            path for path in known if stem in (path.stem, path.stem[:2], path.stem[:2].lstrip("0"))
+        }
+        if not found:
+            names = ", ".join(path.stem for path in known)
+            raise ValueError(f"no notebook is called {wanted!r}; there are: {names}")
+        chosen |= found
+    return [path for path in known if path in chosen or not selection]
+
+
+def plan(
+    notebooks: Sequence[Path],
+    parameters: str | os.PathLike | None,
+    overrides: Mapping[str, Any] | None,
+    root: Path,
+) -> list[Job]:
+    """What to run with which parameters (see `lib.notebook.run_notebooks`), every name checked.
+
+    Raises:
+        ValueError: an unknown file, notebook or parameter; names the known ones.
+    """
+    overrides = overrides or {}
+    known = {path.stem: parameter_names(path) for path in find_notebooks((), root)}
+    sections = read_parameters(parameters, root) if parameters else {}
+    for name, values in sections.items():
+        if name not in known:
+            raise ValueError(f"{parameters}: no notebook is called {name!r}; {_known(known)}")
+        for unknown in sorted(values.keys() - known[name]):
+            raise ValueError(
+                f"{parameters}: {name} has no parameter {unknown!r}; {_known(known[name])}"
+            )
+    settable = {name for path in notebooks for name in known[path.stem]}
+    for unknown in sorted(overrides.keys() - settable):
+        raise ValueError(f"no chosen notebook has a parameter {unknown!r}; {_known(settable)}")
+    jobs = []
+    for path in notebooks:
+        own = {name: value for name, value in overrides.items() if name in known[path.stem]}
+        values = sections.get(path.stem, {}) | own
+        jobs.append(Job(path, values, _needed_by(path, list(known))))
+    return jobs
+
+
+def _known(names: Any) -> str:
+    return f"there are: {', '.join(sorted(names)) or 'none'}"
+
+
+def read_parameters(name: str | os.PathLike, root: Path) -> dict[str, dict[str, Any]]:
+    """The parameter file called `name`: a notebook's name -> its parameters."""
+    import yaml
+
+    folder = root / "notebooks/parameters"
+    path = Path(name) if str(name).endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        names = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ValueError(f"no parameter file is called {str(name)!r}; {_known(names)}")
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(sections, dict):
+        raise ValueError(f"{path}: right is a mapping, notebook name -> parameters")
+    for section, values in sections.items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: {section} is {values!r}; right is a mapping of parameters")
+    return sections
+
+
+def parameter_names(notebook: Path) -> set[str]:
+    """The names that the notebook's cell tagged `parameters` assigns."""
+    names = set()
+    for statement in ast.parse(_parameters_cell(notebook)).body:
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """The notebooks that a line `# needs: 01, 02` in the parameters cell lists."""
+    found = re.search(r"^# needs: *(.+)$", _parameters_cell(notebook), re.MULTILINE)
+    needed = []
+    for wanted in re.findall(r"\w+", found[1]) if found else []:
+        matches = [name for name in names if wanted in (name, name[:2])]
+        # a lower number only, so that no two can wait for each other
+        if not matches or matches[0] >= notebook.stem:
+            earlier = [name for name in names if name < notebook.stem]
+            raise ValueError(f"{notebook.name}: needs {wanted!r}; earlier ones: {_known(earlier)}")
+        needed += matches
+    return tuple(needed)
+
+
+def _parameters_cell(notebook: Path) -> str:
+    import nbformat
+
+    cells = nbformat.read(notebook, as_version=4).cells
+    return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+
+
+def run_all(jobs: Sequence[Job], report: Path, label: str, workers: int) -> list[Result]:
+    """Run each job once what it needs is done; show on the terminal how far each one is.
+
+    Args:
+        report: folder for the executed notebooks and their pages.
+        label: name of the parameters, for the pages.
+        workers: jobs at a time.
+    """
+    chosen = {job.name for job in jobs}
+    waiting, running, results, bars = list(jobs), {}, {}, {}
+    # Fresh processes: papermill changes the working folder, and a fork would copy threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_stop_quietly)
+    with context.Manager() as manager, pool:
+        events = manager.Queue()
+        while waiting or running:
+            for job in list(waiting):
+                needed = chosen.intersection(job.needs)
+                lost = [n for n in sorted(needed) if n in results and results[n].status != "done"]
+                if lost:
+                    waiting.remove(job)
+                    results[job.name] = skip(job, f"needs {lost[0]}", report, label)
+                    _tell(results[job.name])
+                elif needed <= results.keys():
+                    waiting.remove(job)
+                    running[pool.submit(run_one, job, report, label, events)] = job
+            ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            while not events.empty():
+                _advance(bars, *events.get())
+            for future in ended:
+                job = running.pop(future)
+                if job.name in bars:
+                    bars.pop(job.name).close()
+                results[job.name] = _result_of(future, job, report, label)
+                _tell(results[job.name])
+    return [results[job.name] for job in jobs]
+
+
+def _stop_quietly() -> None:
+    """Let Ctrl-C end this process in order, its kernel too, without a traceback of its own."""
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+
+
+def run_one(job: Job, report: Path, label: str, events: Any) -> Result:
+    """Run one notebook in its own folder, and write it and its page into `report`."""
+    import papermill
+
+    started, result = time.monotonic(), None
+    executed = report / f"{job.name}.ipynb"
+    executed.unlink(missing_ok=True)
+    reached, total = 0, len(_read(job.source).cells)
+
+    def advance(cell: Any, cell_index: int, **_: Any) -> None:
+        nonlocal reached
+        reached = cell_index + 1
+        events.put((job.name, reached, total))
+
+    events.put((job.name, 0, total))
+    try:
+        papermill.execute_notebook(
+            job.source,
+            executed,
+            job.parameters,
+            cwd=job.source.parent,
+            on_cell_executed=advance,
+            **KERNEL,
+        )
+        result = Result(job.name, "done", time.monotonic() - started)
+    except papermill.PapermillExecutionError as error:
+        text = f"In [{error.exec_count}]: {error.ename}: {error.evalue}"
+        traceback = "\n".join(error.traceback)
+        result = Result(job.name, "failed", time.monotonic() - started, text, traceback)
+    except Exception as error:  # a kernel that died or did not start, a disk that is full
+        text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
+        result = Result(job.name, "failed", time.monotonic() - started, text, text)
+    publish(result, executed if executed.exists() else job.source, job, report, label)
+    return result
+
+
+def publish(result: Result, notebook: Path, job: Job, report: Path, label: str) -> None:
+    """Write `notebook` into the report with a note of how it ended, and its page."""
+    import nbformat
+
+    from lib.hardware import provenance
+    from lib.site import write_page
+
+    content = _read(notebook)
+    content.metadata["workbook"] = {
+        "status": result.status,
+        "seconds": round(result.seconds, 3),
+        "error": result.error,
+        "parameters": label,
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "provenance": provenance(config=job.parameters) | _graphics_cards(),
+    }
+    nbformat.write(content, report / f"{job.name}.ipynb")
+    write_page(content, report / f"{job.name}.html", source_folder=job.source.parent)
+
+
+def _graphics_cards() -> dict[str, str]:
+    """The GPUs' names as NVIDIA's driver tells them: asking torch would occupy their memory."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    counts = Counter(listed.stdout.split("\n")[:-1])
+    return {"device": ", ".join(f"{count} × {name}" for name, count in counts.items())}
+
+
+def skip(job: Job, error: str, report: Path, label: str) -> Result:
+    """Put the notebook into the report as not run."""
+    result = Result(job.name, "skipped", error=f"{error}, which failed")
+    publish(result, job.source, job, report, label)
+    return result
+
+
+def plain(text: str) -> str:
+    """`text` without colours where nobody sees them."""
+    return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def _result_of(future: Future, job: Job, report: Path, label: str) -> Result:
+    """The job's result; a failed one where its process ended without telling."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    text = f"{type(error).__name__}: {error}"
+    result = Result(job.name, "failed", error=text, traceback=text)
+    publish(result, job.source, job, report, label)
+    return result
+
+
+def _tell(result: Result) -> None:
+    from tqdm import tqdm
+
+    note = f"  {result.error}" if result.error else ""
+    tqdm.write(f"  {MARKS[result.status]} {result.name:<24} {result.seconds:6.1f} s{note}")
+    sys.stdout.flush()
+
+
+def _advance(bars: dict[str, Any], name: str, count: int, total: int) -> None:
+    from tqdm import tqdm
+
+    if name not in bars:
+        form = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}"
+        # no bars in a log: there the lines of `_tell` are enough
+        bars[name] = tqdm(total=total, desc=name, bar_format=form, leave=False, disable=None)
+    bars[name].update(count - bars[name].n)
+
+
+def _read(path: Path) -> NotebookNode:
+    import nbformat
+
+    return nbformat.read(path, as_version=4)

@@ -1,0 +1,87 @@
+"""What the pages of `lib.site` are made from: jinja2 templates and style sheets."""
+
+# nbconvert's own page without the scripts that it would fetch (MathJax, RequireJS, Mermaid), with
+# a dark theme beside the light one and a line on top that leads back to the index.
+PAGE_TEMPLATE = """
+{%- extends "lab/index.html.j2" -%}
+{%- block html_head_js -%}{%- endblock -%}
+{%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block html_head_js_mermaidjs -%}{%- endblock -%}
+{%- block jupyter_widgets -%}{%- endblock -%}
+{%- block html_head_css -%}
+<style>@media (prefers-color-scheme: dark) {
+{{ resources.include_css("static/theme-dark.css") | replace("<style type=\\"text/css\\">", "")
+   | replace("</style>", "") }}
+}
+{{ page_css }}</style>
+{%- endblock -%}
+{%- block body_header -%}
+<body class="jp-Notebook" data-jp-theme-light="true">
+<nav class="report"><a href="index.html">All notebooks</a><span>{{ page_note }}</span></nav>
+{%- if page_error -%}<p class="report-error">
+<a href="#papermill-error-cell">{{ page_error | e }}</a></p>{%- endif -%}
+<main>
+{%- endblock -%}
+{%- block data_latex -%}
+<div class="jp-RenderedLatex jp-OutputArea-output">{{ output.data["text/latex"] | markdown2html }}
+</div>
+{%- endblock -%}
+"""
+
+PAGE_CSS = """
+:root { color-scheme: light dark; }
+body.jp-Notebook { max-width: 62rem; margin: 0 auto; padding: 0 1rem 4rem; }
+nav.report { display: flex; gap: 1rem; justify-content: space-between; padding: .8rem .2rem;
+  font: .85rem system-ui, sans-serif; color: var(--jp-ui-font-color2); }
+.report-error a { color: inherit; }
+nav.report a { color: var(--jp-content-link-color); }
+.report-error { margin: 0 0 1rem; padding: .6rem 1rem; border-left: 4px solid #d1242f;
+  background: var(--jp-layout-color2); color: var(--jp-ui-font-color0);
+  font: .9rem ui-monospace, monospace; overflow-wrap: anywhere; }
+.report-widget { color: var(--jp-ui-font-color2); font-size: .9em; }
+math { font: 1.08em "Latin Modern Math", "STIX Two Math", "Cambria Math", math; }
+math[display=block] { overflow-x: auto; padding: .2em 0; }
+.jp-OutputArea-output { overflow-x: auto; }
+img { max-width: 100%; height: auto; }
+"""
+
+INDEX_TEMPLATE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Workbook report</title><style>
+:root { color-scheme: light dark; --ink: #1c2128; --soft: #59636e; --line: #d8dee4; --page: #f6f8fa;
+  --card: #fff; --link: #0b5fc0; --done: #1a7f37; --failed: #c9222d; --skipped: #8a6100; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e9ef; --soft: #9aa5b1; --line: #343b44;
+  --page: #0f1318; --card: #181d24; --link: #6cb0ff; --done: #4cc268; --failed: #ff7b72;
+  --skipped: #e0b040; } }
+body { margin: 0 auto; max-width: 50rem; padding: 2.5rem 1rem 4rem; background: var(--page);
+  color: var(--ink); font: 1rem/1.55 system-ui, sans-serif; }
+h1 { margin: 0; font-size: 1.9rem; letter-spacing: -.01em; }
+a { color: var(--link); text-decoration: none; } a:hover { text-decoration: underline; }
+.soft { color: var(--soft); font-size: .9rem; }
+ol { list-style: none; margin: 1.6rem 0; padding: 0; }
+li { display: grid; grid-template-columns: 3rem 1fr auto; gap: .1rem .6rem; align-items: baseline;
+  margin: .7rem 0; padding: .9rem 1.1rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: 10px; }
+li > .number { color: var(--soft); font-variant-numeric: tabular-nums; font-size: 1.2rem; }
+li > .title { font-size: 1.15rem; font-weight: 600; }
+li > .more { grid-column: 2 / 4; }
+.status { font-size: .85rem; font-weight: 600; }
+.done { color: var(--done); } .failed { color: var(--failed); } .skipped { color: var(--skipped); }
+pre { margin: .4rem 0 0; padding: .6rem .8rem; border-left: 3px solid var(--failed);
+  background: var(--page); overflow-x: auto; white-space: pre-wrap; font-size: .85rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; margin: 0;
+  padding-top: 1.2rem; border-top: 1px solid var(--line); font-size: .9rem; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+</style></head><body>
+<h1>Workbook report</h1><div class="soft">{{ summary }}</div>
+<ol>{% for page in pages %}
+<li><span class="number">{{ page.number }}</span>
+<span class="title"><a href="{{ page.href }}">{{ page.title }}</a></span>
+<span class="status {{ page.status }}">{{ page.label }}</span>
+<span class="more soft">{{ page.detail }} · <a href="{{ page.notebook }}">notebook</a></span>
+{% if page.error %}<div class="more"><pre>{{ page.error }}</pre></div>{% endif %}</li>
+{% endfor %}</ol>
+<dl>{% for name, value in facts %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>
+</body></html>
+"""

@@ -1,0 +1,89 @@
+"""What all tests share: quiet tools, no network, skips for what this machine does not have."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+# No deadline: a shared machine may stall for longer than any example takes.
+hypothesis.settings.register_profile(
+    "workbook", deadline=None, derandomize="CI" in os.environ, print_blob=True
+)
+hypothesis.settings.load_profile("workbook")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none; torch is only loaded to find out."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """Chromium that reaches no network (a Playwright browser), skipped where it is missing."""
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
+    )
+    if program is None:
+        pytest.skip("needs Chromium; .ci/run installs it")
+    from playwright.sync_api import sync_playwright
+
+    arguments = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    arguments += ["--disable-background-networking", "--disable-component-update", "--disable-quic"]
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=arguments)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def make_notebook() -> Callable[..., Path]:
+    """Write a notebook that passes `make lint` when its outputs are there; return its path.
+
+    Called with a path, the code of the parameters cell, and further cells: code as text, Markdown
+    as text that starts with `%md `.
+    """
+    from nbformat import from_dict, write
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+    from lib.notebook import FIRST_CELL
+    from lib.notebook_cells import METADATA
+
+    def make(path: Path, parameters: str = "steps = 3", *cells: str, first: str = FIRST_CELL):
+        content = [
+            new_markdown_cell(f"# Notebook {path.stem}"),
+            new_code_cell(first),
+            new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+        ]
+        for cell in cells:
+            text = cell.removeprefix("%md ")
+            content.append(new_code_cell(cell) if text == cell else new_markdown_cell(text))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(new_notebook(cells=content, metadata=from_dict(METADATA)), path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def quiet_environment() -> dict[str, str]:
+    """The environment for a program of its own: nothing of this process's import path in it."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "WORKBOOK_SMALL")} | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "JUPYTER_PREFER_ENV_PATH": "1",
+    }

@@ -1,0 +1,93 @@
+"""`lib` is a house of floors: files import downwards only, and light ones stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A file that is not listed stands on the ground, floor 0, and imports from there only.
+FLOORS = {
+    "__main__": 5,
+    "benchmark": 4,
+    "exercises": 4,
+    "kaggle": 4,
+    "notebook": 4,
+    "notebook_cells": 4,
+    "notebook_runs": 4,
+    "pipeline": 4,
+    "site": 4,
+    "site_templates": 4,
+    "widgets": 4,
+    "generate": 3,
+    "train": 3,
+    "model": 2,
+    "attention": 1,
+    "profiling": 1,
+}
+# Files whose readers need torch in any case; no other may load it when it is imported.
+WITH_TORCH = {
+    "attention",
+    "benchmark",
+    "checkpoint",
+    "ddp",
+    "distributed",
+    "flash_attention",
+    "flash_attention_triton",
+    "generate",
+    "model",
+    "optimizer",
+    "profiling",
+    "sharded_optimizer",
+    "train",
+}
+FILES = sorted(path.stem for path in (ROOT / "lib").glob("*.py") if path.stem != "__init__")
+
+
+def imported(path: Path) -> set[str]:
+    """The files of `lib` that the one at `path` imports, at its top or inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = f"lib.{node.module or ''}".rstrip(".") if node.level else node.module
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {part[1] for part in parts if part[0] == "lib" and len(part) > 1 and part[1] in FILES}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_down_the_floors(name):
+    floor = FLOORS.get(name, 0)
+    others = imported(ROOT / f"lib/{name}.py")
+    upward = {other for other in others if FLOORS.get(other, 0) > floor}
+    assert not upward, f"lib/{name}.py stands on floor {floor} and imports from above: {upward}"
+
+
+def test_an_upward_import_is_seen(tmp_path):
+    probe = tmp_path / "probe.py"
+    probe.write_text("def f():\n    from lib import notebook\nimport lib.config\n")
+    assert imported(probe) == {"notebook", "config"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh Python holds after `statement`, which prints nothing."""
+    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("\n") == 1, f"{statement} prints: {done.stdout}"
+    return set(done.stdout.split())
+
+
+def test_import_lib_loads_nothing_else():
+    assert not loaded_by("import lib") & {"torch", "triton", "numpy", "numba", "matplotlib"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in WITH_TORCH])
+def test_light_files_load_no_torch(name):
+    assert not loaded_by(f"import lib.{name}") & {"torch", "triton", "wandb"}
