@@ -11,7 +11,7 @@ from typing import AnyStr, BinaryIO
 
 import regex
 
-from lib.unicode_classes import LETTERS, NUMBERS, WHITESPACE, parse_ranges
+from lib.unicode_classes import LETTERS, NUMBERS, WHITESPACE, parse_ranges, to_ranges
 
 SEPARATOR = "<|endoftext|>"
 
@@ -41,10 +41,13 @@ def pretoken_pattern() -> regex.Pattern:
     everything = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
 
     def pinned(ascii_range: str, category: str, table: str) -> str:
-        younger = set(map(ord, regex.findall(category, everything))).difference(_code_points(table))
+        pinned_codes = set(_code_points(table))
+        younger = [
+            c for c in map(ord, regex.findall(category, everything)) if c not in pinned_codes
+        ]
         if not younger:
             return category
-        escaped = "".join(f"\\U{code:08x}" for code in sorted(younger))
+        escaped = "".join(f"\\U{lo:08x}-\\U{hi:08x}" for lo, hi in to_ranges(younger))
         # ASCII first: the members of a set are tried from left to right.
         return rf"[{ascii_range}[{category}--[{escaped}]]]"
 

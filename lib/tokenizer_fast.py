@@ -17,7 +17,6 @@ from lib.parallel import ordered_map
 from lib.pretokenize import CHUNK_BYTES, iter_chunks, special_token_pattern
 from lib.tokenizer_merges import learn_merges
 from lib.tokenizer_scan import (
-    LOW_32,
     MIX_1,
     PADDING,
     U32,
@@ -34,15 +33,14 @@ from lib.tokenizer_scan import (
     store_word,
 )
 
-# A rank of no merge; ranks are kept as rank << 32 | id of the merged token.
+# Ranks are kept as rank << 32 | id of the merged token; NEVER is that of no merge.
 NEVER = 0x7FFFFFFFFFFFFFFF
-RANK = 0x7FFFFFFF00000000
-ID = 0xFFFFFFFF
+RANK, ID = 0x7FFFFFFF00000000, 0xFFFFFFFF
 # The id of a token that was joined to the one before it.
 GONE = 0xFFFFFFFF
 
 # Up to this many bytes, a linear search for the next merge beats a heap.
-SHORT = 48
+SHORT = 64
 # Longer pre-tokens hardly come again.
 LONGEST_CACHED = 256
 
@@ -73,8 +71,9 @@ def train_file(
 class Cache(NamedTuple):
     """Pre-tokens that were encoded before, for one thread."""
 
-    # (rows, 4) uint64, as in `lib.tokenizer_scan`; `a` is the number of ids, `b` the id if there is
-    # one, else its place in `ids`; the place is that of a long pre-token's bytes in `kept`
+    # (rows, 4) uint64, as in `lib.tokenizer_scan`. The place is that of a long pre-token's bytes in
+    # `kept`. The value is the number of ids, and above its 16 bits, up to two ids of 24 bits each
+    # or, of more than two, the place in `ids`.
     table: np.ndarray
     # uint32
     ids: np.ndarray
@@ -94,41 +93,59 @@ def new_cache() -> Cache:
     )
 
 
+class Ranks(NamedTuple):
+    """The merges: what two neighbours give, as rank << 32 | id, or NEVER."""
+
+    # (256,) uint32: the id of each byte
+    byte_ids: np.ndarray
+    # (65536,) int64: of two bytes, by first << 8 | second
+    byte_pairs: np.ndarray
+    # (rows, 2) int64, a hash table: (left id << 32 | right id) + 1, and what they give
+    pairs: np.ndarray
+
+
 @compiled
 def merge_rank(ranks, left, right):
-    """rank << 32 | merged id of a pair of tokens, or NEVER."""
-    mask = ranks.shape[0] - 1
+    """What a pair of ids gives."""
+    pairs = ranks.pairs
+    mask = pairs.shape[0] - 1
     key = np.int64(left) << 32 | np.int64(right)
     row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
-    while ranks[row, 0] != 0:
-        if ranks[row, 0] == key + 1:
-            return ranks[row, 1]
+    key += 1
+    found = pairs[row, 0]
+    given = pairs[row, 1] if found == key else NEVER
+    while found != 0 and found != key:
         row = (row + 1) & mask
-    return NEVER
+        found = pairs[row, 0]
+        given = pairs[row, 1] if found == key else NEVER
+    return given
 
 
 @compiled
-def fill_ranks(merges, ranks):
-    """Enter rows (left, right, merged id), in the order of their rank, in an empty hash table."""
-    mask = ranks.shape[0] - 1
+def fill_pairs(merges, pairs):
+    """Enter rows (left id, right id, id given), in the order of their rank."""
+    mask = pairs.shape[0] - 1
     for rank in range(merges.shape[0]):
         key = merges[rank, 0] << 32 | merges[rank, 1]
         row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
-        while ranks[row, 0] != 0:
+        while pairs[row, 0] != 0:
             row = (row + 1) & mask
-        ranks[row, 0] = key + 1
-        ranks[row, 1] = np.int64(rank) << 32 | merges[rank, 2]
+        pairs[row, 0], pairs[row, 1] = key + 1, np.int64(rank) << 32 | merges[rank, 2]
+
+
+@compiled
+def fill_byte_pairs(ranks):
+    for pair in range(1 << 16):
+        left, right = ranks.byte_ids[pair >> 8], ranks.byte_ids[pair & 0xFF]
+        ranks.byte_pairs[pair] = merge_rank(ranks, left, right)
 
 
 @compiled
 def merge_short(ids, length, ranks, best):
     """Merge `length` ids in place, the lowest rank first; returns how many are left.
 
-    `best` is scratch: best[k] is the rank of ids k and k + 1.
+    `best` holds the ranks of each id with the next one, and is worked on.
     """
-    for k in range(length - 1):
-        best[k] = merge_rank(ranks, ids[k], ids[k + 1])
-    best[length - 1] = NEVER
     while length > 1:
         at, lowest = 0, best[0]
         for k in range(1, length - 1):
@@ -181,6 +198,19 @@ def merge_long(ids, length, ranks):
 
 
 @compiled
+def encode_pretoken(data, start, length, ranks, best, ids):
+    """Write the ids of data[start : start + length] to `ids`; returns their number."""
+    for k in range(length):
+        ids[k] = ranks.byte_ids[data[start + k]]
+    if length > SHORT:
+        return merge_long(ids, length, ranks)
+    for k in range(length - 1):
+        best[k] = ranks.byte_pairs[np.int64(data[start + k]) << 8 | data[start + k + 1]]
+    best[length - 1] = NEVER
+    return merge_short(ids, length, ranks, best)
+
+
+@compiled
 def remember(cache, data, start, length, low, high, ids):
     """Enter the `ids` of a pre-token; forget everything else when there is no room."""
     used, number = cache.used, len(ids)
@@ -192,28 +222,31 @@ def remember(cache, data, start, length, low, high, ids):
         cache.table[:] = 0
         used[:] = 0
     row = cache.table[find_slot(cache.table, low, high, length, data, start, cache.kept)]
-    row[0], row[1] = low, high
-    row[2] = np.uint64(length) | np.uint64(number) << U32
-    row[3] = np.uint64(ids[0] if number == 1 else used[1])
+    row[0], row[1], row[2] = low, high, np.uint64(length)
     used[0] += 1
-    if number > 1:
+    if number <= 2:
+        second = ids[1] if number == 2 else 0
+        row[3] = np.uint64(number | np.int64(ids[0]) << 16 | np.int64(second) << 40)
+    else:
+        row[3] = np.uint64(number | used[1] << 16)
         for k in range(number):
             cache.ids[used[1] + k] = ids[k]
         used[1] += number
     if length > 16:
-        row[3] |= np.uint64(used[2]) << U32
+        row[2] |= np.uint64(used[2]) << U32
         for k in range(length):
             cache.kept[used[2] + k] = data[start + k]
         used[2] += length
 
 
 @compiled
-def encode_segments(data, segments, separators, classes, byte_ids, ranks, cache, out):
+def encode_segments(data, segments, separators, classes, ranks, cache, out):
     """Encode data[first:last] for each row of `segments`, followed by its separator's id if >= 0.
 
-    `out` (uint32) has room for one id for each byte and separator. Returns the number of ids.
+    `out` (uint32) has room for one id for each byte and separator, and one more. Returns the number
+    of ids.
     """
-    best = np.empty(SHORT + 1, dtype=np.int64)
+    best = np.empty(SHORT, dtype=np.int64)
     n = 0
     for segment in range(segments.shape[0]):
         i, end = segments[segment]
@@ -222,21 +255,19 @@ def encode_segments(data, segments, separators, classes, byte_ids, ranks, cache,
             length = j - i
             low, high = pretoken_key(data, i, length)
             slot = find_slot(cache.table, low, high, length, data, i, cache.kept)
-            number = np.int64(cache.table[slot, 2] >> U32)
-            if number == 1:
-                out[n] = np.uint32(cache.table[slot, 3] & LOW_32)
-            elif number:
-                place = np.int64(cache.table[slot, 3] & LOW_32)
-                for k in range(number):
-                    out[n + k] = cache.ids[place + k]
+            if cache.table[slot, 2]:
+                value = np.int64(cache.table[slot, 3])
+                number = value & 0xFFFF
+                # Mostly right, and cheaper than to ask first whether there are one or two.
+                out[n] = (value >> 16) & 0xFFFFFF
+                out[n + 1] = (value >> 40) & 0xFFFFFF
+                if number > 2:
+                    place = value >> 16
+                    for k in range(number):
+                        out[n + k] = cache.ids[place + k]
             else:
                 ids = out[n : n + length]
-                for k in range(length):
-                    ids[k] = byte_ids[data[i + k]]
-                if length <= SHORT:
-                    number = merge_short(ids, length, ranks, best)
-                else:
-                    number = merge_long(ids, length, ranks)
+                number = encode_pretoken(data, i, length, ranks, best, ids)
                 if length <= LONGEST_CACHED:
                     remember(cache, data, i, length, low, high, ids[:number])
             n += number
@@ -281,12 +312,16 @@ class FastEncoder:
         ranks: Mapping[tuple[int, int], tuple[int, int]],
         special_tokens: Mapping[str, int],
     ):
-        self.byte_ids = np.array(byte_ids, dtype=np.uint32)
         self.special_ids = {token.encode(): number for token, number in special_tokens.items()}
         self.special_pattern = special_token_pattern(list(self.special_ids))
         merges = np.array([(*pair, new) for pair, (_, new) in ranks.items()], dtype=np.int64)
-        self.ranks = np.zeros((power_of_two(4 * len(merges) + 2), 2), dtype=np.int64)
-        fill_ranks(merges.reshape(-1, 3), self.ranks)
+        self.ranks = Ranks(
+            byte_ids=np.array(byte_ids, dtype=np.uint32),
+            byte_pairs=np.empty(1 << 16, dtype=np.int64),
+            pairs=np.zeros((power_of_two(2 * len(merges) + 2), 2), dtype=np.int64),
+        )
+        fill_pairs(merges.reshape(-1, 3), self.ranks.pairs)
+        fill_byte_pairs(self.ranks)
         lengths = [len(vocab.get(token, b"")) for token in range(max(vocab) + 1)]
         self.starts = np.cumsum([0, *lengths])
         token_bytes = b"".join(vocab[token] for token in sorted(vocab))
@@ -298,14 +333,12 @@ class FastEncoder:
         data, length = prepare(text)
         segments, found = split_segments(data, length, self.special_pattern)
         separators = np.array([*(self.special_ids[token] for token in found), -1], dtype=np.int64)
-        out = np.empty(length + len(found), dtype=np.uint32)
+        out = np.empty(length + len(found) + 1, dtype=np.uint32)
         try:
             cache = self.idle_caches.pop()
         except IndexError:
             cache = new_cache()
-        number = encode_segments(
-            data, segments, separators, class_table(), self.byte_ids, self.ranks, cache, out
-        )
+        number = encode_segments(data, segments, separators, class_table(), self.ranks, cache, out)
         self.idle_caches.append(cache)
         return out[:number]
 

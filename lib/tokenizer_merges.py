@@ -1,7 +1,7 @@
 """Compiled by Numba: learning the merges of byte-pair encoding from counted pre-tokens.
 
 Every pair of neighbouring tokens keeps a list of the places where it was seen, so that a merge
-touches only those. All distinct pre-tokens stand one behind the other in `symbols`, with BORDER
+touches only those. All distinct pre-tokens stand one behind the other in `cells`, with BORDER
 before and after each. A token keeps its id in the first and in the last cell that it covers, so the
 neighbours of any token are one step away; cells between hold DEAD.
 
@@ -16,13 +16,14 @@ from lib.tokenizer_scan import MIX_1, U32, WordCounts, compiled, enlarged
 
 BORDER, DEAD = -1, -2
 
-# The columns of Learner.pairs, .tokens and .used.
+# The columns of Learner.pairs, .tokens, .used and .cells.
 KEY, COUNT, ENDS, PLACES = 0, 1, 2, 3
 PREFIX, START, LENGTH = 0, 1, 2
-TOKENS_USED, PLACES_USED, PAIRS_USED, HEAP_USED = 0, 1, 2, 3
+TOKENS_USED, PLACES_USED, PAIRS_USED, HEAP_USED, HEAP_FLOOR = 0, 1, 2, 3, 4
+SYMBOL, WEIGHT = 0, 1
 
 # What `learn` returns: it is done, or an array has to grow first.
-DONE, MORE_PLACES, MORE_PAIRS, MORE_HEAP, MORE_BYTES = 0, 1, 2, 3, 4
+DONE, MORE_PLACES, MORE_PAIRS, MORE_HEAP, MORE_BYTES, MORE_COUNTS = 0, 1, 2, 3, 4, 5
 
 LOW = 0xFFFFFFFF
 
@@ -30,10 +31,8 @@ LOW = 0xFFFFFFFF
 class Learner(NamedTuple):
     """The arrays that learning works on; all int64 unless noted."""
 
-    # (cells,) int32: ids, BORDER and DEAD
-    symbols: np.ndarray
-    # (cells,): how often the pre-token of this cell occurred
-    weights: np.ndarray
+    # (cells, 2) int32: token id, BORDER or DEAD; how often the pre-token of this cell occurred
+    cells: np.ndarray
     # (tokens, 3): first seven bytes as a big-endian number, start in token_bytes, length
     tokens: np.ndarray
     # (bytes,) uint8
@@ -53,22 +52,22 @@ class Learner(NamedTuple):
     touched: np.ndarray
     # (merges, 2): left id, right id
     merges: np.ndarray
-    # (4,): tokens, places, pairs and heap entries in use
+    # (5,): tokens, places, pairs and heap entries in use, and the count from which on a pair is in
+    # the heap: most pairs are too rare to be merged ever
     used: np.ndarray
 
 
 @compiled
-def lay_out(kept, starts, counts, num_words, symbols, weights):
-    """Fill `symbols` and `weights` from word w = kept[starts[w] : starts[w + 1]], counts[w]."""
+def lay_out(kept, starts, counts, num_words, cells):
+    """Fill `cells` from word w = kept[starts[w] : starts[w + 1]], which occurred counts[w] times."""
     cell = 0
-    symbols[0] = BORDER
+    cells[0, SYMBOL] = BORDER
     for word in range(num_words):
         for k in range(starts[word], starts[word + 1]):
             cell += 1
-            symbols[cell] = kept[k]
-            weights[cell] = counts[word]
+            cells[cell, SYMBOL], cells[cell, WEIGHT] = kept[k], counts[word]
         cell += 1
-        symbols[cell] = BORDER
+        cells[cell, SYMBOL] = BORDER
 
 
 @compiled
@@ -94,26 +93,53 @@ def append_places(pairs, places, row, ends, number):
 
 @compiled
 def enter_byte_pairs(learner):
-    """Enter every pair of neighbouring bytes and fill the heap."""
-    symbols, pairs, places, used = learner.symbols, learner.pairs, learner.places, learner.used
-    rows = np.full(1 << 16, -1, dtype=np.int64)
-    for cell in range(symbols.shape[0] - 1):
-        left, right = np.int64(symbols[cell]), np.int64(symbols[cell + 1])
-        if left < 0 or right < 0:
-            continue
-        row = rows[left << 8 | right]
-        if row < 0:
-            row = rows[left << 8 | right] = find_pair(pairs, left << 32 | right)
-            pairs[row, KEY] = (left << 32 | right) + 1
+    """Enter every pair of neighbouring bytes, the places of each pair one behind the other."""
+    cells, pairs, places, used = learner.cells, learner.pairs, learner.places, learner.used
+    numbers = np.zeros(1 << 16, dtype=np.int64)
+    counts = np.zeros(1 << 16, dtype=np.int64)
+    for cell in range(cells.shape[0] - 1):
+        if cells[cell, SYMBOL] >= 0 and cells[cell + 1, SYMBOL] >= 0:
+            pair = np.int64(cells[cell, SYMBOL]) << 8 | cells[cell + 1, SYMBOL]
+            numbers[pair] += 1
+            counts[pair] += cells[cell, WEIGHT]
+    next_place = np.empty(1 << 16, dtype=np.int64)
+    for pair in range(1 << 16):
+        if numbers[pair]:
+            first = next_place[pair] = used[PLACES_USED]
+            used[PLACES_USED] += numbers[pair]
+            key = (pair >> 8) << 32 | (pair & 0xFF)
+            row = find_pair(pairs, key)
+            pairs[row, KEY], pairs[row, COUNT], pairs[row, PLACES] = (
+                key + 1,
+                counts[pair],
+                numbers[pair],
+            )
+            pairs[row, ENDS] = first | (used[PLACES_USED] - 1) << 32
             used[PAIRS_USED] += 1
-        place = used[PLACES_USED]
-        places[place, 0], places[place, 1] = cell, -1
-        append_places(pairs, places, row, place | place << 32, 1)
-        pairs[row, COUNT] += learner.weights[cell]
-        used[PLACES_USED] += 1
-    for row in rows:
-        if row >= 0:
-            push(learner, pairs[row, COUNT], pairs[row, KEY] - 1)
+    for cell in range(cells.shape[0] - 1):
+        if cells[cell, SYMBOL] >= 0 and cells[cell + 1, SYMBOL] >= 0:
+            pair = np.int64(cells[cell, SYMBOL]) << 8 | cells[cell + 1, SYMBOL]
+            place = next_place[pair]
+            next_place[pair] += 1
+            numbers[pair] -= 1
+            places[place, 0], places[place, 1] = cell, place + 1 if numbers[pair] else -1
+
+
+@compiled
+def refill_heap(learner):
+    """Put into the empty heap all pairs that occur at least HEAP_FLOOR times, while there is room.
+
+    Returns how many there are.
+    """
+    pairs, heap = learner.pairs, learner.heap
+    number = 0
+    learner.used[HEAP_USED] = 0
+    for row in range(pairs.shape[0]):
+        if pairs[row, COUNT] >= learner.used[HEAP_FLOOR]:
+            number += 1
+            if number <= heap.shape[0]:
+                push(learner, pairs[row, COUNT], pairs[row, KEY] - 1)
+    return number
 
 
 @compiled
@@ -214,26 +240,21 @@ def note_neighbour(learner, side, token, count, cell):
 @compiled
 def merge_everywhere(learner, place, left, right, new):
     """Join `left` `right` at every valid place of the list that begins at `place`, in order."""
-    symbols, weights, tokens, places = (
-        learner.symbols,
-        learner.weights,
-        learner.tokens,
-        learner.places,
-    )
+    cells, tokens, places = learner.cells, learner.tokens, learner.places
     left_length, right_length = tokens[left, LENGTH], tokens[right, LENGTH]
     while place >= 0:
         p = np.int64(places[place, 0])
         place = np.int64(places[place, 1])
         q = p + left_length
-        if symbols[p] != left or symbols[q] != right:
+        if cells[p, SYMBOL] != left or cells[q, SYMBOL] != right:
             continue
         end = q + right_length
-        before, after = np.int64(symbols[p - 1]), np.int64(symbols[end])
-        symbols[q - 1] = DEAD
-        symbols[q] = DEAD
-        symbols[p] = new
-        symbols[end - 1] = new
-        count = np.int64(weights[p])
+        before, after = np.int64(cells[p - 1, SYMBOL]), np.int64(cells[end, SYMBOL])
+        cells[q - 1, SYMBOL] = DEAD
+        cells[q, SYMBOL] = DEAD
+        cells[p, SYMBOL] = new
+        cells[end - 1, SYMBOL] = new
+        count = np.int64(cells[p, WEIGHT])
         if before >= 0:
             note_neighbour(learner, 0, before, count, p - tokens[before, LENGTH])
         if after >= 0:
@@ -253,27 +274,32 @@ def update_pairs(learner, left, right, new):
     All new pairs are entered before any old one is reduced, since a pair that one place made and
     the next destroyed is in both.
     """
-    pairs, beside, touched = learner.pairs, learner.beside, learner.touched
+    pairs, beside, touched, used = learner.pairs, learner.beside, learner.touched, learner.used
     for side in range(2):
-        for token in touched[side, 1 : 1 + touched[side, 0]]:
+        for k in range(1, 1 + touched[side, 0]):
+            token = touched[side, k]
             row = find_pair(pairs, new_key(side, token, new))
             if pairs[row, KEY] == 0:
                 pairs[row, KEY] = new_key(side, token, new) + 1
-                learner.used[PAIRS_USED] += 1
-            count, ends, number = beside[side, token]
-            append_places(pairs, learner.places, row, ends, number)
-            pairs[row, COUNT] += count
+                used[PAIRS_USED] += 1
+            append_places(
+                pairs, learner.places, row, beside[side, token, 1], beside[side, token, 2]
+            )
+            pairs[row, COUNT] += beside[side, token, 0]
+            # The places are in the table now; remember the row instead.
+            beside[side, token, 1] = row
     for side in range(2):
-        for token in touched[side, 1 : 1 + touched[side, 0]]:
+        for k in range(1, 1 + touched[side, 0]):
+            token = touched[side, k]
             old_key = right << 32 | token if side else token << 32 | left
             pairs[find_pair(pairs, old_key), COUNT] -= beside[side, token, 0]
     for side in range(2):
-        for token in touched[side, 1 : 1 + touched[side, 0]]:
-            key = new_key(side, token, new)
-            count = pairs[find_pair(pairs, key), COUNT]
-            if count > 0:
-                push(learner, count, key)
-            beside[side, token] = 0
+        for k in range(1, 1 + touched[side, 0]):
+            token = touched[side, k]
+            row = beside[side, token, 1]
+            if pairs[row, COUNT] >= used[HEAP_FLOOR]:
+                push(learner, pairs[row, COUNT], pairs[row, KEY] - 1)
+            beside[side, token, 2] = beside[side, token, 0] = 0
         touched[side, 0] = 0
 
 
@@ -296,7 +322,11 @@ def add_token(learner, left, right, new):
 def learn(learner):
     """Merge until `merges` is full or no pair is left, or an array must grow first."""
     tokens, pairs, heap, used = learner.tokens, learner.pairs, learner.heap, learner.used
-    while used[TOKENS_USED] < tokens.shape[0] and used[HEAP_USED] > 0:
+    while used[TOKENS_USED] < tokens.shape[0]:
+        if used[HEAP_USED] == 0 or heap[0, 0] < used[HEAP_FLOOR]:
+            if used[HEAP_FLOOR] == 1:
+                break
+            return MORE_COUNTS
         key = heap[0, 1]
         row = find_pair(pairs, key)
         if pairs[row, COUNT] == 0:
@@ -333,29 +363,36 @@ def learn(learner):
 def new_learner(words: WordCounts, num_merges: int) -> Learner:
     """The arrays for learning `num_merges` merges, laid out and with all byte pairs entered."""
     num_bytes = int(words.starts[words.num_words])
-    num_cells = num_bytes + words.num_words + 1
-    heaviest = words.counts[: words.num_words].max(initial=0)
+    heaviest = int(words.counts[: words.num_words].max(initial=0))
     tokens = np.zeros((256 + num_merges, 3), dtype=np.int64)
     tokens[:256, PREFIX] = np.arange(256) << 48
     tokens[:256, START] = np.arange(256)
     tokens[:256, LENGTH] = 1
     learner = Learner(
-        symbols=np.empty(num_cells, dtype=np.int32),
-        weights=np.empty(num_cells, dtype=np.int32 if heaviest < 1 << 31 else np.int64),
+        cells=np.empty(
+            (num_bytes + words.num_words + 1, 2), dtype=np.int32 if heaviest < 1 << 31 else np.int64
+        ),
         tokens=tokens,
         token_bytes=enlarged(np.arange(256, dtype=np.uint8), 1 << 16),
         pairs=np.zeros((1 << 18, 4), dtype=np.int64),
         places=np.empty((num_bytes + (1 << 16), 2), dtype=np.int32),
-        heap=np.empty((1 << 18, 2), dtype=np.int64),
+        heap=np.empty((1 << 16, 2), dtype=np.int64),
         beside=np.zeros((2, 256 + num_merges, 3), dtype=np.int64),
         touched=np.zeros((2, 257 + num_merges), dtype=np.int64),
         merges=np.empty((num_merges, 2), dtype=np.int64),
-        used=np.array([256, 0, 0, 0], dtype=np.int64),
+        used=np.array([256, 0, 0, 0, 1 << 62], dtype=np.int64),
     )
-    lay_out(
-        words.kept, words.starts, words.counts, words.num_words, learner.symbols, learner.weights
-    )
+    lay_out(words.kept, words.starts, words.counts, words.num_words, learner.cells)
     enter_byte_pairs(learner)
+    return learner
+
+
+def with_lower_floor(learner: Learner) -> Learner:
+    """Let rarer pairs into the heap, which holds no other."""
+    most = int(learner.pairs[:, COUNT].max())
+    learner.used[HEAP_FLOOR] = max(1, most // 8)
+    while (number := refill_heap(learner)) > len(learner.heap):
+        learner = learner._replace(heap=np.empty((2 * number, 2), dtype=np.int64))
     return learner
 
 
@@ -363,7 +400,9 @@ def learn_merges(words: WordCounts, num_merges: int) -> list[tuple[int, int]]:
     """Learn up to `num_merges` merges (fewer if no pair is left): (left id, right id) in order."""
     learner = new_learner(words, num_merges)
     while (short := learn(learner)) != DONE:
-        if short == MORE_PLACES:
+        if short == MORE_COUNTS:
+            learner = with_lower_floor(learner)
+        elif short == MORE_PLACES:
             places = enlarged(learner.places, len(learner.places) * 3 // 2)
             learner = learner._replace(places=places)
         elif short == MORE_PAIRS:

@@ -252,8 +252,8 @@ def split_segments(
     return np.array(spans, dtype=np.int64), found
 
 
-# A table of pre-tokens has rows of four uint64: (low, high, length | a << 32, b | place << 32),
-# where low and high are the key. All zero is an empty row. `a` and `b` are the user's.
+# A table of pre-tokens has rows of four uint64: (low, high, length | place << 32, value), where low
+# and high are the key. A length of 0 is an empty row. Place and value are the user's.
 # Odd constants with well-mixed bits (the golden ratio, and one of xxHash's primes).
 MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
@@ -309,10 +309,7 @@ def find_slot(table, low, high, length, data, start, kept):
             table[slot, 0] == low
             and table[slot, 1] == high
             and np.int64(tag & LOW_32) == length
-            and (
-                length <= 16
-                or same_bytes(kept, np.int64(table[slot, 3] >> U32), data, start, length)
-            )
+            and (length <= 16 or same_bytes(kept, np.int64(tag >> U32), data, start, length))
         ):
             return slot
         slot = (slot + 1) & mask
@@ -323,7 +320,7 @@ def count_segments(data, segments, row, position, classes, table, room):
     """Count the pre-tokens of data[first:last] for each row (first, last) of `segments`.
 
     Goes on from `position` in `row`, and stops early once `table` holds `room` pre-tokens. There,
-    `a` is the count and the place is that of the first occurrence in `data`. Returns (row,
+    the value is the count, and the place that of the first occurrence in `data`. Returns (row,
     position, pre-tokens in the table).
     """
     filled = 0
@@ -340,16 +337,16 @@ def count_segments(data, segments, row, position, classes, table, room):
             if table[slot, 2] == 0:
                 table[slot, 0] = low
                 table[slot, 1] = high
-                table[slot, 2] = np.uint64(length)
-                table[slot, 3] = np.uint64(i) << U32
+                table[slot, 2] = np.uint64(length) | np.uint64(i) << U32
+                table[slot, 3] = 0
                 filled += 1
-            table[slot, 2] += ONE_COUNT
+            table[slot, 3] += ONE
             i = j
         row += 1
     return row, position, filled
 
 
-ONE_COUNT = np.uint64(1 << 32)
+ONE = np.uint64(1)
 
 
 @compiled
@@ -364,8 +361,8 @@ def collect(table, data, index, hashes, starts, counts, kept, num_words):
         tag = table[slot, 2]
         if tag == 0:
             continue
-        length, count = np.int64(tag & LOW_32), np.int64(tag >> U32)
-        place = np.int64(table[slot, 3] >> U32)
+        length, place = np.int64(tag & LOW_32), np.int64(tag >> U32)
+        count = np.int64(table[slot, 3])
         mixed = np.uint32(pretoken_hash(table[slot, 0], table[slot, 1], length))
         at = np.int64(mixed) & mask
         while True:

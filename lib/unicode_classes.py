@@ -105,3 +105,10 @@ def parse_ranges(text: str) -> list[tuple[int, int]]:
     """`"41-5a aa"` -> `[(0x41, 0x5a), (0xaa, 0xaa)]`, both ends included."""
     ends = (item.split("-") for item in text.split())
     return [(int(pair[0], 16), int(pair[-1], 16)) for pair in ends]
+
+
+def to_ranges(codes: list[int]) -> list[tuple[int, int]]:
+    """Ascending code points as ranges, both ends included: `[1, 2, 3, 7]` -> `[(1, 3), (7, 7)]`."""
+    starts = [code for k, code in enumerate(codes) if k == 0 or codes[k - 1] + 1 != code]
+    ends = [code for k, code in enumerate(codes) if k + 1 == len(codes) or codes[k + 1] != code + 1]
+    return list(zip(starts, ends))
