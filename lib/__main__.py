@@ -49,10 +49,24 @@ def run(arguments: list[str]) -> int:
     )
 
 
+def benchmark_tokenizer(arguments: list[str]) -> int:
+    """Measure the tokenizer against its peers."""
+    from lib.config import TokenizerBenchmarkConfig
+
+    config = parse(TokenizerBenchmarkConfig, "benchmark tokenizer", arguments)
+
+    from lib.benchmark_tokenizer import benchmark_tokenizer
+
+    benchmark_tokenizer(config)
+    print(config.output / "tokenizer_benchmark.md")
+    return 0
+
+
 # name, of one word or two -> what it does with the arguments behind the name
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "tokenize": tokenize,
     "run": run,
+    "benchmark tokenizer": benchmark_tokenizer,
 }
 
 

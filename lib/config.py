@@ -101,6 +101,38 @@ class RunConfig:
         check(self, "workers", self.workers > 0, "at least 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizerBenchmarkConfig:
+    """The tokenizer against its peers, on whole texts."""
+
+    texts: tuple[str, ...] = ("stories",)
+    """`stories`, or UTF-8 text files of your own."""
+
+    megabytes: int = 100
+    """How much of each text is taken."""
+
+    vocab_sizes: tuple[int, ...] = (10_000, 32_000)
+    """Vocabularies that are trained; the first one is also used to encode."""
+
+    samples: int = 3
+    """How often each candidate has its turn."""
+
+    large_files: tuple[str, ...] = ()
+    """Files to train on and encode once, for time and peak memory."""
+
+    seed: int = 0
+    """Which stories are generated."""
+
+    output: Path = Path("artifacts")
+    """The folder for records, table and figure."""
+
+    def __post_init__(self) -> None:
+        check(self, "megabytes", self.megabytes > 0, "at least 1")
+        check(self, "samples", self.samples > 0, "at least 1")
+        check(self, "vocab_sizes", bool(self.vocab_sizes), "at least one size")
+        check(self, "vocab_sizes", min(self.vocab_sizes) > 256, "sizes above 256 bytes")
+
+
 def check(config: Any, field: str, is_right: bool, right: str) -> None:
     """Raise a `ValueError` that names the field, its value and what is right, unless `is_right`."""
     if not is_right:

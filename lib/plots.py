@@ -6,9 +6,10 @@ Okabe and Ito's (2008), told apart with any colour vision; series also differ in
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from cycler import cycler
@@ -128,3 +129,36 @@ def alt_text(figure: Figure) -> str:
 
 def _data_axes(figure: Figure) -> list[Axes]:
     return [axes for axes in figure.axes if axes.get_visible() and axes.axison]
+
+
+TOKENIZER_TASKS = {"train": "Training, all cores", "encode": "Encoding, one core"}
+
+
+def save_tokenizer_figure(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> Path:
+    """Bars of MB/s from records of `python -m lib benchmark tokenizer`, a panel for each text."""
+    rows = [record["figures"] for record in records]
+    rows = [row for row in rows if row["task"] in TOKENIZER_TASKS]
+    first_size = min(row["vocab_size"] for row in rows)
+    rows = [row for row in rows if row["vocab_size"] == first_size]
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    size = {"width": 5.2 * len(texts), "height": 6.4}
+    with house_figure(nrows=2, ncols=len(texts), squeeze=False, sharex="row", **size) as (
+        figure,
+        grid,
+    ):
+        for axes_of_task, (task, title) in zip(grid, TOKENIZER_TASKS.items()):
+            for axes, text in zip(axes_of_task, texts):
+                chosen = [row for row in rows if (row["task"], row["text"]) == (task, text)]
+                chosen.sort(key=lambda row: row["MB_per_s"])
+                is_ours = [row["candidate"] in ("numba", "python") for row in chosen]
+                bars = axes.barh(
+                    [row["candidate"] for row in chosen],
+                    [row["MB_per_s"] for row in chosen],
+                    color=[BLUE if ours else ORANGE for ours in is_ours],
+                )
+                axes.bar_label(bars, fmt="%.3g", padding=3)
+                axes.set(title=f"{title}: {text}", xlabel="throughput (MB/s)")
+                axes.set_ylabel("candidate")
+                axes.grid(visible=False, axis="y")
+                axes.margins(x=0.15)
+        return save_figure(figure, path)

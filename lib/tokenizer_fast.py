@@ -84,9 +84,9 @@ class Cache(NamedTuple):
 
 
 def new_cache() -> Cache:
-    """An empty cache of 14 MB, of which a text takes as much as it has distinct pre-tokens."""
+    """An empty cache of up to 24 MB; a text takes as much of it as it has distinct pre-tokens."""
     return Cache(
-        table=np.zeros((1 << 18, 4), dtype=np.uint64),
+        table=np.zeros((1 << 19, 4), dtype=np.uint64),
         ids=np.empty(1 << 20, dtype=np.uint32),
         kept=np.empty(1 << 21, dtype=np.uint8),
         used=np.zeros(3, dtype=np.int64),

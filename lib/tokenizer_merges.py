@@ -59,7 +59,7 @@ class Learner(NamedTuple):
 
 @compiled
 def lay_out(kept, starts, counts, num_words, cells):
-    """Fill `cells` from word w = kept[starts[w] : starts[w + 1]], which occurred counts[w] times."""
+    """Fill `cells` with words: kept[starts[w] : starts[w + 1]] occurred counts[w] times."""
     cell = 0
     cells[0, SYMBOL] = BORDER
     for word in range(num_words):
