@@ -157,7 +157,7 @@ def save_tokenizer_figure(records: Sequence[Mapping[str, Any]], path: str | os.P
                     color=[BLUE if ours else ORANGE for ours in is_ours],
                 )
                 axes.bar_label(bars, fmt="%.3g", padding=3)
-                axes.set(title=f"{title}: {text}", xlabel="throughput (MB/s)")
+                axes.set(title=f"{title}\n{text}", xlabel="throughput (MB/s)")
                 axes.set_ylabel("candidate")
                 axes.grid(visible=False, axis="y")
                 axes.margins(x=0.15)

@@ -31,9 +31,9 @@ from lib.pretokenize import (
     iter_chunks,
     safe_cut,
     special_token_pattern,
+    split_at_spaces,
     split_pretokens,
     split_special,
-    split_words,
 )
 from lib.tokenizer_files import Parts
 
@@ -53,13 +53,16 @@ log = logging.getLogger(__name__)
 def count_pretokens(text: str, special_tokens: Sequence[str] = ()) -> Counter[bytes]:
     """How often each pre-token occurs in `text`; special tokens are left out."""
     pattern = special_token_pattern(special_tokens)
-    words = Counter()
+    beginnings, spaced_words = Counter(), Counter()
     for ordinary, _ in split_special(text, pattern):
-        words.update(split_words(ordinary))
+        beginning, words = split_at_spaces(ordinary)
+        beginnings[beginning] += 1
+        spaced_words.update(words)
     counts = Counter()
-    for word, count in words.items():
-        for pretoken in split_pretokens(word):
-            counts[pretoken.encode()] += count
+    for words, space in ((beginnings, ""), (spaced_words, " ")):
+        for word, count in words.items():
+            for pretoken in split_pretokens(space + word):
+                counts[pretoken.encode()] += count
     return counts
 
 
@@ -323,7 +326,7 @@ class Tokenizer:
             self.special_tokens[token] = token_id
         self._special_pattern = special_token_pattern(list(self.special_tokens))
         self._special_bytes = [token.encode() for token in self.special_tokens]
-        self._word_ids: dict[str, list[int]] = {}
+        self._spaced_words: dict[str, list[int]] = {}
 
     @cached_property
     def vocab_size(self) -> int:
@@ -373,17 +376,22 @@ class Tokenizer:
             return self._fast.encode(text.encode()).tolist()
         ids = []
         for ordinary, special in split_special(text, self._special_pattern):
-            for word in split_words(ordinary):
-                ids += self._word_ids.get(word) or self._encode_word(word)
+            beginning, words = split_at_spaces(ordinary)
+            ids += self._encode_piece(beginning)
+            for word in words:
+                ids += self._spaced_words.get(word) or self._encode_spaced_word(word)
             if special is not None:
                 ids.append(self.special_tokens[special])
         return ids
 
-    def _encode_word(self, word: str) -> list[int]:
-        if len(self._word_ids) >= MAX_CACHED_WORDS:
-            self._word_ids.clear()
-        ids = [i for pretoken in split_pretokens(word) for i in self._merge(pretoken.encode())]
-        self._word_ids[word] = ids
+    def _encode_piece(self, text: str) -> list[int]:
+        return [i for pretoken in split_pretokens(text) for i in self._merge(pretoken.encode())]
+
+    def _encode_spaced_word(self, word: str) -> list[int]:
+        """The ids of a space and `word`, which are remembered."""
+        if len(self._spaced_words) >= MAX_CACHED_WORDS:
+            self._spaced_words.clear()
+        ids = self._spaced_words[word] = self._encode_piece(" " + word)
         return ids
 
     def _merge(self, pretoken: bytes) -> list[int]:

@@ -13,9 +13,9 @@ from lib.pretokenize import (
     iter_chunks,
     safe_cut,
     special_token_pattern,
+    split_at_spaces,
     split_pretokens,
     split_special,
-    split_words,
 )
 from lib.unicode_classes import LETTERS, NUMBERS, WHITESPACE, parse_ranges
 from tests.texts import tricky_text
@@ -54,9 +54,11 @@ def test_pretokens_join_to_the_text(text):
 
 
 @given(tricky_text())
-def test_words_cut_only_where_a_pretoken_starts(text):
-    by_word = [piece for word in split_words(text) for piece in split_pretokens(word)]
-    assert by_word == split_pretokens(text)
+def test_cuts_at_spaces_are_where_a_pretoken_starts(text):
+    first, words = split_at_spaces(text)
+    pieces = [first, *(" " + word for word in words)]
+    assert "".join(pieces) == text
+    assert [part for piece in pieces for part in split_pretokens(piece)] == split_pretokens(text)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_no_special_tokens_leaves_the_text_whole():
 
 
 def test_empty_special_token_is_refused():
-    with pytest.raises(ValueError, match="special_tokens .* holds an empty string"):
+    with pytest.raises(ValueError, match=r"special_tokens .* holds an empty string"):
         special_token_pattern(["<|a|>", ""])
 
 
