@@ -112,17 +112,18 @@ def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> in
     Returns the exit code; a notebook that fails is left as it was.
     """
     import nbformat
-    import papermill
+    from papermill import PapermillExecutionError
 
     from lib.notebook_cells import clean, static_widgets
-    from lib.notebook_runs import KERNEL, find_notebooks, plain
+    from lib.notebook_kernel import execute
+    from lib.notebook_runs import find_notebooks, plain
 
     failed = 0
     for path in find_notebooks(notebooks, root):
         started = time.monotonic()
         try:
-            executed = papermill.execute_notebook(path, None, cwd=path.parent, **KERNEL)
-        except (papermill.PapermillExecutionError, RuntimeError) as error:
+            executed = execute(path, None)
+        except (PapermillExecutionError, RuntimeError) as error:
             print(f"{path.stem} failed and is left as it was:\n{plain(str(error))}")
             failed = 1
             continue

@@ -21,12 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-# For papermill. ipykernel 7 warns at each start that its connection on this machine is open.
-KERNEL = {
-    "kernel_name": "python3",
-    "progress_bar": False,
-    "extra_arguments": ["--IPKernelApp.log_level=CRITICAL"],
-}
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
 
 
@@ -209,30 +203,24 @@ def _stop_quietly() -> None:
 
 def run_one(job: Job, report: Path, label: str, events: Any) -> Result:
     """Run one notebook in its own folder, and write it and its page into `report`."""
-    import papermill
+    from papermill import PapermillExecutionError
 
-    started, result = time.monotonic(), None
+    from lib.notebook_kernel import execute
+
+    started, reached, total = time.monotonic(), 0, len(_read(job.source).cells)
     executed = report / f"{job.name}.ipynb"
     executed.unlink(missing_ok=True)
-    reached, total = 0, len(_read(job.source).cells)
 
-    def advance(cell: Any, cell_index: int, **_: Any) -> None:
+    def on_cell(count: int) -> None:
         nonlocal reached
-        reached = cell_index + 1
-        events.put((job.name, reached, total))
+        reached = count
+        events.put((job.name, count, total))
 
-    events.put((job.name, 0, total))
+    on_cell(0)
     try:
-        papermill.execute_notebook(
-            job.source,
-            executed,
-            job.parameters,
-            cwd=job.source.parent,
-            on_cell_executed=advance,
-            **KERNEL,
-        )
+        execute(job.source, executed, job.parameters, on_cell)
         result = Result(job.name, "done", time.monotonic() - started)
-    except papermill.PapermillExecutionError as error:
+    except PapermillExecutionError as error:
         text = f"In [{error.exec_count}]: {error.ename}: {error.evalue}"
         traceback = "\n".join(error.traceback)
         result = Result(job.name, "failed", time.monotonic() - started, text, traceback)

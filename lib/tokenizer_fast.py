@@ -15,7 +15,7 @@ import numpy as np
 
 from lib.parallel import ordered_map
 from lib.pretokenize import CHUNK_BYTES, iter_chunks, special_token_pattern
-from lib.tokenizer_merges import learn_merges
+from lib.tokenizer_merges import learn_merges, new_learner
 from lib.tokenizer_scan import (
     MIX_1,
     PADDING,
@@ -60,9 +60,12 @@ def train_file(
         for num_bytes in ordered_map(executor, words.count, chunks, workers + 1):
             if progress:
                 progress(num_bytes)
+    learner = new_learner(words, num_tokens - 256)
+    # A large text has many distinct words; they are laid out in the learner now.
+    del words
     vocab = {byte: bytes([byte]) for byte in range(256)}
     merges = []
-    for left, right in learn_merges(words, num_tokens - 256):
+    for left, right in learn_merges(learner):
         merges.append((vocab[left], vocab[right]))
         vocab[len(vocab)] = vocab[left] + vocab[right]
     return vocab, merges

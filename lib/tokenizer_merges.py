@@ -92,37 +92,61 @@ def append_places(pairs, places, row, ends, number):
 
 
 @compiled
-def enter_byte_pairs(learner):
-    """Enter every pair of neighbouring bytes, the places of each pair one behind the other."""
-    cells, pairs, places, used = learner.cells, learner.pairs, learner.places, learner.used
-    numbers = np.zeros(1 << 16, dtype=np.int64)
-    counts = np.zeros(1 << 16, dtype=np.int64)
-    for cell in range(cells.shape[0] - 1):
-        if cells[cell, SYMBOL] >= 0 and cells[cell + 1, SYMBOL] >= 0:
-            pair = np.int64(cells[cell, SYMBOL]) << 8 | cells[cell + 1, SYMBOL]
-            numbers[pair] += 1
-            counts[pair] += cells[cell, WEIGHT]
-    next_place = np.empty(1 << 16, dtype=np.int64)
-    for pair in range(1 << 16):
-        if numbers[pair]:
-            first = next_place[pair] = used[PLACES_USED]
-            used[PLACES_USED] += numbers[pair]
-            key = (pair >> 8) << 32 | (pair & 0xFF)
-            row = find_pair(pairs, key)
-            pairs[row, KEY], pairs[row, COUNT], pairs[row, PLACES] = (
-                key + 1,
-                counts[pair],
-                numbers[pair],
-            )
-            pairs[row, ENDS] = first | (used[PLACES_USED] - 1) << 32
-            used[PAIRS_USED] += 1
-    for cell in range(cells.shape[0] - 1):
-        if cells[cell, SYMBOL] >= 0 and cells[cell + 1, SYMBOL] >= 0:
-            pair = np.int64(cells[cell, SYMBOL]) << 8 | cells[cell + 1, SYMBOL]
-            place = next_place[pair]
-            next_place[pair] += 1
-            numbers[pair] -= 1
-            places[place, 0], places[place, 1] = cell, place + 1 if numbers[pair] else -1
+def next_place(cells, tokens, cell):
+    """The next cell from `cell` on where a pair of tokens begins, and where its second begins.
+
+    The number of cells twice, if there is none.
+    """
+    while cell < cells.shape[0]:
+        left = cells[cell, SYMBOL]
+        if left == BORDER:
+            cell += 1
+            continue
+        after = cell + tokens[left, LENGTH]
+        if cells[after, SYMBOL] != BORDER:
+            return cell, after
+        cell = after
+    return cell, cell
+
+
+@compiled
+def gather_places(learner):
+    """Count all pairs and enter their places anew, those of a pair one behind the other.
+
+    The first time, this enters the pairs of bytes; later it drops what merges have destroyed.
+    """
+    cells, tokens, pairs, places = learner.cells, learner.tokens, learner.pairs, learner.places
+    for row in range(pairs.shape[0]):
+        pairs[row, COUNT] = pairs[row, PLACES] = 0
+    cell, after = next_place(cells, tokens, 0)
+    while cell < cells.shape[0]:
+        key = np.int64(cells[cell, SYMBOL]) << 32 | np.int64(cells[after, SYMBOL])
+        row = find_pair(pairs, key)
+        if pairs[row, KEY] == 0:
+            pairs[row, KEY] = key + 1
+            learner.used[PAIRS_USED] += 1
+        pairs[row, COUNT] += cells[cell, WEIGHT]
+        pairs[row, PLACES] += 1
+        cell, after = next_place(cells, tokens, after)
+    total = 0
+    for row in range(pairs.shape[0]):
+        # For now, ENDS is the place to be filled next.
+        pairs[row, ENDS] = total
+        total += pairs[row, PLACES]
+    cell, after = next_place(cells, tokens, 0)
+    while cell < cells.shape[0]:
+        key = np.int64(cells[cell, SYMBOL]) << 32 | np.int64(cells[after, SYMBOL])
+        row = find_pair(pairs, key)
+        place = pairs[row, ENDS]
+        places[place, 0], places[place, 1] = cell, place + 1
+        pairs[row, ENDS] += 1
+        cell, after = next_place(cells, tokens, after)
+    for row in range(pairs.shape[0]):
+        if pairs[row, PLACES] > 0:
+            last = pairs[row, ENDS] - 1
+            places[last, 1] = -1
+            pairs[row, ENDS] = (last - pairs[row, PLACES] + 1) | last << 32
+    learner.used[PLACES_USED] = total
 
 
 @compiled
@@ -361,13 +385,15 @@ def learn(learner):
 
 
 def new_learner(words: WordCounts, num_merges: int) -> Learner:
-    """The arrays for learning `num_merges` merges, laid out and with all byte pairs entered."""
+    """The arrays for learning `num_merges` merges, with `words` laid out and no pairs entered."""
     num_bytes = int(words.starts[words.num_words])
     heaviest = int(words.counts[: words.num_words].max(initial=0))
     tokens = np.zeros((256 + num_merges, 3), dtype=np.int64)
     tokens[:256, PREFIX] = np.arange(256) << 48
     tokens[:256, START] = np.arange(256)
     tokens[:256, LENGTH] = 1
+    # There are never more valid places than bytes; the rest is for those that become wrong.
+    num_places = num_bytes + min(num_bytes, max(1 << 24, num_bytes // 4))
     learner = Learner(
         cells=np.empty(
             (num_bytes + words.num_words + 1, 2), dtype=np.int32 if heaviest < 1 << 31 else np.int64
@@ -375,7 +401,7 @@ def new_learner(words: WordCounts, num_merges: int) -> Learner:
         tokens=tokens,
         token_bytes=enlarged(np.arange(256, dtype=np.uint8), 1 << 16),
         pairs=np.zeros((1 << 18, 4), dtype=np.int64),
-        places=np.empty((num_bytes + (1 << 16), 2), dtype=np.int32),
+        places=np.empty((num_places, 2), dtype=np.int32),
         heap=np.empty((1 << 16, 2), dtype=np.int64),
         beside=np.zeros((2, 256 + num_merges, 3), dtype=np.int64),
         touched=np.zeros((2, 257 + num_merges), dtype=np.int64),
@@ -383,7 +409,6 @@ def new_learner(words: WordCounts, num_merges: int) -> Learner:
         used=np.array([256, 0, 0, 0, 1 << 62], dtype=np.int64),
     )
     lay_out(words.kept, words.starts, words.counts, words.num_words, learner.cells)
-    enter_byte_pairs(learner)
     return learner
 
 
@@ -396,14 +421,18 @@ def with_lower_floor(learner: Learner) -> Learner:
     return learner
 
 
-def learn_merges(words: WordCounts, num_merges: int) -> list[tuple[int, int]]:
-    """Learn up to `num_merges` merges (fewer if no pair is left): (left id, right id) in order."""
-    learner = new_learner(words, num_merges)
+def learn_merges(learner: Learner) -> list[tuple[int, int]]:
+    """Learn merges until there is no room for more or no pair: (left id, right id) in order."""
+    gather_places(learner)
+    gathered_at = 0
     while (short := learn(learner)) != DONE:
         if short == MORE_COUNTS:
             learner = with_lower_floor(learner)
+        elif short == MORE_PLACES and gathered_at < learner.used[TOKENS_USED]:
+            gathered_at = learner.used[TOKENS_USED]
+            gather_places(learner)
         elif short == MORE_PLACES:
-            places = enlarged(learner.places, len(learner.places) * 3 // 2)
+            places = enlarged(learner.places, len(learner.places) * 3 // 2 + 4)
             learner = learner._replace(places=places)
         elif short == MORE_PAIRS:
             pairs = np.zeros((2 * len(learner.pairs), 4), dtype=np.int64)

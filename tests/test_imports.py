@@ -17,6 +17,7 @@ FLOORS = {
     "kaggle": 4,
     "notebook": 4,
     "notebook_cells": 4,
+    "notebook_kernel": 4,
     "notebook_runs": 4,
     "pipeline": 4,
     "site": 4,

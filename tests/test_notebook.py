@@ -14,6 +14,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from lib import notebook
 from lib.notebook import FIRST_CELL, run_notebooks
 from lib.notebook_cells import clean, static_widgets
+from lib.notebook_kernel import execute
 from lib.notebook_runs import Job, find_notebooks, parameter_names, plan
 from lib.site import mathml, mathml_errors, page_link
 
@@ -320,6 +321,18 @@ def test_refresh_stores_outputs_and_leaves_a_failing_notebook(tmp_path, make_not
     assert stored.cells[3].outputs[0].data["text/plain"].startswith("loop: 100%  2/2 [")
     assert stored.cells[4].outputs[0].data["text/plain"] == "4"
     assert stored == clean(stored)
+
+
+def test_output_widgets_do_not_talk_back_to_the_kernel(tmp_path, make_notebook):
+    """The kernel sees no outputs; a run whose client sends them can wait for ever."""
+    cells = [
+        "import ipywidgets\nout = ipywidgets.Output()\nwith out:\n    print('inside')\nout",
+        "print(len(out.outputs))",
+    ]
+    path = make_notebook(tmp_path / "01_x.ipynb", "steps = 3", *cells, first="1")
+    executed = static_widgets(execute(path, None))
+    assert executed.cells[3].outputs[0].text == "inside\n"
+    assert executed.cells[4].outputs[0].text == "0\n"
 
 
 def test_clean_joins_streams_and_keeps_the_last_state_of_a_line():

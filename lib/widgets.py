@@ -1,0 +1,216 @@
+"""What notebooks show: tokens as boxes, a slider through merges, code from `lib`, tables, progress.
+
+A figure with a slider holds further steps in an output that is hidden while the slider is alive.
+`lib.notebook_cells` shows it where nobody can move the slider: in committed notebooks and reports.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from lib.pretokenize import special_token_pattern, split_pretokens, split_special
+from lib.report import to_markdown
+
+if TYPE_CHECKING:
+    from IPython.display import HTML, Markdown
+    from ipywidgets import VBox
+
+    from lib.tokenizer import Tokenizer
+
+# Light backgrounds under dark letters, so that boxes read the same in a light and a dark theme.
+BACKGROUNDS = ("#bfe0f5", "#fbe3b0", "#c9ead6", "#f3cfe0", "#e3dcf6", "#f9d3bf", "#dfe6b8")
+BOX = (
+    "display:inline-block;margin:1px 0;padding:1px 3px;border:1px solid #8a8f98;border-radius:4px;"
+    "color:#1b1f24;font:13px/1.35 ui-monospace,monospace;white-space:pre;background:"
+)
+NEW = ";border-color:#1b1f24;box-shadow:0 0 0 1px #1b1f24;font-weight:700"
+
+
+@dataclass(frozen=True)
+class MergeStep:
+    """A text after some merges."""
+
+    rank: int | None
+    """Which merge of the tokenizer came last, from 0; None before the first."""
+
+    pretokens: list[list[bytes]]
+    """The tokens of each pre-token."""
+
+    joined: bytes | None
+    """The token that this merge made."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.pretokens))
+
+
+def merge_steps(text: str, tokenizer: Tokenizer) -> list[MergeStep]:
+    """The text as bytes, and then after each merge of `tokenizer` that joins something in it."""
+    ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}
+    pretokens = []
+    pattern = special_token_pattern(list(tokenizer.special_tokens))
+    for ordinary, special in split_special(text, pattern):
+        pretokens += [
+            [bytes([byte]) for byte in pretoken.encode()] for pretoken in split_pretokens(ordinary)
+        ]
+        pretokens += [[special.encode()]] if special is not None else []
+    steps = [MergeStep(None, pretokens, None)]
+    while known := {pair for pretoken in pretokens for pair in pairwise(pretoken) if pair in ranks}:
+        pair = min(known, key=ranks.__getitem__)
+        pretokens = [_joined(pretoken, pair) for pretoken in pretokens]
+        steps.append(MergeStep(ranks[pair], pretokens, b"".join(pair)))
+    return steps
+
+
+def _joined(pretoken: Sequence[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    joined, i = [], 0
+    while i < len(pretoken):
+        width = 2 if tuple(pretoken[i : i + 2]) == pair else 1
+        joined.append(b"".join(pretoken[i : i + width]))
+        i += width
+    return joined
+
+
+def merge_stepper(text: str, tokenizer: Tokenizer) -> VBox:
+    """A slider through the merges that build the tokens of `text`; arrow keys move it.
+
+    The tokens stand in boxes, those that the last merge made with a bold frame. Merges of the
+    tokenizer that join nothing in this text are passed over.
+    """
+    import ipywidgets
+
+    steps = merge_steps(text, tokenizer)
+    last = len(steps) - 1
+    pages = [_step_html(number, step, tokenizer) for number, step in enumerate(steps)]
+    slider = ipywidgets.IntSlider(
+        min=0, max=last, description="Merges", layout=ipywidgets.Layout(width="min(100%, 40rem)")
+    )
+    view = ipywidgets.Output()
+    view.outputs = _html_output(pages[0])
+
+    def show(change: Mapping[str, Any]) -> None:
+        view.outputs = _html_output(pages[change["new"]])
+
+    slider.observe(show, "value")
+    some = sorted({last // 8, last // 4, last // 2, last} - {0})
+    still = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
+    still.outputs = _html_output("".join(pages[number] for number in some))
+    return ipywidgets.VBox([slider, view, still])
+
+
+def _html_output(markup: str) -> tuple[dict[str, Any], ...]:
+    data = {"text/html": markup, "text/plain": "tokens in boxes"}
+    return ({"output_type": "display_data", "data": data, "metadata": {}},)
+
+
+def _step_html(number: int, step: MergeStep, tokenizer: Tokenizer) -> str:
+    caption = f"After {number} merges: {step.num_tokens} tokens"
+    if step.rank is not None:
+        left, right = (_code(part) for part in tokenizer.merges[step.rank])
+        place = f"number {step.rank + 1:,} of {len(tokenizer.merges):,} learned"
+        caption = f"{caption}. The last one, {place}: {left} + {right} → {_code(step.joined)}"
+    boxes = " ".join(
+        "".join(_box(token, token == step.joined) for token in pretoken)
+        for pretoken in step.pretokens
+    )
+    return (
+        f'<div style="margin:4px 0 2px">{caption}</div>'
+        f'<div style="line-height:1.9;margin-bottom:10px">{boxes}</div>'
+    )
+
+
+def _code(token: bytes) -> str:
+    return f"<code>{html.escape(visible(token))}</code>"
+
+
+def _box(token: bytes, is_new: bool = False, title: str = "") -> str:
+    # the colour belongs to the token: the same one looks the same everywhere
+    background = BACKGROUNDS[sum(token) % len(BACKGROUNDS)]
+    hint = f' title="{html.escape(title)}"' if title else ""
+    style = BOX + background + (NEW if is_new else "")
+    return f'<span style="{style}"{hint}>{html.escape(visible(token))}</span>'
+
+
+def visible(token: bytes) -> str:
+    """The token as people can read it: spaces as dots, line ends as arrows, bytes that are no
+    whole character in hexadecimal.
+
+    >>> visible(b" caf"), visible(b"\\xc3")
+    ('·caf', 'C3')
+    """
+    try:
+        text = token.decode()
+    except UnicodeDecodeError:
+        return token.hex(" ").upper()
+    text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")
+    return "".join(c if c.isprintable() or c == "\u200d" else f"U+{ord(c):04X}" for c in text)
+
+
+def show_tokens(tokens: Iterable[bytes], titles: Iterable[str] = ()) -> HTML:
+    """Byte strings as coloured boxes in a row; `titles` show when the mouse rests on a box."""
+    from IPython.display import HTML
+
+    tokens = list(tokens)
+    titles = list(titles) or [""] * len(tokens)
+    boxes = "".join(_box(token, title=title) for token, title in zip(tokens, titles))
+    return HTML(f'<div style="line-height:1.9">{boxes}</div>')
+
+
+def show_encoding(text: str, tokenizer: Tokenizer) -> HTML:
+    """The tokens of `text` as boxes; the ids show when the mouse rests on one."""
+    ids = tokenizer.encode(text)
+    return show_tokens([tokenizer.vocab[i] for i in ids], [f"id {i}" for i in ids])
+
+
+def show_table(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | Sequence[str] | None = None
+) -> Markdown:
+    """`lib.report.to_markdown`, shown as a table."""
+    from IPython.display import Markdown
+
+    return Markdown(to_markdown(rows, columns))
+
+
+def show_source(function: Callable, first: str = "", last: str = "") -> Markdown:
+    """The code of `function` as it stands in `lib`, without its docstring.
+
+    Args:
+        first, last: texts in the lines where an excerpt begins and ends; all lines by default.
+
+    Raises:
+        ValueError: there is no such line.
+    """
+    from IPython.display import Markdown
+
+    lines = inspect.getsource(function).splitlines()
+    start = _line_with(lines, first, 0) if first else 0
+    stop = _line_with(lines, last, start) if last else len(lines) - 1
+    code = textwrap.dedent("\n".join(lines[start : stop + 1]))
+    if function.__doc__:
+        code = code.replace(f'"""{function.__doc__}"""', '"""…"""')
+    where = f"`{function.__module__.replace('.', '/')}.py`, `{function.__qualname__}`"
+    return Markdown(f"{where}:\n\n```python\n{code}\n```")
+
+
+def _line_with(lines: Sequence[str], text: str, start: int) -> int:
+    for number in range(start, len(lines)):
+        if text in lines[number]:
+            return number
+    raise ValueError(f"no line from line {start + 1} on contains {text!r}")
+
+
+@contextmanager
+def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar in the notebook; yields what is to be told the bytes just done."""
+    from tqdm.auto import tqdm
+
+    options = {"unit": "B", "unit_scale": True, "leave": False}
+    with tqdm(desc=description, total=num_bytes, **options) as bar:
+        yield bar.update
