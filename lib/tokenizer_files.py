@@ -135,8 +135,15 @@ def _parts(
 
 
 def save_huggingface(path: str | os.PathLike, parts: Parts) -> None:
-    """Write a `tokenizer.json` for Hugging Face's `tokenizers`."""
+    """Write a `tokenizer.json` for Hugging Face's `tokenizers`.
+
+    Raises:
+        ValueError: a special token reads like an ordinary one, which that form cannot tell apart.
+    """
     document = _document(parts)
+    clashing = [token for token in parts.special_tokens if token in document["vocab"]]
+    if clashing:
+        raise ValueError(f"special token {clashing[0]!r} reads like an ordinary token")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     huggingface = {

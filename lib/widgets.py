@@ -179,7 +179,7 @@ def show_table(
 
 
 def show_source(function: Callable, first: str = "", last: str = "") -> Markdown:
-    """The code of `function` as it stands in `lib`, without its docstring.
+    """The code of `function` as it stands in `lib`.
 
     Args:
         first, last: texts in the lines where an excerpt begins and ends; all lines by default.
@@ -193,8 +193,6 @@ def show_source(function: Callable, first: str = "", last: str = "") -> Markdown
     start = _line_with(lines, first, 0) if first else 0
     stop = _line_with(lines, last, start) if last else len(lines) - 1
     code = textwrap.dedent("\n".join(lines[start : stop + 1]))
-    if function.__doc__:
-        code = code.replace(f'"""{function.__doc__}"""', '"""…"""')
     where = f"`{function.__module__.replace('.', '/')}.py`, `{function.__qualname__}`"
     return Markdown(f"{where}:\n\n```python\n{code}\n```")
 

@@ -1,0 +1,241 @@
+"""The compiled implementation: kernels against plain Python, and what only it has to get right."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.pretokenize import SEPARATOR, special_token_pattern, split_pretokens
+from lib.tokenizer import Tokenizer, count_pretokens, train_bpe, train_from_counts
+from lib.tokenizer_fast import Cache, FastEncoder
+from lib.tokenizer_merges import Learner, learn_merges, new_learner
+from lib.tokenizer_scan import (
+    PADDING,
+    WordCounts,
+    class_table,
+    is_valid_utf8,
+    load_word,
+    prepare,
+    pretoken_end,
+    store_word,
+    trailing_zeros,
+)
+from tests.texts import tricky_text
+
+LIB = Path(__file__).parent.parent / "lib"
+
+
+def numba_test(function):
+    from numba import njit
+
+    return njit(function)
+
+
+@settings(max_examples=500)
+@given(text=tricky_text())
+def test_the_scanner_cuts_as_the_pattern_does(text):
+    data, length = prepare(text.encode())
+    cuts, i = [], 0
+    while i < length:
+        end = pretoken_end(data, i, length, class_table())
+        cuts.append(data[i:end].tobytes().decode())
+        i = end
+    assert cuts == split_pretokens(text)
+
+
+def test_the_scanner_cuts_every_character_as_the_pattern_does():
+    for start in range(0, 0x110000, 1 << 14):
+        codes = [c for c in range(start, start + (1 << 14)) if not 0xD800 <= c <= 0xDFFF]
+        text = "".join(f"a{chr(code)}1{chr(code)} " for code in codes)
+        data, length = prepare(text.encode())
+        cuts, i = [], 0
+        while i < length:
+            end = pretoken_end(data, i, length, class_table())
+            cuts.append(data[i:end].tobytes().decode())
+            i = end
+        assert cuts == split_pretokens(text)
+
+
+well_formed = [b"a" * 8, b"abc", "é".encode(), "日".encode(), "😀".encode()]
+# Overlong forms, surrogates, beyond the last code point, parts of characters.
+malformed = "ff c080 c3 80 e08080 eda080 f0808080 f4908080 f5808080"
+utf8_pieces = st.sampled_from([*well_formed, *map(bytes.fromhex, malformed.split())])
+
+
+@given(st.one_of(st.binary(max_size=40), st.lists(utf8_pieces, max_size=8).map(b"".join)))
+def test_utf8_is_checked_as_python_checks_it(text):
+    data = np.frombuffer(text + bytes(PADDING), np.uint8)
+    try:
+        text.decode()
+        expected = True
+    except UnicodeDecodeError:
+        expected = False
+    assert is_valid_utf8(data, len(text)) == expected
+    prepared, length = prepare(text)
+    assert prepared[:length].tobytes() == text.decode("utf-8", "replace").encode()
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 8), st.integers(0, 2**64 - 1))
+def test_words_are_loaded_and_stored_unaligned(content, index, word):
+    load = numba_test(lambda data, i: load_word(data, i))
+    store = numba_test(lambda data, i, w: store_word(data, i, w))
+    zeros = numba_test(lambda w: trailing_zeros(w))
+    data = np.frombuffer(content, np.uint8).copy()
+    assert load(data, index) == int.from_bytes(content[index : index + 8], "little")
+    store(data, index, np.uint64(word))
+    assert data[index : index + 8].tobytes() == word.to_bytes(8, "little")
+    assert data[:index].tobytes() == content[:index]
+    if word:
+        assert zeros(np.uint64(word)) == (word & -word).bit_length() - 1
+
+
+def counted(text: str, special_tokens=()) -> tuple[WordCounts, dict[bytes, int]]:
+    special_bytes = [token.encode() for token in special_tokens]
+    words = WordCounts(special_token_pattern(special_bytes))
+    words.count(text.encode())
+    starts = words.starts
+    found = {
+        words.kept[starts[w] : starts[w + 1]].tobytes(): int(words.counts[w])
+        for w in range(words.num_words)
+    }
+    return words, found
+
+
+@given(text=tricky_text())
+def test_counts_equal_those_of_the_readable_path(text):
+    special_tokens = ["<|a|>", "<|a|><|b|>", " <x>"]
+    assert counted(text, special_tokens)[1] == count_pretokens(text, special_tokens)
+
+
+def test_counts_survive_full_tables_and_threads(monkeypatch):
+    monkeypatch.setattr(WordCounts, "SMALL_TABLE_ROWS", 64)
+    generator = random.Random(1)
+    words = [str(generator.randrange(100_000)) for _ in range(60_000)]
+    words += ["long" * generator.randrange(20) for _ in range(5_000)]
+    chunks = [" ".join(words[i : i + 1000]) for i in range(0, len(words), 1000)]
+    gathered = WordCounts(None)
+    threads = [
+        threading.Thread(target=lambda k=k: [gathered.count(c.encode()) for c in chunks[k::4]])
+        for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = sum((count_pretokens(chunk) for chunk in chunks), Counter())
+    starts = gathered.starts
+    found = {
+        gathered.kept[starts[w] : starts[w + 1]].tobytes(): int(gathered.counts[w])
+        for w in range(gathered.num_words)
+    }
+    assert found == expected
+
+
+def small_arrays(learner: Learner) -> Learner:
+    """The same with every array that can grow as small as it may be."""
+    return learner._replace(
+        places=learner.places[: len(learner.cells)].copy(),
+        heap=learner.heap[:4].copy(),
+        pairs=learner.pairs[: 1 << 14].copy(),
+        token_bytes=learner.token_bytes[:260].copy(),
+    )
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "abcdefgh ", "the quick brown fox 日本語é "])
+def test_arrays_that_grow_do_not_change_the_merges(alphabet):
+    generator = random.Random(alphabet)
+    text = "".join(generator.choice(alphabet) for _ in range(20_000))
+    words, counts = counted(text)
+    rows = learn_merges(small_arrays(new_learner(words, 500)))
+    vocab, merges = train_from_counts(counts, 256 + 500)
+    assert [(vocab[left], vocab[right]) for left, right in rows] == merges
+
+
+def test_counts_beyond_32_bits():
+    words, _ = counted("ab ab cd")
+    words.counts[: words.num_words] *= 1 << 40
+    rows = learn_merges(new_learner(words, 2))
+    assert len(rows) == 2
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fast") / "text.txt"
+    generator = random.Random(0)
+    syllables = ["ba", "de", "fi", "go", "lu", "né", "ра", "日本"]
+    words = [
+        "".join(generator.choices(syllables, k=generator.randrange(1, 9))) for _ in range(4000)
+    ]
+    path.write_text(" ".join(words) + SEPARATOR)
+    return path.read_text(), train_bpe(path, 700, [SEPARATOR], implementation="python")
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "kept"),
+    [(64, 1 << 20, 1 << 20), (1 << 16, 300, 1 << 20), (1 << 16, 1 << 20, 300)],
+)
+def test_a_cache_that_overflows_does_not_change_the_ids(trained, monkeypatch, rows, ids, kept):
+    text, parts = trained
+    expected = Tokenizer(*parts, [SEPARATOR], implementation="python").encode(text)
+    cache = Cache(
+        table=np.zeros((rows, 4), np.uint64),
+        ids=np.empty(ids, np.uint32),
+        kept=np.empty(kept, np.uint8),
+        used=np.zeros(3, np.int64),
+    )
+    monkeypatch.setattr("lib.tokenizer_fast.new_cache", lambda: cache)
+    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.encode(text) == expected
+
+
+def test_threads_share_an_encoder(trained):
+    text, parts = trained
+    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
+    expected = tokenizer.encode(text)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(tokenizer.encode(text))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 8
+    assert isinstance(tokenizer._fast, FastEncoder)
+
+
+@pytest.mark.slow
+def test_a_change_in_one_file_remakes_the_kernels_of_the_others(tmp_path):
+    """Numba looks only at a kernel's own file; an edit to the scanner must reach the encoder."""
+    copytree(LIB, tmp_path / "lib", ignore=ignore_patterns("__pycache__"))
+    program = """
+from lib.tokenizer import Tokenizer
+vocab = {i: bytes([i]) for i in range(256)} | {256: b" b"}
+tokenizer = Tokenizer(vocab, [(b" ", b"b")], implementation="numba")
+print(tokenizer.encode("a b"))
+"""
+
+    def encoded() -> str:
+        command = [sys.executable, "-c", program]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment.pop("NUMBA_CACHE_DIR", None)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert encoded() == "[97, 256]"
+    scan = tmp_path / "lib" / "tokenizer_scan.py"
+    # A scanner that does not keep a space with its word.
+    changed = scan.read_text().replace('data[i] == ord(" ")', 'data[i] == ord("_")')
+    assert changed != scan.read_text()
+    scan.write_text(changed)
+    assert encoded() == "[97, 32, 98]"
