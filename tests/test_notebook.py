@@ -20,9 +20,6 @@ from lib.site import mathml, mathml_errors, page_link
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Tests that look at one and the same run, which takes a while: all in one process.
-one_run = pytest.mark.xdist_group("one run")
-
 # One cell that leaves behind which `lib` it got, and where results would go.
 PROBE = """\
 import os
@@ -175,7 +172,6 @@ def page(report: tuple, name: str) -> str:
     return (report[1] / f"{name}.html").read_text()
 
 
-@one_run
 def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(report):
     code, folder, output = report
     assert code == 1
@@ -186,7 +182,6 @@ def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(report):
     assert f"Report: {folder / 'index.html'}" in output
 
 
-@one_run
 def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(report):
     assert "– 04_after_bad" in report[2]
     assert "needs 02_bad, which failed" in page(report, "index")
@@ -194,7 +189,6 @@ def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(report):
     assert ">70<" in re.sub(r"\s", "", page(report, "03_after_good"))
 
 
-@one_run
 def test_the_index_names_each_notebook_its_state_and_its_error(report):
     index = page(report, "index")
     states = re.findall(r'class="status (\w+)"', index)
@@ -206,7 +200,6 @@ def test_the_index_names_each_notebook_its_state_and_its_error(report):
         assert (report[1] / href).is_file()
 
 
-@one_run
 def test_pages_hold_everything_and_no_script(report):
     for path in report[1].glob("*.html"):
         text = path.read_text()
@@ -219,14 +212,12 @@ def test_pages_hold_everything_and_no_script(report):
     assert 'href="02_bad.html"' in good
 
 
-@one_run
 def test_a_failed_page_shows_its_error_first(report):
     bad = page(report, "02_bad")
     assert bad.index("In [2]: ZeroDivisionError") < bad.index("<main>")
     assert "never" not in re.sub(r"<[^>]+>", "", bad).split("division by zero")[0]
 
 
-@one_run
 def test_pages_open_from_disk_in_light_and_dark(report, browser):
     backgrounds = {}
     for scheme in ("light", "dark"):

@@ -226,10 +226,11 @@ print(tokenizer.encode("a b"))
 """
 
     def encoded() -> str:
+        # The program imports `lib` from its working folder.
         command = [sys.executable, "-c", program]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        environment.pop("NUMBA_CACHE_DIR", None)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+        options = {"capture_output": True, "text": True, "check": True}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
         return done.stdout.strip()
 
     assert encoded() == "[97, 256]"
