@@ -30,7 +30,7 @@ BOX = (
     "display:inline-block;margin:1px 0;padding:1px 3px;border:1px solid #8a8f98;border-radius:4px;"
     "color:#1b1f24;font:13px/1.35 ui-monospace,monospace;white-space:pre;background:"
 )
-NEW = ";border-color:#1b1f24;box-shadow:0 0 0 1px #1b1f24;font-weight:700"
+NEW = ";border-color:#D55E00;box-shadow:0 0 0 1px #D55E00;font-weight:700"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""Check that the notebooks are in the state in which they are committed; run by `make lint`.
+
+Each complaint names the notebook, the cell (counted from 1, Markdown included) and what to do.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+
+from lib.notebook import FIRST_CELL
+from lib.notebook_cells import METADATA
+from lib.site import mathml_errors
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Tags that a tool or this workbook acts on; a misspelt one would be ignored in silence.
+TAGS = {
+    "parameters",
+    "nbval-check-output",
+    "nbval-ignore-output",
+    "nbval-skip",
+    "nbval-raises-exception",
+    "exercise",
+    "solution",
+}
+# Folders at the root of somebody's disk; /kaggle is the same for everybody.
+MACHINE_PATH = re.compile(
+    r"(?<![\w./:-])/(?:home|root|Users|work\w*|mnt|media|tmp|opt|var|private|content)/[\w.-]+"
+    r"|(?<!\w)[A-Za-z]:\\\\?[\w.-]+"
+)
+REMOTE_PICTURE = re.compile(r"!\[[^]]*\]\(\s*https?:|<(?:img|script|iframe)\b[^>]*https?:")
+
+
+def main(folder: Path = ROOT / "notebooks") -> int:
+    complaints = []
+    for path in sorted(folder.glob("*.ipynb")):
+        complaints += [f"{path.name}: {complaint}" for complaint in check(path)]
+    for complaint in complaints:
+        print(complaint)
+    return int(bool(complaints))
+
+
+def check(path: Path) -> Iterator[str]:
+    """Yield what is wrong with the notebook at `path`."""
+    if not re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", path.name):
+        yield "is not named like 01_topic.ipynb, so nothing runs it; rename it"
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except Exception as error:
+        yield f"is no valid notebook: {error}"
+        return
+    if dict(notebook.metadata) != METADATA:
+        extra = sorted(set(notebook.metadata) - set(METADATA)) or "kernelspec or language_info"
+        yield f"metadata is not clean ({extra}); run: make format"
+    yield from _check_order(notebook.cells)
+    count = 0
+    for number, cell in enumerate(notebook.cells, start=1):
+        for complaint in _check_cell(cell):
+            yield f"cell {number}: {complaint}"
+        if cell.cell_type == "code":
+            count += 1
+            if cell.execution_count != count:
+                found = cell.execution_count or "none"
+                yield f"cell {number}: execution count is {found}, not {count}; run: make notebooks"
+
+
+def _check_order(cells: list) -> Iterator[str]:
+    if not cells or cells[0].cell_type != "markdown" or not cells[0].source.startswith("# "):
+        yield "cell 1: is not a Markdown cell that starts with the title, `# …`; add one"
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    if not code or code[0].source != FIRST_CELL:
+        yield "the first code cell is not lib.notebook.FIRST_CELL; copy it from there, whole"
+    tagged = [n for n, c in enumerate(cells, 1) if "parameters" in c.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        where = f"cells {tagged}" if tagged else "no cell"
+        yield f"{where} tagged `parameters`; tag the one cell that sets the sizes"
+
+
+def _check_cell(cell: dict) -> Iterator[str]:
+    metadata = {key: value for key, value in cell.metadata.items() if key != "tags"}
+    if metadata:
+        yield f"metadata {sorted(metadata)} is left over; run: make format"
+    for tag in cell.metadata.get("tags", []):
+        if tag not in TAGS:
+            yield f"tag {tag!r} means nothing here; known: {', '.join(sorted(TAGS))}"
+    if not cell.source.strip():
+        yield "is empty; delete it"
+    if cell.cell_type == "markdown":
+        if REMOTE_PICTURE.search(cell.source):
+            yield "loads something from the network; store it beside the notebook"
+        for formula, error in mathml_errors(cell.source):
+            yield f"formula {formula!r} cannot be shown in the report: {error}"
+    yield from _check_paths("source", cell.source)
+    if cell.cell_type == "code":
+        yield from _check_outputs(cell)
+
+
+def _check_outputs(cell: dict) -> Iterator[str]:
+    if not cell.outputs and _shows_something(cell.source):
+        yield "has no output but makes one; run: make notebooks"
+    for output in cell.outputs:
+        if output.output_type == "error":
+            yield f"ends in {output.ename}: {output.evalue}; repair it and run: make notebooks"
+        if "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
+            yield "holds a live widget, dead in the file; run: make notebooks"
+        texts = [output.get("text", ""), *map(str, output.get("data", {}).values())]
+        for text in texts:
+            # a picture's base64 may hold anything
+            if len(text) < 100_000 and not re.fullmatch(r"[A-Za-z0-9+/=\s]{200,}", text):
+                yield from _check_paths("output", text)
+
+
+def _check_paths(where: str, text: str) -> Iterator[str]:
+    if found := MACHINE_PATH.search(text):
+        yield f"{where} has a path of one machine, {found[0]!r}; show it relative to the workbook"
+
+
+def _shows_something(source: str) -> bool:
+    """Whether the cell certainly makes an output: it prints, displays, or ends in a bare value."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return False
+    calls = [s.value for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    last = body[-1] if body else None
+    bare = isinstance(last, ast.Expr) and not isinstance(last.value, (ast.Call, ast.Await))
+    return bool(names & {"print", "display"}) or (bare and not source.rstrip().endswith(";"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))

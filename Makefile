@@ -1,0 +1,96 @@
+# The commands of the workbook; `make` alone lists them. Each one first makes the Python environment
+# that it needs, which takes minutes once and no time afterwards.
+
+PYTHON ?= python3
+NOTEBOOKS ?=
+PARAMETERS ?=
+
+# Where Python and its packages come from:
+#   a virtual or conda environment that is active, or a Kaggle or Colab image: used as it is,
+#     and only what is missing there is added (conda's `base` is nobody's project: not used);
+#   otherwise: .venv, made here from $(PYTHON) with the tested versions in .ci/constraints.txt.
+ACTIVE := $(or $(VIRTUAL_ENV),$(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX)))
+IMAGE := $(or $(KAGGLE_KERNEL_RUN_TYPE),$(COLAB_RELEASE_TAG))
+ifneq ($(filter-out $(CURDIR)/.venv,$(ACTIVE)),)
+  PY := $(ACTIVE)/bin/python
+  STATE := $(ACTIVE)
+else ifneq ($(IMAGE),)
+  PY := $(PYTHON)
+  STATE := $(or $(TMPDIR),/tmp)
+else
+  PY := .venv/bin/python
+  STATE := .venv
+  OWN := --own
+endif
+# The Python that installs: the environment's own once there is one.
+BASE := $(if $(OWN),$(or $(shell [ -x $(PY) ] && echo $(PY)),$(PYTHON)),$(PY))
+
+# A stamp carries the checksum of everything that decides what gets installed.
+DEV := .ci/requirements-dev.txt
+KEY := $(shell cat requirements.txt $(DEV) .ci/constraints.txt .ci/environment.py | cksum | cut -d' ' -f1)
+RUN_READY := $(STATE)/.workbook-run-$(KEY)
+TEST_READY := $(STATE)/.workbook-test-$(KEY)
+
+# Jupyter takes kernels and settings from the environment above, not from the user's home.
+export JUPYTER_PREFER_ENV_PATH := 1
+
+PYTEST := $(PY) -m pytest -q
+SOURCES := lib tests notebooks .ci
+
+.PHONY: help run lab test test-all test-gpu lint format notebooks clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+	@echo '  Settings: NOTEBOOKS="01 02"  PARAMETERS=name (of notebooks/parameters/name.yaml)  PYTHON=python3.12'
+
+run: $(RUN_READY) ## run the notebooks and write the report to artifacts/report/
+	@$(PY) -m lib run $(if $(PARAMETERS),--parameters $(PARAMETERS)) $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
+
+lab: $(RUN_READY) ## open the notebooks in JupyterLab
+	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+
+test: lint ## check everything that needs no GPU and little time
+	@$(PYTEST) -n 2 --dist loadfile -m 'not serial and not gpu and not slow'
+	@$(PYTEST) -m 'serial and not gpu and not slow' || [ $$? -eq 5 ]
+	@$(if $(wildcard notebooks/*.ipynb),WORKBOOK_SMALL=1 $(PYTEST) -n 2 --dist loadfile --nbval-lax \
+		--nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks)
+
+test-all: test ## the same and the slow tests
+	@$(PYTEST) -m 'slow and not gpu' || [ $$? -eq 5 ]
+
+test-gpu: $(TEST_READY) ## the tests that need a CUDA device
+	@$(PYTEST) -m gpu
+
+lint: $(TEST_READY) ## check style and the state of the notebooks
+	@$(PY) -m ruff check --quiet $(SOURCES)
+	@$(PY) -m ruff format --check --quiet $(SOURCES) || { echo 'lint: make format puts these files right'; \
+		$(PY) -m ruff format --check $(SOURCES); exit 1; }
+	@PYTHONPATH=. $(PY) .ci/lint_notebooks.py
+
+format: $(TEST_READY) ## put style right, and the notebooks' metadata; runs no notebook
+	@$(PY) -m ruff check --quiet --fix --exit-zero $(SOURCES)
+	@$(PY) -m ruff format $(SOURCES)
+	@$(PY) -m lib.notebook clean
+
+notebooks: $(RUN_READY) ## run the notebooks and store their outputs in them, as they are committed
+	@$(PY) -m lib.notebook refresh $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
+
+clean: ## remove what can be remade; keeps .venv and data/
+	rm -rf artifacts/report artifacts/runs .pytest_cache .ruff_cache .hypothesis
+	find lib tests notebooks .ci -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+$(RUN_READY):
+	@$(call python_is_known,$(BASE))
+	@$(BASE) .ci/environment.py $(OWN) --stamp $@ requirements.txt
+
+$(TEST_READY): $(RUN_READY)
+	@$(PY) .ci/environment.py $(OWN) --stamp $@ $(DEV)
+
+define python_is_known
+command -v $(1) >/dev/null || { echo 'error: no $(1) here. Python 3.10 to 3.13 is needed; \
+name one with: make run PYTHON=python3.12' >&2; exit 1; }; \
+$(1) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+echo "error: $(1) is $$($(1) --version 2>&1), and Python 3.10 to 3.13 is needed. Name one with:" \
+"make run PYTHON=python3.12   (here: $$(for v in 13 12 11 10; do command -v python3.$$v; done | xargs))" >&2; exit 1; }
+endef
