@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from lib.pretokenize import SEPARATOR, special_token_pattern, split_pretokens
 from lib.tokenizer import Tokenizer, count_pretokens, train_bpe, train_from_counts
@@ -34,35 +36,33 @@ from tests.texts import tricky_text
 LIB = Path(__file__).parent.parent / "lib"
 
 
-def numba_test(function):
-    from numba import njit
+load = njit(lambda data, index: load_word(data, index))
+store = njit(lambda data, index, word: store_word(data, index, word))
+zeros = njit(lambda word: trailing_zeros(word))
 
-    return njit(function)
 
-
-@settings(max_examples=500)
-@given(text=tricky_text())
-def test_the_scanner_cuts_as_the_pattern_does(text):
+def scanned(text: str) -> list[str]:
+    """The pre-tokens that the scanner finds."""
     data, length = prepare(text.encode())
     cuts, i = [], 0
     while i < length:
         end = pretoken_end(data, i, length, class_table())
         cuts.append(data[i:end].tobytes().decode())
         i = end
-    assert cuts == split_pretokens(text)
+    return cuts
+
+
+@settings(max_examples=500)
+@given(text=tricky_text())
+def test_the_scanner_cuts_as_the_pattern_does(text):
+    assert scanned(text) == split_pretokens(text)
 
 
 def test_the_scanner_cuts_every_character_as_the_pattern_does():
     for start in range(0, 0x110000, 1 << 14):
         codes = [c for c in range(start, start + (1 << 14)) if not 0xD800 <= c <= 0xDFFF]
         text = "".join(f"a{chr(code)}1{chr(code)} " for code in codes)
-        data, length = prepare(text.encode())
-        cuts, i = [], 0
-        while i < length:
-            end = pretoken_end(data, i, length, class_table())
-            cuts.append(data[i:end].tobytes().decode())
-            i = end
-        assert cuts == split_pretokens(text)
+        assert scanned(text) == split_pretokens(text)
 
 
 well_formed = [b"a" * 8, b"abc", "é".encode(), "日".encode(), "😀".encode()]
@@ -86,9 +86,6 @@ def test_utf8_is_checked_as_python_checks_it(text):
 
 @given(st.binary(min_size=16, max_size=16), st.integers(0, 8), st.integers(0, 2**64 - 1))
 def test_words_are_loaded_and_stored_unaligned(content, index, word):
-    load = numba_test(lambda data, i: load_word(data, i))
-    store = numba_test(lambda data, i, w: store_word(data, i, w))
-    zeros = numba_test(lambda w: trailing_zeros(w))
     data = np.frombuffer(content, np.uint8).copy()
     assert load(data, index) == int.from_bytes(content[index : index + 8], "little")
     store(data, index, np.uint64(word))
@@ -98,22 +95,26 @@ def test_words_are_loaded_and_stored_unaligned(content, index, word):
         assert zeros(np.uint64(word)) == (word & -word).bit_length() - 1
 
 
-def counted(text: str, special_tokens=()) -> tuple[WordCounts, dict[bytes, int]]:
-    special_bytes = [token.encode() for token in special_tokens]
-    words = WordCounts(special_token_pattern(special_bytes))
-    words.count(text.encode())
+def as_dictionary(words: WordCounts) -> dict[bytes, int]:
     starts = words.starts
-    found = {
+    return {
         words.kept[starts[w] : starts[w + 1]].tobytes(): int(words.counts[w])
         for w in range(words.num_words)
     }
-    return words, found
+
+
+def counted(text: str, special_tokens: Sequence[str] = ()) -> WordCounts:
+    special_bytes = [token.encode() for token in special_tokens]
+    words = WordCounts(special_token_pattern(special_bytes))
+    words.count(text.encode())
+    return words
 
 
 @given(text=tricky_text())
 def test_counts_equal_those_of_the_readable_path(text):
     special_tokens = ["<|a|>", "<|a|><|b|>", " <x>"]
-    assert counted(text, special_tokens)[1] == count_pretokens(text, special_tokens)
+    found = as_dictionary(counted(text, special_tokens))
+    assert found == count_pretokens(text, special_tokens)
 
 
 def test_counts_survive_full_tables_and_threads(monkeypatch):
@@ -132,12 +133,7 @@ def test_counts_survive_full_tables_and_threads(monkeypatch):
     for thread in threads:
         thread.join()
     expected = sum((count_pretokens(chunk) for chunk in chunks), Counter())
-    starts = gathered.starts
-    found = {
-        gathered.kept[starts[w] : starts[w + 1]].tobytes(): int(gathered.counts[w])
-        for w in range(gathered.num_words)
-    }
-    assert found == expected
+    assert as_dictionary(gathered) == expected
 
 
 def small_arrays(learner: Learner) -> Learner:
@@ -154,14 +150,13 @@ def small_arrays(learner: Learner) -> Learner:
 def test_arrays_that_grow_do_not_change_the_merges(alphabet):
     generator = random.Random(alphabet)
     text = "".join(generator.choice(alphabet) for _ in range(20_000))
-    words, counts = counted(text)
-    rows = learn_merges(small_arrays(new_learner(words, 500)))
-    vocab, merges = train_from_counts(counts, 256 + 500)
+    rows = learn_merges(small_arrays(new_learner(counted(text), 500)))
+    vocab, merges = train_from_counts(count_pretokens(text), 256 + 500)
     assert [(vocab[left], vocab[right]) for left, right in rows] == merges
 
 
 def test_counts_beyond_32_bits():
-    words, _ = counted("ab ab cd")
+    words = counted("ab ab cd")
     words.counts[: words.num_words] *= 1 << 40
     rows = learn_merges(new_learner(words, 2))
     assert len(rows) == 2
