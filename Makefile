@@ -48,7 +48,8 @@ run: $(RUN_READY) ## run the notebooks and write the report to artifacts/report/
 	@$(PY) -m lib run $(if $(PARAMETERS),--parameters $(PARAMETERS)) $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
 lab: $(RUN_READY) ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
+		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 test: lint ## check everything that needs no GPU and little time
 	@$(PYTEST) -n 2 --dist loadfile -m 'not serial and not gpu and not slow'

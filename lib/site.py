@@ -61,6 +61,10 @@ def _exporter_class() -> type:
         page_folder: Path
         source_folder: Path
 
+        def _html_embed_images(self, html: str) -> str:
+            # The parser would close a <details> whose end stands in a later block.
+            return super()._html_embed_images(html) if "<img" in html else html
+
         def inline_math(self, body: str) -> str:
             return mathml(body)
 
@@ -110,6 +114,10 @@ def mathml_errors(markdown: str) -> list[tuple[str, str]]:
     formulas: list[str] = []
 
     class Collector(IPythonRenderer):
+        def _html_embed_images(self, html: str) -> str:
+            # The parser would close a <details> whose end stands in a later block.
+            return super()._html_embed_images(html) if "<img" in html else html
+
         def inline_math(self, body: str) -> str:
             formulas.append(body)
             return ""

@@ -42,6 +42,7 @@ nav.report a { color: var(--jp-content-link-color); }
 math { font: 1.08em "Latin Modern Math", "STIX Two Math", "Cambria Math", math; }
 math[display=block] { overflow-x: auto; padding: .2em 0; }
 .jp-OutputArea-output { overflow-x: auto; }
+.jp-OutputArea-output.jp-RenderedMarkdown pre { font-family: var(--jp-code-font-family); }
 img { max-width: 100%; height: auto; }
 """
 

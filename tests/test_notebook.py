@@ -157,7 +157,9 @@ def report(tmp_path_factory, make_notebook) -> tuple[int, Path, str]:
 
     slider = "import ipywidgets\nipywidgets.interact(lambda n: print('square', n * n), n=(0, 8));"
     formulas = "%md Inline $x^2$, [next](02_bad.ipynb).\n\n$$\\frac{a}{b}$$"
-    make("01_good", "steps = 3", formulas, slider, "open('made', 'w').write(str(steps))")
+    folded = "%md <details>\n<summary>Hint</summary>\n\nHidden words.\n\n</details>"
+    cells = (formulas, folded, slider, "open('made', 'w').write(str(steps))")
+    make("01_good", "steps = 3", *cells)
     make("02_bad", "", "1 / 0", "print('never')")
     make("03_after_good", "# needs: 01\nratio = 2", "int(open('made').read()) * ratio")
     make("04_after_bad", "# needs: 02", "print('never')")
@@ -232,6 +234,8 @@ def test_pages_open_from_disk_in_light_and_dark(report, browser):
             color = tab.evaluate("getComputedStyle(document.body).backgroundColor")
             backgrounds[name, scheme] = sum(map(int, re.findall(r"\d+", color)[:3]))
         assert tab.locator("math").first.bounding_box()["width"] > 5
+        assert tab.get_by_text("Hint").is_visible()
+        assert not tab.get_by_text("Hidden words.").is_visible()
         context.close()
     for name in ("index", "01_good"):
         assert backgrounds[name, "dark"] < 150 < 600 < backgrounds[name, "light"]
