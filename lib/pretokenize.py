@@ -68,7 +68,7 @@ def split_pretokens(text: str) -> list[str]:
 
 
 def split_at_spaces(text: str) -> tuple[str, list[str]]:
-    """Cut `text` before every space that a non-space follows, or the end of the text.
+    """Cut `text` before spaces: every one that a non-space follows, perhaps also a last one.
 
     Returns what stands before the first cut, and the pieces after it, each without its space. A
     pre-token starts at each of those spaces, so every piece can be pre-tokenized on its own. A long

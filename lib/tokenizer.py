@@ -45,7 +45,15 @@ IMPLEMENTATIONS = ("auto", "python", "numba")
 # Below these sizes Numba's compilation, or even the loading of its cache, costs more than it saves.
 FAST_TRAINING_BYTES = 8 << 20
 FAST_ENCODING_BYTES = 1 << 20
+
+# The compiled path keeps an id in 24 bits.
+MOST_IDS = 1 << 24
+
+# Words that the readable path remembers; some 30 MB.
 MAX_CACHED_WORDS = 1 << 17
+
+# How much text `encode_iterable` gathers before it encodes: little, to keep memory small.
+ITERABLE_BYTES = 1 << 13
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +115,7 @@ def train_from_counts(
         vocab[new_id] = merged
         merges.append((vocab[left], vocab[right]))
         changes: Counter[Pair] = Counter()
+        # A word may have lost this pair since it was entered; then its changes cancel out.
         for index in words_with_pair.pop(pair):
             old, count = words[index], word_counts[index]
             words[index] = new = merge_pair(old, pair, new_id)
@@ -296,7 +305,8 @@ class Tokenizer:
         implementation: "python", "numba" (identical results), or "auto": Numba for large texts.
 
     Raises:
-        ValueError: `vocab` lacks a byte or the result of a merge, or a special token is empty.
+        ValueError: `vocab` lacks a byte or the result of a merge or has an id of more than 24 bits,
+            or a special token is empty.
     """
 
     def __init__(
@@ -311,12 +321,17 @@ class Tokenizer:
         self.implementation = implementation
         self.vocab = dict(vocab)
         self.merges = [(bytes(left), bytes(right)) for left, right in merges]
+        # Where two ids have the same bytes, the lower one counts.
         ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
         missing = [byte for byte in range(256) if bytes([byte]) not in ids]
         if missing:
             raise ValueError(f"vocab lacks the bytes {missing[:8]}: a byte-level one holds all 256")
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
         self._ranks = rank_merges(self.merges, ids)
+        if max(vocab) >= MOST_IDS:
+            raise ValueError(
+                f"vocab has the id {max(vocab)}; the largest allowed is {MOST_IDS - 1}"
+            )
         self.special_tokens: dict[str, int] = {}
         ordinary = {*self._byte_ids, *(merged for _, merged in self._ranks.values())}
         special_ids = {token: i for i, token in sorted(vocab.items()) if i not in ordinary}
@@ -415,14 +430,14 @@ class Tokenizer:
 
         Memory stays bounded: text is held back only as far as its tokens may still change.
         """
-        pending, enough = bytearray(), _ITERABLE_BYTES
+        pending, enough = bytearray(), ITERABLE_BYTES
         for text in iterable:
             pending += text.encode()
             if len(pending) >= enough:
                 cut = safe_cut(pending, self._special_bytes)
                 yield from self.encode(pending[:cut].decode())
                 del pending[:cut]
-                enough = max(_ITERABLE_BYTES, 2 * len(pending))
+                enough = max(ITERABLE_BYTES, 2 * len(pending))
         yield from self.encode(pending.decode())
 
     def encode_stream(
@@ -478,6 +493,3 @@ class Tokenizer:
         from lib.tokenizer_fast import FastEncoder
 
         return FastEncoder(self.vocab, self._byte_ids, self._ranks, self.special_tokens)
-
-
-_ITERABLE_BYTES = 1 << 13

@@ -77,7 +77,7 @@ class Cache(NamedTuple):
 
     # (rows, 4) uint64, as in `lib.tokenizer_scan`. The place is that of a long pre-token's bytes in
     # `kept`. The value is the number of ids, and above its 16 bits, up to two ids of 24 bits each
-    # or, of more than two, the place in `ids`.
+    # or, of more than two, the place in `ids`. So a vocabulary has less than 2**24 ids.
     table: np.ndarray
     # uint32
     ids: np.ndarray
@@ -173,6 +173,7 @@ def merge_long(ids, length, ranks):
     """The same in O(length log length): a heap of rank | position, and links to neighbours."""
     after = np.arange(1, length + 1)
     before = np.arange(-1, length - 1)
+    # The entry of no merge stays behind all others, so the heap is never empty.
     heap = [NEVER & RANK]
     for k in range(length - 1):
         heap.append(merge_rank(ranks, ids[k], ids[k + 1]) & RANK | k)

@@ -3,7 +3,11 @@
 Every pair of neighbouring tokens keeps a list of the places where it was seen, so that a merge
 touches only those. All distinct pre-tokens stand one behind the other in `cells`, with BORDER
 before and after each. A token keeps its id in the first and in the last cell that it covers, so the
-neighbours of any token are one step away; cells between hold DEAD.
+neighbours of any token are one step away; cells between hold DEAD. The word `lower`, before and
+after `er` has become token 300 and `low` token 310:
+
+    BORDER   l    o    w    e    r   BORDER
+    BORDER  310 DEAD  310  300  300  BORDER
 
 Rules for kernels: see `lib.tokenizer_scan`.
 """
@@ -41,7 +45,7 @@ class Learner(NamedTuple):
     # the key is left id << 32 | right id
     pairs: np.ndarray
     # (places, 2) int32, linked lists: cell, next place or -1. A merge nearby can make a place
-    # wrong; it stays, and whoever walks the list checks.
+    # wrong; it stays, and whoever walks the list checks. So there may be 2 GB of distinct words.
     places: np.ndarray
     # (entries, 2), a binary heap: count when pushed, key; the next pair to merge is on top
     heap: np.ndarray
@@ -358,7 +362,9 @@ def learn(learner):
             continue
         if pairs[row, COUNT] != heap[0, 0]:
             # The count fell after it was pushed. It cannot have grown: a merge makes pairs only
-            # with its new token, and no two merges make the same token.
+            # with its new token, and no two merges make the same token. For where two tokens stand
+            # side by side, no token has crossed the ends of the bytes that they cover, so these
+            # bytes were merged as they would be alone; and that has one course only.
             heap[0, 0] = pairs[row, COUNT]
             sift_down(learner)
             continue

@@ -45,7 +45,8 @@ def compiled(function: Callable) -> Callable:
     """Compile a kernel, without the interpreter lock, and keep the machine code on disk.
 
     Numba remakes it when the kernel's own file has changed. Kernels here call others from other
-    files, so it has to be remade when any of these files has.
+    files, so it has to be remade when any of these files has. Numba has no public way to say so; a
+    test makes sure that this one still works.
     """
     kernel = njit(nogil=True, cache=True)(function)
     kernel._cache._cache_file._source_stamp = SOURCE_STAMP
@@ -100,7 +101,7 @@ def trailing_zeros(typing_context, word):
 
 ALL_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
-U32 = np.uint64(32)
+ONE, U32 = np.uint64(1), np.uint64(32)
 
 # Eight bytes at a time, after Mycroft: adding to bytes below 0x80 carries into the high bit where
 # a byte exceeds a bound.
@@ -113,7 +114,11 @@ EXCEEDS_Z = np.uint64(0x0101010101010101 * (0x7F - ord("z")))
 
 @compiled
 def ascii_letters_end(data, i):
-    """The first position from `i` on that is no ASCII letter; looks beyond the end of a segment."""
+    """The first position from `i` on that is no ASCII letter.
+
+    It may lie behind the end of a segment; the caller clips it. Bytes of other alphabets have their
+    high bit set, which is what `| word` catches.
+    """
     while True:
         word = load_word(data, i)
         lower = (word | TO_LOWER) & LOW_BITS
@@ -253,7 +258,9 @@ def split_segments(
 
 
 # A table of pre-tokens has rows of four uint64: (low, high, length | place << 32, value), where low
-# and high are the key. A length of 0 is an empty row. Place and value are the user's.
+# and high are the key. A length of 0 is an empty row. Place and value are the caller's; a place has
+# 32 bits, so a chunk has less than 4 GB.
+
 # Odd constants with well-mixed bits (the golden ratio, and one of xxHash's primes).
 MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
@@ -298,6 +305,7 @@ def find_slot(table, low, high, length, data, start, kept):
     """The row that holds the pre-token, or the empty row where it belongs.
 
     Keys of more than 16 bytes are compared in full with the copy in `kept` at the row's place.
+    At least one row has to be empty, or the search has no end.
     """
     mask = table.shape[0] - 1
     slot = np.int64(pretoken_hash(low, high, length)) & mask
@@ -344,9 +352,6 @@ def count_segments(data, segments, row, position, classes, table, room):
             i = j
         row += 1
     return row, position, filled
-
-
-ONE = np.uint64(1)
 
 
 @compiled

@@ -92,7 +92,8 @@ def merge_stepper(text: str, tokenizer: Tokenizer) -> VBox:
     slider = ipywidgets.IntSlider(
         min=0, max=last, description="Merges", layout=ipywidgets.Layout(width="min(100%, 40rem)")
     )
-    view = ipywidgets.Output()
+    # Tall enough for the longest page, so that what follows does not jump.
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="6.5em"))
     view.outputs = _html_output(pages[0])
 
     def show(change: Mapping[str, Any]) -> None:
@@ -111,7 +112,8 @@ def _html_output(markup: str) -> tuple[dict[str, Any], ...]:
 
 
 def _step_html(number: int, step: MergeStep, tokenizer: Tokenizer) -> str:
-    caption = f"After {number} merges: {step.num_tokens} tokens"
+    merges = "1 merge" if number == 1 else f"{number} merges"
+    caption = f"After {merges}: {step.num_tokens} tokens"
     if step.rank is not None:
         left, right = (_code(part) for part in tokenizer.merges[step.rank])
         place = f"number {step.rank + 1:,} of {len(tokenizer.merges):,} learned"

@@ -300,11 +300,11 @@ def test_ids_equal_those_of_tiktoken(trained, tokenizers, text):
 @given(pieces=st.lists(tricky_text(5), max_size=8))
 def test_an_iterable_gives_the_ids_of_the_joined_text(tokenizers, implementation, pieces):
     tokenizer = tokenizers[implementation]
-    tokenizer_module._ITERABLE_BYTES = 8
+    tokenizer_module.ITERABLE_BYTES = 8
     try:
         assert list(tokenizer.encode_iterable(pieces)) == tokenizer.encode("".join(pieces))
     finally:
-        tokenizer_module._ITERABLE_BYTES = 1 << 13
+        tokenizer_module.ITERABLE_BYTES = 1 << 13
 
 
 def test_an_iterable_is_read_only_as_far_as_needed(tokenizers):
@@ -414,6 +414,7 @@ def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
     ("change", "message"),
     [
         (lambda vocab, merges: vocab.pop(65), r"vocab lacks the bytes \[65\]"),
+        (lambda vocab, merges: vocab.update({1 << 24: b"x"}), "largest allowed is 16777215"),
         (lambda vocab, merges: vocab.pop(256), "merge 0 makes .*, which is not in the vocabulary"),
         (lambda vocab, merges: merges.pop(0), "which no earlier merge has made"),
         (lambda vocab, merges: merges.append(merges[0]), "which an earlier merge has made"),
