@@ -31,6 +31,9 @@ _REACH_BYTES = 1 << 19
 _PARAGRAPH = rb"\n\s*\n|" + re.escape(SEPARATOR.encode())
 _LINE = rb"\n"
 _SPACE = rb"[ \t]"
+# Before any character; for text that is written without spaces. A single word is not cut.
+_CHARACTER = rb"(?=[^\x80-\xbf])"
+_LONGEST_WORD = 200
 
 
 def find_text_files(source: Path, *, outside: Path) -> list[Path]:
@@ -116,6 +119,7 @@ def _find_cut(files: list[Path], num_bytes: int, fraction: float) -> int:
         *((_PARAGRAPH, 2 * fraction), (_LINE, 2 * fraction)),
         *((_PARAGRAPH, 0.5), (_LINE, 0.5), (_SPACE, 0.5)),
         *((_PARAGRAPH, 1), (_LINE, 1), (_SPACE, 1)),
+        *([(_CHARACTER, 1)] if num_bytes > _LONGEST_WORD else []),
     ):
         first_cut = max(first, num_bytes * (1 - largest_share))
         cuts = (start + match.end() for match in re.finditer(pattern, window))

@@ -83,7 +83,8 @@ def train_tokenizer(
     source_path = path.with_suffix(".source.json")
     if path.exists() and source_path.exists():
         tokenizer = Tokenizer.load(path, implementation=config.implementation)
-        if json.loads(source_path.read_text()) == source | {"tokenizer_sha256": tokenizer.sha256}:
+        expected = json.dumps(source | {"tokenizer_sha256": tokenizer.sha256}, indent=2) + "\n"
+        if source_path.read_bytes() == expected.encode():
             log.info("%s is up to date", path)
             progress(corpus.train.stat().st_size)
             return tokenizer

@@ -24,7 +24,7 @@ CHUNK_BYTES = 4 << 20
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 _SPACE_BEFORE_WORD = regex.compile(r" (?=\S)")
-_TWO_SPACES = re.compile(r" \s")
+_SPACE_BEFORE_SPACE_OR_END = re.compile(r" (?:\s|\Z)")
 
 
 def _code_points(table: str) -> Iterator[int]:
@@ -68,7 +68,7 @@ def split_pretokens(text: str) -> list[str]:
 
 
 def split_at_spaces(text: str) -> tuple[str, list[str]]:
-    """Cut `text` before spaces: every one that a non-space follows, perhaps also a last one.
+    """Cut `text` before every space that a non-space follows.
 
     Returns what stands before the first cut, and the pieces after it, each without its space. A
     pre-token starts at each of those spaces, so every piece can be pre-tokenized on its own. A long
@@ -77,8 +77,11 @@ def split_at_spaces(text: str) -> tuple[str, list[str]]:
     >>> split_at_spaces("two  words")
     ('two ', ['words'])
     """
-    # The plain split is several times faster, and right unless white space follows a space.
-    pieces = _SPACE_BEFORE_WORD.split(text) if _TWO_SPACES.search(text) else text.split(" ")
+    if _SPACE_BEFORE_SPACE_OR_END.search(text):
+        pieces = _SPACE_BEFORE_WORD.split(text)
+    else:
+        # Several times faster.
+        pieces = text.split(" ")
     return pieces[0], pieces[1:]
 
 
@@ -88,6 +91,11 @@ def special_token_pattern(special_tokens: Sequence[AnyStr]) -> re.Pattern[AnyStr
         return None
     if not all(special_tokens):
         raise ValueError(f"special_tokens {list(special_tokens)!r} holds an empty string")
+    replacement = "\ufffd" if isinstance(special_tokens[0], str) else "\ufffd".encode()
+    if any(replacement in token for token in special_tokens):
+        raise ValueError(
+            f"special_tokens {list(special_tokens)!r} holds U+FFFD, which stands for invalid bytes"
+        )
     longest_first = sorted(special_tokens, key=len, reverse=True)
     bar = "|" if isinstance(longest_first[0], str) else b"|"
     return re.compile(bar.join(map(re.escape, longest_first)))

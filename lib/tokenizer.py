@@ -10,6 +10,7 @@ identical results; it serves large texts where Numba is installed.
 import heapq
 import importlib.util
 import logging
+import operator
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -160,7 +161,7 @@ def _reversed_order(token: bytes) -> str:
 def train_bpe(
     input_path: str | os.PathLike,
     vocab_size: int,
-    special_tokens: Sequence[str] = (),
+    special_tokens: Sequence[str] | None = (),
     *,
     implementation: str = "auto",
     workers: int | None = None,
@@ -182,9 +183,13 @@ def train_bpe(
 
     Raises:
         ValueError: `vocab_size` has no room for the bytes and the special tokens, a special token
-            is empty, or `implementation` is unknown.
+            is empty, `workers` is less than 1, or `implementation` is unknown.
     """
-    special_tokens = list(dict.fromkeys(special_tokens))
+    if isinstance(special_tokens, str):
+        raise ValueError(f"special_tokens is the text {special_tokens!r}; right: a list of texts")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}; right: at least 1")
+    special_tokens = list(dict.fromkeys(special_tokens or ()))
     special_token_pattern(special_tokens)
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:
@@ -323,6 +328,8 @@ class Tokenizer:
         self.merges = [(bytes(left), bytes(right)) for left, right in merges]
         # Where two ids have the same bytes, the lower one counts.
         ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
+        if b"" in ids:
+            raise ValueError(f"vocab has no bytes for the id {ids[b'']}")
         missing = [byte for byte in range(256) if bytes([byte]) not in ids]
         if missing:
             raise ValueError(f"vocab lacks the bytes {missing[:8]}: a byte-level one holds all 256")
@@ -335,7 +342,7 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {}
         ordinary = {*self._byte_ids, *(merged for _, merged in self._ranks.values())}
         special_ids = {token: i for i, token in sorted(vocab.items()) if i not in ordinary}
-        for token in special_tokens or ():
+        for token in dict.fromkeys(special_tokens or ()):
             token_id = special_ids.get(token.encode(), max(self.vocab) + 1)
             self.vocab[token_id] = token.encode()
             self.special_tokens[token] = token_id
@@ -468,13 +475,22 @@ class Tokenizer:
             ValueError: an id is not in the vocabulary; the message names it.
         """
         ids = np.asarray(ids) if hasattr(ids, "__array__") else list(ids)
+        is_other = isinstance(ids, np.ndarray) and (ids.ndim != 1 or ids.dtype.kind not in "iu")
+        if is_other and ids.size:
+            raise ValueError(f"ids are {ids.dtype} of shape {ids.shape}; right: integers, (n,)")
+        if not len(ids):
+            return b""
         try:
             if self._fast_pays(len(ids)):
                 return self._fast.decode(ids)
             ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
             return b"".join(map(self.vocab.__getitem__, ids))
         except (KeyError, OverflowError):
-            unknown = next(token_id for token_id in ids if token_id not in self.vocab)
+            ids = [operator.index(token_id) for token_id in ids]
+            unknown = next((token_id for token_id in ids if token_id not in self.vocab), None)
+            if unknown is None:
+                # They were integers of another kind, such as tensors of one element.
+                return self.decode_bytes(ids)
             raise ValueError(
                 f"token id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1})"
             ) from None

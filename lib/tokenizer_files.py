@@ -70,6 +70,8 @@ def _document(parts: Parts) -> dict:
         for token_id, token in parts.vocab.items()
         if token_id not in parts.special_tokens.values()
     }
+    if len(set(ordinary.values())) < len(ordinary):
+        raise ValueError("two ids have the same bytes, so a file could not tell them apart")
     return {
         "format": FORMAT,
         "version": 1,

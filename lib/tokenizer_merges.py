@@ -393,6 +393,8 @@ def learn(learner):
 def new_learner(words: WordCounts, num_merges: int) -> Learner:
     """The arrays for learning `num_merges` merges, with `words` laid out and no pairs entered."""
     num_bytes = int(words.starts[words.num_words])
+    # Each merge makes at least one word shorter.
+    num_merges = min(num_merges, num_bytes)
     heaviest = int(words.counts[: words.num_words].max(initial=0))
     tokens = np.zeros((256 + num_merges, 3), dtype=np.int64)
     tokens[:256, PREFIX] = np.arange(256) << 48

@@ -562,3 +562,13 @@ def test_a_file_placed_by_hand_needs_no_network(server, remote, tmp_path):
     offline = RemoteFile("http://127.0.0.1:9/stories.txt", remote.num_bytes, remote.sha256)
     (tmp_path / "stories.txt").write_bytes(server.content)
     assert fetch(offline, tmp_path) == []
+
+
+def test_a_long_text_without_spaces_is_cut_between_characters(tmp_path):
+    text = "今天天气很好，我们去公园玩。" * 30
+    (tmp_path / "chinese.txt").write_text(text, encoding="utf-8")
+    corpus = prepare_corpus(str(tmp_path / "chinese.txt"), tmp_path / "data")
+    parts = [path.read_bytes().decode() for path in (corpus.train, corpus.validation)]
+    joined = "".join(part.replace(SEPARATOR, "").strip() for part in parts)
+    assert joined == text
+    assert 0 < len(parts[1]) < len(parts[0]) / 10

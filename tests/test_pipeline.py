@@ -85,3 +85,23 @@ def test_an_altered_tokenizer_is_refused_by_name(config, tmp_path):
     path.write_text(path.read_text().replace("endoftext", "endoftest"))
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         tokenize(config)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}"])
+def test_a_damaged_note_of_the_source_means_training_again(config, tmp_path, content):
+    before = tokenize(config)
+    (tmp_path / "out" / "tokenizer.source.json").write_bytes(content)
+    after = tokenize(config)
+    assert after["tokenizer"]["MB_per_s"] is not None
+    assert after["train"]["tokens"] == before["train"]["tokens"]
+    assert tokenize(config)["tokenizer"]["MB_per_s"] is None
+
+
+def test_another_tokenizer_in_its_place_is_noticed(config, tmp_path):
+    tokenize(config)
+    tokens = (tmp_path / "out" / "train.npy").read_bytes()
+    other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
+    other.save(tmp_path / "out" / "tokenizer.json")
+    tokenize(config)
+    assert (tmp_path / "out" / "train.npy").read_bytes() == tokens
+    assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size == 300

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from itertools import product
 
 import pytest
 import tiktoken
@@ -53,6 +54,16 @@ def test_pretokens_join_to_the_text(text):
     assert "".join(split_pretokens(text)) == text
 
 
+def test_cuts_at_spaces_of_all_short_texts():
+    for length in range(6):
+        for characters in product("ab' \t\n", repeat=length):
+            text = "".join(characters)
+            first, words = split_at_spaces(text)
+            pieces = [first, *(" " + word for word in words)]
+            found = [part for piece in pieces for part in split_pretokens(piece)]
+            assert found == split_pretokens(text), text
+
+
 @given(tricky_text())
 def test_cuts_at_spaces_are_where_a_pretoken_starts(text):
     first, words = split_at_spaces(text)
@@ -98,6 +109,11 @@ def test_the_longest_special_token_wins():
 
 def test_no_special_tokens_leaves_the_text_whole():
     assert list(split_special("text", special_token_pattern([]))) == [("text", None)]
+
+
+def test_a_special_token_must_not_look_like_invalid_bytes():
+    with pytest.raises(ValueError, match=r"holds U\+FFFD"):
+        special_token_pattern(["<|a|>", "x\ufffd"])
 
 
 def test_empty_special_token_is_refused():

@@ -385,6 +385,26 @@ def test_arrays_tensors_and_generators_decode(tokenizers, implementation):
 
 
 @BOTH
+def test_what_is_no_row_of_integers_is_refused(tokenizers, implementation):
+    tokenizer = tokenizers[implementation]
+    for ids in (np.array([[97]]), np.array([97.5])):
+        with pytest.raises(ValueError, match=r"right: integers, \(n,\)"):
+            tokenizer.decode(ids)
+    with pytest.raises(TypeError):
+        tokenizer.decode([97.5])
+    assert tokenizer.decode(np.array([])) == tokenizer.decode([]) == ""
+
+
+@BOTH
+def test_integers_of_other_kinds_decode(tokenizers, implementation):
+    import torch
+
+    tokenizer = tokenizers[implementation]
+    assert tokenizer.decode(list(torch.tensor([97, 98]))) == "ab"
+    assert tokenizer.decode(list(np.array([97, 98]))) == "ab"
+
+
+@BOTH
 def test_half_a_surrogate_pair_is_refused(tokenizers, implementation):
     with pytest.raises(UnicodeEncodeError):
         tokenizers[implementation].encode("a\ud800")
@@ -403,6 +423,50 @@ def test_special_tokens_that_the_vocabulary_lacks_get_the_next_ids(trained):
     assert tokenizer.encode("<|new|>") == [max(trained[0]) + 1]
 
 
+@BOTH
+@pytest.mark.parametrize("end", ["\n ", "\t ", "  ", "\r\n ", " "])
+def test_a_text_that_ends_in_a_space(tmp_path, implementation, end):
+    parts = train(tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], implementation="numba")
+    again = train(
+        tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], implementation=implementation
+    )
+    assert again == parts
+    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation=implementation)
+    expected = [ord("a"), *([max(parts[0]) - 1] if len(end) > 1 else [ord(" ")])]
+    assert tokenizer.encode(f"a{end}") == expected
+    assert tokenizer.encode(f"a{end}{SEPARATOR}")[:-1] == expected
+
+
+@BOTH
+def test_a_huge_vocabulary_is_no_more_than_the_text_gives(tmp_path, implementation):
+    vocab, _ = train(tmp_path, "abc abd", 2_000_000_000, implementation=implementation)
+    assert len(vocab) < 270
+
+
+def test_the_readable_cache_is_bounded(trained, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "MAX_CACHED_WORDS", 10)
+    tokenizer = Tokenizer(*trained, implementation="python")
+    tokenizer.encode(" ".join(map(str, range(1000))))
+    assert len(tokenizer._spaced_words) <= 10
+
+
+def test_special_tokens_that_are_one_text_or_none(tmp_path):
+    with pytest.raises(ValueError, match="special_tokens is the text '<a>'"):
+        train(tmp_path, TEXT, 300, "<a>")
+    assert train(tmp_path, TEXT, 300, None) == train(tmp_path, TEXT, 300)
+
+
+@pytest.mark.parametrize("implementation", ["python", "numba"])
+def test_workers_must_be_positive(tmp_path, implementation):
+    with pytest.raises(ValueError, match="workers is -1"):
+        train(tmp_path, TEXT, 300, implementation=implementation, workers=-1)
+
+
+def test_a_special_token_given_twice_has_one_id(trained):
+    tokenizer = Tokenizer(*trained, ["<a>", "<a>"])
+    assert tokenizer.vocab_size == max(trained[0]) + 2
+
+
 def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
     vocab, merges = train(tmp_path, "aab ab", 260, ["a"])
     tokenizer = Tokenizer(vocab, merges, ["a"])
@@ -414,6 +478,7 @@ def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
     ("change", "message"),
     [
         (lambda vocab, merges: vocab.pop(65), r"vocab lacks the bytes \[65\]"),
+        (lambda vocab, merges: vocab.update({500: b""}), "no bytes for the id 500"),
         (lambda vocab, merges: vocab.update({1 << 24: b"x"}), "largest allowed is 16777215"),
         (lambda vocab, merges: vocab.pop(256), "merge 0 makes .*, which is not in the vocabulary"),
         (lambda vocab, merges: merges.pop(0), "which no earlier merge has made"),

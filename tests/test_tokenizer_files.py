@@ -180,6 +180,12 @@ def test_a_file_that_is_not_of_tiktoken_is_refused(tmp_path):
         tokenizer_files.load_tiktoken(path)
 
 
+def test_ids_that_a_file_cannot_tell_apart_are_refused(tokenizer, path):
+    twice = Tokenizer({**tokenizer.vocab, 5000: b"a"}, tokenizer.merges)
+    with pytest.raises(ValueError, match="two ids have the same bytes"):
+        twice.save(path)
+
+
 def test_fingerprint_changes_with_anything_that_decides_about_ids(tokenizer):
     vocab, merges, special_tokens = tokenizer.parts
     prints = {
@@ -187,8 +193,8 @@ def test_fingerprint_changes_with_anything_that_decides_about_ids(tokenizer):
         for parts in [
             tokenizer.parts,
             tokenizer.parts._replace(merges=merges[:-1]),
-            tokenizer.parts._replace(special_tokens={SEPARATOR: special_tokens[SEPARATOR]}),
-            tokenizer.parts._replace(vocab={**vocab, 5000: b"x"}),
+            tokenizer.parts._replace(special_tokens={**special_tokens, SEPARATOR: 5000}),
+            tokenizer.parts._replace(vocab={**vocab, 5000: b"xyz"}),
         ]
     }
     assert len(prints) == 4
