@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
+import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -20,7 +23,10 @@ from typing import Any
 from lib.tokenizer import merge_pair
 
 TRIALS = 150
+# Seconds for one call; short, since an endless loop that appends fills memory meanwhile.
+TIME_LIMIT = 2
 MISSING = object()
+NOT_FINISHED = object()
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Raised:
     line: int | None
 
 
+class TimeLimitError(BaseException):
+    """A call took too long; no Exception, so that the reader's `except Exception` lets it pass."""
+
+
 def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> None:
     """Print the verdict on `attempt`; `seed` repeats the inputs of another check."""
     print(verdict(exercise, attempt, seed=seed))
@@ -67,15 +77,40 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
         return f"right: the same as expected on {TRIALS} random inputs"
     shown = ", ".join(map(repr, arguments))
     lines = [f"not yet: {attempt.__name__}({shown})", f"  {difference(results[-1], right)}"]
-    if name := _recognise(exercise, attempt, inputs):
+    if results[-1] is not NOT_FINISHED and (name := _recognise(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
     return "\n".join(lines)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise TimeLimitError after TIME_LIMIT; no limit on Windows or outside the main thread."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (in_main and hasattr(signal, "setitimer")):
+        yield
+        return
+
+    def stop(number, frame):
+        raise TimeLimitError
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def _call(function: Callable, arguments: tuple) -> Any:
     try:
         # a copy, since a function may change the list that it is given
-        return function(*copy.deepcopy(arguments))
+        arguments = copy.deepcopy(arguments)
+        with _time_limit():
+            return function(*arguments)
+    except TimeLimitError:
+        return NOT_FINISHED
     except NotImplementedError:
         raise
     except Exception as error:
@@ -86,10 +121,15 @@ def _call(function: Callable, arguments: tuple) -> Any:
 
 def _recognise(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -> str | None:
     """The mistake that gives what `attempt` gives on all inputs, if there is one."""
-    try:
-        results = [_call(attempt, arguments) for arguments in inputs]
-    except NotImplementedError:
-        return None
+    results = []
+    for arguments in inputs:
+        try:
+            results.append(_call(attempt, arguments))
+        except NotImplementedError:
+            return None
+        # no mistake loops for ever, and each further input might cost the whole limit
+        if results[-1] is NOT_FINISHED:
+            return None
     for name, function in exercise.mistakes.items():
         if all(_equal(_call(function, a), result) for a, result in zip(inputs, results)):
             return name
@@ -112,6 +152,8 @@ def _equal(yours: Any, expected: Any) -> bool:
 def difference(yours: Any, expected: Any) -> str:
     """The first value in which a result differs from the expected one, as a sentence."""
     yours, expected = _plain(yours), _plain(expected)
+    if yours is NOT_FINISHED:
+        return f"it did not finish in {TIME_LIMIT} s; does the position grow in every branch?"
     if isinstance(yours, Raised):
         where = f" in line {yours.line} of the cell" if yours.line else ""
         return f"it raised {yours.error}{where}; expected {expected!r}"
@@ -120,6 +162,9 @@ def difference(yours: Any, expected: Any) -> str:
     if type(yours) is not type(expected):
         return f"it returned {yours!r}, which is a {type(yours).__name__}; expected {expected!r}"
     if isinstance(expected, dict):
+        strange = expected and {*map(_shape, yours)} - {*map(_shape, expected)}
+        if strange and len(repr(yours)) <= 80:
+            return f"it returned {yours!r}, with keys of another kind; expected {expected!r}"
         keys = [*expected, *(key for key in yours if key not in expected)]
         places = [(repr(key), yours.get(key, MISSING), expected.get(key, MISSING)) for key in keys]
     elif isinstance(expected, list):
@@ -129,6 +174,10 @@ def difference(yours: Any, expected: Any) -> str:
         places = [("result", yours, expected)]
     place, mine, right = next(place for place in places if place[1] != place[2])
     return f"{place}: yours {_shown(mine)}, expected {_shown(right)}"
+
+
+def _shape(key: Any) -> Any:
+    return tuple(map(type, key)) if isinstance(key, tuple) else type(key)
 
 
 def _shown(value: Any) -> str:
@@ -174,7 +223,7 @@ def _count_each_pair_once(words: Mapping[tuple, int]) -> dict:
     return dict(counts)
 
 
-def _count_last_word(words: Mapping[tuple, int]) -> dict:
+def _count_overwriting(words: Mapping[tuple, int]) -> dict:
     return {pair: count for word, count in words.items() for pair in pairwise(word)}
 
 
@@ -186,14 +235,17 @@ COUNT_PAIRS = Exercise(
         "pairs are counted across the end of a word; "
         "the last id of one word and the first of the next are no pair": _count_across_words,
         "a pair that stands twice in a word counts once": _count_each_pair_once,
-        "a later word overwrites what an earlier one gave; add to the count": _count_last_word,
+        "a new count overwrites the one before; add to it": _count_overwriting,
     },
 )
 
 
 def _draw_merge(generator: random.Random, size: int) -> tuple:
-    left, right = generator.choices(range(1, 3), k=2)
-    return _draw_ids(generator, size + 2), (left, right), 9
+    # 0 is false; 1, 11 and 111 look alike as text; two ints of 300 are equal, yet two objects
+    tokens = generator.sample(["0", "1", "11", "111", "256", "300"], k=generator.choice([2, 3]))
+    ids = generator.choices(tokens, k=generator.randint(0, size + 2))
+    pair = generator.choices(tokens[:2], k=2)
+    return [int(token) for token in ids], tuple(int(token) for token in pair), 9
 
 
 def _merge_every_place(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
@@ -243,6 +295,10 @@ def _merge_either_order(ids: Sequence[int], pair: tuple, new_id: int) -> list[in
     return merged
 
 
+def _merge_nothing(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
+    return list(ids)
+
+
 MERGE_PAIR = Exercise(
     solve=merge_pair,
     draw=_draw_merge,
@@ -259,6 +315,7 @@ MERGE_PAIR = Exercise(
         "only the first place is merged; go on to the end of the list": _merge_first_only,
         "the last id gets lost where no pair ends the list": _merge_without_last,
         "the pair is also merged the other way round; (1, 2) is not (2, 1)": _merge_either_order,
+        "nothing is merged; a list slice never equals a tuple": _merge_nothing,
     },
 )
 
@@ -270,6 +327,8 @@ def _draw_encoding(generator: random.Random, size: int) -> tuple:
         if pair not in merges:
             merges[pair] = 10 + len(merges)
             tokens.append(merges[pair])
+    # in any order, since only the new ids say which merge was learned earlier
+    merges = dict(generator.sample(list(merges.items()), k=len(merges)))
     return generator.choices(range(1, 4), k=generator.randint(0, size + 2)), merges
 
 
@@ -308,7 +367,7 @@ def _encode_once(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
 
 def _encode_longest_match(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
     spelled = {token: (token,) for token in (1, 2, 3)}
-    for (left, right), new_id in merges.items():
+    for new_id, (left, right) in sorted((new_id, pair) for pair, new_id in merges.items()):
         spelled[new_id] = spelled[left] + spelled[right]
     # of two tokens with the same spelling the earlier one
     tokens = {spelling: token for token, spelling in reversed(spelled.items())}
@@ -320,6 +379,12 @@ def _encode_longest_match(ids: Sequence[int], merges: Mapping[tuple, int]) -> li
         found.append(tokens.get(longest, ids[i]))
         i += len(longest)
     return found
+
+
+def _encode_in_dictionary_order(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
+    for pair, new_id in merges.items():
+        ids = merge_pair(ids, pair, new_id)
+    return list(ids)
 
 
 ENCODE_PRETOKEN = Exercise(
@@ -334,6 +399,9 @@ ENCODE_PRETOKEN = Exercise(
         "it stops after one merge; merges make new pairs, so look again": _encode_once,
         "the longest token comes first, as in WordPiece; byte-pair encoding replays merges": (
             _encode_longest_match
+        ),
+        "merges run in the dictionary's order; the smallest new id was learned first": (
+            _encode_in_dictionary_order
         ),
     },
 )

@@ -2,6 +2,9 @@
 
 import random
 import re
+import signal
+import threading
+import time
 from pathlib import Path
 
 import nbformat
@@ -174,3 +177,117 @@ def test_inputs_are_fresh_and_can_be_repeated():
     texts = {verdict(ENCODE_PRETOKEN, attempt) for _ in range(5)}
     assert len(texts) > 1
     assert len({verdict(ENCODE_PRETOKEN, attempt, seed=3) for _ in range(5)}) == 1
+
+
+def merge_forever(ids, pair, new_id):
+    merged, i = [], 0
+    while i < len(ids):
+        try:
+            merged.append(ids[i])
+            i += tuple(ids[i : i + 2]) != pair
+        except Exception:
+            break
+    return merged
+
+
+NEEDS_TIMER = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer on Windows")
+
+
+@NEEDS_TIMER
+def test_an_endless_loop_is_stopped(monkeypatch):
+    monkeypatch.setattr(exercises, "TIME_LIMIT", 0.2)
+    handler, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    text = verdict(MERGE_PAIR, merge_forever)
+    assert "it did not finish in 0.2 s; does the position grow in every branch?" in text
+    assert "It looks as if" not in text
+    assert time.monotonic() - start < 5
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@NEEDS_TIMER
+def test_a_wrong_value_before_an_endless_loop_costs_one_limit(monkeypatch):
+    monkeypatch.setattr(exercises, "TIME_LIMIT", 0.2)
+    start = time.monotonic()
+
+    def attempt(ids, pair, new_id):
+        while len(ids) > 5:
+            pass
+        return [-1]
+
+    assert "It looks as if" not in verdict(MERGE_PAIR, attempt)
+    assert time.monotonic() - start < 5
+
+
+def test_a_check_works_outside_the_main_thread():
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(verdict(MERGE_PAIR, merge_pair)))
+    thread.start()
+    thread.join()
+    assert texts[0].startswith("right")
+
+
+def merge_as_text(ids, pair, new_id):
+    text = " ".join(map(str, ids)).replace("{} {}".format(*pair), str(new_id))
+    return [int(token) for token in text.split()]
+
+
+def merge_same_objects(ids, pair, new_id):
+    merged, i = [], 0
+    while i < len(ids):
+        found = i + 1 < len(ids) and ids[i] is pair[0] and ids[i + 1] is pair[1]
+        merged.append(new_id if found else ids[i])
+        i += 2 if found else 1
+    return merged
+
+
+def merge_and_filter(ids, pair, new_id):
+    ids = list(ids)
+    for i in range(len(ids) - 1):
+        if (ids[i], ids[i + 1]) == pair:
+            ids[i : i + 2] = [new_id, None]
+    return [token for token in ids if token]
+
+
+@pytest.mark.parametrize("attempt", [merge_as_text, merge_same_objects, merge_and_filter])
+def test_a_merge_that_is_right_for_some_ids_only_fails(attempt):
+    assert attempt([1, 2, 1, 2, 2], (1, 2), 9) == [9, 9, 2]
+    for seed in range(40):
+        assert verdict(MERGE_PAIR, attempt, seed=seed).startswith("not yet")
+
+
+def test_a_list_slice_compared_with_a_tuple_is_named():
+    def attempt(ids, pair, new_id):
+        return [new_id] if ids[:2] == pair else ids
+
+    assert "a list slice never equals a tuple" in verdict(MERGE_PAIR, attempt)
+
+
+def test_merges_come_in_any_order():
+    def attempt(ids, merges):
+        for pair in merges:
+            ids = merge_pair(ids, pair, merges[pair])
+        return ids
+
+    for seed in range(20):
+        assert "in the dictionary's order" in verdict(ENCODE_PRETOKEN, attempt, seed=seed)
+
+
+def test_overwriting_a_count_is_named_for_a_single_word():
+    overwriting = exercises._count_overwriting
+    exercise = Exercise(COUNT_PAIRS.solve, lambda *_: ({(2, 2, 2): 2},), COUNT_PAIRS.mistakes)
+    text = verdict(exercise, lambda words: overwriting(words))
+    assert "(2, 2): yours 2, expected 4" in text
+    names = {function: name for name, function in COUNT_PAIRS.mistakes.items()}
+    assert names[overwriting] == "a new count overwrites the one before; add to it"
+
+
+@pytest.mark.parametrize("yours", [{1: 3}, {(1, 2, 1): 3}, {("1", "2"): 3}, {"1 2": 3}])
+def test_keys_of_another_kind_show_the_whole_result(yours):
+    message = f"it returned {yours}, with keys of another kind; expected {{(1, 2): 3}}"
+    assert exercises.difference(yours, {(1, 2): 3}) == message
+
+
+def test_a_long_result_with_keys_of_another_kind_is_not_shown():
+    yours = dict.fromkeys(range(50), 1)
+    assert exercises.difference(yours, {(1, 2): 3}) == "(1, 2): yours nothing, expected 3"
