@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import operator
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -46,6 +47,9 @@ IMPLEMENTATIONS = ("auto", "python", "numba")
 # Below these sizes Numba's compilation, or even the loading of its cache, costs more than it saves.
 FAST_TRAINING_BYTES = 8 << 20
 FAST_ENCODING_BYTES = 1 << 20
+
+# The address space that importing and compiling with Numba takes.
+NUMBA_BYTES = 1 << 30
 
 # The compiled path keeps an id in 24 bits.
 MOST_IDS = 1 << 24
@@ -262,15 +266,35 @@ def numba_installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
+def numba_fits() -> bool:
+    """Whether a limit on this process's address space leaves Numba the room that it needs.
+
+    An import that runs out of memory half-way can leave Python itself broken.
+    """
+    if "numba" in sys.modules or not Path("/proc/self/statm").exists():
+        return True
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return limit == resource.RLIM_INFINITY or limit - used > NUMBA_BYTES
+
+
 def choose_implementation(implementation: str, num_bytes: int, fast_from: int) -> str:
     """Resolve "auto" for an input of `num_bytes`: "numba" from `fast_from` bytes on; log which."""
     check_implementation(implementation)
     if implementation != "auto":
         return implementation
-    if num_bytes >= fast_from and numba_installed():
+    reason = None
+    if num_bytes < fast_from:
+        reason = "small input"
+    elif not numba_installed():
+        reason = "Numba is not installed"
+    elif not numba_fits():
+        reason = "the limit on address space leaves no room for Numba"
+    if reason is None:
         log.info("tokenizer: compiled implementation (Numba) for %.1f MB", num_bytes / 1e6)
         return "numba"
-    reason = "small input" if num_bytes < fast_from else "Numba is not installed"
     log.info("tokenizer: Python implementation for %.1f MB (%s)", num_bytes / 1e6, reason)
     return "python"
 

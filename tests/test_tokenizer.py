@@ -2,8 +2,11 @@
 
 import io
 import random
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from lib.tokenizer import SEPARATOR, Tokenizer, count_pretokens, train_bpe, trai
 from lib.tokenizer_files import Parts, from_printable
 from tests.texts import tricky_text
 
+ROOT = Path(__file__).parent.parent
 BOTH = pytest.mark.parametrize("implementation", ["python", "numba"])
 TEXT = (
     "The old cat sat on the mat. “Don't you want to play?” asked the cat's friend, the 3 mice.\n"
@@ -224,6 +228,25 @@ def test_without_numba_the_readable_path_serves(tmp_path, monkeypatch, caplog):
     assert "Numba is not installed" in caplog.text
     with pytest.raises(ImportError, match="numba"):
         train(tmp_path, TEXT, 300, implementation="numba")
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from lib.tokenizer import Tokenizer
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [])
+tokenizer.encode("a b")
+resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), -1))
+print(len(tokenizer.encode("ab " * 500_000)), "numba" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_numba_is_not_loaded_where_the_address_space_is_limited():
+    command = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1500000", "False"]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10, "compiled"), (1 << 30, "Python")])
