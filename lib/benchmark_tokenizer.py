@@ -22,6 +22,7 @@ from typing import Any
 
 from lib.config import TokenizerBenchmarkConfig
 from lib.corpus import generate_stories
+from lib.files import write_atomically
 from lib.parallel import available_cpus
 from lib.pretokenize import GPT2_PATTERN, SEPARATOR
 from lib.report import Record, append_record, new_record, to_csv, to_markdown
@@ -105,7 +106,7 @@ def write_results(records: list[Record], output: Path) -> None:
         f"other texts are files of whoever ran this. Peers: {peers}.\n\n"
     )
     text = heading + to_markdown(rows, columns)
-    (output / "tokenizer_benchmark.md").write_text(text, encoding="utf-8")
+    write_atomically(output / "tokenizer_benchmark.md", text)
     save_tokenizer_figure(records, output / "tokenizer_benchmark.png")
 
 

@@ -28,12 +28,12 @@ from lib.files import (
     sync_folder,
     write_atomically,
 )
+from lib.pretokenize import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from lib.tokenizer import Tokenizer
 
 HEADER_BYTES = 128
-CHUNK_BYTES = 4 << 20
 JOURNAL_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)

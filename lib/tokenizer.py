@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from lib.tokenizer_files import Parts
 __all__ = ["SEPARATOR", "Tokenizer", "count_pretokens", "train_bpe", "train_from_counts"]
 
 Pair = tuple[int, int]
+# An id, or the bytes of a token.
+Token = TypeVar("Token", int, bytes)
 IMPLEMENTATIONS = ("auto", "python", "numba")
 
 # Below these sizes Numba's compilation, or even the loading of its cache, costs more than it saves.
@@ -136,7 +138,7 @@ def train_from_counts(
     return vocab, merges
 
 
-def merge_pair(ids: Sequence[int], pair: Pair, new_id: int) -> list[int]:
+def merge_pair(ids: Sequence[Token], pair: tuple[Token, Token], new_id: Token) -> list[Token]:
     """Replace each `pair` of neighbours in `ids`, from left to right, by `new_id`.
 
     >>> merge_pair([1, 1, 1, 2], (1, 1), 256)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.pretokenize import special_token_pattern, split_pretokens, split_special
 from lib.report import to_markdown
+from lib.tokenizer import merge_pair
 
 if TYPE_CHECKING:
     from IPython.display import HTML, Markdown
@@ -64,18 +65,10 @@ def merge_steps(text: str, tokenizer: Tokenizer) -> list[MergeStep]:
     steps = [MergeStep(None, pretokens, None)]
     while known := {pair for pretoken in pretokens for pair in pairwise(pretoken) if pair in ranks}:
         pair = min(known, key=ranks.__getitem__)
-        pretokens = [_joined(pretoken, pair) for pretoken in pretokens]
-        steps.append(MergeStep(ranks[pair], pretokens, b"".join(pair)))
+        joined = b"".join(pair)
+        pretokens = [merge_pair(pretoken, pair, joined) for pretoken in pretokens]
+        steps.append(MergeStep(ranks[pair], pretokens, joined))
     return steps
-
-
-def _joined(pretoken: Sequence[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    joined, i = [], 0
-    while i < len(pretoken):
-        width = 2 if tuple(pretoken[i : i + 2]) == pair else 1
-        joined.append(b"".join(pretoken[i : i + width]))
-        i += width
-    return joined
 
 
 def merge_stepper(text: str, tokenizer: Tokenizer) -> VBox:
