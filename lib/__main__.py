@@ -119,7 +119,7 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
 
     import tyro
 
-    from lib.config import from_json
+    from lib.strict_json import from_json
 
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")

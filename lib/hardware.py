@@ -171,7 +171,7 @@ def provenance(
         installed), commit, dirty (`lib/` differs from the commit), platform, seed, date (UTC).
         commit and dirty are None outside the project's own git checkout.
     """
-    from lib.config import to_dict
+    from lib.strict_json import to_dict
 
     return {
         "config": to_dict(config) if hasattr(config, "__dataclass_fields__") else config,

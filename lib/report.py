@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.config import to_dict
 from lib.files import NO_SPACE, make_folder, no_space_error, sync_folder, write_atomically
 from lib.hardware import provenance
+from lib.strict_json import to_dict
 
 Record = dict[str, Any]
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from lib.config import from_json, to_json
 from lib.files import (
     NO_SPACE,
     lock_folder,
@@ -29,6 +28,7 @@ from lib.files import (
     write_atomically,
 )
 from lib.pretokenize import CHUNK_BYTES
+from lib.strict_json import from_json, to_json
 
 if TYPE_CHECKING:
     from lib.tokenizer import Tokenizer

@@ -144,8 +144,8 @@ def test_an_error_names_its_line():
 
 
 def test_an_unusual_mistake_is_shown_without_a_guess():
-    text = verdict(MERGE_PAIR, lambda ids, pair, new_id: [0, *merge_pair(ids, pair, new_id)])
-    assert "position 0: yours 0" in text
+    text = verdict(MERGE_PAIR, lambda ids, pair, new_id: [777, *merge_pair(ids, pair, new_id)])
+    assert "position 0: yours 777" in text
     assert "It looks as if" not in text
 
 

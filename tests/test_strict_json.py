@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.config import TokenizeConfig, from_json, to_dict, to_json
+from lib.config import TokenizeConfig
+from lib.strict_json import from_json, to_dict, to_json
 
 
 @dataclasses.dataclass(frozen=True)
