@@ -1,0 +1,100 @@
+"""Attention: the textbook, a batched form, and PyTorch's own, behind one function.
+
+All kernels compute softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, equation 1) on
+(batch, heads, tokens, head_dim) tensors. They differ in how often they go through memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lib.config_training import ATTENTION_KERNELS
+from lib.loss import softmax
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str = "sdpa",
+    is_causal: bool = True,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by the kernel called `kernel`.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, heads, keys, head_dim).
+        kernel: one of `ATTENTION_KERNELS`.
+        is_causal: query i sees the keys up to i (top-left aligned).
+        mask: (queries, keys) or broadcastable to (batch, heads, queries, keys), bool: True where a
+            query sees a key. Instead of `is_causal`.
+        scale: 1 / sqrt(head_dim) when left out.
+
+    Returns:
+        (batch, heads, queries, head_dim), in the dtype of `v`.
+
+    Raises:
+        ValueError: `kernel` is unknown, or both `is_causal` and `mask` are given.
+    """
+    if kernel not in ATTENTION_KERNELS:
+        raise ValueError(f"kernel is {kernel!r}; known: {', '.join(ATTENTION_KERNELS)}")
+    if mask is not None and is_causal:
+        raise ValueError("is_causal is True and mask is given; right is: one of them")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if kernel == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+    if is_causal:
+        mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
+    if kernel == "scaled_dot_prod_attention":
+        return _one_by_one(q, k, v, mask, scale)
+    if kernel == "vectorized_torch":
+        return scaled_dot_product_attention(q, k, v, mask, scale)
+    return _compiled()(q, k, v, mask, scale)
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device | str) -> Tensor:
+    """(num_queries, num_keys) bool: True where key j ≤ query i."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Attention as the paper writes it, over any leading dimensions; arguments as `attention`.
+
+    The scores, (…, queries, keys), are held in full: memory grows with the square of the length.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q @ k.transpose(-2, -1)) * scale  # (..., queries, keys)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return softmax(scores, dim=-1).to(v.dtype) @ v
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One head of one sequence after the other: slow, and holds one score matrix at a time."""
+    if mask is not None:
+        mask = mask.expand(*q.shape[:2], q.shape[-2], k.shape[-2])
+    rows = []
+    for b in range(q.shape[0]):
+        heads = [
+            scaled_dot_product_attention(
+                q[b, h], k[b, h], v[b, h], None if mask is None else mask[b, h], scale
+            )
+            for h in range(q.shape[1])
+        ]
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(scaled_dot_product_attention)

@@ -1,0 +1,97 @@
+"""The loss of each token and the gradient of its logits, in one Triton kernel.
+
+A row of logits comes from memory once: when the kernel reads it again for the gradient it is still
+in the L2 cache. Nothing but the gradient, in place of the logits, goes back.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+NUM_WARPS = 8
+
+
+def loss_and_grad(
+    logits: Tensor, targets: Tensor, z_loss: float, needs_grad: bool, grad_factor: float
+) -> Tensor:
+    """Each token's cross-entropy plus z-loss; the logits are overwritten by their gradient.
+
+    Args:
+        logits: (tokens, vocab) float32, bfloat16 or float16, rows contiguous; computed in float32.
+        targets: (tokens,) int64.
+        needs_grad: whether the gradient of the losses' sum, times `grad_factor`, is written.
+
+    Returns:
+        (tokens,) float32.
+    """
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _loss_kernel[(len(logits),)](
+        logits,
+        targets,
+        losses,
+        logits.shape[1],
+        logits.stride(0),
+        z_loss,
+        grad_factor,
+        NEEDS_GRAD=needs_grad,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+    return losses
+
+
+@triton.jit
+def _loss_kernel(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    vocab_size,
+    row_stride,
+    z_loss,
+    grad_factor,
+    NEEDS_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    target = tl.load(targets_ptr + row)
+    of_target = tl.load(logits_ptr + target).to(tl.float32)
+
+    # the maximum so far belongs to the whole block, so that each logit costs one exponential
+    # (online softmax: Milakov and Gimelshein 2018)
+    highest = tl.full((), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + columns, columns < vocab_size, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, 0))
+        total = total * tl.exp(highest - higher) + tl.exp(x - higher)
+        highest = higher
+    lse = tl.log(tl.sum(total, 0)) + highest
+    tl.store(losses_ptr + row, lse - of_target + z_loss * lse * lse)
+
+    if NEEDS_GRAD:
+        weight = (1 + 2 * z_loss * lse) * grad_factor
+        for start in range(0, vocab_size, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < vocab_size
+            x = tl.load(logits_ptr + columns, inside).to(tl.float32)
+            grad = tl.exp(x - lse) * weight - tl.where(columns == target, grad_factor, 0.0)
+            tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), inside)
+
+
+def scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """x times the 0-dim float32 `factor`, in place; x contiguous, computed in float32."""
+    _scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), BLOCK=BLOCK)
+    return x
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, places < size).to(tl.float32) * tl.load(factor_ptr)
+    tl.store(x_ptr + places, x.to(x_ptr.dtype.element_ty), places < size)
