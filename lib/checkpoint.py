@@ -209,8 +209,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(clones, path, metadata=tied or None)
     except SafetensorError as error:
-        # it tells the system's error number in its text only
-        number = re.search(r"os error (\d+)", str(error))
+        # it tells the system's error number in its text only, older versions as a `code`
+        number = re.search(r"(?:os error|code:) (\d+)", str(error))
         code = int(number[1]) if number else None
         raise OSError(code, os.strerror(code) if code else str(error), str(path)) from error
     with open(path, "rb+") as file:

@@ -149,8 +149,11 @@ class TrainConfig:
     data: Path = Path("data/stories-4096")
     """A folder with tokenizer.json, train.npy and validation.npy, as `tokenize` leaves it."""
 
-    output: Path = Path("artifacts/runs/train")
-    """The folder for config.json, metrics.jsonl and checkpoints/."""
+    output: Path | None = None
+    """The run's folder; in `runs_dir`, named by data and settings, when left out."""
+
+    runs_dir: Path = Path("artifacts/runs")
+    """Where runs without an `output` go."""
 
     steps: int = 1000
     """Optimizer steps in all."""

@@ -23,6 +23,7 @@ __all__ = [
     "load_token_array",
     "random_tokens",
     "read_manifest",
+    "read_windows",
     "take_windows",
     "tokenize_file",
 ]
@@ -63,6 +64,14 @@ def take_windows(
     dataset: np.ndarray, starts: np.ndarray, context_length: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The windows of `dataset` that begin at `starts`, as `get_batch` returns them."""
+    windows = read_windows(dataset, starts, context_length, device)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def read_windows(
+    dataset: np.ndarray, starts: np.ndarray, context_length: int, device: torch.device | str
+) -> torch.Tensor:
+    """Inputs and their last targets, (len(starts), context_length + 1) int64 on `device`."""
     import torch
 
     positions = starts[:, None] + np.arange(context_length + 1)
@@ -70,10 +79,8 @@ def take_windows(
     device = torch.device(device)
     if device.type == "cuda":
         # pinned memory lets the copy run beside what the GPU is doing
-        windows = windows.pin_memory().to(device, non_blocking=True)
-    else:
-        windows = windows.to(device)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return windows.pin_memory().to(device, non_blocking=True)
+    return windows.to(device)
 
 
 class BatchSampler:

@@ -27,6 +27,7 @@ FLOORS = {
     "evaluate": 3,
     "generate": 3,
     "train": 3,
+    "train_run": 3,
     "train_step": 3,
     "kv_cache": 1,
     "model": 2,
@@ -55,6 +56,7 @@ WITH_TORCH = {
     "profiling",
     "sharded_optimizer",
     "train",
+    "train_run",
     "train_step",
 }
 FILES = sorted(path.stem for path in (ROOT / "lib").glob("*.py") if path.stem != "__init__")

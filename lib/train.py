@@ -1,0 +1,324 @@
+"""The training loop: one function for the command line, the notebooks and the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lib.checkpoint import (
+    load_checkpoint,
+    newest_checkpoint,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
+from lib.config_training import TrainConfig
+from lib.data import read_windows
+from lib.evaluate import Evaluation, bytes_of_token, evaluate
+from lib.files import lock_folder
+from lib.hardware import device_name, peak
+from lib.metrics import MetricsLog
+from lib.model import TransformerLM
+from lib.model_costs import flops_per_token
+from lib.optimizer import cosine_lr
+from lib.strict_json import to_dict
+from lib.train_run import Run, describe_run, prepare
+from lib.train_step import TrainStep, numerics
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What became of a training run."""
+
+    status: Literal["finished", "stopped", "up to date"]
+    """`stopped`: asked to by a signal, and saved. `up to date`: it had been finished before."""
+
+    step: int
+    """Steps done in all."""
+
+    evaluation: Evaluation | None
+    """The last one on the validation text; None where none was made in this call."""
+
+    output: Path
+    """The run's folder."""
+
+    checkpoint: Path
+    """The last checkpoint."""
+
+
+def train(
+    config: TrainConfig, *, on_metrics: Callable[[dict[str, Any]], None] | None = None
+) -> TrainResult:
+    """Train a model as `config` says, or go on with the run that its output folder holds.
+
+    The folder gets `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/`. A run that
+    was interrupted in any way goes on from its last checkpoint when started again; in deterministic
+    mode it ends as if nothing had happened. SIGINT and SIGTERM end it after the current step, with
+    a checkpoint.
+
+    Args:
+        on_metrics: called with each line of metrics, for a live figure.
+
+    Raises:
+        ValueError, OSError: config, data and output folder do not fit; found out before any work.
+        FloatingPointError: `max_nonfinite_steps` in a row had a loss or gradient not finite.
+    """
+    run = prepare(config)
+    with (
+        lock_folder(run.folder),
+        numerics(tf32=config.tf32, deterministic=config.deterministic),
+        stop_signals() as stop,
+    ):
+        return _Training(run, on_metrics).go_on(stop)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; a second SIGINT interrupts as usual.
+
+    A notebook's stop button sends SIGINT. Outside the main thread signals stay as they are.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+        log.warning("%s: the step is finished and saved", signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is; what a checkpoint holds beside tensors."""
+
+    steps: int = 0
+    """Optimizer steps done."""
+
+    seconds: float = 0.0
+    """Time spent in them, without evaluations and checkpoints."""
+
+    skipped: int = 0
+    """Steps whose loss or gradient was not finite, so that nothing was updated."""
+
+    skipped_in_a_row: int = 0
+    """How many of the last steps were skipped."""
+
+    logged_seconds: float = 0.0
+    """`seconds` when the last line of metrics was written."""
+
+    unlogged: list[list[float]] = dataclasses.field(default_factory=list)
+    """Loss, gradient norm and whether it was skipped, of each step since then."""
+
+    metrics_position: int | None = None
+    """Length of the metrics file at the time of the checkpoint."""
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of `step`, counted from 1: the last one's is `min_learning_rate`."""
+    settings = config.optimizer
+    return cosine_lr(
+        step,
+        max_lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        warmup_steps=settings.warmup_steps,
+        cosine_steps=config.steps,
+    )
+
+
+class _Training:
+    """A run while it goes on."""
+
+    def __init__(self, run: Run, on_metrics: Callable[[dict[str, Any]], None] | None) -> None:
+        self.run, self.config, self.on_metrics = run, run.config, on_metrics
+        # drawn on the CPU, so that every device starts from the same weights
+        generator = torch.Generator().manual_seed(self.config.seed)
+        self.model = TransformerLM(self.config.model, generator=generator).to(run.device)
+        if self.config.low_precision_weights:
+            for parameter in self.model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.data = parameter.data.to(run.dtype)
+        self.step = TrainStep(self.model, self.config, run.device, run.dtype)
+        self.bytes_of_token = bytes_of_token(run.tokenizer, self.config.model.vocab_size)
+        self.progress = Progress()
+        self.evaluation: Evaluation | None = None
+        self.checkpoints = run.folder / "checkpoints"
+        self.newest = newest_checkpoint(self.checkpoints) if self.checkpoints.exists() else None
+        if self.newest is not None:
+            self._restore()
+
+    def go_on(self, stop: threading.Event) -> TrainResult:
+        """Take the steps that are left, unless `stop` is set meanwhile."""
+        config, folder = self.config, self.run.folder
+        if self.progress.steps >= config.steps:
+            log.info("%s is up to date: %s steps", folder, self.progress.steps)
+            return self._result("up to date")
+        describe_run(self.run)
+        self.metrics = MetricsLog(
+            folder / "metrics.jsonl",
+            total_steps=config.steps,
+            resume_at=self.progress.metrics_position,
+            wandb=config.wandb,
+            run_name=folder.name,
+            config=to_dict(config),
+        )
+        with self.metrics:
+            self.clock = time.perf_counter()
+            while self.progress.steps < config.steps and not stop.is_set():
+                self._take_step()
+                done = self.progress.steps
+                is_last = done == config.steps
+                if is_last or done % config.log_interval == 0:
+                    self._log()
+                if is_last or (config.eval_interval and done % config.eval_interval == 0):
+                    self._evaluate()
+                is_due = config.checkpointing_interval > 0 and (
+                    done % config.checkpointing_interval == 0
+                )
+                if is_last or is_due or stop.is_set():
+                    self._save()
+        return self._result("finished" if self.progress.steps >= config.steps else "stopped")
+
+    def _take_step(self) -> None:
+        run, config = self.run, self.config
+        starts = run.sampler.next_starts()
+        length = config.model.context_length
+        windows = read_windows(run.train_tokens, starts, length, run.device)
+        self.progress.steps += 1
+        self.step(windows, learning_rate(config, self.progress.steps))
+
+    def _read_log(self) -> None:
+        """Take what the steps since the last call reported; end the run if it diverged."""
+        progress, limit = self.progress, self.config.max_nonfinite_steps
+        rows = self.step.read_log()
+        for step, row in enumerate(rows, start=progress.steps - len(rows) + 1):
+            progress.skipped += row.is_skipped
+            progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if row.is_skipped else 0
+            if progress.skipped_in_a_row >= limit:
+                raise FloatingPointError(
+                    f"step {step}: loss {row.loss}, gradient norm {row.grad_norm} at learning rate "
+                    f"{learning_rate(self.config, step):.3g}, the {limit}th step in a row that is "
+                    "not finite (max_nonfinite_steps); a lower learning_rate usually helps"
+                )
+        progress.unlogged += [list(row) for row in rows]
+
+    def _log(self) -> None:
+        self._read_log()
+        progress = self.progress
+        self._stop_clock()
+        finite = [(loss, norm) for loss, norm, is_skipped in progress.unlogged if not is_skipped]
+        loss, norm = np.mean(finite, axis=0) if finite else (math.nan, math.nan)
+        seconds = progress.seconds - progress.logged_seconds
+        rate = len(progress.unlogged) * self.run.tokens_per_step / seconds
+        self._write(
+            {
+                "loss": float(loss),
+                "grad_norm": float(norm),
+                "learning_rate": learning_rate(self.config, progress.steps),
+                "skipped_steps": progress.skipped,
+                "tokens_per_s": rate,
+                "mfu": self._mfu(rate),
+            }
+        )
+        progress.unlogged, progress.logged_seconds = [], progress.seconds
+
+    def _evaluate(self) -> None:
+        self._stop_clock()
+        config, run = self.config, self.run
+        with self.step.autocast():
+            self.evaluation = evaluate(
+                self.model,
+                run.validation_tokens,
+                self.bytes_of_token,
+                batch_size=config.batch_size,
+                device=run.device,
+                max_tokens=config.eval_tokens,
+            )
+        self._write(
+            {
+                "validation_loss": self.evaluation.loss,
+                "validation_perplexity": self.evaluation.perplexity,
+                "validation_bits_per_byte": self.evaluation.bits_per_byte,
+            }
+        )
+        self.clock = time.perf_counter()
+
+    def _write(self, figures: dict[str, Any]) -> None:
+        progress = self.progress
+        record = {
+            "step": progress.steps,
+            "tokens": progress.steps * self.run.tokens_per_step,
+            "seconds": round(progress.seconds, 3),
+            **figures,
+        }
+        self.metrics.write(record)
+        if self.on_metrics:
+            self.on_metrics(record)
+
+    def _save(self) -> None:
+        self._read_log()
+        self._stop_clock()
+        self.metrics.sync()
+        self.progress.metrics_position = self.metrics.position
+        self.newest = save_checkpoint(
+            self.checkpoints,
+            step=self.progress.steps,
+            model=self.model,
+            optimizer=self.step.optimizer,
+            extra={
+                "progress": dataclasses.asdict(self.progress),
+                "sampler": self.run.sampler.state_dict(),
+                "config": to_dict(self.config),
+            },
+            tensors=self.step.state_tensors() | rng_state(self.run.device),
+            keep_last=self.config.keep_last,
+        )
+        self.clock = time.perf_counter()
+
+    def _restore(self) -> None:
+        loaded = load_checkpoint(self.newest, model=self.model, optimizer=self.step.optimizer)
+        self.progress = Progress(**loaded.extra["progress"])
+        self.run.sampler.load_state_dict(loaded.extra["sampler"])
+        self.step.load_state_tensors(loaded.tensors)
+        set_rng_state(loaded.tensors, self.run.device)
+        log.info("going on with %s at step %s", self.run.folder, self.progress.steps)
+
+    def _stop_clock(self) -> None:
+        """Count the time since the clock was set as training."""
+        if self.run.device.type == "cuda":
+            torch.cuda.synchronize(self.run.device)
+        now = time.perf_counter()
+        self.progress.seconds += now - self.clock
+        self.clock = now
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOP/s over what the chip's maker promises; None where nothing is known."""
+        limits = peak(device_name(self.run.device)) if self.run.device.type == "cuda" else None
+        limit = limits and getattr(limits, str(self.run.dtype).removeprefix("torch."))
+        return limit and flops_per_token(self.config.model) * tokens_per_s / limit
+
+    def _result(self, status: Literal["finished", "stopped", "up to date"]) -> TrainResult:
+        steps = self.progress.steps
+        return TrainResult(status, steps, self.evaluation, self.run.folder, self.newest)

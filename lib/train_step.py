@@ -1,0 +1,194 @@
+"""One step of training: forward, backward, clip, update, without waiting for the device.
+
+What the step decides (is the loss finite, how far to clip, the loss scale) it decides on the
+device, so that the host can run ahead, and a CUDA graph can replay the whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lib.config_training import TrainConfig
+from lib.loss import linear_cross_entropy
+from lib.model import TransformerLM
+from lib.optimizer import AdamW, clip_coefficient, grad_norm
+
+# float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
+FIRST_LOSS_SCALE = 2.0**16
+LARGEST_LOSS_SCALE = 2.0**24
+GROWTH_INTERVAL = 1000
+
+
+class StepLog(NamedTuple):
+    """What one step reports."""
+
+    loss: float
+    """Mean cross-entropy (and z-loss) in nats per token."""
+
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping."""
+
+    is_skipped: bool
+    """Whether loss or gradients were not finite, so that nothing was updated."""
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig, lr: Tensor) -> AdamW:
+    """AdamW over `model`: weight decay for matrices, none for vectors; `lr` is a 0-dim tensor."""
+    settings = config.optimizer
+    matrices = [param for param in model.parameters() if param.ndim >= 2]
+    vectors = [param for param in model.parameters() if param.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (settings.beta1, settings.beta2)
+    return AdamW([g for g in groups if g["params"]], lr, betas, settings.eps)
+
+
+class TrainStep:
+    """Runs optimizer steps of `model`, and remembers what each reported until it is read.
+
+    Call it with the windows of a step. The first call compiles or records what the config asks for.
+
+    Args:
+        model: on `device`; its matrices in `dtype` where config.low_precision_weights says so.
+        dtype: of activations and matrix products.
+    """
+
+    def __init__(
+        self, model: TransformerLM, config: TrainConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.model, self.config, self.device, self.dtype = model, config, device, dtype
+        self.hidden = torch.compile(model.hidden, dynamic=False) if config.compile else model.hidden
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.lr = torch.zeros((), device=device)
+        self.optimizer = make_optimizer(model, config, self.lr)
+        shape = (config.gradient_accumulation_steps, config.batch_size)
+        self.windows = torch.zeros(
+            *shape, model.config.context_length + 1, dtype=torch.int64, device=device
+        )
+        uses_scale = dtype == torch.float16
+        self.loss_scale = torch.tensor(FIRST_LOSS_SCALE if uses_scale else 1.0, device=device)
+        self.good_steps = torch.zeros((), device=device)
+        # a hold makes a step change nothing, for the warm-up before a graph is recorded
+        self.hold = torch.zeros((), dtype=torch.bool, device=device)
+        self.rows = torch.zeros(config.log_interval, 3, device=device)
+        self.next_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.unread = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, windows: Tensor, lr: float) -> None:
+        """Take one step at learning rate `lr` (read the log at least every log_interval steps).
+
+        Args:
+            windows: (gradient_accumulation_steps · batch_size, context_length + 1) int64.
+        """
+        self.windows.copy_(windows.view_as(self.windows), non_blocking=True)
+        self.lr.fill_(lr)
+        if self.config.cuda_graph:
+            if self.graph is None:
+                self._record()
+            self.graph.replay()
+        else:
+            self._step()
+        self.unread += 1
+
+    def read_log(self) -> list[StepLog]:
+        """What the steps since the last call reported; waits for the device."""
+        size = len(self.rows)
+        last = int(self.next_row)
+        rows = self.rows.tolist()
+        places = [(last - self.unread + i) % size for i in range(self.unread)]
+        self.unread = 0
+        return [
+            StepLog(loss, norm, bool(skipped))
+            for loss, norm, skipped in map(rows.__getitem__, places)
+        ]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside model and optimizer."""
+        return {"loss_scale": self.loss_scale, "good_steps": self.good_steps}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `state_tensors` gave."""
+        for name, tensor in self.state_tensors().items():
+            tensor.copy_(tensors[name])
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Matrix products in the short type, where the weights are not held in it."""
+        is_short = self.dtype != torch.float32 and not self.config.low_precision_weights
+        return torch.autocast(self.device.type, self.dtype, enabled=is_short)
+
+    def _step(self) -> None:
+        count = len(self.windows)
+        loss = torch.zeros((), device=self.device)
+        for windows in self.windows:
+            part = self._loss(windows[:, :-1], windows[:, 1:]) / count
+            (part * self.loss_scale).backward()
+            loss += part.detach()
+        norm = grad_norm(self.params) / self.loss_scale
+        is_finite = torch.isfinite(norm) & torch.isfinite(loss)
+        max_norm = self.config.optimizer.max_grad_norm
+        scale = clip_coefficient(norm, max_norm) if max_norm else torch.ones_like(norm)
+        self.optimizer.step(grad_scale=scale / self.loss_scale, skip=~is_finite | self.hold)
+        self.optimizer.zero_grad(set_to_none=True)
+        row = torch.stack((loss, norm, (~is_finite).float()))
+        self.rows.index_copy_(0, self.next_row.view(1), row.view(1, -1))
+        self.next_row.copy_((self.next_row + 1) % len(self.rows))
+        if self.dtype == torch.float16:
+            self._adapt_loss_scale(is_finite)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.autocast():
+            hidden = self.hidden(inputs).flatten(0, 1)
+            weight, z_loss = self.model.output_weight, self.config.optimizer.z_loss
+            return linear_cross_entropy(hidden, weight, targets.flatten(), z_loss=z_loss)
+
+    def _adapt_loss_scale(self, is_finite: Tensor) -> None:
+        """Halve the scale after an overflow, double it after a while without one."""
+        good_steps = torch.where(is_finite, self.good_steps + 1, 0)
+        grows = good_steps >= GROWTH_INTERVAL
+        factor = torch.where(is_finite, torch.where(grows, 2.0, 1.0), 0.5)
+        self.loss_scale.mul_(factor).clamp_(1.0, LARGEST_LOSS_SCALE)
+        self.good_steps.copy_(torch.where(grows, 0.0, good_steps))
+
+    def _record(self) -> None:
+        """Record the step as a CUDA graph; nothing that it warms up with is kept."""
+        before = [tensor.clone() for tensor in (self.loss_scale, self.good_steps, self.next_row)]
+        self.hold.fill_(True)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        for tensor, value in zip((self.loss_scale, self.good_steps, self.next_row), before):
+            tensor.copy_(value)
+        self.hold.fill_(False)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+
+@contextlib.contextmanager
+def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
+    """PyTorch's global switches for speed against repeatability, and back to what they were."""
+    precision = torch.get_float32_matmul_precision()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        # its backward pass adds in whatever order the blocks arrive
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
