@@ -38,7 +38,13 @@ class KVCache:
         Returns:
             All keys, all values (batch, heads, length + new, head_dim), and which of them each new
             token sees, (new, length + new) bool.
+
+        Raises:
+            ValueError: k is of another number of sequences than the cache.
         """
+        batch_size = self.keys.shape[1]
+        if len(k) != batch_size:
+            raise ValueError(f"k has {len(k)} sequences; right is: the cache's {batch_size}")
         end = self.length + k.shape[-2]
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v

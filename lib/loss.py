@@ -62,13 +62,24 @@ def linear_cross_entropy(
     Args:
         hidden: (tokens, d_model).
         weight: (vocab, d_model).
-        targets: (tokens,) int64.
+        targets: (tokens,) int64, from 0 to vocab - 1. Any other raises RuntimeError on a CPU and
+            makes the loss NaN on a GPU, where to look would take time.
         z_loss: adds z_loss · mean(logsumexp²), which keeps the logits' scale (PaLM, section 5).
         chunk_tokens: how many tokens at a time; as many as fit in 1 GiB by default.
 
     Returns:
-        A float32 scalar; gradients flow to `hidden` and `weight`.
+        A float32 scalar (float64 for float64 `hidden`); gradients flow to `hidden` and `weight`,
+        once.
+
+    Raises:
+        ValueError: `targets` is not one id for each token, there are no tokens, or `chunk_tokens`
+            is below 1.
     """
+    if targets.shape != hidden.shape[:1] or not len(hidden):
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)} and hidden {tuple(hidden.shape)}; right is: "
+            "(tokens,) and (tokens, d_model), with at least one token"
+        )
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -76,17 +87,19 @@ def linear_cross_entropy(
         chunk_tokens = max(1, CHUNK_BYTES // (len(weight) * hidden.element_size()))
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; right is: at least 1")
-    return _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk_tokens)
+    # asked here: inside the function, under no_grad too, its inputs still say that they need one
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk_tokens, needs_grad)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes loss and gradients chunk by chunk in the forward pass; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, z_loss, chunk_tokens):
+    def forward(ctx, hidden, weight, targets, z_loss, chunk_tokens, needs_grad):
         num_tokens = len(hidden)
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        losses = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(num_tokens, dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = None
         for start in range(0, num_tokens, chunk_tokens):
@@ -98,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=grad_hidden[chunk])
                 part = logits.T @ hidden[chunk]
                 if num_tokens > chunk_tokens:
-                    part = part.float()
+                    part = part.to(wide)
                 grad_weight = part if grad_weight is None else grad_weight.add_(part)
             del logits
         if needs_grad:
@@ -118,25 +131,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # PyTorch's product of a bfloat16 tensor and a float32 scalar is four times as slow
             from lib.loss_triton import scale_
 
-            return scale_(grad_hidden, scale), scale_(grad_weight, scale), None, None, None
-        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None
+            return scale_(grad_hidden, scale), scale_(grad_weight, scale), None, None, None, None
+        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None, None
 
 
 def _loss_and_grad(logits: Tensor, targets: Tensor, z_loss: float, needs_grad: bool) -> Tensor:
-    """Each token's loss, (chunk,) float32; with `needs_grad` the logits become their gradient.
+    """Each token's loss, (chunk,), computed in at least float32.
 
-    It is that of the losses' sum, times GRAD_FACTOR:
+    With `needs_grad` the logits become the gradient of the losses' sum, times GRAD_FACTOR:
     d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
     """
     if logits.device.type == "cuda":
         from lib.loss_triton import loss_and_grad
 
         return loss_and_grad(logits, targets, z_loss, needs_grad, GRAD_FACTOR)
-    x = logits.float()
-    lse = log_sum_exp(x)
-    losses = lse - x.gather(-1, targets.unsqueeze(-1)).squeeze(-1) + z_loss * lse**2
+    # in place and with one exponential: on a CPU each pass over the logits counts
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    of_target = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    highest = x.amax(-1)
+    exponentials = x.sub_(highest.unsqueeze(-1)).exp_()
+    total = exponentials.sum(-1)
+    lse = total.log() + highest
     if needs_grad:
-        grad = x.sub_(lse.unsqueeze(-1)).exp_().mul_((1 + 2 * z_loss * lse).unsqueeze(-1))
-        grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -1.0))
-        logits.copy_(grad.mul_(GRAD_FACTOR))
-    return losses
+        weight = (1 + 2 * z_loss * lse) * GRAD_FACTOR / total
+        grad = exponentials.mul_(weight.unsqueeze(-1))
+        grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -GRAD_FACTOR))
+        if grad is not logits:
+            logits.copy_(grad)
+    return lse - of_target + z_loss * lse**2

@@ -22,7 +22,7 @@ def loss_and_grad(
 
     Args:
         logits: (tokens, vocab) float32, bfloat16 or float16, rows contiguous; computed in float32.
-        targets: (tokens,) int64.
+        targets: (tokens,) int64; one that is not below vocab makes its loss NaN.
         needs_grad: whether the gradient of the losses' sum, times `grad_factor`, is written.
 
     Returns:
@@ -59,7 +59,8 @@ def _loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(targets_ptr + row)
-    of_target = tl.load(logits_ptr + target).to(tl.float32)
+    is_known = (target >= 0) & (target < vocab_size)
+    of_target = tl.load(logits_ptr + target, is_known, other=float("nan")).to(tl.float32)
 
     # the maximum so far belongs to the whole block, so that each logit costs one exponential
     # (online softmax: Milakov and Gimelshein 2018)

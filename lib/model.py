@@ -78,7 +78,10 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """W2 (SiLU(W1 x) ⊙ W3 x): a gate decides what passes (Shazeer 2020, equation 6)."""
+    """W2 (SiLU(W1 x) ⊙ W3 x): a gate decides what passes (Shazeer 2020, equation 6).
+
+    SiLU(x) = x · sigmoid(x). `w13` holds W1 and, below it, W3.
+    """
 
     def __init__(self, d_model: int, d_ff: int, *, device=None, dtype=None) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class SwiGLU(nn.Module):
 
             return self.w2(swiglu(gate_and_value))
         gate, value = gate_and_value.chunk(2, dim=-1)
-        return self.w2(silu(gate) * value)
+        return self.w2(F.silu(gate) * value)
 
 
 class SiLUFeedForward(nn.Module):
@@ -104,7 +107,7 @@ class SiLUFeedForward(nn.Module):
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(silu(self.w1(x)))
+        return self.w2(F.silu(self.w1(x)))
 
 
 class RotaryEmbedding(nn.Module):
@@ -120,15 +123,16 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"head_dim is {head_dim}; right is: an even number")
         self.theta, self.head_dim, self.max_length = theta, head_dim, max_length
         # not saved: they follow from the arguments
-        self.register_buffer("cos", torch.empty(0), persistent=False)
-        self.register_buffer("sin", torch.empty(0), persistent=False)
-        self.reset_buffers(device)
+        self.register_buffer("cos", torch.empty(0, device=device), persistent=False)
+        self.register_buffer("sin", torch.empty(0, device=device), persistent=False)
+        self.reset_buffers(self.cos.device)
 
     def reset_buffers(self, device=None) -> None:
         # in float64, since an angle of many turns keeps few digits in float32
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
         frequencies = self.theta ** (-pairs / self.head_dim)
-        angles = torch.outer(torch.arange(self.max_length, dtype=torch.float64), frequencies)
+        positions = torch.arange(self.max_length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, frequencies)
         self.cos = angles.cos().float().to(device)  # (max_length, head_dim / 2)
         self.sin = angles.sin().float().to(device)
 
@@ -138,9 +142,9 @@ class RotaryEmbedding(nn.Module):
             cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-        return turned.flatten(-2).to(x.dtype)
+        # a pair is a complex number, and a turn a product with e^(i angle)
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -169,7 +173,8 @@ class CausalSelfAttention(nn.Module):
         layer: int = 0,
     ) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
-        if x.is_cuda and rope is not None and cache is None and not self.has_qk_norm:
+        is_plain = rope is not None and positions is None and not self.has_qk_norm
+        if x.is_cuda and is_plain and cache is None:
             from lib.model_triton import rotated_qkv
 
             q, k, v = (part.transpose(1, 2) for part in rotated_qkv(qkv, rope.cos, rope.sin))
@@ -312,11 +317,6 @@ class TransformerLM(nn.Module):
         """Mean cross-entropy in nats of `targets`, both (batch, length) int64; a float32 scalar."""
         hidden = self.hidden(token_ids).flatten(0, 1)
         return linear_cross_entropy(hidden, self.output_weight, targets.flatten(), z_loss=z_loss)
-
-
-def silu(x: Tensor) -> Tensor:
-    """x · sigmoid(x), elementwise."""
-    return x * torch.sigmoid(x)
 
 
 def stack_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,12 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
 
     Returns:
         q, k, v: (batch, length, heads, head_dim); v is a view of `qkv`.
+
+    Raises:
+        ValueError: more tokens than angles.
     """
+    if qkv.shape[1] > len(cos):
+        raise ValueError(f"qkv has {qkv.shape[1]} tokens; right is: at most {len(cos)}")
     return _RotatedQKV.apply(qkv, cos, sin)
 
 

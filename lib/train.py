@@ -161,7 +161,7 @@ class _Training:
                 if parameter.ndim >= 2:
                     parameter.data = parameter.data.to(run.dtype)
         self.step = TrainStep(self.model, self.config, run.device, run.dtype)
-        self.bytes_of_token = bytes_of_token(run.tokenizer, self.config.model.vocab_size)
+        self.bytes_of_token = bytes_of_token(run.tokenizer)
         self.progress = Progress()
         self.evaluation: Evaluation | None = None
         self.checkpoints = run.folder / "checkpoints"
@@ -179,6 +179,7 @@ class _Training:
         self.metrics = MetricsLog(
             folder / "metrics.jsonl",
             total_steps=config.steps,
+            start_step=self.progress.steps,
             resume_at=self.progress.metrics_position,
             wandb=config.wandb,
             run_name=folder.name,
@@ -247,15 +248,15 @@ class _Training:
     def _evaluate(self) -> None:
         self._stop_clock()
         config, run = self.config, self.run
-        with self.step.autocast():
-            self.evaluation = evaluate(
-                self.model,
-                run.validation_tokens,
-                self.bytes_of_token,
-                batch_size=config.batch_size,
-                device=run.device,
-                max_tokens=config.eval_tokens,
-            )
+        self.evaluation = evaluate(
+            self.model,
+            run.validation_tokens,
+            self.bytes_of_token,
+            batch_size=config.batch_size,
+            device=run.device,
+            max_tokens=config.eval_tokens,
+            autocast=None if config.low_precision_weights else run.dtype,
+        )
         self._write(
             {
                 "validation_loss": self.evaluation.loss,
@@ -274,6 +275,8 @@ class _Training:
             **figures,
         }
         self.metrics.write(record)
+        shown = ("loss", "validation_loss", "tokens_per_s")
+        self.metrics.advance(progress.steps, **{k: figures[k] for k in shown if k in figures})
         if self.on_metrics:
             self.on_metrics(record)
 
