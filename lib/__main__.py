@@ -17,6 +17,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# Pipelines with a name: `--config tiny`.
+PRESETS = Path(__file__).resolve().parent / "presets"
+
 
 def tokenize(arguments: list[str]) -> int:
     """Turn a corpus into a tokenizer and token arrays."""
@@ -25,11 +28,66 @@ def tokenize(arguments: list[str]) -> int:
     config = parse(TokenizeConfig, "tokenize", arguments)
 
     from lib.pipeline import tokenize_corpus
-    from lib.report import to_markdown
 
-    rows = tokenize_corpus(config, progress_bar=progress_bar)
-    names = {"bytes_per_token": "bytes/token", "MB_per_s": "MB/s"}
-    print(to_markdown(rows, {key: names.get(key, key) for key in rows[0]}), end="")
+    print_corpus(tokenize_corpus(config, progress_bar=progress_bar))
+    return 0
+
+
+def pipeline(arguments: list[str]) -> int:
+    """Corpus, tokenizer, token arrays, training and a sample, in one go."""
+    from lib.config_training import PipelineConfig
+
+    config = parse(PipelineConfig, "pipeline", arguments)
+
+    from lib.pipeline import run_pipeline
+
+    rows, result, texts = run_pipeline(config, progress_bar=progress_bar)
+    if rows:
+        print_corpus(rows)
+    code = print_training(result)
+    print("\n" + "\n\n".join(texts) if texts else "", end="\n" if texts else "")
+    return code
+
+
+def train(arguments: list[str]) -> int:
+    """Train a model, or go on with an interrupted run."""
+    from lib.config_training import TrainConfig
+
+    config = parse(TrainConfig, "train", arguments)
+
+    from lib import train
+
+    return print_training(train.train(config))
+
+
+def generate(arguments: list[str]) -> int:
+    """Let a trained model continue texts."""
+    from lib.config_training import GenerateConfig
+
+    config = parse(GenerateConfig, "generate", arguments)
+
+    from lib.generate import generate_text, load_model, newest_run
+
+    model, tokenizer, _ = load_model(config.checkpoint or newest_run(), config.device)
+    sample = config.sample
+    is_live = len(sample.prompts) == 1 and sys.stdout.isatty()
+    if is_live:
+        print(sample.prompts[0], end="", flush=True)
+    texts = generate_text(
+        model,
+        tokenizer,
+        sample.prompts,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=sample.temperature,
+        top_k=sample.top_k,
+        top_p=sample.top_p,
+        seed=sample.sample_seed,
+        on_text=(lambda row, text: print(text, end="", flush=True)) if is_live else None,
+    )
+    if is_live:
+        print()
+    else:
+        print("\n\n".join(prompt + text for prompt, text in zip(sample.prompts, texts)))
     return 0
 
 
@@ -64,7 +122,10 @@ def benchmark_tokenizer(arguments: list[str]) -> int:
 
 # name, of one word or two -> what it does with the arguments behind the name
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "pipeline": pipeline,
     "tokenize": tokenize,
+    "train": train,
+    "generate": generate,
     "run": run,
     "benchmark tokenizer": benchmark_tokenizer,
 }
@@ -90,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         if is_debug:
             traceback.print_exc()
         return 130
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, FloatingPointError) as error:
         if is_debug:
             traceback.print_exc()
         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -114,7 +175,7 @@ def find_command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list
 
 
 def parse(cls: type[T], command: str, arguments: list[str]) -> T:
-    """The config `cls` from `--config FILE.json`, or its defaults, with flags on top."""
+    """The config `cls` from `--config`, a file or a preset's name, with flags on top."""
     import argparse
 
     import tyro
@@ -124,8 +185,15 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
     given, flags = before.parse_known_args(arguments)
-    default = {} if given.config is None else {"default": from_json(cls, Path(given.config))}
-    note = "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks."
+    default = {}
+    if given.config is not None:
+        presets = {path.stem: path for path in PRESETS.glob("*.json")}
+        default["default"] = from_json(cls, presets.get(given.config) or Path(given.config))
+    flags = [full_flag(cls, flag) for flag in flags]
+    note = (
+        "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks.\n"
+        "A flag may leave out what stands before the last dot where only one ends so."
+    )
     return tyro.cli(
         cls,
         prog=f"python -m lib {command}",
@@ -134,6 +202,63 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
         use_underscores=True,
         **default,
     )
+
+
+def full_flag(cls: type, flag: str) -> str:
+    """`--d_model` as `--model.d_model`, where only one field of `cls` and its parts is called so.
+
+    Raises:
+        ValueError: several are; lists them.
+    """
+    if not flag.startswith("--") or "." in flag.split("=")[0]:
+        return flag
+    name, *value = flag[2:].split("=", 1)
+    no = "no_" if name.startswith("no_") else ""
+    paths = field_paths(cls).get(name.removeprefix("no_"), [])
+    if len(paths) > 1 and name not in paths:
+        raise ValueError(f"{flag} can be {' or '.join(f'--{path}' for path in paths)}; name one")
+    if len(paths) != 1:
+        return flag
+    *parents, last = paths[0].split(".")
+    return "=".join(["--" + ".".join([*parents, no + last]), *value])
+
+
+def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
+    """Each field's name, in `cls` and the dataclasses in it -> where it stands, with dots."""
+    import dataclasses
+    import typing
+
+    paths: dict[str, list[str]] = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        inner = {name: [prefix + name]}
+        if dataclasses.is_dataclass(kind):
+            inner = field_paths(kind, f"{prefix}{name}.")
+        for key, found in inner.items():
+            paths[key] = paths.get(key, []) + found
+    return paths
+
+
+def print_corpus(rows: list[dict]) -> None:
+    """The table of what became of a corpus."""
+    from lib.report import to_markdown
+
+    names = {"bytes_per_token": "bytes/token", "MB_per_s": "MB/s"}
+    print(to_markdown(rows, {key: names.get(key, key) for key in rows[0]}), end="")
+
+
+def print_training(result) -> int:
+    """Where a training run stands; the exit code."""
+    print(f"{result.status} at step {result.step}: {result.output}")
+    if result.evaluation is not None:
+        evaluation = result.evaluation
+        print(
+            f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+            f"{evaluation.bits_per_byte:.4f} bits per byte"
+        )
+    if result.status == "stopped":
+        print("the same command goes on from here")
+        return 130
+    return 0
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -146,7 +147,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
 
-    data: Path = Path("data/stories-4096")
+    data: Path | None = None
     """A folder with tokenizer.json, train.npy and validation.npy, as `tokenize` leaves it."""
 
     output: Path | None = None
@@ -227,14 +228,11 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig:
+class SampleConfig:
     """How text is sampled from a trained model."""
 
-    checkpoint: Path = Path("artifacts/runs/train")
-    """A run's folder (its newest checkpoint is taken), or one checkpoint."""
-
     prompts: tuple[str, ...] = ("Once upon a time",)
-    """Texts to continue, in one batch."""
+    """Texts to continue, in one batch; an empty one starts a new document."""
 
     max_new_tokens: int = 200
     """At most so many tokens are added to each prompt."""
@@ -248,19 +246,30 @@ class GenerateConfig:
     top_p: float = 0.95
     """Sample from the likeliest tokens that together reach this probability; 1: from all."""
 
-    seed: int = 0
+    sample_seed: int = 0
     """Decides what is drawn."""
-
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
     def __post_init__(self) -> None:
         check(self, "prompts", bool(self.prompts), "at least one text")
         check(self, "max_new_tokens", self.max_new_tokens >= 0, "0 or more")
-        check(self, "temperature", self.temperature >= 0, "0 or more")
+        check(self, "temperature", 0 <= self.temperature < math.inf, "0 or more")
         check(self, "top_k", self.top_k >= 0, "0 or more")
         check(self, "top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
-        check(self, "seed", self.seed >= 0, "0 or more")
+        check(self, "sample_seed", self.sample_seed >= 0, "0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Which model continues which texts, and how."""
+
+    checkpoint: Path | None = None
+    """A run's folder, or one checkpoint; the newest run in `artifacts/runs` when left out."""
+
+    sample: SampleConfig = SampleConfig()
+    """Prompts and sampling."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,10 +280,14 @@ class PipelineConfig:
     """Corpus, tokenizer and token arrays."""
 
     train: TrainConfig = TrainConfig()
-    """The model and its training; `data` is where the corpus step leaves its results."""
+    """The model and its training; `data` is the corpus step's output when left out."""
 
-    sample: GenerateConfig = GenerateConfig()
-    """The text sampled at the end; `checkpoint` is where training leaves its last one."""
+    sample: SampleConfig = SampleConfig()
+    """The text sampled at the end."""
 
     skip_data: bool = False
-    """Whether the token arrays are taken as they are in `train.data`, and no corpus is made."""
+    """Whether the token arrays in `train.data` are taken as they are, and no corpus is made."""
+
+    def __post_init__(self) -> None:
+        if self.skip_data and self.train.data is None:
+            raise ValueError("skip_data is True and train.data is not given; right is: a folder")

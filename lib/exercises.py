@@ -4,6 +4,8 @@ A check tries fresh random inputs, short ones first, and prints one of three ver
 attempted, right, or not yet with the first input that failed. It never raises, so that a notebook
 with open exercises runs to its end. Each exercise knows the usual mistakes: functions that make
 them. When the reader's results are those of such a function, the check says so.
+
+Tensors and arrays are compared by shape, and then value by value up to rounding.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ import random
 import signal
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
-from lib.tokenizer import merge_pair
+import numpy as np
 
 TRIALS = 150
 # Seconds for one call; short, since an endless loop that appends fills memory meanwhile.
 TIME_LIMIT = 2
+# How far values of a tensor may be apart, relative and absolute: some roundings of float32.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+# Tensors of more values are shown by their shape alone.
+SHOWN_VALUES = 16
 MISSING = object()
 NOT_FINISHED = object()
 
@@ -75,7 +80,7 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
             break
     else:
         return f"right: the same as expected on {TRIALS} random inputs"
-    shown = ", ".join(map(repr, arguments))
+    shown = ", ".join(map(_shown, arguments))
     lines = [f"not yet: {attempt.__name__}({shown})", f"  {difference(results[-1], right)}"]
     if results[-1] is not NOT_FINISHED and (name := _recognise(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
@@ -116,7 +121,9 @@ def _call(function: Callable, arguments: tuple) -> Any:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame.lineno for frame in frames if frame.name == function.__name__]
-        return Raised(f"{type(error).__name__}: {error}", inside[-1] if inside else None)
+        # the first line: in PyTorch's errors, hints and addresses follow
+        message = f"{type(error).__name__}: {error}".split("\n")[0]
+        return Raised(message, inside[-1] if inside else None)
 
 
 def _recognise(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -> str | None:
@@ -145,26 +152,65 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _is_array(value: Any) -> bool:
+    """Whether `value` is a tensor or an array; torch itself need not be loaded."""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _are_arrays(yours: Any, expected: Any) -> bool:
+    """Whether to compare as arrays; a number stands for a tensor that holds only one."""
+    return _is_array(expected) and (_is_array(yours) or isinstance(yours, (int, float)))
+
+
+def _array(value: Any) -> np.ndarray:
+    """A number, an array or a tensor of any kind as an array of float64."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().double().numpy()
+    return np.asarray(value, dtype=np.float64)
+
+
 def _equal(yours: Any, expected: Any) -> bool:
-    return _plain(yours) == _plain(expected)
+    if _are_arrays(yours, expected):
+        return _array_difference(_array(yours), _array(expected)) is None
+    return not _is_array(expected) and _plain(yours) == _plain(expected)
+
+
+def _array_difference(yours: np.ndarray, expected: np.ndarray) -> str | None:
+    """The shape or the first value in which `yours` differs; None where they are equal.
+
+    Equal up to rounding; NaN equals NaN.
+    """
+    if yours.shape != expected.shape:
+        return f"the result: yours has shape {yours.shape}, expected {expected.shape}"
+    wrong = ~np.isclose(yours, expected, **TOLERANCE, equal_nan=True)
+    if not wrong.any():
+        return None
+    place = tuple(np.argwhere(wrong)[0].tolist())
+    where = f"position {place}" if place else "result"
+    text = f"{where}: yours {yours[place]:.6g}, expected {expected[place]:.6g}"
+    return f"{text} ({wrong.sum()} of {wrong.size} values differ)" if place else text
 
 
 def difference(yours: Any, expected: Any) -> str:
     """The first value in which a result differs from the expected one, as a sentence."""
-    yours, expected = _plain(yours), _plain(expected)
+    if _are_arrays(yours, expected):
+        return _array_difference(_array(yours), _array(expected))
+    if not _is_array(expected):
+        yours, expected = _plain(yours), _plain(expected)
     if yours is NOT_FINISHED:
         return f"it did not finish in {TIME_LIMIT} s; does the position grow in every branch?"
     if isinstance(yours, Raised):
         where = f" in line {yours.line} of the cell" if yours.line else ""
-        return f"it raised {yours.error}{where}; expected {expected!r}"
+        return f"it raised {yours.error}{where}; expected {_shown(expected)}"
     if yours is None:
-        return f"it returned None (is a `return` missing?); expected {expected!r}"
+        return f"it returned None (is a `return` missing?); expected {_shown(expected)}"
     if type(yours) is not type(expected):
-        return f"it returned {yours!r}, which is a {type(yours).__name__}; expected {expected!r}"
+        kind = type(yours).__name__
+        return f"it returned {_shown(yours)}, which is a {kind}; expected {_shown(expected)}"
     if isinstance(expected, dict):
         strange = expected and {*map(_shape, yours)} - {*map(_shape, expected)}
         if strange and len(repr(yours)) <= 80:
-            return f"it returned {yours!r}, with keys of another kind; expected {expected!r}"
+            return f"it returned {yours!r}, with keys of another kind; expected {_shown(expected)}"
         keys = [*expected, *(key for key in yours if key not in expected)]
         places = [(repr(key), yours.get(key, MISSING), expected.get(key, MISSING)) for key in keys]
     elif isinstance(expected, list):
@@ -181,242 +227,12 @@ def _shape(key: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is MISSING else repr(value)
-
-
-# Notebook 01: byte-pair encoding
-
-
-def _draw_ids(generator: random.Random, size: int) -> list[int]:
-    # few different ids, so that pairs repeat and overlap
-    return generator.choices(range(1, generator.choice([3, 4])), k=generator.randint(0, size))
-
-
-def _draw_words(generator: random.Random, size: int) -> tuple:
-    number = generator.randint(1, 1 + size // 4)
-    words = (tuple(_draw_ids(generator, size)) for _ in range(number))
-    return ({word: generator.randint(1, 5) for word in words},)
-
-
-def _count_pairs(words: Mapping[tuple, int]) -> dict:
-    counts = Counter()
-    for word, count in words.items():
-        for pair in pairwise(word):
-            counts[pair] += count
-    return dict(counts)
-
-
-def _count_without_weight(words: Mapping[tuple, int]) -> dict:
-    return _count_pairs(dict.fromkeys(words, 1))
-
-
-def _count_across_words(words: Mapping[tuple, int]) -> dict:
-    ids = [token for word, count in words.items() for token in word * count]
-    return dict(Counter(pairwise(ids)))
-
-
-def _count_each_pair_once(words: Mapping[tuple, int]) -> dict:
-    counts = Counter()
-    for word, count in words.items():
-        for pair in set(pairwise(word)):
-            counts[pair] += count
-    return dict(counts)
-
-
-def _count_overwriting(words: Mapping[tuple, int]) -> dict:
-    return {pair: count for word, count in words.items() for pair in pairwise(word)}
-
-
-COUNT_PAIRS = Exercise(
-    solve=_count_pairs,
-    draw=_draw_words,
-    mistakes={
-        "each word counts once; add the word's count instead of 1": _count_without_weight,
-        "pairs are counted across the end of a word; "
-        "the last id of one word and the first of the next are no pair": _count_across_words,
-        "a pair that stands twice in a word counts once": _count_each_pair_once,
-        "a new count overwrites the one before; add to it": _count_overwriting,
-    },
-)
-
-
-def _draw_merge(generator: random.Random, size: int) -> tuple:
-    # 0 is false; 1, 11 and 111 look alike as text; two ints of 300 are equal, yet two objects
-    tokens = generator.sample(["0", "1", "11", "111", "256", "300"], k=generator.choice([2, 3]))
-    ids = generator.choices(tokens, k=generator.randint(0, size + 2))
-    pair = generator.choices(tokens[:2], k=2)
-    return [int(token) for token in ids], tuple(int(token) for token in pair), 9
-
-
-def _merge_every_place(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    """Both of two overlapping pairs are replaced."""
-    merged, was_pair = [], False
-    for i, token in enumerate(ids):
-        is_pair = tuple(ids[i : i + 2]) == tuple(pair)
-        if is_pair:
-            merged.append(new_id)
-        elif not was_pair:
-            merged.append(token)
-        was_pair = is_pair
-    return merged
-
-
-def _merge_without_skipping(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    places = range(len(ids))
-    return [new_id if tuple(ids[i : i + 2]) == tuple(pair) else ids[i] for i in places]
-
-
-def _merge_from_the_right(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    return merge_pair(ids[::-1], pair[::-1], new_id)[::-1]
-
-
-def _merge_first_only(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    for i in range(len(ids) - 1):
-        if tuple(ids[i : i + 2]) == tuple(pair):
-            return [*ids[:i], new_id, *ids[i + 2 :]]
-    return list(ids)
-
-
-def _merge_without_last(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    merged, i = [], 0
-    while i < len(ids) - 1:
-        found = tuple(ids[i : i + 2]) == tuple(pair)
-        merged.append(new_id if found else ids[i])
-        i += 2 if found else 1
-    return merged
-
-
-def _merge_either_order(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    merged, i = [], 0
-    while i < len(ids):
-        found = tuple(ids[i : i + 2]) in (tuple(pair), tuple(pair[::-1]))
-        merged.append(new_id if found else ids[i])
-        i += 2 if found else 1
-    return merged
-
-
-def _merge_nothing(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    return list(ids)
-
-
-MERGE_PAIR = Exercise(
-    solve=merge_pair,
-    draw=_draw_merge,
-    mistakes={
-        "overlapping pairs are merged twice; in [1, 1, 1] the middle 1 belongs to one pair only": (
-            _merge_every_place
-        ),
-        "the second id of a merged pair stays; after a merge, step over both": (
-            _merge_without_skipping
-        ),
-        "the merging runs from right to left; [1, 1, 1] becomes [9, 1], not [1, 9]": (
-            _merge_from_the_right
-        ),
-        "only the first place is merged; go on to the end of the list": _merge_first_only,
-        "the last id gets lost where no pair ends the list": _merge_without_last,
-        "the pair is also merged the other way round; (1, 2) is not (2, 1)": _merge_either_order,
-        "nothing is merged; a list slice never equals a tuple": _merge_nothing,
-    },
-)
-
-
-def _draw_encoding(generator: random.Random, size: int) -> tuple:
-    tokens, merges = [1, 2, 3], {}
-    while len(merges) < 5:
-        pair = tuple(generator.choices(tokens, k=2))
-        if pair not in merges:
-            merges[pair] = 10 + len(merges)
-            tokens.append(merges[pair])
-    # in any order, since only the new ids say which merge was learned earlier
-    merges = dict(generator.sample(list(merges.items()), k=len(merges)))
-    return generator.choices(range(1, 4), k=generator.randint(0, size + 2)), merges
-
-
-def _encode(ids: Sequence[int], merges: Mapping[tuple, int], choose: Callable = min) -> list[int]:
-    ids = list(ids)
-    while known := [pair for pair in pairwise(ids) if pair in merges]:
-        pair = choose(known, key=merges.__getitem__)
-        ids = merge_pair(ids, pair, merges[pair])
-    return ids
-
-
-def _encode_latest_first(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    return _encode(ids, merges, max)
-
-
-def _encode_leftmost(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    return _encode(ids, merges, lambda known, key: known[0])
-
-
-def _encode_leftmost_place(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    ids, i = list(ids), 0
-    while i < len(ids) - 1:
-        if tuple(ids[i : i + 2]) in merges:
-            ids[i : i + 2] = [merges[tuple(ids[i : i + 2])]]
-            i = 0
-        else:
-            i += 1
-    return ids
-
-
-def _encode_once(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    known = [pair for pair in pairwise(ids) if pair in merges]
-    pair = min(known, key=merges.__getitem__, default=None)
-    return merge_pair(ids, pair, merges[pair]) if pair else list(ids)
-
-
-def _encode_longest_match(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    spelled = {token: (token,) for token in (1, 2, 3)}
-    for new_id, (left, right) in sorted((new_id, pair) for pair, new_id in merges.items()):
-        spelled[new_id] = spelled[left] + spelled[right]
-    # of two tokens with the same spelling the earlier one
-    tokens = {spelling: token for token, spelling in reversed(spelled.items())}
-    found, i = [], 0
-    while i < len(ids):
-        longest = max(
-            (s for s in tokens if tuple(ids[i : i + len(s)]) == s), key=len, default=(ids[i],)
-        )
-        found.append(tokens.get(longest, ids[i]))
-        i += len(longest)
-    return found
-
-
-def _encode_in_dictionary_order(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    for pair, new_id in merges.items():
-        ids = merge_pair(ids, pair, new_id)
-    return list(ids)
-
-
-ENCODE_PRETOKEN = Exercise(
-    solve=_encode,
-    draw=_draw_encoding,
-    mistakes={
-        "the merge learned last comes first; take the smallest new id": _encode_latest_first,
-        "the leftmost known pair comes first, and not the one learned first": _encode_leftmost,
-        "pairs are joined from left to right, and not in the order learned": (
-            _encode_leftmost_place
-        ),
-        "it stops after one merge; merges make new pairs, so look again": _encode_once,
-        "the longest token comes first, as in WordPiece; byte-pair encoding replays merges": (
-            _encode_longest_match
-        ),
-        "merges run in the dictionary's order; the smallest new id was learned first": (
-            _encode_in_dictionary_order
-        ),
-    },
-)
-
-
-def check_count_pairs(attempt: Callable) -> None:
-    """Check `count_pairs(words)`: {tuple of ids: count} -> {pair: count}."""
-    check(COUNT_PAIRS, attempt)
-
-
-def check_merge_pair(attempt: Callable) -> None:
-    """Check `merge_pair(ids, pair, new_id)` -> list of ids."""
-    check(MERGE_PAIR, attempt)
-
-
-def check_encode_pretoken(attempt: Callable) -> None:
-    """Check `encode_pretoken(ids, merges)`, with merges {pair: new id} -> list of ids."""
-    check(ENCODE_PRETOKEN, attempt)
+    if value is MISSING:
+        return "nothing"
+    if not _is_array(value):
+        return repr(value)
+    if (array := _array(value)).size > SHOWN_VALUES:
+        return f"<tensor of shape {array.shape}>"
+    form = {"float_kind": lambda number: f"{number:.6g}"}
+    values = np.array2string(array, separator=", ", formatter=form, max_line_width=1000)
+    return f"tensor({' '.join(values.split())})"

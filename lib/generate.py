@@ -242,6 +242,18 @@ def load_model(
     return model.eval(), tokenizer, config
 
 
+def newest_run(folder: str | os.PathLike = "artifacts/runs") -> Path:
+    """The training run in `folder` that saved a checkpoint last.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    checkpoints = list(Path(folder).glob("*/checkpoints/step-*"))
+    if not checkpoints:
+        raise FileNotFoundError(f"no training run in {folder}; `python -m lib pipeline` makes one")
+    return max(checkpoints, key=lambda path: path.stat().st_mtime).parents[1]
+
+
 def _extend(
     texts: list[list[int]],
     probabilities: Callable[[int], Tensor],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Logits that exist at a time.
-CHUNK_BYTES = 1 << 30
+# Logits that exist at a time: on a CPU so many bytes, on a GPU this part of its memory.
+CHUNK_BYTES = 64 << 20
+CHUNK_PART = 1 / 32
 # The logits' gradient is held times this: in float16 the gradient of a mean over many tokens would
 # vanish, and that of their sum overflow.
 GRAD_FACTOR = 1 / 128
@@ -65,7 +66,8 @@ def linear_cross_entropy(
         targets: (tokens,) int64, from 0 to vocab - 1. Any other raises RuntimeError on a CPU and
             makes the loss NaN on a GPU, where to look would take time.
         z_loss: adds z_loss · mean(logsumexp²), which keeps the logits' scale (PaLM, section 5).
-        chunk_tokens: how many tokens at a time; as many as fit in 1 GiB by default.
+        chunk_tokens: how many tokens at a time; by default as many as give 64 MiB of logits, on a
+            GPU a 32nd of its memory.
 
     Returns:
         A float32 scalar (float64 for float64 `hidden`); gradients flow to `hidden` and `weight`,
@@ -84,12 +86,20 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_BYTES // (len(weight) * hidden.element_size()))
+        chunk_tokens = max(
+            1, int(_chunk_bytes(hidden.device)) // (len(weight) * hidden.element_size())
+        )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; right is: at least 1")
     # asked here: inside the function, under no_grad too, its inputs still say that they need one
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk_tokens, needs_grad)
+
+
+def _chunk_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return CHUNK_PART * torch.cuda.get_device_properties(device).total_memory
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """The loss of each token and the gradient of its logits, in one Triton kernel.
 
-A row of logits comes from memory once: when the kernel reads it again for the gradient it is still
-in the L2 cache. Nothing but the gradient, in place of the logits, goes back.
+A row is read twice, for its log-sum-exp and for the gradient, which takes the place of the logits.
+Between these nothing is written, and nothing is ever held in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def loss_and_grad(
 
     Args:
         logits: (tokens, vocab) float32, bfloat16 or float16, rows contiguous; computed in float32.
-        targets: (tokens,) int64; one that is not below vocab makes its loss NaN.
+        targets: (tokens,) int64.
         needs_grad: whether the gradient of the losses' sum, times `grad_factor`, is written.
 
     Returns:
@@ -56,11 +56,13 @@ def _loss_kernel(
     NEEDS_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # int64, as there may be more than 2³¹ logits
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(targets_ptr + row)
-    is_known = (target >= 0) & (target < vocab_size)
-    of_target = tl.load(logits_ptr + target, is_known, other=float("nan")).to(tl.float32)
+    # a target outside the vocabulary must not read foreign memory: its loss is NaN
+    is_right = (target >= 0) & (target < vocab_size)
+    of_target = tl.load(logits_ptr + target, is_right, other=float("nan")).to(tl.float32)
 
     # the maximum so far belongs to the whole block, so that each logit costs one exponential
     # (online softmax: Milakov and Gimelshein 2018)
@@ -87,7 +89,7 @@ def _loss_kernel(
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """x times the 0-dim float32 `factor`, in place; x contiguous, computed in float32."""
-    _scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, x.numel(), BLOCK=BLOCK)
+    _scale_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, x.numel(), BLOCK=4096)
     return x
 
 

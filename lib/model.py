@@ -307,11 +307,28 @@ class TransformerLM(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             # the residual stream in the short type too: half the bytes in every elementwise step
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for index, layer in enumerate(self.layers):
-            x = layer(x, self.rope, positions, cache, index)
+        if x.is_cuda and self.config.norm == "pre":
+            x = self._fused_layers(x, positions, cache)
+        else:
+            for index, layer in enumerate(self.layers):
+                x = layer(x, self.rope, positions, cache, index)
+            x = x if self.ln_final is None else self.ln_final(x)
         if cache is not None:
             cache.length += length
-        return x if self.ln_final is None else self.ln_final(x)
+        return x
+
+    def _fused_layers(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
+        """The pre-norm layers and the final norm, with each sum and its norm in one kernel."""
+        from lib.model_triton import add_rms_norm
+
+        normed = self.layers[0].ln1(x)
+        for index, layer in enumerate(self.layers):
+            is_last = index + 1 == len(self.layers)
+            next_norm = self.ln_final if is_last else self.layers[index + 1].ln1
+            branch = layer.attn(normed, self.rope, positions, cache, index)
+            x, normed = add_rms_norm(x, branch, layer.ln2.weight, layer.ln2.eps)
+            x, normed = add_rms_norm(x, layer.ffn(normed), next_norm.weight, next_norm.eps)
+        return normed
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
         """Mean cross-entropy in nats of `targets`, both (batch, length) int64; a float32 scalar."""

@@ -114,7 +114,8 @@ def activation_bytes_by_part(
     - token_ids: 8 N
     - norms: each keeps its input and the normalised input, 2 · 4 N d, the inverse root, 4 N, and
       its result e N d as the next product's input; that of the last norm is not kept.
-      norm `none`: only the products' inputs, 2 L e N d
+      norm `none`: only the products' inputs, 2 L e N d. Norm `pre`, fused: all but the first keep
+      their input and result alone, e N d each, and the inverse root
     - attention: L · e N d times 6: q, k and v as projected, in one tensor that v holds on to; q
       and k turned; the result. Without RoPE 4. `vectorized_torch` in any case 4: copies of q, k
       and v head by head, the result. RoPE not fused keeps its angles, L · 2 · 4 T head_dim.
@@ -133,7 +134,8 @@ def activation_bytes_by_part(
         context_length: T; that of `config` when left out.
         element_bytes: 4 for float32, 2 for bfloat16 and float16.
         autocast: whether 2-byte elements come from autocast, and not from weights of that type.
-        fused: whether RoPE and SwiGLU are the Triton kernels, as on a CUDA device.
+        fused: whether RoPE, SwiGLU and the norms of `pre` are the Triton kernels, as on a CUDA
+            device.
 
     Raises:
         ValueError: the attention kernel is compiled: the compiler decides what is kept.
@@ -145,7 +147,7 @@ def activation_bytes_by_part(
     buffers = (3 if fused else 4) if config.feed_forward == "swiglu" else 2
     return {
         "token_ids": 8 * tokens,
-        "norms": _norm_bytes(config, tokens, element_bytes),
+        "norms": _norm_bytes(config, tokens, element_bytes, fused=fused),
         "attention": _attention_bytes(config, batch_size, length, element_bytes, fused=fused),
         "scores": _score_bytes(config, batch_size, length, element_bytes),
         "feed_forward": config.num_layers * buffers * tokens * config.ff_width * element_bytes,
@@ -178,15 +180,17 @@ def activation_bytes(
     return sum(parts.values())
 
 
-def _norm_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> int:
+def _norm_bytes(config: ModelConfig, tokens: int, element_bytes: int, *, fused: bool) -> int:
     d, num_norms = config.d_model, 2 * config.num_layers
     if config.norm == "none":
         return num_norms * tokens * d * element_bytes
+    results = num_norms * tokens * d * element_bytes
     inside = (2 * 4 * d + 4) * tokens
-    extra = inside if config.norm == "pre" else 0
-    # after the last norm comes the loss, which keeps no input, but before the first of `post`
-    # comes a product, which does
-    return num_norms * (inside + tokens * d * element_bytes) + extra
+    if config.norm == "post":
+        # the loss keeps no result of the last norm, but the first product its input
+        return num_norms * inside + results
+    inside_fused = (d * element_bytes + 4) * tokens
+    return inside + num_norms * (inside_fused if fused else inside) + results
 
 
 def _attention_bytes(

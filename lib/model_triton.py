@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Programs of the norm's backward pass; about eight for each multiprocessor of a large GPU.
+NORM_PROGRAMS = 1024
+
 
 def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split `qkv` and turn q and k by their positions, as `lib.model.RotaryEmbedding` does.
@@ -28,6 +31,11 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
     if qkv.shape[1] > len(cos):
         raise ValueError(f"qkv has {qkv.shape[1]} tokens; right is: at most {len(cos)}")
     return _RotatedQKV.apply(qkv, cos, sin)
+
+
+def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + branch, and its RMSNorm as in `lib.model.RMSNorm`; all (..., d_model), contiguous."""
+    return _AddRMSNorm.apply(x, branch, weight, eps)
 
 
 def swiglu(gate_and_value: Tensor) -> Tensor:
@@ -204,3 +212,101 @@ def _swiglu_backward_kernel(x_ptr, grad_out_ptr, grad_ptr, D_FF: tl.constexpr, B
     kind = grad_ptr.dtype.element_ty
     tl.store(grad_ptr + row * 2 * D_FF + columns, grad_gate.to(kind), inside)
     tl.store(grad_ptr + row * 2 * D_FF + D_FF + columns, (grad_out * silu).to(kind), inside)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, weight, eps):
+        width = x.shape[-1]
+        num_rows = x.numel() // width
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        _add_rms_norm_kernel[(num_rows,)](
+            x, branch, weight, total, normed, inverse_rms, eps, WIDTH=width, BLOCK=block
+        )
+        ctx.save_for_backward(total, weight, inverse_rms)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx, grad_total, grad_normed):
+        total, weight, inverse_rms = ctx.saved_tensors
+        width = total.shape[-1]
+        num_rows = total.numel() // width
+        # each program goes through many rows, and so there are few partial sums for the weight
+        num_programs = max(1, min(num_rows // 8, NORM_PROGRAMS))
+        parts = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
+        grad = torch.empty_like(total)
+        _add_rms_norm_backward_kernel[(num_programs,)](
+            grad_total.contiguous(),
+            grad_normed.contiguous(),
+            total,
+            weight,
+            inverse_rms,
+            grad,
+            parts,
+            num_rows,
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+        )
+        return grad, grad, parts.sum(0).to(weight.dtype), None
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    inverse_rms_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + columns, inside, other=0.0)
+    branch = tl.load(branch_ptr + row * WIDTH + columns, inside, other=0.0)
+    # rounded before the norm, as when the two are computed one after the other
+    total = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + row * WIDTH + columns, total, inside)
+    total = total.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
+    tl.store(inverse_rms_ptr + row, inverse_rms)
+    weight = tl.load(weight_ptr + columns, inside).to(tl.float32)
+    tl.store(normed_ptr + row * WIDTH + columns, (total * inverse_rms * weight).to(x.dtype), inside)
+
+
+@triton.jit
+def _add_rms_norm_backward_kernel(
+    grad_total_ptr,
+    grad_normed_ptr,
+    total_ptr,
+    weight_ptr,
+    inverse_rms_ptr,
+    grad_ptr,
+    parts_ptr,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """With x̂ = x · inverse_rms and g = grad_normed · weight: dx = inverse_rms (g - x̂ mean(g x̂))."""
+    # int64, as tensors may have more than 2³¹ elements
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
+    weight_grad = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(program, num_rows, tl.num_programs(0), num_stages=2):
+        places = row * WIDTH + columns
+        inverse_rms = tl.load(inverse_rms_ptr + row)
+        grad_normed = tl.load(grad_normed_ptr + places, inside, other=0.0).to(tl.float32)
+        x = tl.load(total_ptr + places, inside, other=0.0).to(tl.float32) * inverse_rms
+        grad_total = tl.load(grad_total_ptr + places, inside, other=0.0)
+        weight_grad += grad_normed * x
+        g = grad_normed * weight
+        grad = inverse_rms * (g - x * (tl.sum(g * x, 0) / WIDTH)) + grad_total.to(tl.float32)
+        tl.store(grad_ptr + places, grad.to(grad_total.dtype), inside)
+    tl.store(parts_ptr + program * WIDTH + columns, weight_grad, inside)

@@ -20,8 +20,8 @@ COLUMNS = tl.constexpr(8)
 # A row of the coefficients, float32: decay, step size, sqrt of the second bias correction, gradient
 # scale, and 0 if the step is skipped.
 COEFFICIENTS = tl.constexpr(8)
-BLOCK = 4096
-NUM_WARPS = 8
+BLOCK = 1024
+NUM_WARPS = 4
 TENSOR_BLOCK = 64
 # How many graphs may be captured between two steps outside of graphs.
 SPARES = 8

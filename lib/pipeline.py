@@ -1,18 +1,25 @@
 """The steps from text to a trained model, each skipped when its result is there already."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
 import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib.config import TokenizeConfig
+from lib.config_training import PipelineConfig
 from lib.corpus import Corpus, prepare_corpus
 from lib.files import make_folder, write_atomically
 from lib.token_array import tokenize_file
 from lib.tokenizer import Tokenizer, train_bpe
+
+if TYPE_CHECKING:
+    from lib.train import TrainResult
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +71,45 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
             )
             rows.append(meter.row(part, manifest.source_bytes, manifest.num_tokens, path))
     return rows
+
+
+def run_pipeline(
+    config: PipelineConfig, *, progress_bar: ProgressBar
+) -> tuple[list[dict[str, Any]], TrainResult, list[str]]:
+    """Corpus -> tokenizer and token arrays -> training -> sampled text.
+
+    Each step is skipped when its result is there and was made from the same content and settings.
+
+    Returns:
+        The rows of `tokenize_corpus` (none with `skip_data`), what became of the training, and each
+        prompt with its continuation (none when the training was stopped).
+
+    Raises:
+        ValueError, OSError: as `tokenize_corpus`, `lib.train.train` and `lib.generate.load_model`.
+    """
+    from lib.generate import generate_text, load_model
+    from lib.train import train
+
+    rows, training = [], config.train
+    if not config.skip_data:
+        rows = tokenize_corpus(config.corpus, progress_bar=progress_bar)
+        training = dataclasses.replace(training, data=training.data or config.corpus.output_dir)
+    result = train(training)
+    if result.status == "stopped":
+        return rows, result, []
+    model, tokenizer, _ = load_model(result.checkpoint, training.device)
+    sample = config.sample
+    texts = generate_text(
+        model,
+        tokenizer,
+        sample.prompts,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=sample.temperature,
+        top_k=sample.top_k,
+        top_p=sample.top_p,
+        seed=sample.sample_seed,
+    )
+    return rows, result, [prompt + text for prompt, text in zip(sample.prompts, texts)]
 
 
 def train_tokenizer(

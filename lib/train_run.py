@@ -57,6 +57,8 @@ def prepare(config: TrainConfig) -> Run:
     device = pick_device(config.device)
     dtype = pick_dtype(device, config.dtype)
     _check_device(config, device, dtype)
+    if config.data is None:
+        raise ValueError("data is None; right is: a folder that `python -m lib tokenize` made")
     tokenizer_path = config.data / "tokenizer.json"
     if not tokenizer_path.exists():
         raise FileNotFoundError(

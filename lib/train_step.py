@@ -7,6 +7,7 @@ device, so that the host can run ahead, and a CUDA graph can replay the whole st
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -72,13 +73,13 @@ class TrainStep:
         self.windows = torch.zeros(
             *shape, model.config.context_length + 1, dtype=torch.int64, device=device
         )
-        uses_scale = dtype == torch.float16
-        self.loss_scale = torch.tensor(FIRST_LOSS_SCALE if uses_scale else 1.0, device=device)
+        self.uses_scale = dtype == torch.float16
+        self.loss_scale = torch.tensor(FIRST_LOSS_SCALE if self.uses_scale else 1.0, device=device)
         self.good_steps = torch.zeros((), device=device)
         # a hold makes a step change nothing, for the warm-up before a graph is recorded
         self.hold = torch.zeros((), dtype=torch.bool, device=device)
-        self.rows = torch.zeros(config.log_interval, 3, device=device)
-        self.next_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.rows = torch.zeros(config.log_interval, 2, device=device)
+        self.next_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.unread = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -106,8 +107,8 @@ class TrainStep:
         places = [(last - self.unread + i) % size for i in range(self.unread)]
         self.unread = 0
         return [
-            StepLog(loss, norm, bool(skipped))
-            for loss, norm, skipped in map(rows.__getitem__, places)
+            StepLog(loss, norm, not (math.isfinite(loss) and math.isfinite(norm)))
+            for loss, norm in map(rows.__getitem__, places)
         ]
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -125,23 +126,27 @@ class TrainStep:
         return torch.autocast(self.device.type, self.dtype, enabled=is_short)
 
     def _step(self) -> None:
-        count = len(self.windows)
-        loss = torch.zeros((), device=self.device)
+        # few operations beside model and optimizer: a small model feels each kernel
+        losses = []
         for windows in self.windows:
-            part = self._loss(windows[:, :-1], windows[:, 1:]) / count
-            (part * self.loss_scale).backward()
-            loss += part.detach()
-        norm = grad_norm(self.params) / self.loss_scale
-        is_finite = torch.isfinite(norm) & torch.isfinite(loss)
+            loss = self._loss(windows[:, :-1], windows[:, 1:]) / len(self.windows)
+            (loss * self.loss_scale if self.uses_scale else loss).backward()
+            losses.append(loss.detach())
+        norm = grad_norm(self.params)
+        if self.uses_scale:
+            norm = norm / self.loss_scale
+        row = torch.stack((sum(losses), norm))
+        is_finite = row.isfinite().all()
         max_norm = self.config.optimizer.max_grad_norm
-        scale = clip_coefficient(norm, max_norm) if max_norm else torch.ones_like(norm)
-        self.optimizer.step(grad_scale=scale / self.loss_scale, skip=~is_finite | self.hold)
-        self.optimizer.zero_grad(set_to_none=True)
-        row = torch.stack((loss, norm, (~is_finite).float()))
-        self.rows.index_copy_(0, self.next_row.view(1), row.view(1, -1))
-        self.next_row.copy_((self.next_row + 1) % len(self.rows))
-        if self.dtype == torch.float16:
+        scale = clip_coefficient(norm, max_norm) if max_norm else None
+        if self.uses_scale:
+            scale = (1 if scale is None else scale) / self.loss_scale
             self._adapt_loss_scale(is_finite)
+        skip = is_finite.logical_not_().logical_or_(self.hold)
+        self.optimizer.step(grad_scale=scale, skip=skip)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.rows.index_copy_(0, self.next_row, row.unsqueeze(0))
+        self.next_row.add_(1).remainder_(len(self.rows))
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.autocast():

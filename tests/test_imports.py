@@ -14,6 +14,9 @@ FLOORS = {
     "__main__": 5,
     "benchmark": 4,
     "exercises": 4,
+    "exercises_model": 4,
+    "exercises_tokenizer": 4,
+    "exercises_training": 4,
     "kaggle": 4,
     "notebook": 4,
     "notebook_cells": 4,
@@ -23,6 +26,8 @@ FLOORS = {
     "site": 4,
     "site_templates": 4,
     "widgets": 4,
+    "widgets_model": 4,
+    "widgets_training": 4,
     "benchmark_training": 4,
     "evaluate": 3,
     "generate": 3,
@@ -43,6 +48,8 @@ WITH_TORCH = {
     "ddp",
     "distributed",
     "evaluate",
+    "exercises_model",
+    "exercises_training",
     "flash_attention",
     "flash_attention_triton",
     "generate",
@@ -58,6 +65,7 @@ WITH_TORCH = {
     "train",
     "train_run",
     "train_step",
+    "widgets_training",
 }
 FILES = sorted(path.stem for path in (ROOT / "lib").glob("*.py") if path.stem != "__init__")
 

@@ -184,14 +184,15 @@ def test_float16_gradients_of_many_tokens_neither_vanish_nor_overflow(device, lo
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_error_is_at_most_twice_pytorchs(dtype):
-    hidden, weight, targets = make_inputs(257, 32, 101, dtype)
+@pytest.mark.parametrize("chunk_tokens", [None, 1])
+def test_low_precision_error_is_at_most_twice_pytorchs(dtype, chunk_tokens):
+    hidden, weight, targets = make_inputs(513, 32, 101, dtype)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     right = with_gradients(reference(*wide, targets), *wide)
     peer = with_gradients(F.cross_entropy(hidden @ weight.T, targets), hidden, weight)
-    ours = with_gradients(linear_cross_entropy(hidden, weight, targets), hidden, weight)
-    for a, b, c in zip(ours, peer, right):
-        assert (a.double() - c).abs().max() <= 2 * (b.double() - c).abs().max()
+    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens)
+    for a, b, c in zip(with_gradients(loss, hidden, weight), peer, right):
+        assert (a.double() - c).norm() <= 2 * (b.double() - c).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -253,7 +254,7 @@ def test_the_plain_cross_entropy_holds_all_logits_in_float32():
     assert largest.elements == 96 * 1024
 
 
-def test_by_default_a_chunk_of_logits_takes_at_most_a_gibibyte(monkeypatch):
+def test_by_default_a_chunk_has_as_many_tokens_as_its_logits_fit(monkeypatch):
     monkeypatch.setattr("lib.loss.CHUNK_BYTES", 5 * 11 * 4)
     hidden, weight, targets = make_inputs(dtype=torch.float32, d_model=2)
     with LargestTensor(torch.float32) as largest:
@@ -292,14 +293,15 @@ def test_a_chunk_holds_at_least_one_token(chunk_tokens):
 
 @ON_KERNEL_DEVICES
 @pytest.mark.parametrize("dtype", [torch.float32, *SHORT_TYPES], ids=str)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 11), (5, 4096), (2, 4097)])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 11), (5, 4096), (2, 4097), (2, 8193)])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("scale", [1, 30])
 def test_the_loss_kernel_is_the_formula(device, dtype, shape, z_loss, scale):
     from lib.loss_triton import loss_and_grad
 
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+    # rising, so that the kernel finds a new maximum in each block
+    logits = (torch.randn(*shape, generator=generator) * scale).sort().values.to(device, dtype)
     targets = torch.randint(shape[1], shape[:1], generator=generator).to(device)
     wide = logits.double().requires_grad_()
     right = F.cross_entropy(wide, targets, reduction="none")
@@ -310,7 +312,7 @@ def test_the_loss_kernel_is_the_formula(device, dtype, shape, z_loss, scale):
     torch.testing.assert_close(losses.double(), right.detach(), rtol=1e-5, atol=1e-5)
     # rounded once
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    tolerance = {"rtol": max(torch.finfo(dtype).eps, 1e-4), "atol": max(smallest, 1e-8)}
+    tolerance = {"rtol": max(torch.finfo(dtype).eps, 1e-4), "atol": max(smallest, 1e-7)}
     torch.testing.assert_close(logits.double(), gradient, **tolerance)
 
 

@@ -457,6 +457,7 @@ def test_a_compiled_model_has_the_same_loss_and_gradients():
         torch.testing.assert_close(gradient, eager[name], rtol=1e-3, atol=1e-5)
 
 
+LAYOUTS = ["tokens first", "heads first", "reversed", "expanded"]
 # (batch, length, heads, head_dim)
 QKV_SHAPES = [(1, 1, 1, 2), (2, 5, 3, 20), (2, 3, 1, 80), (1, 7, 4, 8), (3, 2, 5, 6)]
 
@@ -487,21 +488,23 @@ def in_layout(gradient: Tensor, layout: str) -> Tensor:
 @ON_KERNEL_DEVICES
 @ON_DTYPES
 @pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
-@pytest.mark.parametrize("layout", ["tokens first", "heads first", "reversed", "expanded"])
-def test_the_rope_kernel_is_the_module(device, dtype, shape, layout):
+@pytest.mark.parametrize("first_layout", LAYOUTS)
+def test_the_rope_kernel_is_the_module(device, dtype, shape, first_layout):
     from lib.model_triton import rotated_qkv
 
     rope = RotaryEmbedding(shape[3], shape[1] + 3, device=device)
     qkv = make_qkv(shape, dtype, device)
     ours = rotated_qkv(qkv, rope.cos, rope.sin)
     right = rotated_by_the_module(qkv, rope)
-    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     for a, b in zip(ours, right):
         torch.testing.assert_close(a, b, **tolerance)
 
+    # each in a layout of its own
+    start = LAYOUTS.index(first_layout)
     upstream = [
         in_layout(torch.randn(shape, generator=seeded(i)).to(device, dtype), layout)
-        for i in range(3)
+        for i, layout in enumerate((LAYOUTS * 2)[start : start + 3])
     ]
     (gradient,) = torch.autograd.grad(ours, qkv, upstream)
     (peer,) = torch.autograd.grad(right, qkv, upstream)
@@ -537,6 +540,37 @@ def test_the_swiglu_kernel_is_the_formula(device, dtype, shape):
     torch.testing.assert_close(gradient.float(), peer, **tolerance)
 
 
+@ON_KERNEL_DEVICES
+@ON_DTYPES
+@pytest.mark.parametrize("shape", [(1, 2), (2, 3, 44), (1, 5, 65), (1500, 8)], ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=str)
+def test_the_norm_kernel_is_the_sum_and_the_module(device, dtype, shape, weight_dtype):
+    from lib.model_triton import add_rms_norm
+
+    x, branch, grad_total, grad_normed = (
+        torch.randn(shape, generator=seeded(i)).to(device, dtype) for i in range(4)
+    )
+    weight = (1 + 0.3 * torch.randn(shape[-1], generator=seeded(4))).to(
+        device, weight_dtype or dtype
+    )
+    inputs = [tensor.requires_grad_() for tensor in (x, branch, weight)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+
+    ours = add_rms_norm(*inputs, 1e-5)
+    assert ours[0].equal(x + branch)
+    # the norm sees the rounded sum
+    total = wide[0] + wide[1] + (ours[0].detach().double() - (wide[0] + wide[1]).detach())
+    right = [total, F.rms_norm(total, shape[-1:], wide[2], 1e-5)]
+    upstream = [grad_total, grad_normed]
+    gradients = torch.autograd.grad(ours, inputs, upstream)
+    peers = torch.autograd.grad(right, wide, [gradient.double() for gradient in upstream])
+    step = torch.finfo(dtype).eps
+    for a, b in zip((*ours, *gradients), (*right, *peers)):
+        torch.testing.assert_close(
+            a.double(), b, rtol=4 * step, atol=4 * step * b.abs().max().item()
+        )
+
+
 @pytest.mark.skipif(INTERPRETING, reason="this is the process inside")
 def test_the_kernels_in_the_interpreter(quiet_environment):
     pytest.importorskip("triton")
@@ -569,7 +603,7 @@ def test_a_gpu_gives_the_loss_and_gradients_of_the_cpu(settings, dtype):
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
         loss = on_gpu.loss(token_ids.cuda(), targets.cuda(), z_loss=0.01)
     loss.backward()
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
     assert loss.item() == pytest.approx(right.item(), rel=tolerance)
     for name, gradient in gradients(model).items():
         error = gradients(on_gpu)[name].cpu() - gradient

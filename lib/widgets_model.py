@@ -1,0 +1,210 @@
+"""Figures of the model notebook that a slider moves: RoPE, the width of a head, attention patterns.
+
+As in `lib.widgets`, some further pictures are hidden while the slider is alive and are shown where
+nobody can move it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from lib.plots import BLACK, BLUE, GRID, PAPER, VERMILLION, alt_text, house_figure
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+# From the paper of the page to the house's blue, getting darker all the way.
+SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#00304D"])
+
+
+def figure_slider(
+    draw: Callable[[Figure, Any], None],
+    values: Mapping[str, Any],
+    *,
+    description: str,
+    still: Sequence[str] = (),
+    width: float = 7.0,
+    height: float = 3.0,
+) -> VBox:
+    """A slider above the figure of the value it points to; arrow keys move it.
+
+    Args:
+        draw: fills an empty figure for one of the values.
+        values: what the slider reads -> what `draw` gets; the first comes first.
+        still: the readings that are also shown where nobody can move the slider.
+        width, height: of the figure, in inches.
+
+    Raises:
+        ValueError: there are no values, or `still` has a reading that is none of them.
+    """
+    import ipywidgets
+
+    unknown = [name for name in still if name not in values]
+    if not values or unknown:
+        raise ValueError(f"still has {unknown}; right are some of: {', '.join(values)}")
+
+    @functools.cache
+    def picture(name: str) -> dict[str, Any]:
+        with house_figure(width=width, height=height, squeeze=False) as (figure, _):
+            figure.clear()
+            draw(figure, values[name])
+            return _picture(figure)
+
+    first, *_ = values
+    slider = ipywidgets.SelectionSlider(
+        options=list(values),
+        description=description,
+        style={"description_width": "initial"},
+        layout=ipywidgets.Layout(width="min(100%, 40rem)"),
+    )
+    # as tall as the figure, so that what follows does not jump
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height=f"{height:g}in"))
+    view.outputs = (picture(first),)
+
+    def show(change: Mapping[str, Any]) -> None:
+        view.outputs = (picture(change["new"]),)
+
+    slider.observe(show, "value")
+    others = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
+    others.outputs = tuple(picture(name) for name in still if name != first)
+    return ipywidgets.VBox([slider, view, others])
+
+
+def _picture(figure: Figure) -> dict[str, Any]:
+    """The figure as a notebook's output, with twice the pixels of its size on the page."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=200)
+    encoded = base64.b64encode(image.getvalue()).decode()
+    width, height = (int(100 * inches) for inches in figure.get_size_inches())
+    return {
+        "output_type": "display_data",
+        "data": {"image/png": encoded, "text/plain": alt_text(figure)},
+        "metadata": {"image/png": {"width": width, "height": height}},
+    }
+
+
+def rope_slider(*, distance: int = 5, head_dim: int = 8, theta: float = 100.0) -> VBox:
+    """A key and a query some tokens later walk through a text; the slider says where they are.
+
+    Each pair of coordinates turns at its own speed, and the angle between the two stays.
+    """
+    draw = functools.partial(draw_rotation, distance=distance, head_dim=head_dim, theta=theta)
+    values = {str(position): position for position in range(33)}
+    return figure_slider(
+        draw, values, description="position of the key", still=("3", "20"), width=8.4, height=2.9
+    )
+
+
+def draw_rotation(
+    figure: Figure, position: int, *, distance: int = 5, head_dim: int = 8, theta: float = 100.0
+) -> None:
+    """A circle for each pair of coordinates, with the key at `position` and the query behind it.
+
+    Both start from the same random unit vector in each pair, so that all that parts them is how far
+    they are turned.
+    """
+    num_pairs = head_dim // 2
+    starts = np.random.default_rng(2).uniform(0, 2 * math.pi, num_pairs)
+    all_axes = figure.subplots(ncols=num_pairs)
+    scores = np.cos(distance * theta ** (-np.arange(num_pairs) / num_pairs))
+    figure.suptitle(
+        f"key at {position}, query at {position + distance}: "
+        f"score {scores.sum():.3f}, whatever the position",
+        x=0.01,
+        ha="left",
+        weight="bold",
+    )
+    for pair, axes in enumerate(all_axes):
+        speed = theta ** (-pair / num_pairs)
+        axes.add_patch(_circle())
+        for name, place, color in (
+            ("key", position, VERMILLION),
+            ("query", position + distance, BLUE),
+        ):
+            angle = starts[pair] + place * speed
+            tip = (math.cos(angle), math.sin(angle))
+            style = {"arrowstyle": "-|>", "color": color, "linewidth": 2.2, "shrinkA": 0}
+            axes.annotate("", tip, (0, 0), arrowprops=style | {"shrinkB": 0})
+            axes.plot([], [], color=color, marker="", label=name)
+        axes.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xticks=[], yticks=[])
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_title(f"pair {pair}", fontsize=11)
+        axes.set_xlabel(f"{speed:.3g} rad a token\npart of score {scores[pair]:.3f}", fontsize=10)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="upper right", ncols=2)
+
+
+def _circle() -> Any:
+    from matplotlib.patches import Circle
+
+    return Circle((0, 0), 1, fill=False, color=GRID, linewidth=1.2)
+
+
+def scale_slider(*, num_keys: int = 16) -> VBox:
+    """What softmax makes of random scores, as heads get wider, with and without the scale."""
+    values = {str(4**power): 4**power for power in range(1, 6)}
+    draw = functools.partial(draw_scale, num_keys=num_keys)
+    still = ("64", "1024")
+    return figure_slider(draw, values, description="head_dim", still=still, height=2.9)
+
+
+def draw_scale(figure: Figure, head_dim: int, *, num_keys: int = 16) -> None:
+    """Bars of the attention that one random query pays to random keys of width `head_dim`."""
+    generator = np.random.default_rng(0)
+    query = generator.standard_normal(head_dim)
+    scores = generator.standard_normal((num_keys, head_dim)) @ query
+    all_axes = figure.subplots(ncols=2, sharey=True)
+    titles = {"q · k": 1.0, "q · k / √head_dim": 1 / math.sqrt(head_dim)}
+    for axes, color, (title, scale) in zip(all_axes, (VERMILLION, BLUE), titles.items()):
+        exponentials = np.exp(scale * (scores - scores.max()))
+        weights = np.sort(exponentials / exponentials.sum())[::-1]
+        axes.bar(range(1, num_keys + 1), weights, color=color)
+        axes.set(ylim=(0, 1.02), xlabel="key, by weight")
+        axes.set_title(f"softmax of {title}", fontsize=11)
+        text = f"head_dim {head_dim}\nlargest weight {weights[0]:.2f}"
+        axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top", color=BLACK)
+        axes.grid(visible=False, axis="x")
+    all_axes[0].set_ylabel("attention weight")
+
+
+def pattern_slider(patterns: Mapping[str, np.ndarray], tokens: Sequence[str]) -> VBox:
+    """The attention of one head after the other on the same text.
+
+    Args:
+        patterns: the head's name -> its weights, (queries, keys).
+        tokens: the text's tokens, as they are to be read.
+    """
+    names = list(patterns)
+    still = (names[len(names) // 2], names[-1])
+
+    def draw(figure: Figure, weights: np.ndarray) -> None:
+        draw_pattern(figure.subplots(), weights, tokens)
+
+    size = min(8.0, 2.2 + 0.2 * len(tokens))
+    return figure_slider(
+        draw, patterns, description="head", still=still, width=size + 0.6, height=size
+    )
+
+
+def draw_pattern(axes: Axes, weights: np.ndarray, tokens: Sequence[str]) -> None:
+    """Attention weights, (queries, keys), as a grid: each row says where a token looks."""
+    image = axes.imshow(weights, cmap=SHADES, vmin=0, vmax=1)
+    places = range(len(tokens))
+    axes.set_xticks(places, tokens, rotation=90, family="monospace", fontsize=8)
+    axes.set_yticks(places, tokens, family="monospace", fontsize=8)
+    axes.set(xlabel="key: what is looked at", ylabel="query: who looks")
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.6)
+    bar.set_label("attention weight")
+    bar.outline.set_visible(False)

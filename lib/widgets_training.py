@@ -1,0 +1,178 @@
+"""What notebook 03 shows while something moves: a loss curve that grows, sliders for sampling."""
+
+from __future__ import annotations
+
+import html
+import io
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lib import plots
+from lib.generate import next_token_probabilities
+from lib.widgets import visible
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+    from ipywidgets import VBox
+
+    from lib.tokenizer import Tokenizer
+
+# Drawing takes at most this share of the time, and at most one figure a second.
+DRAWING_SHARE = 0.03
+SECONDS_APART = 1.0
+
+ROW = "display:grid;grid-template-columns:7.5em 12em 4em;align-items:center;gap:.5em;height:1.45em"
+TOKEN = "text-align:right;font:13px ui-monospace,monospace;white-space:pre;overflow:hidden"
+BAR = f"height:.95em;box-sizing:border-box;border:1px solid {plots.BLUE};min-width:1px;width:"
+# What `sampling_sliders` shows where nobody can move the sliders: temperature and top-p.
+STILL_SETTINGS = ((1.0, 1.0), (0.5, 1.0), (1.5, 1.0), (1.0, 0.9), (1.0, 0.5), (1.5, 0.9))
+
+
+class LossCurve:
+    """A figure of the losses, drawn anew in the same place while a run goes on.
+
+    The last drawing stays, also in a stored notebook, and also when the run is stopped.
+
+    Args:
+        steps: of the whole run.
+        records: lines of metrics of an earlier part of the run.
+        references: name -> a loss to compare with, drawn as a horizontal line.
+
+    Example:
+        with LossCurve(config.steps) as curve:
+            train(config, on_metrics=curve)
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        records: Iterable[Mapping[str, Any]] = (),
+        references: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.steps, self.records, self.references = steps, list(records), references or {}
+        self.clock = clock
+
+    def __enter__(self) -> LossCurve:
+        from IPython.display import display
+
+        self.handle = display(self._image(), display_id=True)
+        self.next_drawing = self.clock()
+        return self
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Add a line of metrics; draw if the last drawing is old enough."""
+        self.records.append(record)
+        started = self.clock()
+        if started >= self.next_drawing:
+            self._show()
+            now = self.clock()
+            self.next_drawing = now + max(SECONDS_APART, (now - started) / DRAWING_SHARE)
+
+    def __exit__(self, *error: object) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        if self.handle is not None:
+            self.handle.update(self._image())
+
+    def _image(self) -> Image:
+        from IPython.display import Image
+
+        file = io.BytesIO()
+        with plots.house_figure(width=7.0, height=3.6) as (figure, axes):
+            draw_losses(axes, self.records, self.steps, self.references)
+            figure.savefig(file, format="png")
+            alt = plots.alt_text(figure)
+        return Image(file.getvalue(), format="png", retina=True, alt=alt)
+
+
+def draw_losses(
+    axes: Any,
+    records: Iterable[Mapping[str, Any]],
+    steps: int,
+    references: Mapping[str, float] | None = None,
+) -> None:
+    """Training and validation loss of metrics `records` against steps, on matplotlib's `axes`."""
+    series = {
+        "loss": ("training", {"marker": "", "color": plots.BLUE}),
+        "validation_loss": ("validation", {"linestyle": "--", "color": plots.VERMILLION}),
+    }
+    records = list(records)
+    for key, (name, style) in series.items():
+        points = [(record["step"], record[key]) for record in records if key in record]
+        axes.plot(*(zip(*points) if points else ((), ())), label=name, **style)
+    for name, loss in (references or {}).items():
+        axes.axhline(loss, color=plots.INK, linewidth=1, linestyle=":")
+        axes.annotate(name, (steps, loss), xytext=(0, 3), textcoords="offset points", ha="right")
+    axes.set(xlim=(0, steps), xlabel="step", ylabel="loss (nats per token)", title="Loss")
+    axes.legend(loc="upper right" if not references else "center right")
+
+
+def sampling_bars(
+    logits: Tensor, tokenizer: Tokenizer, temperature: float, top_p: float, *, num_bars: int = 12
+) -> str:
+    """HTML: the likeliest next tokens, their probabilities as bars, hollow where top-p cuts.
+
+    Args:
+        logits: (vocab,).
+        num_bars: tokens shown; those behind are summed up in words.
+    """
+    before = next_token_probabilities(logits, temperature)
+    after = next_token_probabilities(logits, temperature, top_p=top_p)
+    ranked, ids = before.topk(min(num_bars, len(before)))
+    rows = []
+    for token_id, probability in zip(ids.tolist(), ranked.tolist()):
+        kept = after[token_id].item()
+        # an id behind the tokenizer's only fills up the embedding
+        token = tokenizer.vocab.get(token_id, b"")
+        fill = f";background:{plots.BLUE}" if kept else ""
+        rows.append(
+            f'<div style="{ROW}"><span style="{TOKEN}">{html.escape(visible(token))}</span>'
+            f'<span style="{BAR}{100 * (kept or probability):.2f}%{fill}"></span>'
+            f"<span>{f'{kept:.1%}' if kept else 'cut'}</span></div>"
+        )
+    count = int((after > 0).sum())
+    caption = f"Temperature {temperature:g}, top-p {top_p:g}: {count:,} of {len(before):,} tokens"
+    return f'<div style="margin:0 2em 1em 0"><div>{caption}</div>{"".join(rows)}</div>'
+
+
+def sampling_sliders(logits: Tensor, tokenizer: Tokenizer) -> VBox:
+    """Sliders for temperature and top-p above the bars of `sampling_bars`.
+
+    Where nobody can move them, the bars for a few settings stand side by side.
+    """
+    import ipywidgets
+
+    logits = logits.detach().float().cpu()
+    wide = ipywidgets.Layout(width="min(100%, 30rem)")
+    options = {"step": 0.05, "layout": wide, "readout_format": ".2f"}
+    temperature = ipywidgets.FloatSlider(
+        value=1.0, min=0.0, max=2.0, description="Temperature", **options
+    )
+    top_p = ipywidgets.FloatSlider(value=1.0, min=0.05, max=1.0, description="Top-p", **options)
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="20em"))
+
+    def show(change: Any = None) -> None:
+        view.outputs = _html_output(
+            sampling_bars(logits, tokenizer, temperature.value, top_p.value)
+        )
+
+    for slider in (temperature, top_p):
+        slider.observe(show, "value")
+    show()
+    still = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
+    panels = "".join(
+        sampling_bars(logits, tokenizer, *setting, num_bars=6) for setting in STILL_SETTINGS[1:]
+    )
+    still.outputs = _html_output(f'<div style="display:flex;flex-wrap:wrap">{panels}</div>')
+    return ipywidgets.VBox([temperature, top_p, view, still])
+
+
+def _html_output(markup: str) -> tuple[dict[str, Any], ...]:
+    data = {"text/html": markup, "text/plain": "probabilities as bars"}
+    return ({"output_type": "display_data", "data": data, "metadata": {}},)

@@ -1,0 +1,152 @@
+"""Figures with sliders: what they show, how fast, and what stays where nobody can move them."""
+
+import base64
+import time
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from lib.notebook_cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
+from lib.widgets_model import (
+    draw_pattern,
+    draw_rotation,
+    draw_scale,
+    figure_slider,
+    pattern_slider,
+    rope_slider,
+    scale_slider,
+)
+
+TOKENS = ["the", "·cat", "·sat"]
+CAUSAL = np.tril(np.ones((3, 3))) / np.arange(1, 4)[:, None]
+
+
+def draw_line(figure: Figure, value: float) -> None:
+    axes = figure.subplots()
+    axes.plot([0, value])
+    axes.set(xlabel="x", ylabel="y", title=f"to {value}")
+
+
+def sliders():
+    return {
+        "rope": rope_slider(),
+        "scale": scale_slider(),
+        "pattern": pattern_slider({"one": CAUSAL, "two": np.eye(3), "three": CAUSAL}, TOKENS),
+    }
+
+
+@pytest.fixture(scope="module")
+def built():
+    return sliders()
+
+
+NAMES = ("rope", "scale", "pattern")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_position_shows_a_picture_of_its_own(built, name):
+    slider, view, _ = built[name].children
+    seen = set()
+    for option in list(slider.options)[:3]:
+        slider.value = option
+        data = view.outputs[0]["data"]
+        assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+        seen.add(data["image/png"])
+    # two of the heads look the same
+    assert len(seen) == (2 if name == "pattern" else 3)
+
+
+def test_moving_the_slider_takes_less_than_half_a_second(built):
+    slider = built["rope"].children[0]
+    times = []
+    for option in slider.options[5:12]:
+        started = time.perf_counter()
+        slider.value = option
+        times.append(time.perf_counter() - started)
+    assert sorted(times)[len(times) // 2] < 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_nobody_can_move_it_several_pictures_are_shown(built, name):
+    from ipywidgets import Widget
+
+    state = Widget.get_manager_state(widgets=None)["state"]
+    view = {WIDGET_VIEW: {"model_id": built[name].model_id}, "text/plain": "VBox(…)"}
+    cell = new_code_cell("slider", outputs=[new_output("display_data", view)])
+    metadata = {"widgets": {WIDGET_STATE: {"state": state}}}
+    outputs = static_widgets(new_notebook(cells=[cell], metadata=metadata)).cells[0].outputs
+    pictures = [output for output in outputs if "image/png" in output.data]
+    assert len(pictures) == 3
+    assert all(output.metadata["image/png"]["width"] > 300 for output in pictures)
+    assert not any(WIDGET_VIEW in output.data for output in outputs)
+
+
+def test_a_picture_is_drawn_only_once():
+    drawn = []
+
+    def draw(figure, value):
+        drawn.append(value)
+        draw_line(figure, value)
+
+    slider = figure_slider(draw, {"a": 1, "b": 2}, description="letter", still=["a"]).children[0]
+    for name in "bab":
+        slider.value = name
+    assert drawn == [1, 2]
+
+
+@pytest.mark.parametrize(("values", "still"), [({}, ()), ({"a": 1}, ("b",))])
+def test_a_reading_that_is_not_there_is_named(values, still):
+    with pytest.raises(ValueError, match="still has"):
+        figure_slider(draw_line, values, description="letter", still=still)
+
+
+def test_no_figure_stays_open(built):
+    assert not plt.get_fignums()
+
+
+def arrows(figure: Figure) -> list[np.ndarray]:
+    """(key's tip, query's tip) of each pair."""
+    return [np.array([text.xy for text in axes.texts]) for axes in figure.axes]
+
+
+def test_rotation_keeps_the_angle_between_query_and_key():
+    scores = []
+    for position in (0, 7, 30):
+        figure = Figure()
+        draw_rotation(figure, position, distance=5, head_dim=8, theta=100.0)
+        tips = arrows(figure)
+        assert len(tips) == 4
+        scores.append(sum(key @ query for key, query in tips))
+    expected = sum(np.cos(5 * 100.0 ** (-pair / 4)) for pair in range(4))
+    assert np.allclose(scores, expected)
+
+
+def test_each_pair_turns_at_its_own_speed():
+    before, after = Figure(), Figure()
+    draw_rotation(before, 0, head_dim=8, theta=100.0)
+    draw_rotation(after, 1, head_dim=8, theta=100.0)
+    for pair, (old, new) in enumerate(zip(arrows(before), arrows(after))):
+        turn = np.angle(complex(*new[0]) / complex(*old[0]))
+        assert turn == pytest.approx(100.0 ** (-pair / 4))
+
+
+def test_the_scale_keeps_softmax_soft():
+    figure = Figure()
+    draw_scale(figure, 1024)
+    without, scaled = ([bar.get_height() for bar in axes.patches] for axes in figure.axes)
+    assert sum(without) == pytest.approx(1)
+    assert sum(scaled) == pytest.approx(1)
+    assert max(without) > 0.9
+    assert max(scaled) < 0.5
+
+
+def test_a_pattern_names_its_tokens_and_axes():
+    axes = Figure().subplots()
+    draw_pattern(axes, CAUSAL, TOKENS)
+    assert [label.get_text() for label in axes.get_xticklabels()] == TOKENS
+    assert np.allclose(axes.images[0].get_array(), CAUSAL)
+    assert axes.get_xlabel()
+    assert axes.get_ylabel()
