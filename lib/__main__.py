@@ -120,6 +120,19 @@ def benchmark_tokenizer(arguments: list[str]) -> int:
     return 0
 
 
+def benchmark_training(arguments: list[str]) -> int:
+    """Measure training steps against a peer."""
+    from lib.config import TrainingBenchmarkConfig
+
+    config = parse(TrainingBenchmarkConfig, "benchmark training", arguments)
+
+    from lib.benchmark_training import benchmark_training
+
+    benchmark_training(config)
+    print(config.output / "training_benchmark.md")
+    return 0
+
+
 # name, of one word or two -> what it does with the arguments behind the name
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "pipeline": pipeline,
@@ -128,6 +141,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate,
     "run": run,
     "benchmark tokenizer": benchmark_tokenizer,
+    "benchmark training": benchmark_training,
 }
 
 

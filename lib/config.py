@@ -125,6 +125,46 @@ class TokenizerBenchmarkConfig:
         check(self, "vocab_sizes", min(self.vocab_sizes) > 256, "sizes above 256 bytes")
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainingBenchmarkConfig:
+    """Training steps against a peer, on a GPU."""
+
+    models: tuple[str, ...] = ("gpt2-124m", "matrix")
+    """Names of model presets."""
+
+    batch_sizes: tuple[int, ...] = (32, 8)
+    """Windows a step, for each of `models`."""
+
+    samples: int = 7
+    """How often the peer and the fastest have their turn; the others have three."""
+
+    steps: int = 30
+    """Steps in a turn."""
+
+    ablations: bool = True
+    """Whether candidates with one optimisation left out are measured too."""
+
+    loss: bool = True
+    """Whether the loss is measured too, chunked and with all logits at once."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+    seed: int = 0
+    """Which tokens."""
+
+    output: Path = Path("artifacts")
+    """The folder for records, table and figure."""
+
+    def __post_init__(self) -> None:
+        check(self, "models", bool(self.models), "at least one name")
+        count = len(self.models)
+        check(self, "batch_sizes", len(self.batch_sizes) == count, f"{count}, one for each model")
+        check(self, "batch_sizes", min(self.batch_sizes) > 0, "each at least 1")
+        check(self, "samples", self.samples > 0, "at least 1")
+        check(self, "steps", self.steps > 0, "at least 1")
+
+
 def check(config: Any, field: str, is_right: bool, right: str) -> None:
     """Raise a `ValueError` that names the field, its value and what is right, unless `is_right`."""
     if not is_right:

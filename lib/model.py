@@ -90,7 +90,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_and_value = self.w13(x)
-        if x.is_cuda:
+        if has_kernels(x):
             from lib.model_triton import swiglu
 
             return self.w2(swiglu(gate_and_value))
@@ -174,7 +174,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
         is_plain = rope is not None and positions is None and not self.has_qk_norm
-        if x.is_cuda and is_plain and cache is None:
+        if has_kernels(x) and is_plain and cache is None:
             from lib.model_triton import rotated_qkv
 
             q, k, v = (part.transpose(1, 2) for part in rotated_qkv(qkv, rope.cos, rope.sin))
@@ -275,6 +275,12 @@ class TransformerLM(nn.Module):
             deviation = math.sqrt(2 / sum(self.token_embeddings.weight.shape))
             truncated_normal_(self.token_embeddings.weight, deviation, generator)
 
+    def use_low_precision_weights(self, dtype: torch.dtype) -> None:
+        """Hold the matrices in `dtype`, of which `AdamW` keeps float32 masters; norms stay."""
+        for parameter in self.parameters():
+            if parameter.ndim >= 2:
+                parameter.data = parameter.data.to(dtype)
+
     @property
     def output_weight(self) -> Tensor:
         """The language-model head, (vocab_size, d_model)."""
@@ -307,7 +313,7 @@ class TransformerLM(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             # the residual stream in the short type too: half the bytes in every elementwise step
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.is_cuda and self.config.norm == "pre":
+        if has_kernels(x) and self.config.norm == "pre":
             x = self._fused_layers(x, positions, cache)
         else:
             for index, layer in enumerate(self.layers):
@@ -334,6 +340,11 @@ class TransformerLM(nn.Module):
         """Mean cross-entropy in nats of `targets`, both (batch, length) int64; a float32 scalar."""
         hidden = self.hidden(token_ids).flatten(0, 1)
         return linear_cross_entropy(hidden, self.output_weight, targets.flatten(), z_loss=z_loss)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the elementwise steps on x run as the Triton kernels of `lib.model_triton`."""
+    return x.is_cuda
 
 
 def stack_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

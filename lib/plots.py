@@ -162,3 +162,24 @@ def save_tokenizer_figure(records: Sequence[Mapping[str, Any]], path: str | os.P
                 axes.grid(visible=False, axis="y")
                 axes.margins(x=0.15)
         return save_figure(figure, path)
+
+
+def save_training_figure(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> Path:
+    """Bars of tokens/s from records of `python -m lib benchmark training`, a panel a model."""
+    rows = [record["figures"] for record in records]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    size = {"width": 8.0, "height": 2.6 * len(models)}
+    with house_figure(nrows=len(models), squeeze=False, **size) as (figure, grid):
+        for axes, name in zip(grid[:, 0], models):
+            chosen = [row for row in rows if row["model"] == name][::-1]
+            colors = {"all": BLUE, "nanoGPT-style": ORANGE}
+            bars = axes.barh(
+                [row["candidate"] for row in chosen],
+                [row["tokens_per_s"] / 1e3 for row in chosen],
+                color=[colors.get(row["candidate"], SKY) for row in chosen],
+            )
+            axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+            axes.set(title=name, xlabel="training speed (1,000 tokens/s)", ylabel="candidate")
+            axes.grid(visible=False, axis="y")
+            axes.margins(x=0.12)
+        return save_figure(figure, path)

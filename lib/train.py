@@ -157,9 +157,7 @@ class _Training:
         generator = torch.Generator().manual_seed(self.config.seed)
         self.model = TransformerLM(self.config.model, generator=generator).to(run.device)
         if self.config.low_precision_weights:
-            for parameter in self.model.parameters():
-                if parameter.ndim >= 2:
-                    parameter.data = parameter.data.to(run.dtype)
+            self.model.use_low_precision_weights(run.dtype)
         self.step = TrainStep(self.model, self.config, run.device, run.dtype)
         self.bytes_of_token = bytes_of_token(run.tokenizer)
         self.progress = Progress()

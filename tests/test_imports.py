@@ -44,6 +44,7 @@ FLOORS = {
 WITH_TORCH = {
     "attention",
     "benchmark",
+    "benchmark_training",
     "checkpoint",
     "ddp",
     "distributed",
