@@ -233,7 +233,9 @@ def benchmark_model(
         step = make()
         take(step)
         milliseconds_a_step(functools.partial(take, step), 5, device)
-        return step, (reserved_bytes(device) - before) / 1e9, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        after = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+        return step, (after - before) / 1e9, seconds
 
     peer, *of_peer = prepared(lambda: peer_step(shape, device, dtype))
     fastest, *of_fastest = prepared(lambda: our_step(shape, batch_size, device, dtype))
@@ -316,11 +318,12 @@ def milliseconds_a_step(step: Callable[[], None], steps: int, device: torch.devi
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What PyTorch has taken of the device's memory and needs; 0 on a CPU."""
+    """What PyTorch has taken of the device's memory and needs; the peak is counted from here."""
     gc.collect()
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_reserved(device)
 
 

@@ -234,7 +234,7 @@ class _AddRMSNorm(torch.autograd.Function):
         width = total.shape[-1]
         num_rows = total.numel() // width
         # each program goes through many rows, and so there are few partial sums for the weight
-        num_programs = max(1, min(num_rows // 8, NORM_PROGRAMS))
+        num_programs = min(num_rows, NORM_PROGRAMS)
         parts = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
         grad = torch.empty_like(total)
         _add_rms_norm_backward_kernel[(num_programs,)](

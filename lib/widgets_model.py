@@ -187,12 +187,15 @@ def pattern_slider(patterns: Mapping[str, np.ndarray], tokens: Sequence[str]) ->
     names = list(patterns)
     still = (names[len(names) // 2], names[-1])
 
-    def draw(figure: Figure, weights: np.ndarray) -> None:
-        draw_pattern(figure.subplots(), weights, tokens)
+    def draw(figure: Figure, name: str) -> None:
+        axes = figure.subplots()
+        draw_pattern(axes, patterns[name], tokens)
+        axes.set_title(name)
 
     size = min(8.0, 2.2 + 0.2 * len(tokens))
+    values = dict(zip(names, names))
     return figure_slider(
-        draw, patterns, description="head", still=still, width=size + 0.6, height=size
+        draw, values, description="head", still=still, width=size + 0.6, height=size
     )
 
 
@@ -200,8 +203,8 @@ def draw_pattern(axes: Axes, weights: np.ndarray, tokens: Sequence[str]) -> None
     """Attention weights, (queries, keys), as a grid: each row says where a token looks."""
     image = axes.imshow(weights, cmap=SHADES, vmin=0, vmax=1)
     places = range(len(tokens))
-    axes.set_xticks(places, tokens, rotation=90, family="monospace", fontsize=8)
-    axes.set_yticks(places, tokens, family="monospace", fontsize=8)
+    axes.set_xticks(places, tokens, rotation=90, family="monospace", fontsize=9)
+    axes.set_yticks(places, tokens, family="monospace", fontsize=9)
     axes.set(xlabel="key: what is looked at", ylabel="query: who looks")
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)

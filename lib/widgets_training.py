@@ -66,7 +66,13 @@ class LossCurve:
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Add a line of metrics; draw if the last drawing is old enough."""
-        self.records.append(record)
+        # a resumed run does again what came after its checkpoint
+        kept = [
+            old
+            for old in self.records
+            if old["step"] < record["step"] or old.keys() != record.keys()
+        ]
+        self.records = [*kept, record]
         started = self.clock()
         if started >= self.next_drawing:
             self._show()

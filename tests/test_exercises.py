@@ -66,6 +66,11 @@ def test_the_folded_solution_passes(stub, help_text, capsys):
     assert capsys.readouterr().out.startswith("right")
 
 
+@pytest.mark.parametrize("notebook", ["01_tokenizer", "02_model"])
+def test_a_notebook_has_its_exercises(notebook):
+    assert sum(notebook in case.id for case in EXERCISES) == 3
+
+
 MISTAKES = [
     pytest.param(exercise, name, mistake, id=mistake.__name__.strip("_"))
     for exercise in CHECKED.values()

@@ -55,8 +55,7 @@ def test_each_position_shows_a_picture_of_its_own(built, name):
         data = view.outputs[0]["data"]
         assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
         seen.add(data["image/png"])
-    # two of the heads look the same
-    assert len(seen) == (2 if name == "pattern" else 3)
+    assert len(seen) == 3
 
 
 def test_moving_the_slider_takes_less_than_half_a_second(built):

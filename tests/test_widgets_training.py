@@ -92,6 +92,14 @@ def test_slow_drawing_takes_a_small_share_of_the_time(handle, monkeypatch):
     assert len(handle.shown) <= 6
 
 
+def test_what_a_resumed_run_does_again_is_drawn_once(handle):
+    earlier = [{"step": step, "loss": 9.0} for step in (10, 20, 30)]
+    with LossCurve(100, records=[*earlier, {"step": 30, "validation_loss": 9.0}]) as curve:
+        curve({"step": 20, "loss": 1.0})
+        assert [record["step"] for record in curve.records if "loss" in record] == [10, 20]
+        assert any("validation_loss" in record for record in curve.records)
+
+
 def test_earlier_records_and_references_are_drawn():
     from lib.widgets_training import draw_losses
 
