@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs of the norm's backward pass; about eight for each multiprocessor of a large GPU.
-NORM_PROGRAMS = 1024
+# Of the norm's backward pass: programs, about four for each multiprocessor of a large GPU, and
+# elements that one works on at a time.
+NORM_PROGRAMS = 512
+NORM_ELEMENTS = 2048
 
 
 def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +236,9 @@ class _AddRMSNorm(torch.autograd.Function):
         width = total.shape[-1]
         num_rows = total.numel() // width
         # each program goes through many rows, and so there are few partial sums for the weight
-        num_programs = min(num_rows, NORM_PROGRAMS)
+        block = triton.next_power_of_2(width)
+        rows_at_once = max(1, NORM_ELEMENTS // block)
+        num_programs = min(triton.cdiv(num_rows, rows_at_once), NORM_PROGRAMS)
         parts = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
         grad = torch.empty_like(total)
         _add_rms_norm_backward_kernel[(num_programs,)](
@@ -247,7 +251,8 @@ class _AddRMSNorm(torch.autograd.Function):
             parts,
             num_rows,
             WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
+            ROWS=rows_at_once,
+            BLOCK=block,
         )
         return grad, grad, parts.sum(0).to(weight.dtype), None
 
@@ -290,6 +295,7 @@ def _add_rms_norm_backward_kernel(
     parts_ptr,
     num_rows,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """With x̂ = x · inverse_rms and g = grad_normed · weight: dx = inverse_rms (g - x̂ mean(g x̂))."""
@@ -299,14 +305,18 @@ def _add_rms_norm_backward_kernel(
     inside = columns < WIDTH
     weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
     weight_grad = tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(program, num_rows, tl.num_programs(0), num_stages=2):
-        places = row * WIDTH + columns
-        inverse_rms = tl.load(inverse_rms_ptr + row)
-        grad_normed = tl.load(grad_normed_ptr + places, inside, other=0.0).to(tl.float32)
-        x = tl.load(total_ptr + places, inside, other=0.0).to(tl.float32) * inverse_rms
-        grad_total = tl.load(grad_total_ptr + places, inside, other=0.0)
-        weight_grad += grad_normed * x
-        g = grad_normed * weight
-        grad = inverse_rms * (g - x * (tl.sum(g * x, 0) / WIDTH)) + grad_total.to(tl.float32)
-        tl.store(grad_ptr + places, grad.to(grad_total.dtype), inside)
+    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        places = rows[:, None] * WIDTH + columns[None, :]  # (ROWS, BLOCK)
+        here = (rows < num_rows)[:, None] & inside[None, :]
+        inverse_rms = tl.load(inverse_rms_ptr + rows, rows < num_rows, other=0.0)[:, None]
+        grad_normed = tl.load(grad_normed_ptr + places, here, other=0.0).to(tl.float32)
+        x = tl.load(total_ptr + places, here, other=0.0).to(tl.float32) * inverse_rms
+        grad_total = tl.load(grad_total_ptr + places, here, other=0.0)
+        weight_grad += tl.sum(grad_normed * x, 0)
+        g = grad_normed * weight[None, :]
+        grad = inverse_rms * (g - x * (tl.sum(g * x, 1)[:, None] / WIDTH)) + grad_total.to(
+            tl.float32
+        )
+        tl.store(grad_ptr + places, grad.to(grad_total.dtype), here)
     tl.store(parts_ptr + program * WIDTH + columns, weight_grad, inside)

@@ -183,6 +183,30 @@ def adamw_kernel(
             )
 
 
+@triton.jit
+def square_sum_kernel(
+    table,
+    work,
+    sums,
+    GRAD_DTYPE: tl.constexpr,
+    GRAD_ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the sum of squares of one block of one gradient."""
+    tensor = tl.load(work + tl.program_id(0) * 2)
+    start = tl.load(work + tl.program_id(0) * 2 + 1).to(tl.int64) * BLOCK
+    entry = table + tensor * COLUMNS
+    grad = tl.load(entry + 1).to(tl.pointer_type(GRAD_DTYPE)) + start
+    num_elements = tl.load(entry + 6)
+    offsets = tl.arange(0, BLOCK)
+    if (tl.load(entry + 7) != 0) & (start + BLOCK <= num_elements):
+        g = tl.load(tl.multiple_of(grad, GRAD_ALIGNMENT) + offsets).to(tl.float32)
+        tl.store(sums + tl.program_id(0), tl.sum(g * g, 0))
+    else:
+        g = tl.load(grad + offsets, mask=offsets < num_elements - start, other=0.0).to(tl.float32)
+        tl.store(sums + tl.program_id(0), tl.sum(g * g, 0))
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceList:
     """Integers on the device, the pinned memory they come from, and what they were made for."""
@@ -229,9 +253,7 @@ class FusedAdamW:
         """
         device = params[0].device
         has_master = "master" in states[0]
-        columns = [params, [grad.contiguous() for grad in grads]]
-        for name in ("exp_avg", "exp_avg_sq", "master" if has_master else "exp_avg", "step"):
-            columns.append([state[name] for state in states])
+        columns = _columns(params, grads, states)
         with torch.cuda.device_of(params[0]):
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             one, zero = self._neutral_scalars(device, capturing)
@@ -270,6 +292,28 @@ class FusedAdamW:
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
             )
+
+    @torch.no_grad()
+    def square_sum(
+        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> Tensor:
+        """The sum of squares of all `grads`, 0-dim float32; in two launches, reading each once."""
+        device = params[0].device
+        columns = _columns(params, grads, states)
+        with torch.cuda.device_of(params[0]):
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            table, work, _ = self._tables(columns, device, capturing)
+            sums = torch.empty(len(work), dtype=torch.float32, device=device)
+            square_sum_kernel[(len(work),)](
+                table,
+                work,
+                sums,
+                GRAD_DTYPE=TRITON_DTYPE[grads[0].dtype],
+                GRAD_ALIGNMENT=4 * grads[0].element_size(),
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
+            return sums.sum()
 
     def _tables(
         self, columns: list[list[Tensor]], device: torch.device, capturing: bool
@@ -321,6 +365,16 @@ class FusedAdamW:
             one = torch.ones((), dtype=torch.float32, device=device)
             self._neutral = (one, torch.zeros((), dtype=torch.uint8, device=device))
         return self._neutral
+
+
+def _columns(
+    params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]]
+) -> list[list[Tensor]]:
+    """The tensors whose addresses are the first six columns of the table."""
+    third_state = "master" if "master" in states[0] else "exp_avg"
+    names = ("exp_avg", "exp_avg_sq", third_state, "step")
+    contiguous = [grad.contiguous() for grad in grads]
+    return [params, contiguous, *([state[name] for state in states] for name in names)]
 
 
 def table_rows(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> Tensor:

@@ -185,7 +185,7 @@ class _Training:
         )
         with self.metrics:
             self.clock = time.perf_counter()
-            while self.progress.steps < config.steps and not stop.is_set():
+            while self.progress.steps < config.steps:
                 self._take_step()
                 done = self.progress.steps
                 is_last = done == config.steps
@@ -196,8 +196,12 @@ class _Training:
                 is_due = config.checkpointing_interval > 0 and (
                     done % config.checkpointing_interval == 0
                 )
-                if is_last or is_due or stop.is_set():
+                # asked once, so that a signal between two questions cannot end the run unsaved
+                is_stopping = stop.is_set()
+                if is_last or is_due or is_stopping:
                     self._save()
+                if is_stopping:
+                    break
         return self._result("finished" if self.progress.steps >= config.steps else "stopped")
 
     def _take_step(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lib.config_training import TrainConfig
 from lib.loss import linear_cross_entropy
 from lib.model import TransformerLM
-from lib.optimizer import AdamW, clip_coefficient, grad_norm
+from lib.optimizer import AdamW, clip_coefficient
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -66,7 +67,6 @@ class TrainStep:
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
         self.hidden = torch.compile(model.hidden, dynamic=False) if config.compile else model.hidden
-        self.params = [param for param in model.parameters() if param.requires_grad]
         self.lr = torch.zeros((), device=device)
         self.optimizer = make_optimizer(model, config, self.lr)
         shape = (config.gradient_accumulation_steps, config.batch_size)
@@ -132,7 +132,7 @@ class TrainStep:
             loss = self._loss(windows[:, :-1], windows[:, 1:]) / len(self.windows)
             (loss * self.loss_scale if self.uses_scale else loss).backward()
             losses.append(loss.detach())
-        norm = grad_norm(self.params)
+        norm = self.optimizer.grad_norm()
         if self.uses_scale:
             norm = norm / self.loss_scale
         row = torch.stack((sum(losses), norm))
@@ -188,6 +188,8 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
+        # older releases of PyTorch refuse matrix products on a GPU without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # its backward pass adds in whatever order the blocks arrive
         torch.backends.cuda.enable_cudnn_sdp(False)

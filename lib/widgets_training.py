@@ -156,7 +156,8 @@ def sampling_sliders(logits: Tensor, tokenizer: Tokenizer) -> VBox:
 
     logits = logits.detach().float().cpu()
     wide = ipywidgets.Layout(width="min(100%, 30rem)")
-    options = {"step": 0.05, "layout": wide, "readout_format": ".2f"}
+    style = {"description_width": "6.5em"}
+    options = {"step": 0.05, "layout": wide, "style": style, "readout_format": ".2f"}
     temperature = ipywidgets.FloatSlider(
         value=1.0, min=0.0, max=2.0, description="Temperature", **options
     )

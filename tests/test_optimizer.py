@@ -747,3 +747,28 @@ def test_scalars_on_another_device_are_refused():
     set_gradients(params, seed=0)
     with pytest.raises(ValueError, match="grad_scale is a tensor of shape"):
         AdamW(params).step(grad_scale=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "foreach"])
+def test_the_optimizers_own_norm_is_that_of_all_its_gradients(implementation):
+    params = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7).bfloat16())]
+    unused = torch.nn.Parameter(torch.randn(2))
+    for param in params:
+        param.grad = torch.randn_like(param)
+    groups = [{"params": params[:1]}, {"params": [params[1], unused]}]
+    optimizer = AdamW(groups, implementation=implementation)
+    expected = torch.cat([param.grad.double().flatten() for param in params]).norm()
+    assert float(optimizer.grad_norm()) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.gpu
+def test_the_norm_on_a_gpu_reads_aligned_and_other_gradients():
+    params = [torch.nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (4096, 5000, 3)]
+    shifted = torch.randn(9000, device="cuda").bfloat16()[1:5001]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    params[1].grad = shifted
+    optimizer = AdamW(params, implementation="triton")
+    expected = torch.cat([param.grad.double().flatten() for param in params]).norm()
+    assert float(optimizer.grad_norm()) == pytest.approx(float(expected), rel=1e-6)
+    assert params[1].grad.data_ptr() % 16 != 0
