@@ -310,7 +310,7 @@ class TransformerLM(nn.Module):
         if first:
             positions = torch.arange(first, first + length, device=token_ids.device)
         x = self.token_embeddings(token_ids)
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             # the residual stream in the short type too: half the bytes in every elementwise step
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if has_kernels(x) and self.config.norm == "pre":
