@@ -1,13 +1,21 @@
-"""From a corpus to a tokenizer and token arrays, each step only when it is needed."""
+"""From a corpus to a tokenizer, token arrays, a model and its text; each step only when needed."""
 
 import dataclasses
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from lib.config import TokenizeConfig
+from lib.config_training import (
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    SampleConfig,
+    TrainConfig,
+)
 from lib.data import load_token_array
-from lib.pipeline import tokenize_corpus
+from lib.pipeline import run_pipeline, tokenize_corpus
 from lib.tokenizer import SEPARATOR, Tokenizer
 
 STORY = f"The cat sat on the mat. “Là,” said the dog.\n{SEPARATOR}\n"
@@ -105,3 +113,111 @@ def test_another_tokenizer_in_its_place_is_noticed(config, tmp_path):
     tokenize(config)
     assert (tmp_path / "out" / "train.npy").read_bytes() == tokens
     assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size == 300
+
+
+@pytest.fixture
+def whole(config, tmp_path):
+    """A pipeline of a second."""
+    training = TrainConfig(
+        model=ModelConfig(context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=32),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        runs_dir=tmp_path / "runs",
+        steps=8,
+        batch_size=2,
+        device="cpu",
+        eval_tokens=50,
+    )
+    sample = SampleConfig(prompts=("The cat", ""), max_new_tokens=6)
+    return PipelineConfig(corpus=config, train=training, sample=sample)
+
+
+def run(config):
+    return run_pipeline(config, progress_bar=silent)
+
+
+def with_training(config, **changes):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def stamps(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_pipeline_ends_with_a_model_and_its_text(whole, tmp_path):
+    rows, result, texts = run(whole)
+    assert [row["step"] for row in rows] == ["tokenizer", "train", "validation"]
+    assert (result.status, result.step) == ("finished", 8)
+    assert result.output.parent == tmp_path / "runs"
+    assert len(texts) == 2
+    assert texts[0].startswith("The cat")
+    assert all(len(text) > len(prompt) for text, prompt in zip(texts, whole.sample.prompts))
+
+
+def test_a_pipeline_run_again_trains_nothing_and_says_the_same(whole, tmp_path, monkeypatch):
+    from lib.train_step import TrainStep
+
+    _, before, texts = run(whole)
+    files = stamps(tmp_path)
+    monkeypatch.setattr(TrainStep, "__call__", lambda *a: pytest.fail("it trains"))
+    rows, after, again = run(whole)
+    assert all(row["MB_per_s"] is None for row in rows)
+    assert after.status == "up to date"
+    assert (after.output, after.checkpoint) == (before.output, before.checkpoint)
+    assert again == texts
+    changed = {path.name for path, time in stamps(tmp_path).items() if files.get(path) != time}
+    assert changed <= {".lock"}
+
+
+def test_another_text_under_the_same_name_is_another_run(whole, tmp_path):
+    _, before, _ = run(whole)
+    weights = before.checkpoint / "model.safetensors"
+    kept = weights.read_bytes()
+    (tmp_path / "book.txt").write_text(f"Another story.\n{SEPARATOR}\n" * 400)
+    rows, after, _ = run(whole)
+    assert all(row["MB_per_s"] is not None for row in rows)
+    assert after.status == "finished"
+    assert after.output != before.output
+    assert weights.read_bytes() == kept
+
+
+def test_another_setting_is_another_run_of_the_same_tokens(whole):
+    _, before, _ = run(whole)
+    rows, after, _ = run(with_training(whole, seed=1))
+    assert all(row["MB_per_s"] is None for row in rows)
+    assert after.status == "finished"
+    assert after.output != before.output
+
+
+def test_another_sample_needs_no_training(whole):
+    _, _, (first, _) = run(whole)
+    sample = SampleConfig(prompts=("The dog",), max_new_tokens=0)
+    _, result, texts = run(dataclasses.replace(whole, sample=sample))
+    assert result.status == "up to date"
+    assert texts == ["The dog"] != [first]
+
+
+def test_without_the_data_step_the_arrays_that_there_are_are_used(whole, tmp_path):
+    _, before, texts = run(whole)
+    (tmp_path / "book.txt").unlink()
+    skipping = with_training(whole, data=tmp_path / "out")
+    rows, result, again = run(dataclasses.replace(skipping, skip_data=True))
+    assert rows == []
+    assert (result.status, result.output, again) == ("up to date", before.output, texts)
+
+
+def test_without_the_data_step_a_folder_without_arrays_is_named(whole, tmp_path):
+    skipping = with_training(whole, data=tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="none.*, which has no tokenizer.json"):
+        run(dataclasses.replace(skipping, skip_data=True))
+
+
+def test_a_stopped_pipeline_has_no_text_and_goes_on(whole, monkeypatch):
+    stop = threading.Event()
+    stop.set()
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.train.stop_signals", lambda: nullcontext(stop))
+        rows, result, texts = run(whole)
+    assert (len(rows), result.status, texts) == (3, "stopped", [])
+    _, after, texts = run(whole)
+    assert (after.status, after.step, after.output) == ("finished", 8, result.output)
+    assert len(texts) == 2
