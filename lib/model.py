@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lib import model_cpu
 from lib.attention import attention
 from lib.config_training import ModelConfig
 from lib.kv_cache import KVCache
@@ -73,6 +74,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
+        if x.device.type == "cpu":
+            return model_cpu.rms_norm(wide, self.weight, self.eps).to(x.dtype)
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * inverse_rms * self.weight).to(x.dtype)
 
@@ -94,6 +97,8 @@ class SwiGLU(nn.Module):
             from lib.model_triton import swiglu
 
             return self.w2(swiglu(gate_and_value))
+        if x.device.type == "cpu":
+            return self.w2(model_cpu.swiglu(gate_and_value))
         gate, value = gate_and_value.chunk(2, dim=-1)
         return self.w2(F.silu(gate) * value)
 

@@ -103,7 +103,7 @@ def activation_bytes_by_part(
     *,
     element_bytes: int = 4,
     autocast: bool = True,
-    fused: bool = False,
+    cuda: bool = False,
 ) -> dict[str, int]:
     """Bytes that the forward pass of `TransformerLM.loss` keeps for the backward pass, by part.
 
@@ -112,21 +112,20 @@ def activation_bytes_by_part(
     the feed-forward layer, e = `element_bytes`, and 4 where float32 is kept in any case:
 
     - token_ids: 8 N
-    - norms: each keeps its input and the normalised input, 2 · 4 N d, the inverse root, 4 N, and
-      its result e N d as the next product's input; that of the last norm is not kept.
-      norm `none`: only the products' inputs, 2 L e N d. Norm `pre`, fused: all but the first keep
-      their input and result alone, e N d each, and the inverse root
+    - norms: each keeps the normalised input, 4 N d, the inverse root, 4 N, and its result e N d as
+      the next product's input; that of the last norm is not kept. On CUDA each also keeps its
+      input in float32, 4 N d; but with norm `pre` all but the first keep there their input and
+      result alone, e N d each, and the inverse root. Norm `none`: the products' inputs, 2 L e N d
     - attention: L · e N d times 6: q, k and v as projected, in one tensor that v holds on to; q
       and k turned; the result. Without RoPE 4. `vectorized_torch` in any case 4: copies of q, k
-      and v head by head, the result. RoPE not fused keeps its angles, L · 2 · 4 T head_dim.
-      `qk_norm` adds two norms in each layer, 2 · (2 · 4 N d + 4 N num_heads), or in float32
-      2 · (4 N d + 4 N num_heads), since their inputs are the projection; `vectorized_torch` keeps
-      it too then, and the others q and k without RoPE too. RoPE is not fused with it
+      and v head by head, the result. RoPE on a CPU keeps its angles, L · 2 · 4 T head_dim.
+      `qk_norm` adds two norms in each layer, 2 · (4 N d + 4 N num_heads), and the angles on CUDA
+      too. There its norms keep their inputs as well, which in float32 are the projection:
+      `vectorized_torch` keeps it then, and the others keep q and k without RoPE too
     - scores: `sdpa` keeps the log-sum-exp, L · 4 N num_heads. The textbook kernels keep scores and
       exponentials in float32 and probabilities, L (8 + e) S, and 10 L N num_heads of row sums and
       maxima; and masks, `vectorized_torch` L T² and `scaled_dot_prod_attention` L S
-    - feed_forward: L · 4 e N f (gate and value, silu, product); fused, L · 3 e N f (no silu);
-      `silu`: L · 2 e N f
+    - feed_forward: L · 3 e N f (gate, value, product); `silu`: L · 2 e N f
     - loss: the gradients of its inputs, e (N d + V d)
     - weight_copies: e for each weight of the layers' matrices, under autocast to 2-byte elements
 
@@ -134,8 +133,7 @@ def activation_bytes_by_part(
         context_length: T; that of `config` when left out.
         element_bytes: 4 for float32, 2 for bfloat16 and float16.
         autocast: whether 2-byte elements come from autocast, and not from weights of that type.
-        fused: whether RoPE, SwiGLU and the norms of `pre` are the Triton kernels, as on a CUDA
-            device.
+        cuda: whether the model is on a CUDA device, with its kernels, and not on a CPU.
 
     Raises:
         ValueError: the attention kernel is compiled: the compiler decides what is kept.
@@ -144,11 +142,11 @@ def activation_bytes_by_part(
     tokens = batch_size * length
     matrices = config.num_layers * (4 * config.d_model**2 + _feed_forward_weights(config))
     loss = (tokens + _vocab_size(config)) * config.d_model * element_bytes
-    buffers = (3 if fused else 4) if config.feed_forward == "swiglu" else 2
+    buffers = 3 if config.feed_forward == "swiglu" else 2
     return {
         "token_ids": 8 * tokens,
-        "norms": _norm_bytes(config, tokens, element_bytes, fused=fused),
-        "attention": _attention_bytes(config, batch_size, length, element_bytes, fused=fused),
+        "norms": _norm_bytes(config, tokens, element_bytes, cuda=cuda),
+        "attention": _attention_bytes(config, batch_size, length, element_bytes, cuda=cuda),
         "scores": _score_bytes(config, batch_size, length, element_bytes),
         "feed_forward": config.num_layers * buffers * tokens * config.ff_width * element_bytes,
         "loss": loss,
@@ -163,7 +161,7 @@ def activation_bytes(
     *,
     element_bytes: int = 4,
     autocast: bool = True,
-    fused: bool = False,
+    cuda: bool = False,
 ) -> int:
     """Bytes that the forward pass of `TransformerLM.loss` keeps for the backward pass.
 
@@ -175,42 +173,42 @@ def activation_bytes(
         context_length,
         element_bytes=element_bytes,
         autocast=autocast,
-        fused=fused,
+        cuda=cuda,
     )
     return sum(parts.values())
 
 
-def _norm_bytes(config: ModelConfig, tokens: int, element_bytes: int, *, fused: bool) -> int:
+def _norm_bytes(config: ModelConfig, tokens: int, element_bytes: int, *, cuda: bool) -> int:
     d, num_norms = config.d_model, 2 * config.num_layers
     if config.norm == "none":
         return num_norms * tokens * d * element_bytes
     results = num_norms * tokens * d * element_bytes
-    inside = (2 * 4 * d + 4) * tokens
+    inside = ((8 if cuda else 4) * d + 4) * tokens
     if config.norm == "post":
         # the loss keeps no result of the last norm, but the first product its input
         return num_norms * inside + results
     inside_fused = (d * element_bytes + 4) * tokens
-    return inside + num_norms * (inside_fused if fused else inside) + results
+    return inside + num_norms * (inside_fused if cuda else inside) + results
 
 
 def _attention_bytes(
-    config: ModelConfig, batch_size: int, length: int, element_bytes: int, *, fused: bool
+    config: ModelConfig, batch_size: int, length: int, element_bytes: int, *, cuda: bool
 ) -> int:
     tokens = batch_size * length
     width = tokens * config.d_model
     has_rope, copies_heads = config.positions == "rope", config.attention_kernel == COPIES_HEADS
-    keeps_projection = not copies_heads or (config.qk_norm and element_bytes == 4)
+    keeps_projection = not copies_heads or (cuda and config.qk_norm and element_bytes == 4)
     elements = 1 + 3 * keeps_projection
     if copies_heads:
         elements += 3
     elif has_rope or config.qk_norm:
         elements += 2
     num_bytes = elements * width * element_bytes
-    if has_rope and (config.qk_norm or not fused):
+    if has_rope and (config.qk_norm or not cuda):
         num_bytes += 2 * 4 * length * config.head_dim
     if config.qk_norm:
-        # a float32 input is the projection, which is counted already
-        kept = width if element_bytes == 4 else 2 * width
+        # on CUDA the input too, unless it is the projection in float32, which is counted already
+        kept = 2 * width if cuda and element_bytes < 4 else width
         num_bytes += 2 * 4 * (kept + tokens * config.num_heads)
     return config.num_layers * num_bytes
 

@@ -33,7 +33,7 @@ from lib.model import TransformerLM
 from lib.model_costs import flops_per_token
 from lib.optimizer import cosine_lr
 from lib.strict_json import to_dict
-from lib.train_run import Run, describe_run, prepare
+from lib.train_run import Run, check_same_run, describe_run, prepare
 from lib.train_step import TrainStep, numerics
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ def train(
         numerics(tf32=config.tf32, deterministic=config.deterministic),
         stop_signals() as stop,
     ):
+        # again, since another process may have begun a run there before this one had the lock
+        check_same_run(run.folder, run.config, run.data_sha256)
         return _Training(run, on_metrics).go_on(stop)
 
 

@@ -91,7 +91,7 @@ def prepare(config: TrainConfig) -> Run:
     hashes["tokenizer"] = tokenizer.sha256
     folder = config.output or run_folder(config, hashes)
     make_folder(folder)
-    _check_same_run(folder, config, hashes)
+    check_same_run(folder, config, hashes)
     return Run(
         config,
         folder,
@@ -126,7 +126,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     return {name: fields[name] for name in SETTINGS}
 
 
-def _check_same_run(folder: Path, config: TrainConfig, data_sha256: dict[str, str]) -> None:
+def check_same_run(folder: Path, config: TrainConfig, data_sha256: dict[str, str]) -> None:
     """Refuse a folder that holds another run, or any run where none is to go on."""
     paths = folder / "config.json", folder / "run.json"
     if not all(path.exists() for path in paths):

@@ -58,6 +58,7 @@ WITH_TORCH = {
     "loss",
     "loss_triton",
     "model",
+    "model_cpu",
     "model_triton",
     "optimizer",
     "optimizer_triton",

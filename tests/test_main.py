@@ -12,6 +12,8 @@ import pytest
 from lib import __main__ as command_line
 from lib.__main__ import main, one_line, parse
 from lib.config import TokenizeConfig
+from lib.config_training import GenerateConfig, PipelineConfig, TrainConfig
+from lib.strict_json import from_json, to_json
 
 ROOT = Path(command_line.__file__).parents[1]
 
@@ -62,10 +64,11 @@ def test_help_loads_nothing_that_takes_time():
     assert output.splitlines()[-1] == "[]"
 
 
-def test_flags_of_a_command_load_neither_torch_nor_numba():
+@pytest.mark.parametrize("name", ["tokenize", "pipeline"])
+def test_flags_of_a_command_load_neither_torch_nor_numba(name):
     code = (
         "import sys; from lib.__main__ import main\n"
-        "try: main(['tokenize', '--help'])\n"
+        f"try: main(['{name}', '--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'numba', 'matplotlib') if m in sys.modules])"
     )
@@ -77,7 +80,8 @@ def test_unknown_command_is_refused_with_the_known_ones():
     done = run("tokenise")
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown command 'tokenise'; did you mean 'tokenize'?")
-    assert "tokenize, run" in done.stderr
+    known = "pipeline, tokenize, train, generate, run, benchmark tokenizer, benchmark training"
+    assert f"known: {known}\n" in done.stderr
 
 
 def test_commands_of_two_words_get_the_arguments_behind_them(command):
@@ -243,3 +247,183 @@ def test_tokenize_names_a_missing_text(tmp_path):
     assert done.returncode == 2
     assert "none.txt" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        (["--d_model", "64"], "train.model.d_model", 64),
+        (["--d_model=64"], "train.model.d_model", 64),
+        (["--attention_kernel", "vectorized_torch"], "train.model.attention_kernel", None),
+        (["--no_resume"], "train.resume", False),
+        (["--compile"], "train.compile", True),
+        (["--train.seed", "3"], "train.seed", 3),
+        (["--train.model.vocab_size", "4100"], "train.model.vocab_size", 4100),
+        (["--corpus", "book.txt"], "corpus.corpus", "book.txt"),
+        (["--learning_rate", "0.5"], "train.optimizer.learning_rate", 0.5),
+        (["--prompts", "Now", "Then"], "sample.prompts", ("Now", "Then")),
+        (["--data", "tokens"], "train.data", Path("tokens")),
+    ],
+)
+def test_a_flag_needs_no_more_of_its_path_than_tells_it_apart(flags, path, value):
+    config = parse(PipelineConfig, "pipeline", flags)
+    changed = {
+        name: new for name, new in leaves(config).items() if leaves(PipelineConfig())[name] != new
+    }
+    assert changed == {path: flags[1] if value is None else value}
+
+
+def leaves(config, prefix=""):
+    """Each value of a config and those in it by its name with dots."""
+    values = {}
+    for name, value in vars(config).items():
+        is_config = hasattr(value, "__dataclass_fields__")
+        values |= leaves(value, f"{prefix}{name}.") if is_config else {prefix + name: value}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--seed", "--corpus.seed or --train.seed"),
+        ("--seed=3", "--corpus.seed or --train.seed"),
+        ("--output", "--corpus.output or --train.output"),
+        ("--vocab_size", "--corpus.vocab_size or --train.model.vocab_size"),
+    ],
+)
+def test_a_flag_that_can_be_several_is_refused_with_all_of_them(flag, names, capsys):
+    assert main(["pipeline", flag, "3"]) == 2
+    assert capsys.readouterr().err == f"error: {flag} can be {names}; name one\n"
+
+
+def test_a_flag_that_is_one_in_this_command_is_taken():
+    assert parse(TrainConfig, "train", ["--seed", "3", "--vocab_size", "300"]).seed == 3
+    config = parse(GenerateConfig, "generate", ["--top_p", "0.5", "--checkpoint", "x"])
+    assert (config.sample.top_p, config.checkpoint) == (0.5, Path("x"))
+
+
+def test_wrong_values_of_parts_are_named(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(PipelineConfig, "pipeline", ["--d_model", "30", "--num_heads", "4"])
+    assert caught.value.code == 2
+    output = " ".join("".join(capsys.readouterr()).replace("│", " ").split())
+    assert "d_model 30 is not divisible by num_heads 4" in output
+
+
+def test_a_preset_is_known_by_its_name_and_flags_come_on_top():
+    preset = from_json(PipelineConfig, command_line.PRESETS / "tiny.json")
+    assert parse(PipelineConfig, "pipeline", ["--config", "tiny"]) == preset
+    changed = parse(PipelineConfig, "pipeline", ["--config", "tiny", "--steps", "60"])
+    assert changed.train.steps == 60
+    assert changed.train.model == preset.train.model
+    path = str(command_line.PRESETS / "tiny.json")
+    assert parse(PipelineConfig, "pipeline", ["--config", path]) == preset
+
+
+def test_a_config_that_is_no_preset_and_no_file_is_named(capsys):
+    assert main(["pipeline", "--config", "tinny"]) == 2
+    assert capsys.readouterr().err.startswith("error: tinny: No such file")
+
+
+def test_generate_without_a_run_says_how_to_make_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no training run in artifacts")
+    assert "python -m lib pipeline" in error
+    assert error.count("\n") == 1
+
+
+def test_generate_names_a_folder_without_a_run(tmp_path, capsys):
+    assert main(["generate", "--checkpoint", str(tmp_path)]) == 2
+    assert f"no config.json in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A pipeline of a moment: its config in a file, and what the command said."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "book.txt").write_text("The cat sat on the mat.\n\n<|endoftext|>\n" * 300)
+    fields = {
+        "corpus": {
+            "corpus": str(folder / "book.txt"),
+            "vocab_size": 280,
+            "data_dir": str(folder),
+            "output": str(folder / "tokens"),
+        },
+        "train": {
+            "model": {
+                "context_length": 8,
+                "d_model": 16,
+                "num_layers": 1,
+                "num_heads": 2,
+                "d_ff": 32,
+            },
+            "optimizer": {"warmup_steps": 2},
+            "output": str(folder / "run"),
+            "steps": 10,
+            "batch_size": 2,
+            "device": "cpu",
+        },
+        "sample": {"prompts": ["The cat", "A dog"], "max_new_tokens": 8},
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+    done = run("pipeline", "--config", folder / "config.json")
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_pipeline_prints_what_it_made_and_a_sample(trained):
+    folder, output = trained
+    table, _, sample = output.partition("finished at step 10")
+    assert [line.split()[1] for line in table.splitlines()[2:]] == [
+        "tokenizer",
+        "train",
+        "validation",
+    ]
+    first, second, *texts = sample.splitlines()
+    assert first == f": {folder / 'run'}"
+    assert second.startswith("validation loss 5.")
+    assert second.endswith(" bits per byte")
+    assert texts[:2] == ["", next(text for text in texts if text.startswith("The cat"))]
+    assert "\n\nA dog" in sample
+
+
+def test_train_is_up_to_date_where_the_pipeline_trained(trained):
+    folder, _ = trained
+    config = from_json(PipelineConfig, folder / "config.json").train
+    (folder / "train.json").write_text(to_json(config))
+    done = run("train", "--config", folder / "train.json", "--data", folder / "tokens")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"up to date at step 10: {folder / 'run'}\n"
+
+
+def test_generate_writes_whole_texts_into_a_pipe(trained):
+    folder, output = trained
+    flags = ["--checkpoint", folder / "run", "--max_new_tokens", 8, "--device", "cpu"]
+    done = run("generate", *flags, "--prompts", "The cat", "A dog")
+    assert done.returncode == 0, done.stderr
+    # the sample that the pipeline drew, with the same seed
+    assert output.endswith("\n\n" + done.stdout)
+    assert done.stdout.startswith("The cat")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generate_streams_one_text_to_a_terminal_only(trained, is_terminal, monkeypatch, capsys):
+    import builtins
+
+    pieces = []
+    plain = builtins.print
+    monkeypatch.setattr(
+        builtins, "print", lambda *a, **k: pieces.append(a) or plain(*a, **k), raising=True
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    flags = ["--checkpoint", str(trained[0] / "run"), "--max_new_tokens", "8", "--device", "cpu"]
+    assert main(["generate", *flags, "--prompts", "The cat", "--top_k", "1"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("The cat")
+    assert output.endswith("\n")
+    assert (len(pieces) > 3) is is_terminal
+    # the same text either way
+    assert len(output) > len("The cat\n")
+    assert "".join("".join(map(str, piece)) for piece in pieces) == output[:-1]

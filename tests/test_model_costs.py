@@ -219,7 +219,7 @@ def test_activation_bytes_are_those_that_the_gpu_allocates(kernel, settings, set
             loss = model.loss(token_ids, token_ids)
             kept = torch.cuda.memory_allocated() - before + token_ids.nbytes
         del loss
-    expected = activation_bytes(config, 8, fused=True, **settings_of_dtype)
+    expected = activation_bytes(config, 8, cuda=True, **settings_of_dtype)
     assert expected == pytest.approx(kept, rel=0.05)
 
 

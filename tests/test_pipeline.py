@@ -205,9 +205,16 @@ def test_without_the_data_step_the_arrays_that_there_are_are_used(whole, tmp_pat
     assert (result.status, result.output, again) == ("up to date", before.output, texts)
 
 
+def test_data_that_are_given_are_trained_on_in_place_of_the_corpus(whole, tmp_path):
+    other = tokenize(whole.corpus, output=tmp_path / "other", vocab_size=280)
+    _, result, _ = run(with_training(whole, data=tmp_path / "other"))
+    assert result.output.name.startswith("other-")
+    assert other["tokenizer"]["tokens"] == 280
+
+
 def test_without_the_data_step_a_folder_without_arrays_is_named(whole, tmp_path):
     skipping = with_training(whole, data=tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="none.*, which has no tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"none.*, which has no tokenizer\.json"):
         run(dataclasses.replace(skipping, skip_data=True))
 
 

@@ -29,6 +29,7 @@ from lib.config import TokenizeConfig
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.data import load_token_array
 from lib.evaluate import bytes_of_token, evaluate, unigram_bits_per_byte
+from lib.files import lock_folder
 from lib.generate import load_model
 from lib.metrics import read_metrics
 from lib.pipeline import tokenize_corpus
@@ -481,6 +482,26 @@ def test_a_run_in_another_thread_leaves_signals_alone(config, straight):
     assert_same_run(config.output, straight)
 
 
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(config, monkeypatch):
+    calls = []
+
+    def noted(name, original):
+        return lambda *a, **k: (calls.append(name), original(*a, **k))[1]
+
+    sync, save = lib.metrics.MetricsLog.sync, lib.train.save_checkpoint
+    monkeypatch.setattr(lib.metrics.MetricsLog, "sync", noted("sync", sync))
+    monkeypatch.setattr(lib.train, "save_checkpoint", noted("save", save))
+    train(config)
+    assert calls == ["sync", "save"] * 9
+
+
+def test_deterministic_runs_set_what_older_releases_need_on_a_gpu(config, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    train(config)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
 def test_an_error_in_the_callback_loses_nothing(config, straight):
     def fail(record):
         if record["step"] == 16:
@@ -632,6 +653,32 @@ def test_other_data_in_the_same_folder_are_refused_by_name(stopped, tmp_path):
     with pytest.raises(ValueError, match=r"data\.train was \w+, now \w+"):
         train(dataclasses.replace(stopped, data=other))
     assert contents(stopped.output) == before
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"resume": False}])
+def test_a_run_that_another_process_begins_in_the_folder_meanwhile_is_seen(
+    config, straight, changes, caplog
+):
+    errors = []
+
+    def work():
+        try:
+            train(dataclasses.replace(config, **changes))
+        except ValueError as error:
+            errors.append(str(error))
+
+    with lock_folder(config.output):
+        thread = threading.Thread(target=work)
+        thread.start()
+        limit = time.monotonic() + 60
+        while "waiting for another process" not in caplog.text:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        shutil.copytree(straight, config.output, dirs_exist_ok=True, ignore=lambda *a: [".lock"])
+    thread.join()
+    assert len(errors) == 1
+    assert "holds a run" in errors[0]
+    assert_same_run(config.output, straight)
 
 
 def test_without_resume_a_folder_with_a_run_is_refused(stopped):
