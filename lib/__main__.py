@@ -202,7 +202,11 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
     default = {}
     if given.config is not None:
         presets = {path.stem: path for path in PRESETS.glob("*.json")}
-        default["default"] = from_json(cls, presets.get(given.config) or Path(given.config))
+        path = presets.get(given.config) or Path(given.config)
+        if not path.exists():
+            known = ", ".join(sorted(presets))
+            raise FileNotFoundError(f"--config {path}: no such file, and the presets are: {known}")
+        default["default"] = from_json(cls, path)
     flags = [full_flag(cls, flag) for flag in flags]
     note = (
         "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks.\n"
@@ -227,6 +231,7 @@ def full_flag(cls: type, flag: str) -> str:
     if not flag.startswith("--") or "." in flag.split("=")[0]:
         return flag
     name, *value = flag[2:].split("=", 1)
+    name = name.replace("-", "_")
     no = "no_" if name.startswith("no_") else ""
     paths = field_paths(cls).get(name.removeprefix("no_"), [])
     if len(paths) > 1 and name not in paths:
@@ -262,12 +267,16 @@ def print_corpus(rows: list[dict]) -> None:
 
 def print_training(result) -> int:
     """Where a training run stands; the exit code."""
+    from lib.metrics import read_metrics
+
     print(f"{result.status} at step {result.step}: {result.output}")
-    if result.evaluation is not None:
-        evaluation = result.evaluation
+    lines = read_metrics(result.output / "metrics.jsonl")
+    last = next((line for line in reversed(lines) if "validation_loss" in line), None)
+    if last is not None:
         print(
-            f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
-            f"{evaluation.bits_per_byte:.4f} bits per byte"
+            f"validation loss {last['validation_loss']:.4f}, "
+            f"perplexity {last['validation_perplexity']:.2f}, "
+            f"{last['validation_bits_per_byte']:.4f} bits per byte"
         )
     if result.status == "stopped":
         print("the same command goes on from here")

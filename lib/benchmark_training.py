@@ -173,6 +173,8 @@ def benchmark_training(config: TrainingBenchmarkConfig) -> None:
     Records of an earlier run stay in the .jsonl; table and figure are of this one.
     """
     device = pick_device(config.device)
+    if device.type != "cuda" and FASTEST.get("cuda_graph"):
+        raise ValueError(f"device is {device}; right is: a CUDA device, which this is about")
     dtype = pick_dtype(device, "bfloat16")
     path = config.output / "training_benchmark.jsonl"
     start = len(read_records(path))

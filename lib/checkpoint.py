@@ -192,6 +192,9 @@ def _write(folder: Path, parts: dict[str, dict[str, Tensor]], state: str) -> Non
     for name, tensors in parts.items():
         _save_tensors(tensors, folder / f"{name}.safetensors")
     files.write_atomically(folder / "state.json", state)
+    for file in folder.iterdir():
+        # safetensors lets nobody else read its files, whatever the user's umask
+        file.chmod((folder / "state.json").stat().st_mode)
     # read back from the page cache: hashing on the way would take one more copy in memory
     entries = {p.name: (p.stat().st_size, files.sha256_file(p)) for p in folder.iterdir()}
     files.write_atomically(folder / "manifest.json", to_json(_Manifest(1, entries)))

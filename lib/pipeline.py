@@ -89,8 +89,11 @@ def run_pipeline(
     """
     from lib.generate import generate_text, load_model
     from lib.train import train
+    from lib.train_run import check_machine
 
     rows, training = [], config.train
+    # before a corpus is made, which may take long
+    check_machine(training)
     if not config.skip_data:
         rows = tokenize_corpus(config.corpus, progress_bar=progress_bar)
         training = dataclasses.replace(training, data=training.data or config.corpus.output_dir)

@@ -54,9 +54,7 @@ class Run:
 
 def prepare(config: TrainConfig) -> Run:
     """Open and check all that a run needs, without changing anything but making its folder."""
-    device = pick_device(config.device)
-    dtype = pick_dtype(device, config.dtype)
-    _check_device(config, device, dtype)
+    device, dtype = check_machine(config)
     if config.data is None:
         raise ValueError("data is None; right is: a folder that `python -m lib tokenize` made")
     tokenizer_path = config.data / "tokenizer.json"
@@ -103,6 +101,20 @@ def prepare(config: TrainConfig) -> Run:
         sampler,
         hashes,
     )
+
+
+def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype that `config` means here; refuse what this machine cannot do.
+
+    Raises:
+        ValueError: device, dtype or a way to run that is not to be had.
+        OSError: the folder for runs cannot be written to.
+    """
+    device = pick_device(config.device)
+    dtype = pick_dtype(device, config.dtype)
+    _check_device(config, device, dtype)
+    make_folder(config.output or config.runs_dir)
+    return device, dtype
 
 
 def run_folder(config: TrainConfig, data_sha256: dict[str, str]) -> Path:
@@ -173,8 +185,11 @@ def _check_device(config: TrainConfig, device: torch.device, dtype: torch.dtype)
             f"{config.gradient_accumulation_steps}, which would add up gradients in {dtype}; "
             "right is: one of the two"
         )
-    if config.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+    kernel = config.model.attention_kernel
+    compiled = "compile is True" if config.compile else f"attention_kernel is {kernel!r}"
+    needs_compiler = device.type == "cpu" and (config.compile or kernel.endswith("_compiled"))
+    if needs_compiler and not any(map(shutil.which, COMPILERS)):
         raise ValueError(
-            "compile is True, which on a CPU needs a C++ compiler, and there is none of "
-            f"{', '.join(COMPILERS)}; right is: False, or one of them installed"
+            f"{compiled}, which on a CPU needs a C++ compiler, and there is none of "
+            f"{', '.join(COMPILERS)}; right is: without, or one of them installed"
         )

@@ -704,3 +704,8 @@ def test_step_counts_stay_on_the_device_they_were_on(tmp_path):
     save_checkpoint(tmp_path, step=0, model=model, optimizer=optimizer)
     load_checkpoint(tmp_path, optimizer=optimizer)
     assert all(state["step"].is_cuda for state in optimizer.state.values())
+
+
+def test_whoever_may_read_one_file_may_read_all(tmp_path):
+    path = save_checkpoint(tmp_path, step=1, model=torch.nn.Linear(2, 2))
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1

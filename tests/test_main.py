@@ -322,7 +322,15 @@ def test_a_preset_is_known_by_its_name_and_flags_come_on_top():
 
 def test_a_config_that_is_no_preset_and_no_file_is_named(capsys):
     assert main(["pipeline", "--config", "tinny"]) == 2
-    assert capsys.readouterr().err.startswith("error: tinny: No such file")
+    message = capsys.readouterr().err
+    assert message.startswith("error: --config tinny: no such file")
+    assert "shakespeare, tiny, tinystories" in message
+
+
+def test_flags_may_have_hyphens():
+    config = parse(PipelineConfig, "pipeline", ["--d-model", "48", "--no-resume"])
+    assert config.train.model.d_model == 48
+    assert not config.train.resume
 
 
 def test_generate_without_a_run_says_how_to_make_one(tmp_path, monkeypatch, capsys):
