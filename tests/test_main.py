@@ -328,8 +328,8 @@ def test_a_config_that_is_no_preset_and_no_file_is_named(capsys):
 
 
 def test_flags_may_have_hyphens():
-    config = parse(PipelineConfig, "pipeline", ["--d-model", "48", "--no-resume"])
-    assert config.train.model.d_model == 48
+    config = parse(PipelineConfig, "pipeline", ["--d-model", "64", "--no-resume"])
+    assert config.train.model.d_model == 64
     assert not config.train.resume
 
 
@@ -403,7 +403,7 @@ def test_train_is_up_to_date_where_the_pipeline_trained(trained):
     (folder / "train.json").write_text(to_json(config))
     done = run("train", "--config", folder / "train.json", "--data", folder / "tokens")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"up to date at step 10: {folder / 'run'}\n"
+    assert done.stdout.startswith(f"up to date at step 10: {folder / 'run'}\nvalidation loss ")
 
 
 def test_generate_writes_whole_texts_into_a_pipe(trained):
