@@ -210,7 +210,7 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
     flags = [full_flag(cls, flag) for flag in flags]
     note = (
         "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks.\n"
-        "A flag may leave out what stands before the last dot where only one ends so."
+        "A flag may leave out what stands before its last dot."
     )
     return tyro.cli(
         cls,
@@ -223,10 +223,12 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
 
 
 def full_flag(cls: type, flag: str) -> str:
-    """`--d_model` as `--model.d_model`, where only one field of `cls` and its parts is called so.
+    """`--d_model` as `--model.d_model`: the field of `cls` and its parts that is called so.
+
+    Of several it is the outermost, so that `--vocab_size` is the corpus's and not the model's.
 
     Raises:
-        ValueError: several are; lists them.
+        ValueError: several are equally far out; lists them.
     """
     if not flag.startswith("--") or "." in flag.split("=")[0]:
         return flag
@@ -234,7 +236,9 @@ def full_flag(cls: type, flag: str) -> str:
     name = name.replace("-", "_")
     no = "no_" if name.startswith("no_") else ""
     paths = field_paths(cls).get(name.removeprefix("no_"), [])
-    if len(paths) > 1 and name not in paths:
+    outermost = min((path.count(".") for path in paths), default=0)
+    paths = [path for path in paths if path.count(".") == outermost]
+    if len(paths) > 1:
         raise ValueError(f"{flag} can be {' or '.join(f'--{path}' for path in paths)}; name one")
     if len(paths) != 1:
         return flag
