@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Logits that exist at a time: on a CPU so many bytes, on a GPU this part of its memory.
 CHUNK_BYTES = 64 << 20
@@ -131,6 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.mean()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss):
         if ctx.is_used:
             raise RuntimeError("linear_cross_entropy: its gradients can be taken only once")

@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         if x.device.type == "cpu":
-            return model_cpu.rms_norm(wide, self.weight, self.eps).to(x.dtype)
+            return model_cpu.rms_norm(wide, self.weight.float(), self.eps).to(x.dtype)
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * inverse_rms * self.weight).to(x.dtype)
 

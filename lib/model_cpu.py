@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,13 +32,14 @@ class _RMSNorm(torch.autograd.Function):
         return unit * weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         unit, weight, inverse_rms = ctx.saved_tensors
         product = grad * unit
         # a product with a vector sums faster than multiplying and summing
         mean = (product @ weight / len(weight)).unsqueeze(-1)
         grad_x = torch.addcmul(grad * weight, unit, mean, value=-1).mul_(inverse_rms)
-        return grad_x, product.flatten(0, -2).sum(0), None
+        return grad_x, product.reshape(-1, len(weight)).sum(0), None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -50,11 +52,9 @@ class _SwiGLU(torch.autograd.Function):
         return torch.nn.functional.silu(gate).mul_(value)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (gate_and_value,) = ctx.saved_tensors
         gate, value = gate_and_value.chunk(2, dim=-1)
-        both = torch.empty_like(gate_and_value)
-        grad_gate, grad_value = both.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_value)
-        torch.ops.aten.silu_backward.grad_input(grad * value, gate, grad_input=grad_gate)
-        return both
+        grad_gate = torch.ops.aten.silu_backward(grad * value, gate)
+        return torch.cat((grad_gate, grad * torch.nn.functional.silu(gate)), dim=-1)

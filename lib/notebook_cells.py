@@ -37,6 +37,7 @@ def clean(notebook: NotebookNode) -> NotebookNode:
 
 
 def _joined_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """`outputs` with printed pieces in one text, without what a carriage return overwrote."""
     joined: list[NotebookNode] = []
     for output in outputs:
         if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
@@ -75,7 +76,7 @@ def static_widgets(notebook: NotebookNode) -> NotebookNode:
                 outputs.append(new_output("display_data", data=data))
             outputs += shown
         if cell.cell_type == "code":
-            cell.outputs = outputs
+            cell.outputs = _joined_streams(outputs)
     return notebook
 
 

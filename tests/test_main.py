@@ -288,12 +288,16 @@ def leaves(config, prefix=""):
         ("--seed", "--corpus.seed or --train.seed"),
         ("--seed=3", "--corpus.seed or --train.seed"),
         ("--output", "--corpus.output or --train.output"),
-        ("--vocab_size", "--corpus.vocab_size or --train.model.vocab_size"),
     ],
 )
 def test_a_flag_that_can_be_several_is_refused_with_all_of_them(flag, names, capsys):
     assert main(["pipeline", flag, "3"]) == 2
     assert capsys.readouterr().err == f"error: {flag} can be {names}; name one\n"
+
+
+def test_of_several_fields_a_flag_means_the_outermost():
+    config = parse(PipelineConfig, "pipeline", ["--vocab_size", "300"])
+    assert (config.corpus.vocab_size, config.train.model.vocab_size) == (300, None)
 
 
 def test_a_flag_that_is_one_in_this_command_is_taken():

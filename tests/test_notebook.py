@@ -330,6 +330,14 @@ def test_output_widgets_do_not_talk_back_to_the_kernel(tmp_path, make_notebook):
     assert executed.cells[4].outputs[0].text == "0\n"
 
 
+def test_text_printed_piece_by_piece_is_one_block_on_a_page():
+    pieces = [new_output("stream", text=text) for text in ("Once ", "upon ", "a time")]
+    notebook = new_notebook(cells=[new_code_cell("tell()", outputs=pieces)])
+    (output,) = static_widgets(notebook).cells[0].outputs
+    assert output.text == "Once upon a time"
+    assert len(notebook.cells[0].outputs) == 3
+
+
 def test_clean_joins_streams_and_keeps_the_last_state_of_a_line():
     pieces = ["10%\r", "50%\r", "100%\n", "do", "ne\n", "a\r\nb\n"]
     streams = [new_output("stream", name="stderr", text=text) for text in pieces]
