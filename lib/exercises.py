@@ -233,6 +233,8 @@ def _shown(value: Any) -> str:
         return repr(value)
     if (array := _array(value)).size > SHOWN_VALUES:
         return f"<tensor of shape {array.shape}>"
+    if not array.ndim:
+        return f"{array.item():.6g}"
     form = {"float_kind": lambda number: f"{number:.6g}"}
     values = np.array2string(array, separator=", ", formatter=form, max_line_width=1000)
     return f"tensor({' '.join(values.split())})"

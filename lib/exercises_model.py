@@ -20,8 +20,14 @@ def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
     return torch.tensor(values).reshape(shape)
 
 
+def _draw_length(generator: random.Random, most: int, width: int) -> int:
+    # never the width: a row in the place of a column then fits nothing, and raises
+    return generator.choice([length for length in range(1, most + 1) if length != width])
+
+
 def _draw_logits(generator: random.Random, size: int) -> tuple:
-    num_tokens, vocab_size = generator.randint(1, 1 + size // 2), generator.randint(2, 2 + size)
+    vocab_size = generator.randint(2, 2 + size)
+    num_tokens = _draw_length(generator, 3 + size // 2, vocab_size)
     logits = _draw_tensor(generator, num_tokens, vocab_size)
     # some so large that their exponentials, or their differences', leave float32
     logits = logits * generator.choice([1, 1, 1, 50]) + generator.choice([0, 0, 0, 100])
@@ -76,6 +82,20 @@ def _maximum_lost(logits: Tensor, targets: Tensor) -> Tensor:
     return _losses(logits - (logits - highest).exp().sum(-1, keepdim=True).log(), targets).mean()
 
 
+def _every_target(logits: Tensor, targets: Tensor) -> Tensor:
+    log_sum_exp = logits.logsumexp(-1)
+    return (log_sum_exp - logits[:, targets]).mean()
+
+
+def _summed_over_everything(logits: Tensor, targets: Tensor) -> Tensor:
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return _losses(shifted - shifted.exp().sum().log(), targets).mean()
+
+
+def _softmax_over_everything(logits: Tensor, targets: Tensor) -> Tensor:
+    return _losses(logits - logits.flatten().logsumexp(0), targets).mean()
+
+
 CROSS_ENTROPY = Exercise(
     solve=_cross_entropy,
     draw=_draw_logits,
@@ -91,6 +111,14 @@ CROSS_ENTROPY = Exercise(
         "the logarithm is to base 2; the loss is in nats, by torch.log": _in_bits,
         "the maximum is taken off inside the sum only; take it off the target's logit too": (
             _maximum_lost
+        ),
+        "logits[:, targets] takes every target from every row; each row has one, "
+        "logits[torch.arange(len(targets)), targets]": _every_target,
+        "the sum of exponentials runs over all tokens together; each row has its own, dim=-1": (
+            _summed_over_everything
+        ),
+        "maximum and sum run over all tokens together; each row has its own, dim=-1": (
+            _softmax_over_everything
         ),
     },
 )
@@ -161,6 +189,20 @@ def _swapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _attend(k, q, v)
 
 
+def _scaled_at_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _without_scale(q, k, v) / math.sqrt(q.shape[-1])
+
+
+def _without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores, mask = _scores(q, k)
+    return scores.masked_fill(~mask, -math.inf) @ v
+
+
+def _weights_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores, mask = _scores(q, k)
+    return scores.masked_fill(~mask, -math.inf).softmax(-1)
+
+
 CAUSAL_ATTENTION = Exercise(
     solve=_attend,
     draw=_draw_heads,
@@ -181,13 +223,18 @@ CAUSAL_ATTENTION = Exercise(
             _softmax_over_queries
         ),
         "queries and keys have changed places; rows of the scores belong to queries": _swapped,
+        "the scale comes after the product with v; divide the scores, before the softmax": (
+            _scaled_at_the_end
+        ),
+        "the softmax is missing; it makes weights of the scores": _without_softmax,
+        "these are the weights; the result is their product with v": _weights_alone,
     },
 )
 
 
 def _draw_norm(generator: random.Random, size: int) -> tuple:
     d_model = generator.randint(2, 2 + size // 2)
-    x = _draw_tensor(generator, generator.randint(1, 1 + size // 3), d_model)
+    x = _draw_tensor(generator, _draw_length(generator, 3 + size // 3, d_model), d_model)
     # rows of zeros, and an eps that matters
     x[0] *= generator.choice([0, 1, 1, 1])
     return x, _draw_tensor(generator, d_model), generator.choice([1e-5, 0.25, 1.0])
@@ -237,6 +284,14 @@ def _centred(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x - x.mean(-1, keepdim=True), weight, eps)
 
 
+def _by_deviation(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.std(-1, keepdim=True) + eps) * weight
+
+
+def _by_length(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.norm(dim=-1, keepdim=True) + eps) * weight
+
+
 RMS_NORM = Exercise(
     solve=_norm,
     draw=_draw_norm,
@@ -251,6 +306,10 @@ RMS_NORM = Exercise(
         "the mean runs over all tokens together; each row has its own, dim=-1": _over_everything,
         "the mean runs over the tokens; it belongs to the last dimension, dim=-1": _over_rows,
         "the mean of x is taken off, as in LayerNorm; RMSNorm leaves it": _centred,
+        "x.std is the deviation from the mean of x; RMSNorm takes the root of the mean of x²": (
+            _by_deviation
+        ),
+        "x.norm is the root of the sum of squares; take the root of their mean": _by_length,
     },
 )
 

@@ -11,18 +11,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lib.exercises import Exercise, check
+from lib.exercises import Exercise, Raised, check
 from lib.optimizer import cosine_lr
 
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
 
 
+def _mistaken(function: Callable, name: str, **how) -> Callable:
+    """`function` with the keywords `how`, which make a mistake, under a name of its own."""
+
+    def mistaken(*arguments):
+        return function(*arguments, **how)
+
+    mistaken.__name__ = name
+    return mistaken
+
+
 def _draw_adamw(generator: random.Random, size: int) -> tuple:
     width, num_steps = 1 + size // 5, 1 + size // 3
     weight = [generator.choice([-3.0, -2.0, 2.0, 3.0]) for _ in range(width)]
-    # a gradient of 0 needs eps; steps of different size tell moments apart
+    # a gradient of 0 needs eps, a tiny one the right eps; unlike sizes tell moments apart
     gradients = [
-        [generator.choice([-4.0, -1.0, 0.0, 0.5, 2.0]) for _ in range(width)]
+        [generator.choice([-4.0, -1.0, 0.0, 1e-7, 0.5, 2.0]) for _ in range(width)]
         for _ in range(num_steps)
     ]
     lr, weight_decay = generator.choice([0.1, 0.5]), generator.choice([0.0, 0.2, 1.0])
@@ -36,44 +46,39 @@ def _adamw(
     lr: float,
     weight_decay: float,
     *,
-    coupled: bool = False,
-    decay_lr: bool = True,
-    decay_last: bool = False,
+    decay: str = "first",
     correct: tuple[bool, bool] = (True, True),
+    keep_corrected: bool = False,
     first_step: int = 1,
+    beta2: float = BETA2,
+    is_mean: bool = True,
     eps: float = EPS,
-    root: bool = True,
+    root: str = "before eps",
     centred: bool = False,
+    sign: int = -1,
 ) -> Tensor:
     """`weight` after a step of AdamW for each of `gradients`; the keywords make mistakes."""
     mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    share1, share2 = (1 - BETA1, 1 - beta2) if is_mean else (1, 1)
     for step, gradient in enumerate(gradients, start=first_step):
-        decay = (lr if decay_lr else 1) * weight_decay
-        if coupled:
+        if decay == "coupled":
             gradient = gradient + weight_decay * weight
-        elif not decay_last:
-            weight = (1 - decay) * weight
-        mean = BETA1 * mean + (1 - BETA1) * gradient
-        square = BETA2 * square + (1 - BETA2) * gradient**2
-        spread = mean**2 if centred else square
-        mean_correction = 1 - BETA1**step if correct[0] else 1
-        square_correction = 1 - BETA2**step if correct[1] else 1
-        spread = spread / square_correction if square_correction else spread * math.nan
-        size = (spread.sqrt() if root else spread) + eps
-        weight = (
-            weight - lr * (mean / mean_correction if mean_correction else mean * math.nan) / size
-        )
-        if decay_last:
-            weight = (1 - decay) * weight
+        pulls = {"first": lr * weight_decay * weight, "without lr": weight_decay * weight}
+        pulls["without weight"] = lr * weight_decay
+        weight = weight - pulls.get(decay, 0)
+        mean = BETA1 * mean + share1 * gradient
+        square = beta2 * square + share2 * gradient**2
+        mean_hat = mean / (1 - BETA1**step) if correct[0] else mean
+        square_hat = mean**2 if centred else square
+        square_hat = square_hat / (1 - beta2**step) if correct[1] else square_hat
+        if keep_corrected:
+            mean, square = mean_hat, square_hat
+        sizes = {"before eps": square_hat.sqrt() + eps, "missing": square_hat + eps}
+        sizes["of eps too"] = (square_hat + eps).sqrt()
+        weight = weight + sign * lr * mean_hat / sizes[root]
+        if decay == "last":
+            weight = (1 - lr * weight_decay) * weight
     return weight
-
-
-def _mistaken(name: str, **how) -> Callable:
-    def adamw(weight: Tensor, gradients: Tensor, lr: float, weight_decay: float) -> Tensor:
-        return _adamw(weight, gradients, lr, weight_decay, **how)
-
-    adamw.__name__ = name
-    return adamw
 
 
 def _adamw_forgetful(weight: Tensor, gradients: Tensor, lr: float, weight_decay: float) -> Tensor:
@@ -89,34 +94,53 @@ ADAMW = Exercise(
     mistakes={
         "the decay is added to the gradient, as in Adam with L2; "
         "AdamW shrinks the weight itself and leaves the moments alone": (
-            _mistaken("adamw_coupled", coupled=True)
+            _mistaken(_adamw, "adamw_coupled", decay="coupled")
         ),
         "the bias correction is missing; divide the moments by 1 - beta**step": (
-            _mistaken("adamw_uncorrected", correct=(False, False))
+            _mistaken(_adamw, "adamw_uncorrected", correct=(False, False))
         ),
         "only the mean is corrected; the mean of squares starts at 0 too": (
-            _mistaken("adamw_square_uncorrected", correct=(True, False))
+            _mistaken(_adamw, "adamw_square_uncorrected", correct=(True, False))
         ),
         "only the mean of squares is corrected; the mean starts at 0 too": (
-            _mistaken("adamw_mean_uncorrected", correct=(False, True))
+            _mistaken(_adamw, "adamw_mean_uncorrected", correct=(False, True))
         ),
+        "the corrected moments are kept for the next step; keep the uncorrected ones": (
+            _mistaken(_adamw, "adamw_keeps_corrected", keep_corrected=True)
+        ),
+        "1 - beta is forgotten; new means are beta * old + (1 - beta) * new": (
+            _mistaken(_adamw, "adamw_sums", is_mean=False)
+        ),
+        "beta2 is 0.999; here it is 0.95": _mistaken(_adamw, "adamw_slow_square", beta2=0.999),
         "steps are counted from 0, where the correction divides by 0; the first step is 1": (
-            _mistaken("adamw_from_zero", first_step=0)
+            _mistaken(_adamw, "adamw_from_zero", first_step=0)
+        ),
+        "the update is added; the step goes against the gradient, so subtract it": (
+            _mistaken(_adamw, "adamw_uphill", sign=1)
         ),
         "the decay lacks the learning rate; shrink by 1 - lr * weight_decay": (
-            _mistaken("adamw_decay_without_lr", decay_lr=False)
+            _mistaken(_adamw, "adamw_decay_without_lr", decay="without lr")
+        ),
+        "the decay lacks the weight; subtract lr * weight_decay * weight": (
+            _mistaken(_adamw, "adamw_decay_without_weight", decay="without weight")
         ),
         "the decay comes behind the update; it shrinks the weight as it was before": (
-            _mistaken("adamw_decay_last", decay_last=True)
+            _mistaken(_adamw, "adamw_decay_last", decay="last")
         ),
         "eps is missing; where all gradients were 0, that is 0 / 0": (
-            _mistaken("adamw_without_eps", eps=0.0)
+            _mistaken(_adamw, "adamw_without_eps", eps=0.0)
+        ),
+        "eps is 1e-6; here it is 1e-8, which counts where gradients are tiny": (
+            _mistaken(_adamw, "adamw_large_eps", eps=1e-6)
+        ),
+        "eps is added inside the root; add it to the root": (
+            _mistaken(_adamw, "adamw_eps_inside", root="of eps too")
         ),
         "the root is missing; divide by the root of the mean of squares": (
-            _mistaken("adamw_without_root", root=False)
+            _mistaken(_adamw, "adamw_without_root", root="missing")
         ),
         "the square of the mean stands for the mean of the squares": (
-            _mistaken("adamw_square_of_mean", centred=True)
+            _mistaken(_adamw, "adamw_square_of_mean", centred=True)
         ),
         "the moments start anew in each step; keep them from one step to the next": (
             _adamw_forgetful
@@ -137,15 +161,8 @@ def _draw_schedule(generator: random.Random, size: int) -> tuple:
 def _schedule(
     step: int, max_lr: float, min_lr: float, warmup_steps: int, cosine_steps: int
 ) -> np.float64:
-    return np.float64(
-        cosine_lr(
-            step,
-            max_lr=max_lr,
-            min_lr=min_lr,
-            warmup_steps=warmup_steps,
-            cosine_steps=cosine_steps,
-        )
-    )
+    settings = {"warmup_steps": warmup_steps, "cosine_steps": cosine_steps}
+    return np.float64(cosine_lr(step, max_lr=max_lr, min_lr=min_lr, **settings))
 
 
 def _schedule_like(
@@ -155,75 +172,86 @@ def _schedule_like(
     warmup_steps: int,
     cosine_steps: int,
     *,
-    warm_up: bool = True,
+    warm_up: str = "from 0",
     ends: bool = True,
-    from_zero: bool = False,
-    periods: float = 0.5,
-    linear: bool = False,
+    progress_of: str = "the fall",
+    shape: str = "cosine",
+    lowest: str = "min_lr",
 ) -> np.float64:
     """The schedule with keywords that make mistakes."""
-    if warm_up and step < warmup_steps:
-        return np.float64(step / warmup_steps * max_lr)
+    if warm_up != "none" and step < warmup_steps:
+        first = min_lr if warm_up == "from min_lr" else 0
+        share = (step + (warm_up == "from 1")) / warmup_steps
+        return np.float64(first + share * (max_lr - first))
+    bottom = 0.0 if lowest == "0" else min_lr
+    height = max_lr - (min_lr if lowest == "min_lr" else 0.0)
+    step = max(step, warmup_steps)
+    begin = 0 if progress_of == "all from 0" else warmup_steps
+    length = cosine_steps - begin if progress_of != "cosine_steps" else cosine_steps
+    progress = (step - begin) / length
     if ends and step >= cosine_steps:
-        return np.float64(min_lr)
-    first = 0 if from_zero else warmup_steps
-    progress = (step - first) / (cosine_steps - first)
-    share = 1 - progress if linear else (1 + math.cos(2 * math.pi * periods * progress)) / 2
-    return np.float64(min_lr + share * (max_lr - min_lr))
+        return np.float64(bottom)
+    angle = math.pi * progress * (2 if shape == "whole period" else 1)
+    share = (1 + math.cos(angle) * (-1 if shape == "rising" else 1)) / 2
+    return np.float64(bottom + (1 - progress if shape == "line" else share) * height)
 
 
-def _schedule_without_warmup(
+class _DivisionByZero(Raised):
+    """Equals an error of this kind in any line; its wording depends on the types divided."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Raised) and other.error.startswith("ZeroDivisionError")
+
+    __hash__ = Raised.__hash__
+
+
+def _schedule_divides_by_zero(
     step: int, max_lr: float, min_lr: float, warmup_steps: int, cosine_steps: int
-) -> np.float64:
-    arguments = (max(step, warmup_steps), max_lr, min_lr, warmup_steps, cosine_steps)
-    return _schedule(*arguments)
-
-
-def _schedule_cosine_from_zero(*arguments) -> np.float64:
-    return _schedule_like(*arguments, from_zero=True)
-
-
-def _schedule_rising_again(*arguments) -> np.float64:
-    return _schedule_like(*arguments, ends=False)
-
-
-def _schedule_whole_period(*arguments) -> np.float64:
-    return _schedule_like(*arguments, periods=1.0)
-
-
-def _schedule_linear(*arguments) -> np.float64:
-    return _schedule_like(*arguments, linear=True)
-
-
-def _schedule_to_zero(
-    step: int, max_lr: float, min_lr: float, warmup_steps: int, cosine_steps: int
-) -> np.float64:
-    return _schedule(step, max_lr, 0.0, warmup_steps, cosine_steps)
-
-
-def _schedule_too_high(
-    step: int, max_lr: float, min_lr: float, warmup_steps: int, cosine_steps: int
-) -> np.float64:
-    falling = _schedule(step, max_lr, 0.0, warmup_steps, cosine_steps)
-    return falling if step < warmup_steps else falling + min_lr
+) -> np.float64 | Raised:
+    """`step <= warmup_steps`: right unless both are 0."""
+    if step == warmup_steps == 0:
+        return _DivisionByZero("ZeroDivisionError: division by zero", None)
+    return _schedule(step, max_lr, min_lr, warmup_steps, cosine_steps)
 
 
 SCHEDULE = Exercise(
     solve=_schedule,
     draw=_draw_schedule,
     mistakes={
-        "there is no warm-up; below warmup_steps the rate climbs from 0": _schedule_without_warmup,
+        "there is no warm-up; below warmup_steps the rate climbs from 0": (
+            _mistaken(_schedule_like, "schedule_without_warmup", warm_up="none")
+        ),
+        "the warm-up starts at min_lr; it starts at 0": (
+            _mistaken(_schedule_like, "schedule_warmup_from_min", warm_up="from min_lr")
+        ),
+        "the warm-up is one step ahead (step + 1); at step 0 the rate is 0": (
+            _mistaken(_schedule_like, "schedule_warmup_ahead", warm_up="from 1")
+        ),
+        "step 0 counts as warm-up where there is none: with warmup_steps 0 there is no warm-up; "
+        "compare with <, and not with <=": _schedule_divides_by_zero,
         "the cosine starts at step 0; it starts when the warm-up ends": (
-            _schedule_cosine_from_zero
+            _mistaken(_schedule_like, "schedule_cosine_from_zero", progress_of="all from 0")
         ),
-        "the rate rises again behind cosine_steps; it stays at min_lr": _schedule_rising_again,
+        "the progress is divided by cosine_steps; divide by cosine_steps - warmup_steps": (
+            _mistaken(_schedule_like, "schedule_slow_cosine", progress_of="cosine_steps")
+        ),
+        "the rate rises again behind cosine_steps; it stays at min_lr": (
+            _mistaken(_schedule_like, "schedule_rising_again", ends=False)
+        ),
         "the cosine runs through a whole period; half of one, from 0 to π, falls": (
-            _schedule_whole_period
+            _mistaken(_schedule_like, "schedule_whole_period", shape="whole period")
         ),
-        "the rate falls along a straight line, and not along a cosine": _schedule_linear,
-        "the rate falls to 0; it falls to min_lr": _schedule_to_zero,
+        "1 - cos stands where 1 + cos should, so that the rate rises": (
+            _mistaken(_schedule_like, "schedule_rising", shape="rising")
+        ),
+        "the rate falls along a straight line, and not along a cosine": (
+            _mistaken(_schedule_like, "schedule_linear", shape="line")
+        ),
+        "the rate falls to 0; it falls to min_lr": (
+            _mistaken(_schedule_like, "schedule_to_zero", lowest="0")
+        ),
         "min_lr is added to a cosine that is max_lr high; it is max_lr - min_lr high": (
-            _schedule_too_high
+            _mistaken(_schedule_like, "schedule_too_high", lowest="added")
         ),
     },
 )
@@ -252,14 +280,6 @@ def _top_p(probabilities: Tensor, top_p: float, *, shift: int = 1) -> Tensor:
     return torch.zeros_like(probabilities).scatter(-1, ids, kept / kept.sum())
 
 
-def _top_p_too_few(probabilities: Tensor, top_p: float) -> Tensor:
-    return _top_p(probabilities, top_p, shift=0)
-
-
-def _top_p_too_many(probabilities: Tensor, top_p: float) -> Tensor:
-    return _top_p(probabilities, top_p, shift=2)
-
-
 def _top_p_not_normalised(probabilities: Tensor, top_p: float) -> Tensor:
     return torch.where(_top_p(probabilities, top_p) > 0, probabilities, 0.0)
 
@@ -280,17 +300,35 @@ def _top_p_unsorted(probabilities: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum()
 
 
+def _top_p_of_each(probabilities: Tensor, top_p: float) -> Tensor:
+    kept = probabilities.masked_fill(probabilities < top_p, 0)
+    return kept / kept.sum()
+
+
+def _top_p_permuted_again(probabilities: Tensor, top_p: float) -> Tensor:
+    ids = probabilities.argsort(descending=True)
+    return _top_p_left_sorted(probabilities, top_p)[ids]
+
+
 TOP_P = Exercise(
     solve=_top_p,
     draw=_draw_top_p,
     mistakes={
         "the token that crosses top_p is dropped; the tokens kept must reach top_p": (
-            _top_p_too_few
+            _mistaken(_top_p, "top_p_too_few", shift=0)
         ),
-        "one token too many is kept; stop at the one that crosses top_p": _top_p_too_many,
+        "one token too many is kept; stop at the one that crosses top_p": (
+            _mistaken(_top_p, "top_p_too_many", shift=2)
+        ),
         "the probabilities kept do not sum to 1; divide them by their sum": _top_p_not_normalised,
         "the result is left in sorted order; each probability belongs to its own id": (
             _top_p_left_sorted
+        ),
+        "the result is ranked[ids], which permutes again; result[ids] = ranked puts values back": (
+            _top_p_permuted_again
+        ),
+        "each probability alone is compared with top_p; what counts is the sum of those before": (
+            _top_p_of_each
         ),
         "the tokens are sorted with the rarest first; the likeliest come first": _top_p_rarest,
         "the tokens are not sorted before they are summed": _top_p_unsorted,

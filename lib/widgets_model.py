@@ -58,7 +58,7 @@ def figure_slider(
         with house_figure(width=width, height=height, squeeze=False) as (figure, _):
             figure.clear()
             draw(figure, values[name])
-            return _picture(figure)
+            return _picture(figure, f"{description} {name}")
 
     first, *_ = values
     slider = ipywidgets.SelectionSlider(
@@ -80,15 +80,19 @@ def figure_slider(
     return ipywidgets.VBox([slider, view, others])
 
 
-def _picture(figure: Figure) -> dict[str, Any]:
-    """The figure as a notebook's output, with twice the pixels of its size on the page."""
+def _picture(figure: Figure, reading: str) -> dict[str, Any]:
+    """The figure as a notebook's output, with twice the pixels of its size on the page.
+
+    Its words begin with `reading`, where the slider stands.
+    """
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=200)
     encoded = base64.b64encode(image.getvalue()).decode()
+    words = alt_text(figure).replace("\n", ", ")
     width, height = (int(100 * inches) for inches in figure.get_size_inches())
     return {
         "output_type": "display_data",
-        "data": {"image/png": encoded, "text/plain": alt_text(figure)},
+        "data": {"image/png": encoded, "text/plain": f"{reading}. {words}"},
         "metadata": {"image/png": {"width": width, "height": height}},
     }
 
@@ -101,7 +105,7 @@ def rope_slider(*, distance: int = 5, head_dim: int = 8, theta: float = 100.0) -
     draw = functools.partial(draw_rotation, distance=distance, head_dim=head_dim, theta=theta)
     values = {str(position): position for position in range(33)}
     return figure_slider(
-        draw, values, description="position of the key", still=("3", "20"), width=8.4, height=2.9
+        draw, values, description="position of the key", still=("3", "20"), width=8.4, height=3.5
     )
 
 
@@ -118,7 +122,7 @@ def draw_rotation(
     all_axes = figure.subplots(ncols=num_pairs)
     scores = np.cos(distance * theta ** (-np.arange(num_pairs) / num_pairs))
     figure.suptitle(
-        f"key at {position}, query at {position + distance}: "
+        f"θ = {theta:g}, key at {position}, query at {position + distance}: "
         f"score {scores.sum():.3f}, whatever the position",
         x=0.01,
         ha="left",
@@ -139,9 +143,10 @@ def draw_rotation(
         axes.set(xlim=(-1.15, 1.15), ylim=(-1.15, 1.15), aspect="equal", xticks=[], yticks=[])
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
-        axes.set_title(f"pair {pair}", fontsize=11)
+        axes.set_title(f"pair {pair}", fontsize=11, loc="center")
         axes.set_xlabel(f"{speed:.3g} rad a token\npart of score {scores[pair]:.3f}", fontsize=10)
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="upper right", ncols=2)
+    names = all_axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=2)
 
 
 def _circle() -> Any:
@@ -169,7 +174,7 @@ def draw_scale(figure: Figure, head_dim: int, *, num_keys: int = 16) -> None:
         exponentials = np.exp(scale * (scores - scores.max()))
         weights = np.sort(exponentials / exponentials.sum())[::-1]
         axes.bar(range(1, num_keys + 1), weights, color=color)
-        axes.set(ylim=(0, 1.02), xlabel="key, by weight")
+        axes.set(ylim=(0, 1.02), xlabel="key, largest weight first")
         axes.set_title(f"softmax of {title}", fontsize=11)
         text = f"head_dim {head_dim}\nlargest weight {weights[0]:.2f}"
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top", color=BLACK)

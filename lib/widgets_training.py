@@ -28,7 +28,8 @@ ROW = "display:grid;grid-template-columns:7.5em 12em 4em;align-items:center;gap:
 TOKEN = "text-align:right;font:13px ui-monospace,monospace;white-space:pre;overflow:hidden"
 BAR = f"height:.95em;box-sizing:border-box;border:1px solid {plots.BLUE};min-width:1px;width:"
 # What `sampling_sliders` shows where nobody can move the sliders: temperature and top-p.
-STILL_SETTINGS = ((1.0, 1.0), (0.5, 1.0), (1.5, 1.0), (1.0, 0.9), (1.0, 0.5), (1.5, 0.9))
+# The last two cut within the few bars that fit, so that hollow ones are seen.
+STILL_SETTINGS = ((1.0, 1.0), (0.0, 1.0), (2.0, 1.0), (1.0, 0.9), (1.0, 0.65), (2.0, 0.1))
 
 
 class LossCurve:

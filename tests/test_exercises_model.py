@@ -53,6 +53,61 @@ def test_the_first_inputs_are_short_and_expected_values_finite(exercise):
     assert all(exercise.solve(*arguments).isfinite().all() for arguments in inputs)
 
 
+def without_keepdim(logits, targets):
+    shifted = logits - logits.amax(-1)
+    return (shifted.exp().sum(-1).log() - shifted[range(len(targets)), targets]).mean()
+
+
+def norm_without_keepdim(x, weight, eps):
+    return x / (x.square().mean(-1) + eps).sqrt() * weight
+
+
+@pytest.mark.parametrize(
+    ("exercise", "attempt"), [(CROSS_ENTROPY, without_keepdim), (RMS_NORM, norm_without_keepdim)]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_missing_keepdim_is_an_error_of_shapes(exercise, attempt, seed):
+    assert "it raised RuntimeError: The size of tensor a" in verdict(exercise, attempt, seed=seed)
+
+
+def shifted_for_every_target(logits, targets):
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return (shifted.exp().sum(-1).log() - shifted[:, targets]).mean()
+
+
+def masked_scores(q, k):
+    later = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
+    return (q @ k.T).masked_fill(later, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "attempt", "name"),
+    [
+        (CROSS_ENTROPY, shifted_for_every_target, "logits[:, targets] takes every target"),
+        (
+            CAUSAL_ATTENTION,
+            lambda q, k, v: masked_scores(q, k).softmax(-1) @ v / q.shape[1] ** 0.5,
+            "the scale comes after the product with v",
+        ),
+        (
+            CAUSAL_ATTENTION,
+            lambda q, k, v: masked_scores(q, k) / q.shape[1] ** 0.5 @ v,
+            "the softmax is missing",
+        ),
+        (
+            CAUSAL_ATTENTION,
+            lambda q, k, v: (masked_scores(q, k) / q.shape[1] ** 0.5).softmax(-1),
+            "these are the weights",
+        ),
+        (RMS_NORM, lambda x, w, eps: w * x / (x.var(-1, keepdim=True).sqrt() + eps), "x.std is"),
+        (RMS_NORM, lambda x, w, eps: w * (x / (x.norm(dim=1)[:, None] + eps)), "x.norm is"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mistake_written_in_another_way_is_recognised(exercise, attempt, name, seed):
+    assert f"It looks as if {name}" in verdict(exercise, attempt, seed=seed)
+
+
 def test_a_wrong_answer_shows_input_place_and_values():
     attempt = CAUSAL_ATTENTION.mistakes["there is no mask; a query must not see later keys"]
     text = verdict(CAUSAL_ATTENTION, attempt, seed=1)

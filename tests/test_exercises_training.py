@@ -1,6 +1,7 @@
 """The exercises of notebook 03 against independent answers; their mistakes: test_exercises.py."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from lib.exercises import verdict
 from lib.exercises_training import ADAMW, SCHEDULE, TOP_P
 from lib.generate import next_token_probabilities
 
+# the first one in a process loads PyTorch's compiler, which can take longer than a check waits
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 CHECKED = {"adamw": ADAMW, "schedule": SCHEDULE, "top_p": TOP_P}
 
 
@@ -52,3 +55,90 @@ def test_a_plain_number_is_a_right_answer_for_the_schedule():
 def test_probabilities_of_another_shape_are_named():
     text = verdict(TOP_P, lambda probabilities, top_p: probabilities[:-1])
     assert "yours has shape (1,), expected (2,)" in text
+
+
+def test_the_expected_learning_rate_is_shown_as_a_number():
+    text = verdict(SCHEDULE, lambda *arguments: None, seed=0)
+    assert re.search(r"expected \d[\d.e-]*$", text)
+
+
+@pytest.mark.parametrize(
+    "climb",
+    [lambda step, steps, rate: rate * step / steps, lambda step, steps, rate: step / steps * rate],
+    ids=["float divided", "int divided"],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_warm_up_of_no_steps_that_divides_by_zero_is_named(climb, seed):
+    def attempt(step, max_lr, min_lr, warmup_steps, cosine_steps):
+        if step <= warmup_steps:
+            return climb(step, warmup_steps, max_lr)
+        return schedule(step, max_lr, min_lr, warmup_steps, cosine_steps)
+
+    text = verdict(SCHEDULE, attempt, seed=seed)
+    assert "it raised ZeroDivisionError" in text
+    assert "with warmup_steps 0 there is no warm-up; compare with <" in text
+
+
+def test_another_division_by_zero_is_not_called_a_warm_up():
+    def attempt(step, max_lr, min_lr, warmup_steps, cosine_steps):
+        return step / warmup_steps * max_lr
+
+    assert "It looks as if" not in verdict(SCHEDULE, attempt)
+
+
+def adamw_written_by_hand(weight, gradients, lr, weight_decay, how):
+    """The notebook's solution with a line changed: `how` is (right, wrong) in its text."""
+    code = """
+def attempt(weight, gradients, lr, weight_decay):
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, start=1):
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.95 * square + 0.05 * gradient**2
+        m = mean / (1 - 0.9**step)
+        v = square / (1 - 0.95**step)
+        weight = weight - lr * weight_decay * weight - lr * m / (v.sqrt() + 1e-8)
+    return weight
+"""
+    right, wrong = how
+    assert right in code
+    names = {"torch": torch}
+    exec(code.replace(right, wrong), names)
+    return names["attempt"](weight, gradients, lr, weight_decay)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "name"),
+    [
+        ("m = mean", "m = mean = mean", None),
+        ("v.sqrt() + 1e-8", "v.sqrt() + 1e-6", "eps is 1e-6"),
+        ("v.sqrt() + 1e-8", "(v + 1e-8).sqrt()", "eps is added inside the root"),
+        ("weight - lr * m /", "weight + lr * m /", "the update is added"),
+        ("lr * weight_decay * weight", "lr * weight_decay", "the decay lacks the weight"),
+        ("+ 0.1 * gradient", "+ gradient", None),
+    ],
+)
+def test_a_changed_line_fails_and_is_named(right, wrong, name):
+    def attempt(*arguments):
+        return adamw_written_by_hand(*arguments, (right, wrong))
+
+    text = verdict(ADAMW, attempt)
+    assert text.startswith("not yet")
+    assert name is None or f"It looks as if {name}" in text
+
+
+@pytest.mark.parametrize(
+    ("result", "name"),
+    [
+        (lambda p, ranked, ids, top_p: torch.where(p < top_p, 0, p), "each probability alone"),
+        (lambda p, ranked, ids, top_p: ranked[ids], "the result is ranked[ids]"),
+    ],
+    ids=["threshold", "permuted again"],
+)
+def test_a_wrong_selection_of_tokens_is_named(result, name):
+    def attempt(probabilities, top_p):
+        ranked, ids = probabilities.sort(descending=True)
+        ranked[ranked.cumsum(0) - ranked >= min(top_p, 1 - 1e-12)] = 0
+        chosen = result(probabilities, ranked, ids, top_p)
+        return chosen / chosen.sum()
+
+    assert f"It looks as if {name}" in verdict(TOP_P, attempt)

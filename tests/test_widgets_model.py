@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib.notebook_cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
+from lib.plots import house_figure
 from lib.widgets_model import (
     draw_pattern,
     draw_rotation,
@@ -83,6 +84,14 @@ def test_where_nobody_can_move_it_several_pictures_are_shown(built, name):
     assert not any(WIDGET_VIEW in output.data for output in outputs)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_words_of_a_still_say_where_the_slider_stands(name):
+    slider, view, others = sliders()[name].children
+    words = [output["data"]["text/plain"] for output in (*view.outputs, *others.outputs)]
+    assert len(set(words)) == 3
+    assert words[0].startswith(f"{slider.description} {slider.options[0]}. ")
+
+
 def test_a_picture_is_drawn_only_once():
     drawn = []
 
@@ -130,6 +139,15 @@ def test_each_pair_turns_at_its_own_speed():
     for pair, (old, new) in enumerate(zip(arrows(before), arrows(after))):
         turn = np.angle(complex(*new[0]) / complex(*old[0]))
         assert turn == pytest.approx(100.0 ** (-pair / 4))
+
+
+def test_the_legend_of_the_rotation_is_clear_of_the_circles_and_their_titles():
+    with house_figure(width=8.4, height=3.5) as (figure, _):
+        figure.clear()
+        draw_rotation(figure, 3)
+        figure.canvas.draw()
+        legend = figure.legends[0].get_window_extent()
+        assert not any(legend.overlaps(axes.get_tightbbox()) for axes in figure.axes)
 
 
 def test_the_scale_keeps_softmax_soft():

@@ -175,3 +175,19 @@ def test_without_sliders_each_setting_is_shown_once(tokenizer):
     shown = "".join(o.data.get("text/html", "") for o in static_widgets(notebook).cells[0].outputs)
     for temperature, top_p in STILL_SETTINGS:
         assert shown.count(f"Temperature {temperature:g}, top-p {top_p:g}:") == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_still_bars_show_tokens_kept_beside_tokens_cut(tokenizer, temperature):
+    # two likely tokens and a long tail, as after "there was a little"
+    logits = torch.tensor([0.33] * 2 + [0.34 / 254] * 254).log()
+    stills = [
+        sampling_bars(logits, tokenizer, *setting, num_bars=6)
+        for setting in STILL_SETTINGS[1:]
+        if setting[0] == temperature
+    ]
+    assert any(0 < markup.count(">cut<") < 6 for markup in stills)
+
+
+def test_the_still_bars_show_what_temperature_0_does():
+    assert 0.0 in {temperature for temperature, _ in STILL_SETTINGS[1:]}
