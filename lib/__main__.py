@@ -81,7 +81,7 @@ def generate(arguments: list[str]) -> int:
         temperature=sample.temperature,
         top_k=sample.top_k,
         top_p=sample.top_p,
-        seed=sample.sample_seed,
+        seed=sample.seed,
         on_text=(lambda row, text: print(text, end="", flush=True)) if is_live else None,
     )
     if is_live:
@@ -168,6 +168,14 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, ImportError, FloatingPointError) as error:
         if is_debug:
             traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        # PyTorch has no class of its own for a CPU whose memory is full
+        if is_debug or not any(
+            words in str(error) for words in ("out of memory", "allocate memory")
+        ):
+            raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
 

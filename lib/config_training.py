@@ -18,6 +18,16 @@ ATTENTION_KERNELS = (
 )
 
 
+def _check_numbers(config: object) -> None:
+    """Refuse infinities and NaN, and whole numbers of more than 63 bits."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float):
+            check(config, field.name, math.isfinite(value), "a finite number")
+        elif isinstance(value, int):
+            check(config, field.name, abs(value) < 2**63, "less than 2^63")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only Transformer language model, and its variants."""
@@ -65,6 +75,7 @@ class ModelConfig:
     """Which implementation computes attention."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         for field in ("context_length", "d_model", "num_layers", "num_heads", "d_ff"):
             check(self, field, getattr(self, field) > 0, "at least 1")
         check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2")
@@ -125,6 +136,7 @@ class OptimizerConfig:
     """Weight of mean(logsumexp²) in the loss, which keeps logits near 0 (PaLM, section 5)."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         check(self, "learning_rate", self.learning_rate >= 0, "0 or more")
         right = f"between 0 and learning_rate {self.learning_rate}"
         check(self, "min_learning_rate", 0 <= self.min_learning_rate <= self.learning_rate, right)
@@ -214,6 +226,7 @@ class TrainConfig:
     """Whether metrics also go to Weights & Biases (WANDB_MODE=offline by default)."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")
         for field in (*positive, "keep_last", "max_nonfinite_steps"):
             check(self, field, getattr(self, field) > 0, "at least 1")
@@ -246,16 +259,17 @@ class SampleConfig:
     top_p: float = 0.95
     """Sample from the likeliest tokens that together reach this probability; 1: from all."""
 
-    sample_seed: int = 0
+    seed: int = 0
     """Decides what is drawn."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         check(self, "prompts", bool(self.prompts), "at least one text")
         check(self, "max_new_tokens", self.max_new_tokens >= 0, "0 or more")
         check(self, "temperature", 0 <= self.temperature < math.inf, "0 or more")
         check(self, "top_k", self.top_k >= 0, "0 or more")
         check(self, "top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
-        check(self, "sample_seed", self.sample_seed >= 0, "0 or more")
+        check(self, "seed", self.seed >= 0, "0 or more")
 
 
 @dataclasses.dataclass(frozen=True)

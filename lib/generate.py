@@ -68,7 +68,7 @@ def next_token_probabilities(
     if top_p < 1:
         # of all tokens that rank before
         before = F.pad(probabilities.cumsum(-1), (1, -1))
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
+        probabilities = probabilities.masked_fill((before >= top_p) & (before > 0), 0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return torch.zeros_like(probabilities).scatter(-1, ids, probabilities)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Logits that exist at a time: on a CPU so many bytes, on a GPU this part of its memory.
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 16 << 20
 CHUNK_PART = 1 / 32
 # The logits' gradient is held times this: in float16 the gradient of a mean over many tokens would
 # vanish, and that of their sum overflow.
@@ -67,7 +67,7 @@ def linear_cross_entropy(
         targets: (tokens,) int64, from 0 to vocab - 1. Any other raises RuntimeError on a CPU and
             makes the loss NaN on a GPU, where to look would take time.
         z_loss: adds z_loss · mean(logsumexp²), which keeps the logits' scale (PaLM, section 5).
-        chunk_tokens: how many tokens at a time; by default as many as give 64 MiB of logits, on a
+        chunk_tokens: how many tokens at a time; by default as many as give 16 MiB of logits, on a
             GPU a 32nd of its memory.
 
     Returns:

@@ -149,7 +149,11 @@ class RotaryEmbedding(nn.Module):
             cos, sin = self.cos[positions], self.sin[positions]
         # a pair is a complex number, and a turn a product with e^(i angle)
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
+        return (
+            torch.view_as_real(pairs * torch.complex(cos.float(), sin.float()))
+            .flatten(-2)
+            .to(x.dtype)
+        )
 
 
 class CausalSelfAttention(nn.Module):

@@ -5,7 +5,7 @@ from lib.config_training import ModelConfig
 # The shapes from `small` to `2.7b` are those of Stanford's CS336, assignment 2 (2025), table 1.
 MODEL_PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
-        vocab_size=4096, context_length=128, d_model=192, num_layers=4, num_heads=4, d_ff=512
+        vocab_size=4096, context_length=128, d_model=128, num_layers=4, num_heads=4, d_ff=352
     ),
     "tinystories": ModelConfig(
         vocab_size=10_000, d_model=512, num_layers=4, num_heads=16, d_ff=1344

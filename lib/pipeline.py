@@ -110,7 +110,7 @@ def run_pipeline(
         temperature=sample.temperature,
         top_k=sample.top_k,
         top_p=sample.top_p,
-        seed=sample.sample_seed,
+        seed=sample.seed,
     )
     return rows, result, [prompt + text for prompt, text in zip(sample.prompts, texts)]
 

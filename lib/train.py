@@ -27,13 +27,13 @@ from lib.config_training import TrainConfig
 from lib.data import read_windows
 from lib.evaluate import Evaluation, bytes_of_token, evaluate
 from lib.files import lock_folder
-from lib.hardware import device_name, peak
+from lib.hardware import device_name, keep_freed_memory, peak
 from lib.metrics import MetricsLog
 from lib.model import TransformerLM
 from lib.model_costs import flops_per_token
 from lib.optimizer import cosine_lr
 from lib.strict_json import to_dict
-from lib.train_run import Run, check_same_run, describe_run, prepare
+from lib.train_run import RUN_FILES, Run, check_same_run, check_same_settings, describe_run, prepare
 from lib.train_step import TrainStep, numerics
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ def train(
         FloatingPointError: `max_nonfinite_steps` in a row had a loss or gradient not finite.
     """
     run = prepare(config)
+    if run.device.type == "cpu":
+        keep_freed_memory()
     with (
         lock_folder(run.folder),
         numerics(tf32=config.tf32, deterministic=config.deterministic),
@@ -172,10 +174,16 @@ class _Training:
     def go_on(self, stop: threading.Event) -> TrainResult:
         """Take the steps that are left, unless `stop` is set meanwhile."""
         config, folder = self.config, self.run.folder
-        if self.progress.steps >= config.steps:
+        if self.progress.steps > config.steps:
+            raise ValueError(
+                f"steps is {config.steps}, but the run in {folder} has done {self.progress.steps}; "
+                "right is: at least as many, or another output"
+            )
+        if self.progress.steps == config.steps:
+            if not all((folder / name).exists() for name in RUN_FILES):
+                describe_run(self.run)
             log.info("%s is up to date: %s steps", folder, self.progress.steps)
             return self._result("up to date")
-        describe_run(self.run)
         self.metrics = MetricsLog(
             folder / "metrics.jsonl",
             total_steps=config.steps,
@@ -186,6 +194,7 @@ class _Training:
             config=to_dict(config),
         )
         with self.metrics:
+            describe_run(self.run)
             self.clock = time.perf_counter()
             while self.progress.steps < config.steps:
                 self._take_step()
@@ -287,6 +296,8 @@ class _Training:
     def _save(self) -> None:
         self._read_log()
         self._stop_clock()
+        if not self.metrics.path.exists():
+            raise FileNotFoundError(f"{self.run.folder} was removed while it was trained in")
         self.metrics.sync()
         self.progress.metrics_position = self.metrics.position
         self.newest = save_checkpoint(
@@ -298,6 +309,7 @@ class _Training:
                 "progress": dataclasses.asdict(self.progress),
                 "sampler": self.run.sampler.state_dict(),
                 "config": to_dict(self.config),
+                "data_sha256": self.run.data_sha256,
             },
             tensors=self.step.state_tensors() | rng_state(self.run.device),
             keep_last=self.config.keep_last,
@@ -305,6 +317,9 @@ class _Training:
         self.clock = time.perf_counter()
 
     def _restore(self) -> None:
+        extra = load_checkpoint(self.newest).extra
+        folder, data = self.run.folder, self.run.data_sha256
+        check_same_settings(folder, extra["config"], extra["data_sha256"], self.config, data)
         loaded = load_checkpoint(self.newest, model=self.model, optimizer=self.step.optimizer)
         self.progress = Progress(**loaded.extra["progress"])
         self.run.sampler.load_state_dict(loaded.extra["sampler"])

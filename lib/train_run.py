@@ -30,6 +30,8 @@ SETTINGS = (
     "dtype",
     "low_precision_weights",
 )
+# What a run's folder holds beside metrics and checkpoints.
+RUN_FILES = ("config.json", "tokenizer.json", "run.json")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -88,7 +90,7 @@ def prepare(config: TrainConfig) -> Run:
     hashes = {part: read_manifest(path).tokens_sha256 for part, path in paths.items()}
     hashes["tokenizer"] = tokenizer.sha256
     folder = config.output or run_folder(config, hashes)
-    make_folder(folder)
+    make_folder(folder / "checkpoints")
     check_same_run(folder, config, hashes)
     return Run(
         config,
@@ -141,15 +143,31 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 def check_same_run(folder: Path, config: TrainConfig, data_sha256: dict[str, str]) -> None:
     """Refuse a folder that holds another run, or any run where none is to go on."""
     paths = folder / "config.json", folder / "run.json"
-    if not all(path.exists() for path in paths):
-        return
-    if not config.resume:
+    if not config.resume and (paths[0].exists() or any(folder.glob("checkpoints/step-*"))):
         raise ValueError(f"output {folder} holds a run, and resume is False; give another output")
-    before, now = _settings(from_json(TrainConfig, paths[0])), _settings(config)
+    # a checkpoint knows its settings too, so that nothing is mixed when one of these is missing
+    if all(path.exists() for path in paths):
+        try:
+            data = json.loads(paths[1].read_text())["data_sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{paths[1]} is damaged; remove it to go on without it") from error
+        check_same_settings(
+            folder, to_dict(from_json(TrainConfig, paths[0])), data, config, data_sha256
+        )
+
+
+def check_same_settings(
+    folder: Path,
+    config_before: dict[str, Any],
+    data_before: dict[str, str],
+    config: TrainConfig,
+    data_sha256: dict[str, str],
+) -> None:
+    """Refuse to go on with a run that learns from other data or in another way."""
+    before = {name: config_before[name] for name in SETTINGS} | {"data": data_before}
+    now = _settings(config) | {"data": data_sha256}
     # a run may be made longer
-    before.pop("steps"), now.pop("steps")
-    before |= {"data": json.loads(paths[1].read_text())["data_sha256"]}
-    now |= {"data": data_sha256}
+    del before["steps"], now["steps"]
     differences = _differences(before, now)
     if differences:
         raise ValueError(

@@ -78,7 +78,7 @@ class TrainStep:
         self.good_steps = torch.zeros((), device=device)
         # a hold makes a step change nothing, for the warm-up before a graph is recorded
         self.hold = torch.zeros((), dtype=torch.bool, device=device)
-        self.rows = torch.zeros(config.log_interval, 2, device=device)
+        self.rows = torch.zeros(min(config.log_interval, config.steps), 2, device=device)
         self.next_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.unread = 0
         self.graph: torch.cuda.CUDAGraph | None = None

@@ -67,7 +67,7 @@ NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
         (SampleConfig, {"top_k": -1}, "top_k is -1"),
         (SampleConfig, {"top_p": 0}, "top_p is 0; right is: more than 0 and at most 1"),
         (SampleConfig, {"top_p": 1.1}, "top_p is 1.1"),
-        (SampleConfig, {"sample_seed": -1}, "sample_seed is -1"),
+        (SampleConfig, {"seed": -1}, "seed is -1"),
         (PipelineConfig, {"skip_data": True}, "skip_data is True and train.data is not given"),
     ],
 )

@@ -285,8 +285,8 @@ def leaves(config, prefix=""):
 @pytest.mark.parametrize(
     ("flag", "names"),
     [
-        ("--seed", "--corpus.seed or --train.seed"),
-        ("--seed=3", "--corpus.seed or --train.seed"),
+        ("--seed", "--corpus.seed or --train.seed or --sample.seed"),
+        ("--seed=3", "--corpus.seed or --train.seed or --sample.seed"),
         ("--output", "--corpus.output or --train.output"),
     ],
 )

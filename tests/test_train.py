@@ -907,3 +907,48 @@ def test_a_divergence_is_one_line_on_the_command_line(config, tmp_path, capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: step ")
     assert "lower learning_rate" in last
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json", "tokenizer.json"])
+def test_what_is_missing_from_a_finished_run_is_written_again(config, straight, name):
+    shutil.copytree(straight, config.output)
+    (config.output / name).unlink()
+    assert train(config).status == "up to date"
+    load_model(config.output, device="cpu")
+    assert (config.output / name).exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json"])
+def test_settings_are_not_mixed_when_a_description_is_missing(config, stopped, name):
+    (config.output / name).unlink()
+    with pytest.raises(ValueError, match=r"batch_size was 4, now 2"):
+        train(dataclasses.replace(config, batch_size=2))
+
+
+def test_a_damaged_description_is_named(config, stopped):
+    (config.output / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        train(config)
+
+
+def test_a_run_that_did_more_steps_is_not_up_to_date(config, straight):
+    shutil.copytree(straight, config.output)
+    with pytest.raises(ValueError, match=r"steps is 20, but the run in .* has done 26"):
+        train(dataclasses.replace(config, steps=20))
+
+
+def test_a_place_for_checkpoints_that_cannot_be_is_found_out_before_any_step(config):
+    config.output.mkdir()
+    (config.output / "checkpoints").write_text("a file")
+    with pytest.raises(OSError, match="checkpoints"):
+        train(config)
+    assert not (config.output / "metrics.jsonl").exists()
+
+
+def test_a_run_whose_folder_vanishes_ends_with_an_error(config):
+    def remove(record):
+        if record["step"] == 8:
+            shutil.rmtree(config.output)
+
+    with pytest.raises(OSError, match="removed while it was trained in"):
+        train(config, on_metrics=remove)
