@@ -34,7 +34,8 @@ TEST_READY := $(STATE)/.workbook-test-$(KEY)
 # Jupyter takes kernels and settings from the environment above, not from the user's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-PYTEST := $(PY) -m pytest -q
+# Two tests run at a time, each with one thread: more threads than cores slow all of them down.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
 
 .PHONY: help run lab test test-all test-gpu lint format notebooks clean

@@ -86,11 +86,11 @@ class RunConfig:
     report: Path | None = None
     """The folder for the pages; `artifacts/report` when left out."""
 
-    workers: int = 2
-    """Notebooks run at a time."""
+    workers: int | None = None
+    """Notebooks run at a time; one for two cores when left out."""
 
     def __post_init__(self) -> None:
-        check(self, "workers", self.workers > 0, "at least 1")
+        check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ def run_notebooks(
     parameters: str | os.PathLike | None = None,
     overrides: Mapping[str, Any] | None = None,
     report: Path | None = None,
-    workers: int = 2,
+    workers: int | None = None,
     root: Path = ROOT,
 ) -> int:
     """Run notebooks in parallel processes and write them as web pages with an index.
@@ -79,14 +79,17 @@ def run_notebooks(
             name to a mapping of its parameters.
         overrides: parameters for each of `notebooks` that has them; they win over the file.
         report: folder for the pages; artifacts/report by default.
-        workers: notebooks run at a time, each in a process and a kernel of its own.
+        workers: notebooks run at a time, each in a process and a kernel of its own; by default one
+            for two cores.
 
     Returns:
         The exit code: 0, 1 when a notebook failed, 2 when what was asked for makes no sense.
     """
     from lib.notebook_runs import find_notebooks, plain, plan, run_all
+    from lib.parallel import available_cpus
     from lib.site import write_index
 
+    workers = workers or max(1, available_cpus() // 2)
     report = Path(report or workspace(root) / "artifacts/report").resolve()
     try:
         every = find_notebooks((), root)

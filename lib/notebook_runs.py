@@ -18,6 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lib.parallel import available_cpus
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
@@ -170,7 +172,9 @@ def run_all(jobs: Sequence[Job], report: Path, label: str, workers: int) -> list
     waiting, running, results, bars = list(jobs), {}, {}, {}
     # Fresh processes: papermill changes the working folder, and a fork would copy threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_stop_quietly)
+    workers = min(workers, len(jobs))
+    threads = max(1, available_cpus() // workers)
+    pool = ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(threads,))
     with context.Manager() as manager, pool:
         events = manager.Queue()
         while waiting or running:
@@ -196,8 +200,12 @@ def run_all(jobs: Sequence[Job], report: Path, label: str, workers: int) -> list
     return [results[job.name] for job in jobs]
 
 
-def _stop_quietly() -> None:
-    """Let Ctrl-C end this process in order, its kernel too, without a traceback of its own."""
+def _prepare(threads: int) -> None:
+    """Let Ctrl-C end this process in order, its kernel too, without a traceback of its own.
+
+    And let PyTorch take `threads` threads there: more than there are cores slow all of them down.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
 
