@@ -217,7 +217,7 @@ def test_run_passes_on_what_was_asked_for_and_its_exit_code(monkeypatch):
         "notebooks": ("01", "02"),
         "parameters": "laptop",
         "report": None,
-        "workers": 2,
+        "workers": None,
     }
 
 
