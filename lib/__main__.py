@@ -66,28 +66,19 @@ def generate(arguments: list[str]) -> int:
 
     config = parse(GenerateConfig, "generate", arguments)
 
-    from lib.generate import generate_text, load_model, newest_run
+    from lib.generate import generate_sample, load_model, newest_run
 
     model, tokenizer, _ = load_model(config.checkpoint or newest_run(), config.device)
     sample = config.sample
     is_live = len(sample.prompts) == 1 and sys.stdout.isatty()
     if is_live:
         print(sample.prompts[0], end="", flush=True)
-    texts = generate_text(
-        model,
-        tokenizer,
-        sample.prompts,
-        max_new_tokens=sample.max_new_tokens,
-        temperature=sample.temperature,
-        top_k=sample.top_k,
-        top_p=sample.top_p,
-        seed=sample.seed,
-        on_text=(lambda row, text: print(text, end="", flush=True)) if is_live else None,
-    )
+    on_text = (lambda row, text: print(text, end="", flush=True)) if is_live else None
+    texts = generate_sample(model, tokenizer, sample, on_text=on_text)
     if is_live:
         print()
     else:
-        print("\n\n".join(prompt + text for prompt, text in zip(sample.prompts, texts)))
+        print("\n\n".join(texts))
     return 0
 
 

@@ -25,7 +25,7 @@ from lib.config import TrainingBenchmarkConfig
 from lib.config_training import ModelConfig, TrainConfig
 from lib.data import BatchSampler, random_tokens, read_windows
 from lib.files import write_atomically
-from lib.hardware import device_name, peak, pick_device, pick_dtype
+from lib.hardware import peak_flops, pick_device, pick_dtype
 from lib.loss import linear_cross_entropy
 from lib.model import TransformerLM
 from lib.model_costs import flops_per_token, num_parameters
@@ -211,8 +211,7 @@ def benchmark_model(
     def figures(candidate: str, memory: float, seconds: float, times: list[float]) -> dict:
         milliseconds = statistics.median(times)
         rate = batch_size * shape.context_length / milliseconds * 1e3
-        limits = peak(device_name(device)) if device.type == "cuda" else None
-        limit = limits and getattr(limits, str(dtype).removeprefix("torch."))
+        limit = peak_flops(device, dtype)
         return {
             "task": "step",
             "model": name,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lib import files
+from lib.config import require
 from lib.strict_json import from_json, to_json
 
 # The second form is one that stands aside while it is being replaced.
@@ -72,8 +73,8 @@ def save_checkpoint(
         OSError: names what cannot be written, and when the disk is full what is needed and free;
             earlier checkpoints stay, nothing of this one does.
     """
-    _check(step >= 0, f"step is {step}; right is: 0 or more")
-    _check(keep_last is None or keep_last > 0, f"keep_last is {keep_last}; right is: 1 or more")
+    require(step >= 0, f"step is {step}; right is: 0 or more")
+    require(keep_last is None or keep_last > 0, f"keep_last is {keep_last}; right is: 1 or more")
     folder = Path(folder)
     target = folder / f"step-{step:08d}"
     parts = {"model": model.state_dict(), "tensors": tensors or {}, "optimizer": {}}
@@ -84,7 +85,7 @@ def save_checkpoint(
     for part, content in parts.items():
         for name, value in content.items():
             kind = type(value).__name__
-            _check(isinstance(value, Tensor), f"{part}: {name} is a {kind}; right is: a tensor")
+            require(isinstance(value, Tensor), f"{part}: {name} is a {kind}; right is: a tensor")
     with files.lock_folder(folder):
         # whoever left something half done is dead, for it would hold the lock
         _clean(folder)
@@ -144,6 +145,11 @@ def load_checkpoint(
     return Checkpoint(state["step"], state["extra"], tensors, path)
 
 
+def read_extra(path: Path) -> dict[str, Any]:
+    """What the caller saved as `extra` in the checkpoint `path`, which was verified before."""
+    return json.loads((path / "state.json").read_bytes())["extra"]
+
+
 def newest_checkpoint(folder: str | os.PathLike) -> Path | None:
     """The checkpoint of the highest step in `folder` whose files are as they were written.
 
@@ -160,7 +166,7 @@ def newest_checkpoint(folder: str | os.PathLike) -> Path | None:
         except ValueError as error:
             log.warning("refused: %s", error)
     names = ", ".join(path.name for path in checkpoints)
-    _check(not names, f"no checkpoint in {folder} is whole: {names}")
+    require(not names, f"no checkpoint in {folder} is whole: {names}")
     return None
 
 
@@ -180,7 +186,7 @@ def set_rng_state(state: dict[str, Tensor], device: str | torch.device) -> None:
     """
     name = "rng_cuda" if torch.device(device).type == "cuda" else "rng_cpu"
     missing = {"rng_cpu", name} - state.keys()
-    _check(not missing, f"state lacks {missing}; right is: what rng_state({str(device)!r}) gave")
+    require(not missing, f"state lacks {missing}; right is: what rng_state({str(device)!r}) gave")
     torch.set_rng_state(state["rng_cpu"])
     if name == "rng_cuda":
         torch.cuda.set_rng_state(state[name], device)
@@ -275,11 +281,11 @@ def _verify(path: Path) -> None:
     name = "manifest.json"
     try:
         listed = from_json(_Manifest, path / name).files
-        _check("state.json" in listed, "does not list state.json")
+        require("state.json" in listed, "does not list state.json")
         for name, (size, sha256) in listed.items():
             found = (path / name).stat().st_size
-            _check(found == size, f"has {found:,} bytes and not {size:,}")
-            _check(files.sha256_file(path / name) == sha256, "was altered: its hash differs")
+            require(found == size, f"has {found:,} bytes and not {size:,}")
+            require(files.sha256_file(path / name) == sha256, "was altered: its hash differs")
     except (OSError, ValueError) as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else error
         raise ValueError(f"checkpoint {path} is damaged: {name} {problem}") from error
@@ -302,7 +308,7 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor], strict:
     if strict:
         wrong += [f"{name} is missing" for name in own if name not in saved]
         wrong += [f"{name} is not in the model" for name in saved if name not in own]
-    _check(not wrong, f"checkpoint {path} does not fit the model: {'; '.join(wrong)}")
+    require(not wrong, f"checkpoint {path} does not fit the model: {'; '.join(wrong)}")
 
 
 def _pack_optimizer(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> dict:
@@ -315,11 +321,11 @@ def _pack_optimizer(optimizer: Optimizer, model: nn.Module, tensors: dict[str, T
 def _load_optimizer(
     path: Path, optimizer: Optimizer, model: nn.Module | None, packed: dict | None
 ) -> None:
-    _check(packed is not None, f"checkpoint {path} holds no optimizer state")
+    require(packed is not None, f"checkpoint {path} holds no optimizer state")
     for there, here in zip_longest(packed["parameters"], _parameters(optimizer, model)):
         # names are known only where the model is given
         same = there == here or (model is None and there and here and there[1:] == here[1:])
-        _check(same, f"checkpoint {path} does not fit the optimizer: {there} in place of {here}")
+        require(same, f"checkpoint {path} does not fit the optimizer: {there} in place of {here}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # What was on an accelerator goes to that of the parameters; the rest, such as the step counts
     # of torch's AdamW, stays on the CPU unless the optimizer moves it.
@@ -367,8 +373,3 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dict":
         return {key: _unpack(item, tensors) for key, item in content}
     return {"list": list, "tuple": tuple}[kind](_unpack(item, tensors) for item in content)
-
-
-def _check(is_right: bool, message: str) -> None:
-    if not is_right:
-        raise ValueError(message)

@@ -165,7 +165,12 @@ class TrainingBenchmarkConfig:
         check(self, "steps", self.steps > 0, "at least 1")
 
 
+def require(is_right: object, message: str) -> None:
+    """Raise a `ValueError` with `message` unless `is_right`."""
+    if not is_right:
+        raise ValueError(message)
+
+
 def check(config: Any, field: str, is_right: bool, right: str) -> None:
     """Raise a `ValueError` that names the field, its value and what is right, unless `is_right`."""
-    if not is_right:
-        raise ValueError(f"{field} is {getattr(config, field)!r}; right is: {right}")
+    require(is_right, f"{field} is {getattr(config, field)!r}; right is: {right}")

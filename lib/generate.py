@@ -20,7 +20,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lib.checkpoint import load_checkpoint
-from lib.config_training import TrainConfig
+from lib.config import require
+from lib.config_training import SampleConfig, TrainConfig
 from lib.hardware import pick_device
 from lib.kv_cache import KVCache
 from lib.loss import softmax
@@ -48,14 +49,14 @@ def next_token_probabilities(
     Raises:
         ValueError: an argument out of range; a row with NaN or +inf, or of -inf throughout.
     """
-    _check(
+    require(
         0 <= temperature < math.inf, f"temperature is {temperature}; right is: 0 or more, finite"
     )
-    _check(top_k >= 0, f"top_k is {top_k}; right is: 0 or more")
-    _check(0 < top_p <= 1, f"top_p is {top_p}; right is: more than 0 and at most 1")
+    require(top_k >= 0, f"top_k is {top_k}; right is: 0 or more")
+    require(0 < top_p <= 1, f"top_p is {top_p}; right is: more than 0 and at most 1")
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     is_usable = logits.logsumexp(-1).isfinite().all()
-    _check(is_usable, "logits hold NaN or +inf, or a row of -inf; right is: finite numbers")
+    require(is_usable, "logits hold NaN or +inf, or a row of -inf; right is: finite numbers")
     if temperature == 0:
         # of equal ones argmax takes the first
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
@@ -172,7 +173,7 @@ def generate_text(
             tokenizer with more tokens than the model.
     """
     known = model.config.vocab_size
-    _check(
+    require(
         tokenizer.vocab_size <= known,
         f"the tokenizer has {tokenizer.vocab_size} ids; right is: at most the model's {known}",
     )
@@ -206,6 +207,28 @@ def generate_text(
     for row in range(len(prompts)):
         add(row, b"", final=True)
     return ["".join(parts) for parts in pieces]
+
+
+def generate_sample(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    sample: SampleConfig,
+    *,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[str]:
+    """Each prompt of `sample` with its continuation, as `generate_text` makes it."""
+    texts = generate_text(
+        model,
+        tokenizer,
+        sample.prompts,
+        max_new_tokens=sample.max_new_tokens,
+        temperature=sample.temperature,
+        top_k=sample.top_k,
+        top_p=sample.top_p,
+        seed=sample.seed,
+        on_text=on_text,
+    )
+    return [prompt + text for prompt, text in zip(sample.prompts, texts)]
 
 
 def load_model(
@@ -337,19 +360,14 @@ def _check_arguments(
     vocab_size: int,
     embedded: int,
 ) -> None:
-    _check(texts, "prompts is empty; right is: at least one prompt")
-    _check(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; right is: 0 or more")
+    require(texts, "prompts is empty; right is: at least one prompt")
+    require(max_new_tokens >= 0, f"max_new_tokens is {max_new_tokens}; right is: 0 or more")
     right = f"right is: 1 to the model's {embedded}"
-    _check(1 <= vocab_size <= embedded, f"vocab_size is {vocab_size}; {right}")
+    require(1 <= vocab_size <= embedded, f"vocab_size is {vocab_size}; {right}")
     for row, text in enumerate(texts):
-        _check(text, f"prompt {row} is empty; right is: at least one token")
+        require(text, f"prompt {row} is empty; right is: at least one token")
         for token in text:
             right = f"right is: 0 to {embedded - 1}"
-            _check(0 <= token < embedded, f"prompt {row} has the token id {token}; {right}")
+            require(0 <= token < embedded, f"prompt {row} has the token id {token}; {right}")
     is_known = stop_token is None or 0 <= stop_token < vocab_size
-    _check(is_known, f"stop_token is {stop_token}; right is: None, or 0 to {vocab_size - 1}")
-
-
-def _check(is_right: object, message: str) -> None:
-    if not is_right:
-        raise ValueError(message)
+    require(is_known, f"stop_token is {stop_token}; right is: None, or 0 to {vocab_size - 1}")

@@ -84,6 +84,12 @@ def peak(name: str) -> Peak | None:
     return PEAKS.get(re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name))
 
 
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The FLOP/s that the maker of the GPU `device` promises in `dtype`; None when not known."""
+    limits = peak(device_name(device)) if device.type == "cuda" else None
+    return limits and getattr(limits, str(dtype).removeprefix("torch."))
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" takes CUDA where there is one, then Apple's MPS, then CPU.
 

@@ -87,7 +87,7 @@ def run_pipeline(
     Raises:
         ValueError, OSError: as `tokenize_corpus`, `lib.train.train` and `lib.generate.load_model`.
     """
-    from lib.generate import generate_text, load_model
+    from lib.generate import generate_sample, load_model
     from lib.train import train
     from lib.train_run import check_machine
 
@@ -101,18 +101,7 @@ def run_pipeline(
     if result.status == "stopped":
         return rows, result, []
     model, tokenizer, _ = load_model(result.checkpoint, training.device)
-    sample = config.sample
-    texts = generate_text(
-        model,
-        tokenizer,
-        sample.prompts,
-        max_new_tokens=sample.max_new_tokens,
-        temperature=sample.temperature,
-        top_k=sample.top_k,
-        top_p=sample.top_p,
-        seed=sample.seed,
-    )
-    return rows, result, [prompt + text for prompt, text in zip(sample.prompts, texts)]
+    return rows, result, generate_sample(model, tokenizer, config.sample)
 
 
 def train_tokenizer(

@@ -19,6 +19,7 @@ import torch
 from lib.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
+    read_extra,
     rng_state,
     save_checkpoint,
     set_rng_state,
@@ -27,7 +28,7 @@ from lib.config_training import TrainConfig
 from lib.data import read_windows
 from lib.evaluate import Evaluation, bytes_of_token, evaluate
 from lib.files import lock_folder
-from lib.hardware import device_name, keep_freed_memory, peak
+from lib.hardware import keep_freed_memory, peak_flops
 from lib.metrics import MetricsLog
 from lib.model import TransformerLM
 from lib.model_costs import flops_per_token
@@ -167,7 +168,7 @@ class _Training:
         self.progress = Progress()
         self.evaluation: Evaluation | None = None
         self.checkpoints = run.folder / "checkpoints"
-        self.newest = newest_checkpoint(self.checkpoints) if self.checkpoints.exists() else None
+        self.newest = newest_checkpoint(self.checkpoints)
         if self.newest is not None:
             self._restore()
 
@@ -317,7 +318,7 @@ class _Training:
         self.clock = time.perf_counter()
 
     def _restore(self) -> None:
-        extra = load_checkpoint(self.newest).extra
+        extra = read_extra(self.newest)
         folder, data = self.run.folder, self.run.data_sha256
         check_same_settings(folder, extra["config"], extra["data_sha256"], self.config, data)
         loaded = load_checkpoint(self.newest, model=self.model, optimizer=self.step.optimizer)
@@ -337,8 +338,7 @@ class _Training:
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s over what the chip's maker promises; None where nothing is known."""
-        limits = peak(device_name(self.run.device)) if self.run.device.type == "cuda" else None
-        limit = limits and getattr(limits, str(self.run.dtype).removeprefix("torch."))
+        limit = peak_flops(self.run.device, self.run.dtype)
         return limit and flops_per_token(self.config.model) * tokens_per_s / limit
 
     def _result(self, status: Literal["finished", "stopped", "up to date"]) -> TrainResult:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,3 +88,22 @@ def quiet_environment() -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "JUPYTER_PREFER_ENV_PATH": "1",
     }
+
+
+@pytest.fixture
+def run_in_interpreter(quiet_environment) -> Callable[[str], None]:
+    """Let a test file's tests of kernels pass in a process where Triton interprets them."""
+    pytest.importorskip("triton")
+
+    def run(file: str) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+        done = subprocess.run(
+            [*command, "-k", "kernel and not interpreter"],
+            cwd=ROOT,
+            env=quiet_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+    return run

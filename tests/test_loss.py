@@ -2,8 +2,6 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -375,15 +373,5 @@ def test_the_loss_on_a_gpu_is_at_most_twice_as_far_off_as_pytorchs(chunk_tokens)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the process inside")
-def test_the_kernels_in_the_interpreter(quiet_environment):
-    pytest.importorskip("triton")
-    environment = quiet_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, "-k", "kernel and not interpreter"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+def test_the_kernels_in_the_interpreter(run_in_interpreter):
+    run_in_interpreter(__file__)

@@ -5,8 +5,6 @@ import dataclasses
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -572,18 +570,8 @@ def test_the_norm_kernel_is_the_sum_and_the_module(device, dtype, shape, weight_
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the process inside")
-def test_the_kernels_in_the_interpreter(quiet_environment):
-    pytest.importorskip("triton")
-    environment = quiet_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, "-k", "kernel and not interpreter"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+def test_the_kernels_in_the_interpreter(run_in_interpreter):
+    run_in_interpreter(__file__)
 
 
 @pytest.mark.gpu
