@@ -1,4 +1,4 @@
-"""Attention: the textbook, a batched form, and PyTorch's own, behind one function.
+"""Attention: the textbook, a batched form, FlashAttention and PyTorch's own, behind one function.
 
 All kernels compute softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, equation 1) on
 (batch, heads, tokens, head_dim) tensors. They differ in how often they go through memory.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,10 @@ from torch import Tensor
 
 from lib.config_training import ATTENTION_KERNELS
 from lib.loss import softmax
+from lib.profiling import annotate
 
 
+@annotate("attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -32,7 +36,8 @@ def attention(
     Args:
         q: (batch, heads, queries, head_dim).
         k, v: (batch, heads, keys, head_dim).
-        kernel: one of `ATTENTION_KERNELS`.
+        kernel: one of `ATTENTION_KERNELS`. The two of FlashAttention know no mask but the causal
+            one: with a `mask` they leave the work to `sdpa`.
         is_causal: query i sees the keys up to i (top-left aligned).
         mask: (queries, keys) or broadcastable to (batch, heads, queries, keys), bool: True where a
             query sees a key. Instead of `is_causal`.
@@ -42,14 +47,17 @@ def attention(
         (batch, heads, queries, head_dim), in the dtype of `v`.
 
     Raises:
-        ValueError: `kernel` is unknown, or both `is_causal` and `mask` are given.
+        ValueError: `kernel` is unknown or does not run on this device, or both `is_causal` and
+            `mask` are given.
     """
     if kernel not in ATTENTION_KERNELS:
         raise ValueError(f"kernel is {kernel!r}; known: {', '.join(ATTENTION_KERNELS)}")
     if mask is not None and is_causal:
         raise ValueError("is_causal is True and mask is given; right is: one of them")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if kernel == "sdpa":
+    if kernel.startswith("flash") and mask is None:
+        return flash_attention(kernel, q.device)(q, k, v, is_causal=is_causal, scale=scale)
+    if kernel == "sdpa" or kernel.startswith("flash"):
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
     if is_causal:
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
@@ -58,6 +66,24 @@ def attention(
     if kernel == "vectorized_torch":
         return scaled_dot_product_attention(q, k, v, mask, scale)
     return _compiled()(q, k, v, mask, scale)
+
+
+def flash_attention(kernel: str, device: torch.device) -> Callable[..., Tensor]:
+    """The function of the kernel called `kernel`, imported when it is first needed.
+
+    Raises:
+        ValueError: Triton cannot run on `device`.
+    """
+    if kernel == "flash_attention_torch":
+        from lib.flash_attention import flash_attention
+
+        return flash_attention
+    # Triton's interpreter runs kernels without a GPU, slowly
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"{kernel} runs on a CUDA GPU and not on {device}; right is: sdpa")
+    from lib.flash_attention_triton import flash_attention
+
+    return flash_attention
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device | str) -> Tensor:
@@ -73,10 +99,14 @@ def scaled_dot_product_attention(
     The scores, (…, queries, keys), are held in full: memory grows with the square of the length.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = (q @ k.transpose(-2, -1)) * scale  # (..., queries, keys)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    return softmax(scores, dim=-1).to(v.dtype) @ v
+    with annotate("scores"):
+        scores = (q @ k.transpose(-2, -1)) * scale  # (..., queries, keys)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+    with annotate("softmax"):
+        weights = softmax(scores, dim=-1).to(v.dtype)
+    with annotate("value product"):
+        return weights @ v
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

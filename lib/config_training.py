@@ -14,6 +14,8 @@ ATTENTION_KERNELS = (
     "scaled_dot_prod_attention",
     "vectorized_torch",
     "vectorized_torch_compiled",
+    "flash_attention_torch",
+    "flash_attention_triton",
     "sdpa",
 )
 

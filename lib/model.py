@@ -16,6 +16,7 @@ from lib.attention import attention
 from lib.config_training import ModelConfig
 from lib.kv_cache import KVCache
 from lib.loss import linear_cross_entropy
+from lib.profiling import annotate
 
 
 class Linear(nn.Module):
@@ -91,6 +92,7 @@ class SwiGLU(nn.Module):
         self.w13 = Linear(d_model, 2 * d_ff, stacked=2, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
 
+    @annotate("feed-forward")
     def forward(self, x: Tensor) -> Tensor:
         gate_and_value = self.w13(x)
         if has_kernels(x):
@@ -111,6 +113,7 @@ class SiLUFeedForward(nn.Module):
         self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
 
+    @annotate("feed-forward")
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)))
 
@@ -184,8 +187,10 @@ class CausalSelfAttention(nn.Module):
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
         is_plain = rope is not None and positions is None and not self.has_qk_norm
         if has_kernels(x) and is_plain and cache is None:
-            from lib.model_triton import rotated_qkv
+            from lib.model_triton import rotated_attention, rotated_qkv
 
+            if self.kernel == "flash_attention_triton":
+                return self.output_proj(rotated_attention(qkv, rope.cos, rope.sin).flatten(-2))
             q, k, v = (part.transpose(1, 2) for part in rotated_qkv(qkv, rope.cos, rope.sin))
         else:
             # each (batch, heads, length, head_dim)
@@ -326,7 +331,8 @@ class TransformerLM(nn.Module):
             x = self._fused_layers(x, positions, cache)
         else:
             for index, layer in enumerate(self.layers):
-                x = layer(x, self.rope, positions, cache, index)
+                with annotate(f"block {index}"):
+                    x = layer(x, self.rope, positions, cache, index)
             x = x if self.ln_final is None else self.ln_final(x)
         if cache is not None:
             cache.length += length
@@ -340,15 +346,19 @@ class TransformerLM(nn.Module):
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
             next_norm = self.ln_final if is_last else self.layers[index + 1].ln1
-            branch = layer.attn(normed, self.rope, positions, cache, index)
-            x, normed = add_rms_norm(x, branch, layer.ln2.weight, layer.ln2.eps)
-            x, normed = add_rms_norm(x, layer.ffn(normed), next_norm.weight, next_norm.eps)
+            with annotate(f"block {index}"):
+                branch = layer.attn(normed, self.rope, positions, cache, index)
+                x, normed = add_rms_norm(x, branch, layer.ln2.weight, layer.ln2.eps)
+                x, normed = add_rms_norm(x, layer.ffn(normed), next_norm.weight, next_norm.eps)
         return normed
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
         """Mean cross-entropy in nats of `targets`, both (batch, length) int64; a float32 scalar."""
         hidden = self.hidden(token_ids).flatten(0, 1)
-        return linear_cross_entropy(hidden, self.output_weight, targets.flatten(), z_loss=z_loss)
+        with annotate("loss"):
+            return linear_cross_entropy(
+                hidden, self.output_weight, targets.flatten(), z_loss=z_loss
+            )
 
 
 def has_kernels(x: Tensor) -> bool:

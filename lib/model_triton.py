@@ -4,17 +4,18 @@ Both are bound by memory: what counts is that each tensor is read and written on
 written straight into the layout that the matrix product before them wants.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of the norm's backward pass: programs, about four for each multiprocessor of a large GPU, and
-# elements that one works on at a time.
-NORM_PROGRAMS = 512
-NORM_ELEMENTS = 2048
+from lib.flash_attention_triton import flash_backward, flash_forward
+from lib.profiling import annotate
+
+# Of the norm's backward pass: programs, two for each multiprocessor of a large GPU, and elements
+# that one works on at a time.
+NORM_PROGRAMS = 264
+NORM_ELEMENTS = 4096
 
 
 def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,6 +36,26 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
     return _RotatedQKV.apply(qkv, cos, sin)
 
 
+@annotate("attention")
+def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal attention of what `rotated_qkv` gives, by the kernels of `lib.flash_attention_triton`.
+
+    The backward kernels turn the gradients of q and k back, and write all three into one tensor.
+
+    Args:
+        qkv, cos, sin: as for `rotated_qkv`; `qkv` in bfloat16, float16 or float32.
+
+    Returns:
+        (batch, length, heads, head_dim).
+
+    Raises:
+        ValueError: more tokens than angles.
+    """
+    if qkv.shape[1] > len(cos):
+        raise ValueError(f"qkv has {qkv.shape[1]} tokens; right is: at most {len(cos)}")
+    return _rotated_attention(qkv, cos, sin)[0]
+
+
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + branch, and its RMSNorm as in `lib.model.RMSNorm`; all (..., d_model), contiguous."""
     return _AddRMSNorm.apply(x, branch, weight, eps)
@@ -45,25 +66,85 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_and_value)
 
 
+def _split(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k of `qkv`, turned."""
+    batch, length, _, heads, head_dim = qkv.shape
+    q = qkv.new_empty(batch, length, heads, head_dim)
+    k = torch.empty_like(q)
+    _split_kernel[(batch * length, 2)](
+        qkv,
+        q,
+        k,
+        cos,
+        sin,
+        length,
+        WIDTH=heads * head_dim,
+        HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(heads * head_dim),
+    )
+    return q, k
+
+
+# An operator of its own, so that torch.compile neither looks inside nor copies for each view.
+@torch.library.custom_op("workbook::rotated_attention", mutates_args=())
+def _rotated_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k = _split(qkv, cos, sin)
+    heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
+    out, lse = flash_forward(*heads, True, qkv.shape[-1] ** -0.5)
+    return out.transpose(1, 2), lse, q, k
+
+
+@_rotated_attention.register_fake
+def _(qkv, cos, sin):
+    batch, length, _, heads, head_dim = qkv.shape
+    out = qkv.new_empty(batch, length, heads, head_dim)
+    lse = qkv.new_empty(batch, heads, length, dtype=torch.float32)
+    return out, lse, torch.empty_like(out), torch.empty_like(out)
+
+
+@torch.library.custom_op("workbook::rotated_attention_backward", mutates_args=())
+def _rotated_attention_backward(
+    grad_out: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+) -> Tensor:
+    grad_qkv = torch.empty_like(qkv)
+    heads = [x.transpose(1, 2) for x in (grad_out, q, k, qkv[:, :, 2], out)]
+    grads = tuple(grad_qkv.transpose(1, 3).unbind(2))
+    scale = qkv.shape[-1] ** -0.5
+    flash_backward(*heads, lse, True, scale, grads=grads, angles=(cos, sin))
+    return grad_qkv
+
+
+@_rotated_attention_backward.register_fake
+def _(grad_out, qkv, cos, sin, out, lse, q, k):
+    return torch.empty_like(qkv)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, grad_out, *unused):
+    return _rotated_attention_backward(grad_out, *ctx.saved_tensors), None, None
+
+
+_rotated_attention.register_autograd(_gradient, setup_context=_keep)
+
+
 class _RotatedQKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin):
-        batch, length, _, heads, head_dim = qkv.shape
-        q = qkv.new_empty(batch, length, heads, head_dim)
-        k = torch.empty_like(q)
-        _split_kernel[(batch * length, 2)](
-            qkv,
-            q,
-            k,
-            cos,
-            sin,
-            length,
-            WIDTH=heads * head_dim,
-            HEAD_DIM=head_dim,
-            BLOCK=triton.next_power_of_2(heads * head_dim),
-        )
         ctx.save_for_backward(cos, sin)
-        return q, k, qkv[:, :, 2]
+        return *_split(qkv, cos, sin), qkv[:, :, 2]
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
@@ -305,7 +386,8 @@ def _add_rms_norm_backward_kernel(
     inside = columns < WIDTH
     weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
     weight_grad = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
+    # three groups of rows are on their way at a time
+    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=3):
         rows = first + tl.arange(0, ROWS)
         places = rows[:, None] * WIDTH + columns[None, :]  # (ROWS, BLOCK)
         here = (rows < num_rows)[:, None] & inside[None, :]

@@ -19,6 +19,7 @@ from lib.config_training import TrainConfig
 from lib.loss import linear_cross_entropy
 from lib.model import TransformerLM
 from lib.optimizer import AdamW, clip_coefficient
+from lib.profiling import annotate
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -83,6 +84,7 @@ class TrainStep:
         self.unread = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
+    @annotate("training step")
     def __call__(self, windows: Tensor, lr: float) -> None:
         """Take one step at learning rate `lr` (read the log at least every log_interval steps).
 
@@ -129,10 +131,13 @@ class TrainStep:
         # few operations beside model and optimizer: a small model feels each kernel
         losses = []
         for windows in self.windows:
-            loss = self._loss(windows[:, :-1], windows[:, 1:]) / len(self.windows)
-            (loss * self.loss_scale if self.uses_scale else loss).backward()
+            with annotate("forward"):
+                loss = self._loss(windows[:, :-1], windows[:, 1:]) / len(self.windows)
+            with annotate("backward"):
+                (loss * self.loss_scale if self.uses_scale else loss).backward()
             losses.append(loss.detach())
-        norm = self.optimizer.grad_norm()
+        with annotate("gradient norm"):
+            norm = self.optimizer.grad_norm()
         if self.uses_scale:
             norm = norm / self.loss_scale
         row = torch.stack((sum(losses), norm))
@@ -143,7 +148,8 @@ class TrainStep:
             scale = (1 if scale is None else scale) / self.loss_scale
             self._adapt_loss_scale(is_finite)
         skip = is_finite.logical_not_().logical_or_(self.hold)
-        self.optimizer.step(grad_scale=scale, skip=skip)
+        with annotate("optimizer"):
+            self.optimizer.step(grad_scale=scale, skip=skip)
         self.optimizer.zero_grad(set_to_none=True)
         self.rows.index_copy_(0, self.next_row, row.unsqueeze(0))
         self.next_row.add_(1).remainder_(len(self.rows))
@@ -152,7 +158,8 @@ class TrainStep:
         with self.autocast():
             hidden = self.hidden(inputs).flatten(0, 1)
             weight, z_loss = self.model.output_weight, self.config.optimizer.z_loss
-            return linear_cross_entropy(hidden, weight, targets.flatten(), z_loss=z_loss)
+            with annotate("loss"):
+                return linear_cross_entropy(hidden, weight, targets.flatten(), z_loss=z_loss)
 
     def _adapt_loss_scale(self, is_finite: Tensor) -> None:
         """Halve the scale after an overflow, double it after a while without one."""

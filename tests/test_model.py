@@ -510,12 +510,35 @@ def test_the_rope_kernel_is_the_module(device, dtype, shape, first_layout):
 
 
 @ON_KERNEL_DEVICES
-def test_the_rope_kernel_refuses_more_tokens_than_it_has_angles_for(device):
-    from lib.model_triton import rotated_qkv
+@ON_DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 70, 3, 20), (1, 129, 1, 80)], ids=str)
+def test_turned_attention_is_the_module_and_attention(device, dtype, shape):
+    from lib.model_triton import rotated_attention
+
+    rope = RotaryEmbedding(shape[3], shape[1] + 3, device=device)
+    qkv = make_qkv(shape, dtype, device)
+    wide = qkv.detach().double().requires_grad_()
+    q, k, v = (part.transpose(1, 2) for part in rotated_by_the_module(wide, rope))
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    ours = rotated_attention(qkv, rope.cos, rope.sin)
+    upstream = torch.randn(shape, generator=seeded(1)).to(device, dtype)
+    (gradient,) = torch.autograd.grad(ours, qkv, upstream)
+    (peer,) = torch.autograd.grad(right, wide, upstream.double())
+    for a, b in ((ours, right), (gradient, peer)):
+        error = (a.double() - b).norm() / b.norm()
+        assert error < (4e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
+
+
+@ON_KERNEL_DEVICES
+@pytest.mark.parametrize("name", ["rotated_qkv", "rotated_attention"])
+def test_the_rope_kernels_refuse_more_tokens_than_they_have_angles_for(device, name):
+    from lib import model_triton
 
     rope = RotaryEmbedding(4, 5, device=device)
     with pytest.raises(ValueError, match="qkv has 6 tokens; right is: at most 5"):
-        rotated_qkv(make_qkv((1, 6, 2, 4), torch.float32, device), rope.cos, rope.sin)
+        getattr(model_triton, name)(
+            make_qkv((1, 6, 2, 4), torch.float32, device), rope.cos, rope.sin
+        )
 
 
 @ON_KERNEL_DEVICES
