@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 # Logits that exist at a time: on a CPU so many bytes, on a GPU this part of its memory.
 CHUNK_BYTES = 16 << 20
 CHUNK_PART = 1 / 32
-# The logits' gradient is held times this: in float16 the gradient of a mean over many tokens would
-# vanish, and that of their sum overflow.
-GRAD_FACTOR = 1 / 128
+# In float16 the logits' gradient is held times this: that of a mean over many tokens would vanish,
+# and that of their sum overflow.
+FLOAT16_GRAD_FACTOR = 1 / 128
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -113,10 +113,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(num_tokens, dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = None
+        is_float16 = hidden.dtype == torch.float16
+        factor = FLOAT16_GRAD_FACTOR if is_float16 else 1 / num_tokens
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = hidden[chunk] @ weight.T  # (chunk, vocab)
-            losses[chunk] = _loss_and_grad(logits, targets[chunk], z_loss, needs_grad)
+            grad_factor = factor if needs_grad else None
+            losses[chunk] = _loss_and_grad(logits, targets[chunk], z_loss, grad_factor)
             if needs_grad:
                 # the logits now hold their own gradient
                 torch.mm(logits, weight, out=grad_hidden[chunk])
@@ -127,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
-            ctx.scale = 1 / (GRAD_FACTOR * num_tokens)
+            ctx.scale = 1 / (factor * num_tokens) if is_float16 else 1.0
             ctx.is_used = False
         return losses.mean()
 
@@ -147,16 +150,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None, None
 
 
-def _loss_and_grad(logits: Tensor, targets: Tensor, z_loss: float, needs_grad: bool) -> Tensor:
+def _loss_and_grad(
+    logits: Tensor, targets: Tensor, z_loss: float, grad_factor: float | None
+) -> Tensor:
     """Each token's loss, (chunk,), computed in at least float32.
 
-    With `needs_grad` the logits become the gradient of the losses' sum, times GRAD_FACTOR:
+    With a `grad_factor` the logits become that much of the gradient of the losses' sum:
     d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
     """
     if logits.device.type == "cuda":
         from lib.loss_triton import loss_and_grad
 
-        return loss_and_grad(logits, targets, z_loss, needs_grad, GRAD_FACTOR)
+        return loss_and_grad(logits, targets, z_loss, grad_factor)
     # in place and with one exponential: on a CPU each pass over the logits counts
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     of_target = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -164,10 +169,10 @@ def _loss_and_grad(logits: Tensor, targets: Tensor, z_loss: float, needs_grad: b
     exponentials = x.sub_(highest.unsqueeze(-1)).exp_()
     total = exponentials.sum(-1)
     lse = total.log() + highest
-    if needs_grad:
-        weight = (1 + 2 * z_loss * lse) * GRAD_FACTOR / total
+    if grad_factor is not None:
+        weight = (1 + 2 * z_loss * lse) * grad_factor / total
         grad = exponentials.mul_(weight.unsqueeze(-1))
-        grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -GRAD_FACTOR))
+        grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -grad_factor))
         if grad is not logits:
             logits.copy_(grad)
     return lse - of_target + z_loss * lse**2

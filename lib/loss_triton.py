@@ -1,7 +1,8 @@
 """The loss of each token and the gradient of its logits, in one Triton kernel.
 
 A row is read twice, for its log-sum-exp and for the gradient, which takes the place of the logits.
-Between these nothing is written, and nothing is ever held in float32.
+Between these nothing is written, and nothing is ever held in float32. Where a row fits in shared
+memory, `lib.loss_gluon` reads it once.
 """
 
 from __future__ import annotations
@@ -11,23 +12,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+try:
+    from lib import loss_gluon
+except ImportError:
+    # Triton before 3.6
+    loss_gluon = None
+
 BLOCK = 4096
 NUM_WARPS = 8
 
 
 def loss_and_grad(
-    logits: Tensor, targets: Tensor, z_loss: float, needs_grad: bool, grad_factor: float
+    logits: Tensor, targets: Tensor, z_loss: float, grad_factor: float | None
 ) -> Tensor:
     """Each token's cross-entropy plus z-loss; the logits are overwritten by their gradient.
 
     Args:
         logits: (tokens, vocab) float32, bfloat16 or float16, rows contiguous; computed in float32.
         targets: (tokens,) int64.
-        needs_grad: whether the gradient of the losses' sum, times `grad_factor`, is written.
+        grad_factor: how much of the gradient of the losses' sum is written; None writes none.
 
     Returns:
         (tokens,) float32.
     """
+    needs_grad = grad_factor is not None
+    if needs_grad and loss_gluon and loss_gluon.programs_per_multiprocessor(logits) >= 2:
+        return loss_gluon.loss_and_grad(logits, targets, z_loss, grad_factor)
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _loss_kernel[(len(logits),)](
         logits,
@@ -36,7 +46,7 @@ def loss_and_grad(
         logits.shape[1],
         logits.stride(0),
         z_loss,
-        grad_factor,
+        grad_factor if needs_grad else 0.0,
         NEEDS_GRAD=needs_grad,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
@@ -95,6 +105,9 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 @triton.jit
 def _scale_kernel(x_ptr, factor_ptr, size, BLOCK: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + places, places < size).to(tl.float32) * tl.load(factor_ptr)
-    tl.store(x_ptr + places, x.to(x_ptr.dtype.element_ty), places < size)
+    factor = tl.load(factor_ptr)
+    # the usual case, when nothing comes after the loss
+    if factor != 1.0:
+        places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + places, places < size).to(tl.float32) * factor
+        tl.store(x_ptr + places, x.to(x_ptr.dtype.element_ty), places < size)
