@@ -124,6 +124,31 @@ def benchmark_training(arguments: list[str]) -> int:
     return 0
 
 
+def benchmark_step(arguments: list[str]) -> int:
+    """Measure time and memory of training steps, by model, context and precision."""
+    from lib.config import StepBenchmarkConfig
+
+    config = parse(StepBenchmarkConfig, "benchmark step", arguments)
+
+    from lib.benchmark_step import benchmark_step
+
+    benchmark_step(config)
+    print(config.output / "step_benchmark.md")
+    return 0
+
+
+def profile(arguments: list[str]) -> int:
+    """Watch training steps: time by kernel, idle gaps, memory by category."""
+    from lib.config_profile import ProfileConfig
+
+    config = parse(ProfileConfig, "profile", arguments)
+
+    from lib.profile_run import profile
+
+    profile(config)
+    return 0
+
+
 # name, of one word or two -> what it does with the arguments behind the name
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "pipeline": pipeline,
@@ -133,6 +158,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "benchmark tokenizer": benchmark_tokenizer,
     "benchmark training": benchmark_training,
+    "benchmark step": benchmark_step,
+    "profile": profile,
 }
 
 

@@ -165,6 +165,84 @@ class TrainingBenchmarkConfig:
         check(self, "steps", self.steps > 0, "at least 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class StepBenchmarkConfig:
+    """Steps of training, by size of model, context, mode, precision and compilation."""
+
+    configs: tuple[str, ...] = ()
+    """Names of model presets; `tiny` when left out, and on a GPU `small` to `xl`."""
+
+    batch_size: int = 4
+    """Windows a step."""
+
+    seq_lens: tuple[int, ...] = ()
+    """Tokens in a window; 32, 64, 128 when left out, and on a GPU 128 to 1024."""
+
+    modes: tuple[Literal["forward", "forward_backward", "full_step"], ...] = (
+        "forward",
+        "forward_backward",
+        "full_step",
+    )
+    """The loss alone; with its gradients; with clipping and AdamW as well."""
+
+    mixed_precision: bool = False
+    """Whether products are in the short type that the device is fast in; else in float32."""
+
+    compare_precision: bool = False
+    """Whether both are measured."""
+
+    tf32: bool = False
+    """Whether float32 products may use TF32; else they are IEEE's."""
+
+    compile: bool = False
+    """Whether `torch.compile` fuses each layer."""
+
+    compare_compile: bool = False
+    """Whether both are measured, eager and compiled."""
+
+    attention_kernel: tuple[str, ...] = ("sdpa",)
+    """Implementations of attention."""
+
+    samples: int = 10
+    """Samples of each; at least three where they take longer than `max_seconds`."""
+
+    warmup: int = 3
+    """Steps before anything counts."""
+
+    max_seconds: float = 2.0
+    """About how long the samples of one row may take."""
+
+    nvtx: bool = False
+    """Whether the model's parts are NVTX ranges, for Nsight Systems."""
+
+    memory_profile: bool = False
+    """Whether each row leaves a snapshot of the allocator for pytorch.org/memory_viz."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+    seed: int = 0
+    """Which weights and tokens."""
+
+    restart: bool = False
+    """Whether rows that the records hold already are measured again."""
+
+    output: Path = Path("artifacts")
+    """The folder for records, table and figure."""
+
+    output_json: Path | None = None
+    """The file of records; `OUTPUT/step_benchmark.jsonl` when left out."""
+
+    def __post_init__(self) -> None:
+        for field in ("batch_size", "samples", "warmup"):
+            check(self, field, getattr(self, field) > 0, "at least 1")
+        check(self, "seq_lens", min(self.seq_lens, default=1) > 0, "each at least 1")
+        check(self, "modes", bool(self.modes), "at least one")
+        check(self, "attention_kernel", bool(self.attention_kernel), "at least one")
+        check(self, "max_seconds", self.max_seconds > 0, "more than 0")
+        check(self, "seed", self.seed >= 0, "0 or more")
+
+
 def require(is_right: object, message: str) -> None:
     """Raise a `ValueError` with `message` unless `is_right`."""
     if not is_right:

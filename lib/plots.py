@@ -183,3 +183,94 @@ def save_training_figure(records: Sequence[Mapping[str, Any]], path: str | os.Pa
             axes.grid(visible=False, axis="y")
             axes.margins(x=0.12)
         return save_figure(figure, path)
+
+
+STEP_MODES = {"forward": "forward", "forward_backward": "with backward", "full_step": "with update"}
+
+
+def save_step_figure(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> Path:
+    """Time and memory from records of `python -m lib benchmark step`, a column for each precision.
+
+    Above, milliseconds a step by model and mode at the longest context; below, the peak memory of
+    the most complete mode against the context, with the prediction as a dotted line. Of several
+    batch sizes, the one measured last.
+    """
+    newest = max(records, key=lambda record: record["date"])["config"]
+    records = [r for r in records if r["config"]["batch_size"] == newest["batch_size"]]
+    variants = list(dict.fromkeys(_step_variant(record) for record in records))
+    models = list(dict.fromkeys(record["config"]["model"] for record in records))
+    present = {record["config"]["mode"] for record in records}
+    modes = [mode for mode in STEP_MODES if mode in present]
+    longest = max(record["config"]["seq_len"] for record in records)
+    size = {"width": 4.2 * len(variants) + 0.6, "height": 7.4}
+    with house_figure(nrows=2, ncols=len(variants), squeeze=False, sharey="row", **size) as (
+        figure,
+        grid,
+    ):
+        for column, variant in enumerate(variants):
+            chosen = [record for record in records if _step_variant(record) == variant]
+            at_longest = [r for r in chosen if r["config"]["seq_len"] == longest]
+            _draw_step_times(grid[0, column], at_longest, models, modes)
+            grid[0, column].set(title=f"{variant}\ntime, {longest:,} tokens", xlabel="model")
+            of_mode = [r for r in chosen if r["config"]["mode"] == modes[-1]]
+            _draw_step_memory(grid[1, column], of_mode, models)
+            title = f"memory, {modes[-1].replace('_', ' ')}"
+            grid[1, column].set(title=title, xlabel="context length (tokens)")
+            grid[0, column].set_ylabel("time a step (ms)")
+            grid[1, column].set_ylabel("peak memory (GB)")
+        grid[0, 0].legend(fontsize="small")
+        grid[1, 0].legend(fontsize="small")
+        return save_figure(figure, path)
+
+
+def step_precision(config: Mapping[str, Any]) -> str:
+    """The type that the matrix products of a step were in."""
+    is_tf32 = config["tf32"] and config["dtype"] == "float32"
+    return "TF32" if is_tf32 else config["dtype"]
+
+
+def _step_variant(record: Mapping[str, Any]) -> str:
+    config = record["config"]
+    kernel = "" if config["attention_kernel"] == "sdpa" else f", {config['attention_kernel']}"
+    return f"{step_precision(config)}, {'compiled' if config['compile'] else 'eager'}{kernel}"
+
+
+def _draw_step_times(axes: Axes, records: Sequence, models: Sequence, modes: Sequence) -> None:
+    """A point for each model and mode; `oom` where memory ran out."""
+    axes.set(yscale="log", xlim=(-0.6, len(models) - 0.4))
+    for place, mode in enumerate(modes):
+        rows = {r["config"]["model"]: r["figures"] for r in records if r["config"]["mode"] == mode}
+        offset = (place - (len(modes) - 1) / 2) * 0.25
+        points = [(x + offset, rows.get(name, {})) for x, name in enumerate(models)]
+        timed = [(x, row["median_ms"]) for x, row in points if row.get("median_ms")]
+        style = {"color": COLORS[place], "marker": MARKERS[place]}
+        axes.plot(
+            *(zip(*timed) if timed else ([], [])), linestyle="", label=STEP_MODES[mode], **style
+        )
+        for x, row in points:
+            if row.get("status") == "oom":
+                where = {"transform": axes.get_xaxis_transform(), "ha": "center", "rotation": 90}
+                axes.text(x, 0.02, "oom", color=COLORS[place], fontsize="small", **where)
+    axes.set_xticks(range(len(models)), models)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(visible=False, axis="x")
+
+
+def _draw_step_memory(axes: Axes, records: Sequence, models: Sequence) -> None:
+    """A line for each model, and dotted what was predicted."""
+    for place, name in enumerate(models):
+        rows = sorted(
+            (r["config"]["seq_len"], r["figures"]) for r in records if r["config"]["model"] == name
+        )
+        style = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
+        for key, line in (("peak_memory_gb", "-"), ("predicted_memory_gb", ":")):
+            points = [(x, row[key]) for x, row in rows if row.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points), line, label=name, **style)
+                style |= {"marker": "", "alpha": 0.8}
+                name = None
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    lengths = sorted({r["config"]["seq_len"] for r in records})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()

@@ -11,7 +11,7 @@ import pytest
 
 from lib import __main__ as command_line
 from lib.__main__ import main, one_line, parse
-from lib.config import TokenizeConfig
+from lib.config import StepBenchmarkConfig, TokenizeConfig
 from lib.config_training import GenerateConfig, PipelineConfig, TrainConfig
 from lib.strict_json import from_json, to_json
 
@@ -80,7 +80,10 @@ def test_unknown_command_is_refused_with_the_known_ones():
     done = run("tokenise")
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown command 'tokenise'; did you mean 'tokenize'?")
-    known = "pipeline, tokenize, train, generate, run, benchmark tokenizer, benchmark training"
+    known = (
+        "pipeline, tokenize, train, generate, run, benchmark tokenizer, benchmark training, "
+        "benchmark step, profile"
+    )
     assert f"known: {known}\n" in done.stderr
 
 
@@ -219,6 +222,42 @@ def test_run_passes_on_what_was_asked_for_and_its_exit_code(monkeypatch):
         "report": None,
         "workers": None,
     }
+
+
+def test_profile_passes_on_what_was_asked_for(monkeypatch):
+    import lib.profile_run
+
+    seen = []
+    monkeypatch.setattr(lib.profile_run, "profile", seen.append)
+    assert main(["profile", "--model", "small", "--steps", "2", "--no_memory"]) == 0
+    assert [(config.model, config.steps, config.memory) for config in seen] == [("small", 2, False)]
+
+
+def test_step_benchmark_takes_several_of_each_size():
+    flags = ["--configs", "small", "medium", "--seq_lens", "128", "256", "--modes", "forward"]
+    flags += ["--attention_kernel", "sdpa", "vectorized_torch", "--compare_precision", "--tf32"]
+    flags += ["--compile", "--nvtx", "--memory_profile", "--output_json", "records.jsonl"]
+    config = parse(StepBenchmarkConfig, "benchmark step", flags)
+    assert config == StepBenchmarkConfig(
+        configs=("small", "medium"),
+        seq_lens=(128, 256),
+        modes=("forward",),
+        attention_kernel=("sdpa", "vectorized_torch"),
+        compare_precision=True,
+        tf32=True,
+        compile=True,
+        nvtx=True,
+        memory_profile=True,
+        output_json=Path("records.jsonl"),
+    )
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(StepBenchmarkConfig, "benchmark step", ["--modes", "backward"])
+    assert caught.value.code == 2
+    output = "".join(capsys.readouterr())
+    assert all(name in output for name in ("forward", "forward_backward", "full_step"))
 
 
 def test_tokenize_turns_a_text_into_arrays_and_prints_a_table(tmp_path):
