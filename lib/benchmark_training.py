@@ -7,6 +7,7 @@ product attention, `torch.compile`, fused AdamW, clipping by `torch.nn.utils`, a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import statistics
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lib import model as model_file
+from lib.allocations import synchronise
 from lib.config import TrainingBenchmarkConfig
 from lib.config_training import ModelConfig, TrainConfig
 from lib.data import BatchSampler, random_tokens, read_windows
@@ -41,12 +43,14 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "all": {},
     "without low-precision weights": {"low_precision_weights": False},
     "without CUDA graph": {"cuda_graph": False},
-    "without Triton kernels": {"kernels": False},
+    "without our FlashAttention": {"attention_kernel": "sdpa"},
+    "without Triton kernels": {"kernels": False, "attention_kernel": "sdpa"},
     "without torch.compile": {"compile": False},
     "none of these": {
         "low_precision_weights": False,
         "cuda_graph": False,
         "kernels": False,
+        "attention_kernel": "sdpa",
         "compile": False,
     },
 }
@@ -143,6 +147,10 @@ def our_step(
 ) -> Step:
     """A training step of this library: the fastest settings, with `changes`."""
     has_kernels = changes.pop("kernels", True)
+    # the one kernel of the library that needs a GPU
+    default = "flash_attention_triton" if device.type == "cuda" else config.attention_kernel
+    kernel = changes.pop("attention_kernel", default)
+    config = dataclasses.replace(config, attention_kernel=kernel)
     settings = TrainConfig(
         model=config, batch_size=batch_size, steps=10**6, **{**FASTEST, **changes}
     )
@@ -326,11 +334,6 @@ def reserved_bytes(device: torch.device) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_reserved(device)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def write_report(records: list[dict[str, Any]], config: TrainingBenchmarkConfig) -> None:

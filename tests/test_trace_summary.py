@@ -1,0 +1,269 @@
+"""Summaries of hand-made traces whose answers are counted by hand."""
+
+import gzip
+import json
+
+import pytest
+
+from lib.profile_report import figures_of, shortened, summary_markdown
+from lib.trace_categories import CATEGORIES, category_of
+from lib.trace_file import parse_trace, read_trace
+from lib.trace_summary import summarise
+
+
+def event(category, name, start, end, *, lane=1, **args):
+    times = {"ts": start, "dur": end - start}
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": lane, **times, "args": args}
+
+
+def launch(correlation, start):
+    return event("cuda_runtime", "cudaLaunchKernel", start, start + 2, correlation=correlation)
+
+
+def kernel(name, correlation, start, end, stream=7):
+    return event("kernel", name, start, end, lane=stream, correlation=correlation)
+
+
+def gradient_link(number, forward, backward):
+    same = {"cat": "fwdbwd", "name": "fwdbwd", "id": number, "pid": 0, "tid": 1}
+    return [{"ph": "s", "ts": forward, **same}, {"ph": "f", "ts": backward, **same}]
+
+
+# µs 0    10        30        40        50        60        70        80        90
+#         |- gemm --|-softmax-|         |------ gemm -------|         |- copy --|
+#                             |--- all-reduce ---|
+GPU_STEP = [
+    event("user_annotation", "training step", 0, 62),
+    event("user_annotation", "attention", 20, 30),
+    launch(1, 5),
+    launch(2, 22),
+    launch(3, 35),
+    launch(4, 40),
+    event("cuda_runtime", "cudaMemcpyAsync", 44, 46, correlation=5),
+    event("cuda_runtime", "cudaStreamSynchronize", 50, 60),
+    kernel("sm90_xmma_gemm_bf16", 1, 10, 30),
+    kernel("vectorized_elementwise_kernel", 2, 30, 40),
+    kernel("ncclDevKernel_AllReduce_Sum", 3, 40, 60, stream=8),
+    kernel("sm90_xmma_gemm_bf16", 4, 50, 70),
+    event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 80, 90, lane=7, correlation=5),
+]
+
+
+def by_category(summary):
+    return {row.category: round(row.ms * 1e3, 6) for row in summary.by_category if row.calls}
+
+
+def test_a_gpu_step_is_busy_idle_and_dispatched_as_drawn():
+    summary = summarise(parse_trace(GPU_STEP))
+    assert summary.device == "gpu"
+    assert summary.steps == 1
+    assert summary.wall_ms == pytest.approx(0.090)
+    assert summary.busy_ms == pytest.approx(0.070)
+    assert summary.idle_ms == pytest.approx(0.020)
+    assert summary.dispatch_ms == pytest.approx(0.052)
+    assert summary.wait_ms == pytest.approx(0.010)
+    assert (summary.kernels, summary.launches) == (5, 4)
+
+
+def test_half_of_the_communication_is_behind_the_product():
+    summary = summarise(parse_trace(GPU_STEP))
+    assert summary.communication_ms == pytest.approx(0.020)
+    assert summary.exposed_communication_ms == pytest.approx(0.010)
+    assert summary.overlapped_communication_ms == pytest.approx(0.010)
+
+
+def test_a_kernel_launched_in_attention_is_attention():
+    found = by_category(summarise(parse_trace(GPU_STEP)))
+    assert found == {"matmul": 40, "attention": 10, "communication": 20, "copy": 10}
+
+
+def test_shares_are_of_the_kernels_time():
+    summary = summarise(parse_trace(GPU_STEP))
+    shares = {row.category: row.share for row in summary.by_category}
+    assert shares["matmul"] == pytest.approx(0.5)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert tuple(shares) == CATEGORIES
+    top = summary.by_kernel[0]
+    assert (top.name, top.calls) == ("sm90_xmma_gemm_bf16", 2)
+    assert (top.ms, top.share) == (pytest.approx(0.040), pytest.approx(0.5))
+
+
+def test_gaps_are_counted_by_their_length():
+    gaps = [event("user_annotation", "training step", 0, 2000), launch(1, 0), launch(2, 0)]
+    gaps += [launch(3, 0), kernel("k", 1, 0, 1), kernel("k", 2, 6, 7), kernel("k", 3, 500, 501)]
+    summary = summarise(parse_trace(gaps))
+    # from 1 to 6, from 7 to 500, from 501 to 2,000
+    counts = {row.shortest_us: (row.count, round(row.ms * 1e3)) for row in summary.gaps}
+    assert counts == {0: (1, 5), 10: (0, 0), 100: (1, 493), 1000: (1, 1499), 10_000: (0, 0)}
+    assert sum(row.ms for row in summary.gaps) == pytest.approx(summary.idle_ms)
+
+
+def test_kernels_on_two_streams_at_once_count_once_as_busy():
+    trace = [launch(1, 0), launch(2, 0), kernel("a", 1, 10, 30), kernel("b", 2, 20, 40, stream=8)]
+    summary = summarise(parse_trace(trace))
+    assert summary.busy_ms == pytest.approx(0.030)
+    assert sum(row.ms for row in summary.by_kernel) == pytest.approx(0.040)
+
+
+def test_everything_is_per_step_and_what_is_outside_steps_is_left_out():
+    events = [launch(9, 0), kernel("early", 9, 0, 9)]
+    for number, start in enumerate((100, 200), start=1):
+        events.append(event("user_annotation", "training step", start, start + 50))
+        events += [launch(number, start + 1), kernel("k_kernel", number, start + 10, start + 30)]
+    # launched behind the last step
+    events += [launch(5, 260), kernel("late", 5, 270, 290)]
+    summary = summarise(parse_trace(events))
+    assert summary.steps == 2
+    assert [row.name for row in summary.by_kernel] == ["k_kernel"]
+    assert (summary.kernels, summary.launches) == (1, 1)
+    assert summary.wall_ms == pytest.approx(0.075)
+    assert summary.by_kernel[0].ms == pytest.approx(0.020)
+
+
+def test_a_cuda_graph_is_one_launch_of_many_kernels():
+    call = event("cuda_runtime", "cudaGraphLaunch", 5, 8, correlation=1)
+    kernels = [kernel(f"k{i}_kernel", 1, 10 + 10 * i, 18 + 10 * i) for i in range(4)]
+    step = event("user_annotation", "training step", 0, 9)
+    summary = summarise(parse_trace([step, call, *kernels]))
+    assert (summary.kernels, summary.launches) == (4, 1)
+    assert summary.busy_ms == pytest.approx(0.032)
+    ranges = {row.name: row.device_ms for row in summary.by_range}
+    assert ranges == {"training step": pytest.approx(0.032)}
+
+
+CPU_STEP = [
+    event("user_annotation", "ProfilerStep#3", 0, 100),
+    event("cpu_op", "aten::matmul", 0, 10),
+    event("cpu_op", "aten::mm", 2, 8),
+    event("user_annotation", "attention", 20, 40),
+    event("cpu_op", "aten::bmm", 22, 32),
+    event("user_annotation", "block 0", 15, 45),
+    event("user_annotation", "block 1", 45, 46),
+    event("cpu_op", "autograd::engine::evaluate_function: BmmBackward0", 60, 80),
+    event("cpu_op", "aten::bmm", 62, 72),
+    event("cpu_op", "aten::bmm", 85, 90),
+    *gradient_link(1, 22, 60),
+]
+
+
+def test_an_operator_counts_without_those_it_calls():
+    summary = summarise(parse_trace(CPU_STEP))
+    assert summary.device == "cpu"
+    rows = {(row.name, row.category): row.ms * 1e3 for row in summary.by_kernel}
+    assert rows["aten::matmul", "other"] == pytest.approx(4)
+    assert rows["aten::mm", "matmul"] == pytest.approx(6)
+    assert sum(rows.values()) == pytest.approx(summary.busy_ms * 1e3) == pytest.approx(45)
+
+
+def test_the_gradients_of_attention_are_attention():
+    rows = {(row.name, row.category): row.ms for row in summarise(parse_trace(CPU_STEP)).by_kernel}
+    # ten forward, ten in the gradient's node; the last product is another's
+    assert rows["aten::bmm", "attention"] == pytest.approx(0.020)
+    assert rows["aten::bmm", "matmul"] == pytest.approx(0.005)
+
+
+def test_ranges_of_one_kind_are_added_up():
+    summary = summarise(parse_trace(CPU_STEP))
+    row = next(row for row in summary.by_range if row.name == "block")
+    assert (row.calls, row.host_ms, row.device_ms) == (2, pytest.approx(0.031), None)
+
+
+def test_operators_of_two_threads_do_not_nest():
+    events = [event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::mul", 2, 6, lane=2)]
+    rows = {row.name: row.ms * 1e3 for row in summarise(parse_trace(events)).by_kernel}
+    assert rows == {"aten::mm": pytest.approx(10), "aten::mul": pytest.approx(4)}
+
+
+def test_communication_on_a_cpu_is_exposed_where_no_operator_works():
+    events = [
+        event("cpu_op", "c10d::allreduce_", 0, 3),
+        event("user_annotation", "gloo:all_reduce", 0, 20, lane=2),
+        event("cpu_op", "aten::mm", 15, 30),
+        event("cpu_op", "aten::view", 2, 5),
+    ]
+    summary = summarise(parse_trace(events))
+    assert summary.communication_ms == pytest.approx(0.020)
+    assert summary.exposed_communication_ms == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("_backward_queries_kernel", "attention"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor>",
+            "elementwise",
+        ),
+        ("triton_poi_fused_mul_silu_3", "elementwise"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_clone_2", "elementwise"),
+        ("triton_tem_fused_mm_1", "matmul"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<long>", "elementwise"),
+        ("triton_red_fused__to_copy_mean_pow_0", "elementwise"),
+        ("adamw_kernel", "elementwise"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
+        ("Memset (Device)", "copy"),
+        ("aten::addmm", "matmul"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::_softmax", "elementwise"),
+        ("aten::as_strided", "other"),
+        ("aten::copy_", "copy"),
+        ("c10d::allreduce_", "other"),
+        ("gloo:all_reduce", "communication"),
+        ("autograd::engine::evaluate_function: MmBackward0", "other"),
+    ],
+)
+def test_names_tell_the_category(name, category):
+    assert category_of(name) == category
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_trace_is_read_compressed_or_not(tmp_path, suffix):
+    path = tmp_path / f"trace{suffix}"
+    data = json.dumps({"traceEvents": GPU_STEP}).encode()
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    assert read_trace(path) == parse_trace(GPU_STEP)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"events": []}', b'{"traceEvents": [1]}'])
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_file_that_is_no_trace_is_named(tmp_path, content, suffix):
+    path = tmp_path / f"trace{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path.name} is no trace"):
+        read_trace(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        read_trace(tmp_path / "none.json")
+
+
+def test_a_trace_without_work_is_refused():
+    step = event("user_annotation", "training step", 0, 1)
+    for events in ([], [step]):
+        with pytest.raises(ValueError, match="no kernels and no operators"):
+            summarise(parse_trace(events))
+
+
+def test_figures_are_plain_json_and_the_tables_hold_them():
+    summary = summarise(parse_trace(GPU_STEP))
+    memory = {"parameters": 4_000_000, "other": 1_000_000}
+    figures = figures_of(summary, memory)
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+    assert figures["peak_memory_bytes"] == 5_000_000
+    text = summary_markdown(summary, memory)
+    assert "| … behind other kernels |   50.0 | %    |" in text
+    assert "| sm90_xmma_gemm_bf16" in text
+    assert "| in all     | 5.00 |" in text
+
+
+def test_long_kernel_names_are_cut():
+    name = shortened("void at::native::" + "x" * 100)
+    assert name.startswith("xxx")
+    assert len(name) == 72
