@@ -146,7 +146,7 @@ def predicted_memory(case: StepCase, device: torch.device) -> int | None:
             shape,
             case.batch_size,
             element_bytes=element_bytes,
-            autocast=not case.compile,
+            autocast=is_short,
             cuda=on_gpu,
         )
     except ValueError:
