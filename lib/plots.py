@@ -202,7 +202,7 @@ def save_step_figure(records: Sequence[Mapping[str, Any]], path: str | os.PathLi
     present = {record["config"]["mode"] for record in records}
     modes = [mode for mode in STEP_MODES if mode in present]
     longest = max(record["config"]["seq_len"] for record in records)
-    size = {"width": 4.2 * len(variants) + 0.6, "height": 7.4}
+    size = {"width": 3.6 * len(variants) + 0.6, "height": 7.4}
     with house_figure(nrows=2, ncols=len(variants), squeeze=False, sharey="row", **size) as (
         figure,
         grid,
@@ -211,13 +211,15 @@ def save_step_figure(records: Sequence[Mapping[str, Any]], path: str | os.PathLi
             chosen = [record for record in records if _step_variant(record) == variant]
             at_longest = [r for r in chosen if r["config"]["seq_len"] == longest]
             _draw_step_times(grid[0, column], at_longest, models, modes)
-            grid[0, column].set(title=f"{variant}\ntime, {longest:,} tokens", xlabel="model")
+            grid[0, column].set(title=variant, xlabel=f"model, {longest:,} tokens")
             of_mode = [r for r in chosen if r["config"]["mode"] == modes[-1]]
             _draw_step_memory(grid[1, column], of_mode, models)
             title = f"memory, {modes[-1].replace('_', ' ')}"
             grid[1, column].set(title=title, xlabel="context length (tokens)")
             grid[0, column].set_ylabel("time a step (ms)")
             grid[1, column].set_ylabel("peak memory (GB)")
+        # not before all lines are there: the axis would not grow with the later ones
+        grid[1, 0].set_ylim(bottom=0)
         grid[0, 0].legend(fontsize="small")
         grid[1, 0].legend(fontsize="small")
         return save_figure(figure, path)
@@ -231,8 +233,8 @@ def step_precision(config: Mapping[str, Any]) -> str:
 
 def _step_variant(record: Mapping[str, Any]) -> str:
     config = record["config"]
-    kernel = "" if config["attention_kernel"] == "sdpa" else f", {config['attention_kernel']}"
-    return f"{step_precision(config)}, {'compiled' if config['compile'] else 'eager'}{kernel}"
+    how = "compiled" if config["compile"] else "eager"
+    return f"{step_precision(config)}, {how}\n{config['attention_kernel']}"
 
 
 def _draw_step_times(axes: Axes, records: Sequence, models: Sequence, modes: Sequence) -> None:
@@ -270,7 +272,6 @@ def _draw_step_memory(axes: Axes, records: Sequence, models: Sequence) -> None:
                 style |= {"marker": "", "alpha": 0.8}
                 name = None
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
     lengths = sorted({r["config"]["seq_len"] for r in records})
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
