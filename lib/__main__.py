@@ -112,15 +112,14 @@ def benchmark_tokenizer(arguments: list[str]) -> int:
 
 
 def benchmark_training(arguments: list[str]) -> int:
-    """Measure training steps against a peer."""
+    """Measure training steps against a peer, or on a CPU against their matrix products."""
     from lib.config import TrainingBenchmarkConfig
 
     config = parse(TrainingBenchmarkConfig, "benchmark training", arguments)
 
     from lib.benchmark_training import benchmark_training
 
-    benchmark_training(config)
-    print(config.output / "training_benchmark.md")
+    print(benchmark_training(config))
     return 0
 
 
@@ -134,6 +133,19 @@ def benchmark_step(arguments: list[str]) -> int:
 
     benchmark_step(config)
     print(config.output / "step_benchmark.md")
+    return 0
+
+
+def benchmark_attention(arguments: list[str]) -> int:
+    """Measure the kernels of attention against one another and PyTorch's."""
+    from lib.config import AttentionBenchmarkConfig
+
+    config = parse(AttentionBenchmarkConfig, "benchmark attention", arguments)
+
+    from lib.benchmark_attention import benchmark_attention
+
+    benchmark_attention(config)
+    print(config.output / "attention_sweep_report.md")
     return 0
 
 
@@ -159,6 +171,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "benchmark tokenizer": benchmark_tokenizer,
     "benchmark training": benchmark_training,
     "benchmark step": benchmark_step,
+    "benchmark attention": benchmark_attention,
     "profile": profile,
 }
 

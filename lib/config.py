@@ -5,6 +5,7 @@ Each command's flags are generated from its dataclass, so a field's note is also
 """
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,25 +128,25 @@ class TokenizerBenchmarkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBenchmarkConfig:
-    """Training steps against a peer, on a GPU."""
+    """Training steps: on a GPU against a peer, on a CPU against their matrix products alone."""
 
-    models: tuple[str, ...] = ("gpt2-124m", "matrix")
-    """Names of model presets."""
+    models: tuple[str, ...] = ()
+    """Names of model presets; `tiny` when left out, and on a GPU `gpt2-124m` and `matrix`."""
 
-    batch_sizes: tuple[int, ...] = (32, 8)
-    """Windows a step, for each of `models`."""
+    batch_sizes: tuple[int, ...] = ()
+    """Windows a step, for each of `models`; may be left out where these are."""
 
-    samples: int = 7
-    """How often the peer and the fastest have their turn; the others have three."""
+    samples: int | None = None
+    """Turns of each; 30 when left out. On a GPU 7, and 3 where an optimisation is left out."""
 
     steps: int = 30
-    """Steps in a turn."""
+    """On a GPU: steps in a turn; on a CPU it is one."""
 
     ablations: bool = True
-    """Whether candidates with one optimisation left out are measured too."""
+    """On a GPU: whether candidates with one optimisation left out are measured too."""
 
     loss: bool = True
-    """Whether the loss is measured too, chunked and with all logits at once."""
+    """On a GPU: whether the loss is measured too, chunked and with all logits at once."""
 
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
@@ -157,11 +158,10 @@ class TrainingBenchmarkConfig:
     """The folder for records, table and figure."""
 
     def __post_init__(self) -> None:
-        check(self, "models", bool(self.models), "at least one name")
         count = len(self.models)
         check(self, "batch_sizes", len(self.batch_sizes) == count, f"{count}, one for each model")
-        check(self, "batch_sizes", min(self.batch_sizes) > 0, "each at least 1")
-        check(self, "samples", self.samples > 0, "at least 1")
+        check(self, "batch_sizes", min(self.batch_sizes, default=1) > 0, "each at least 1")
+        check(self, "samples", self.samples is None or self.samples > 0, "at least 1")
         check(self, "steps", self.steps > 0, "at least 1")
 
 
@@ -239,6 +239,79 @@ class StepBenchmarkConfig:
         check(self, "seq_lens", min(self.seq_lens, default=1) > 0, "each at least 1")
         check(self, "modes", bool(self.modes), "at least one")
         check(self, "attention_kernel", bool(self.attention_kernel), "at least one")
+        check(self, "max_seconds", self.max_seconds > 0, "more than 0")
+        check(self, "seed", self.seed >= 0, "0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBenchmarkConfig:
+    """Kernels of attention, by length, width of a head, mask and direction."""
+
+    kernels: tuple[str, ...] = ()
+    """Kernels to compare; when left out, all that the device runs."""
+
+    custom_tiers: tuple[str, ...] = ()
+    """Lengths as QUERIES:KEYS (`1024:4096`); when left out, 128 to 512 and on a GPU to 32768."""
+
+    head_dims: tuple[int, ...] = ()
+    """Widths of a head; 64 when left out, and on a GPU 64 and 128."""
+
+    masks: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+    """Which keys a query sees: those up to its own place, or all."""
+
+    backward: bool = False
+    """Whether the backward pass is measured too."""
+
+    targets: bool = False
+    """Whether the further cases are measured that the table of targets needs."""
+
+    dtype: str = "auto"
+    """`auto` (the shortest that the device is fast in), `float32`, `bfloat16` or `float16`."""
+
+    tokens: int | None = None
+    """Tokens in a batch, whatever their length; 1024 when left out, and on a GPU 16384."""
+
+    width: int | None = None
+    """Heads times their width; 256 when left out, and on a GPU 2048."""
+
+    batch_size: int | None = None
+    """Sequences, whatever their length; as many as make `tokens` when left out."""
+
+    heads: int | None = None
+    """Heads, whatever their width; as many as make `width` when left out."""
+
+    warmup: int = 3
+    """Calls of each before anything counts."""
+
+    iters: int = 20
+    """Samples of each; at least three where they take longer than `max_seconds`."""
+
+    max_seconds: float = 1.0
+    """About how long the samples of all kernels in one case may take."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+    seed: int = 0
+    """Which inputs."""
+
+    restart: bool = False
+    """Whether cases that the records hold already are measured again."""
+
+    output: Path = Path("artifacts")
+    """The folder for records, tables and figures."""
+
+    def __post_init__(self) -> None:
+        for tier in self.custom_tiers:
+            is_right = re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", tier)
+            require(is_right, f"custom_tiers has {tier!r}; right is: QUERIES:KEYS, as in 1024:4096")
+        check(self, "head_dims", min(self.head_dims, default=1) > 0, "each at least 1")
+        for field in ("tokens", "width", "batch_size", "heads"):
+            value = getattr(self, field)
+            check(self, field, value is None or value > 0, "at least 1")
+        check(self, "masks", bool(self.masks), "at least one")
+        check(self, "warmup", self.warmup > 0, "at least 1")
+        check(self, "iters", self.iters > 0, "at least 1")
         check(self, "max_seconds", self.max_seconds > 0, "more than 0")
         check(self, "seed", self.seed >= 0, "0 or more")
 

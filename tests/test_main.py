@@ -11,7 +11,7 @@ import pytest
 
 from lib import __main__ as command_line
 from lib.__main__ import main, one_line, parse
-from lib.config import StepBenchmarkConfig, TokenizeConfig
+from lib.config import AttentionBenchmarkConfig, StepBenchmarkConfig, TokenizeConfig
 from lib.config_training import GenerateConfig, PipelineConfig, TrainConfig
 from lib.strict_json import from_json, to_json
 
@@ -82,7 +82,7 @@ def test_unknown_command_is_refused_with_the_known_ones():
     assert done.stderr.startswith("error: unknown command 'tokenise'; did you mean 'tokenize'?")
     known = (
         "pipeline, tokenize, train, generate, run, benchmark tokenizer, benchmark training, "
-        "benchmark step, profile"
+        "benchmark step, benchmark attention, profile"
     )
     assert f"known: {known}\n" in done.stderr
 
@@ -249,6 +249,25 @@ def test_step_benchmark_takes_several_of_each_size():
         nvtx=True,
         memory_profile=True,
         output_json=Path("records.jsonl"),
+    )
+
+
+def test_attention_benchmark_takes_lengths_kernels_and_masks():
+    flags = ["--custom_tiers", "128:128", "64:1024", "--kernels", "sdpa", "sdpa_cudnn"]
+    flags += ["--masks", "full", "--head_dims", "64", "128", "--backward", "--targets"]
+    flags += ["--warmup", "1", "--iters", "5", "--batch_size", "2", "--heads", "3"]
+    config = parse(AttentionBenchmarkConfig, "benchmark attention", flags)
+    assert config == AttentionBenchmarkConfig(
+        custom_tiers=("128:128", "64:1024"),
+        kernels=("sdpa", "sdpa_cudnn"),
+        masks=("full",),
+        head_dims=(64, 128),
+        backward=True,
+        targets=True,
+        warmup=1,
+        iters=5,
+        batch_size=2,
+        heads=3,
     )
 
 
