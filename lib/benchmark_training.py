@@ -13,6 +13,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,8 @@ from lib.report import append_record, new_record, read_records, to_csv, to_markd
 from lib.train_step import TrainStep, numerics
 
 PEER = "nanoGPT-style"
+# What is measured where the config names none.
+MODELS, BATCH_SIZES, SAMPLES = ("gpt2-124m", "matrix"), (32, 8), 7
 FASTEST = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
 # Each leaves one thing out of the fastest; `all` is the fastest itself.
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -175,14 +178,33 @@ def _no_kernels(x: Tensor) -> bool:
     return False
 
 
-def benchmark_training(config: TrainingBenchmarkConfig) -> None:
-    """Measure what `config` names; write training_benchmark.jsonl, .csv, .md and .png.
+def benchmark_training(config: TrainingBenchmarkConfig) -> Path:
+    """Measure what `config` names, on a GPU here and on a CPU in `lib.benchmark_training_cpu`.
+
+    Returns:
+        The path of the table.
+
+    Raises:
+        ValueError: the device is neither a CUDA device nor a CPU, or a model is not known.
+    """
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        from lib.benchmark_training_cpu import benchmark_on_cpu
+
+        return benchmark_on_cpu(config)
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}; right is: a CUDA device, or cpu")
+    return benchmark_with_peer(config, device)
+
+
+def benchmark_with_peer(config: TrainingBenchmarkConfig, device: torch.device) -> Path:
+    """Measure what `config` names on `device`; write training_benchmark.jsonl, .csv, .md and .png.
 
     Records of an earlier run stay in the .jsonl; table and figure are of this one.
     """
-    device = pick_device(config.device)
-    if device.type != "cuda" and FASTEST.get("cuda_graph"):
-        raise ValueError(f"device is {device}; right is: a CUDA device, which this is about")
+    if not config.models:
+        config = dataclasses.replace(config, models=MODELS, batch_sizes=BATCH_SIZES)
+    config = dataclasses.replace(config, samples=config.samples or SAMPLES)
     dtype = pick_dtype(device, "bfloat16")
     path = config.output / "training_benchmark.jsonl"
     start = len(read_records(path))
@@ -199,6 +221,7 @@ def benchmark_training(config: TrainingBenchmarkConfig) -> None:
             for figures in benchmark_loss(model_preset(config.models[0]), device, dtype):
                 keep(figures)
     write_report(read_records(path)[start:], config)
+    return path.with_suffix(".md")
 
 
 def benchmark_model(

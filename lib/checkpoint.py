@@ -109,6 +109,7 @@ def load_checkpoint(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     strict: bool = True,
+    verify: bool = True,
 ) -> Checkpoint:
     """Read the checkpoint `path`, or the newest whole one in the folder `path`.
 
@@ -116,21 +117,14 @@ def load_checkpoint(
 
     Args:
         strict: when false, `model` may lack names or have further ones, and dtypes are converted.
+        verify: false for what `find_checkpoint` or `newest_checkpoint` has just returned, whose
+            files need not be hashed again.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: the checkpoint is damaged, or does not fit; says in what.
     """
-    path = Path(path)
-    if NAME.fullmatch(path.name) or (path / "manifest.json").exists():
-        if not path.is_dir():
-            raise FileNotFoundError(f"no checkpoint {path}")
-        _verify(path)
-    else:
-        newest = newest_checkpoint(path)
-        if newest is None:
-            raise FileNotFoundError(f"no checkpoint step-* in {path}")
-        path = newest
+    path = find_checkpoint(path) if verify else Path(path)
     state = json.loads((path / "state.json").read_bytes())
     # copies, since what safetensors returns stays tied to the file
     tensors = {k: v.clone() for k, v in _load_tensors(path / "tensors.safetensors").items()}
@@ -143,6 +137,25 @@ def load_checkpoint(
     if model is not None:
         model.load_state_dict(weights, strict=strict)
     return Checkpoint(state["step"], state["extra"], tensors, path)
+
+
+def find_checkpoint(path: str | os.PathLike) -> Path:
+    """The checkpoint `path`, or the newest whole one in the folder `path`; verified.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the checkpoint, or each of those in the folder, is damaged.
+    """
+    path = Path(path)
+    if NAME.fullmatch(path.name) or (path / "manifest.json").exists():
+        if not path.is_dir():
+            raise FileNotFoundError(f"no checkpoint {path}")
+        _verify(path)
+        return path
+    newest = newest_checkpoint(path)
+    if newest is None:
+        raise FileNotFoundError(f"no checkpoint step-* in {path}")
+    return newest
 
 
 def read_extra(path: Path) -> dict[str, Any]:

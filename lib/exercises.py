@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -50,10 +50,11 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a call gave that ended in an error."""
+    """What a call gave that ended in an error; equal to another with the same error."""
 
     error: str
-    line: int | None
+    # a mistake may stand in any line
+    line: int | None = field(compare=False)
 
 
 class TimeLimitError(BaseException):

@@ -96,6 +96,11 @@ def _softmax_over_everything(logits: Tensor, targets: Tensor) -> Tensor:
     return _losses(logits - logits.flatten().logsumexp(0), targets).mean()
 
 
+def _column_lost(logits: Tensor, targets: Tensor) -> Tensor:
+    # fits a single token only
+    return _losses(logits - logits.logsumexp(-1), targets).mean()
+
+
 CROSS_ENTROPY = Exercise(
     solve=_cross_entropy,
     draw=_draw_logits,
@@ -109,6 +114,9 @@ CROSS_ENTROPY = Exercise(
         "softmax runs over the tokens; each row of logits sums to 1 by itself": _over_tokens,
         "the sign is missing; the loss is minus the logarithm": _without_minus,
         "the logarithm is to base 2; the loss is in nats, by torch.log": _in_bits,
+        "the rows' maxima or sums have lost their last dimension; keepdim=True keeps it": (
+            _column_lost
+        ),
         "the maximum is taken off inside the sum only; take it off the target's logit too": (
             _maximum_lost
         ),
@@ -292,6 +300,10 @@ def _by_length(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.norm(dim=-1, keepdim=True) + eps) * weight
 
 
+def _mean_without_column(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1) + eps).sqrt() * weight
+
+
 RMS_NORM = Exercise(
     solve=_norm,
     draw=_draw_norm,
@@ -303,6 +315,9 @@ RMS_NORM = Exercise(
         "eps is added behind the root; it belongs under it": _eps_outside,
         "eps is missing; a row of zeros is divided by 0": _without_eps,
         "the weight is missing": _without_weight,
+        "the rows' means have lost their last dimension; mean(-1, keepdim=True) keeps it": (
+            _mean_without_column
+        ),
         "the mean runs over all tokens together; each row has its own, dim=-1": _over_everything,
         "the mean runs over the tokens; it belongs to the last dimension, dim=-1": _over_rows,
         "the mean of x is taken off, as in LayerNorm; RMSNorm leaves it": _centred,

@@ -7,6 +7,8 @@ rounding of matrix products, whose last bits can change with the size of the bat
 from __future__ import annotations
 
 import codecs
+import dataclasses
+import logging
 import math
 import os
 import random
@@ -19,9 +21,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lib.checkpoint import load_checkpoint
+from lib.attention import flash_attention
+from lib.checkpoint import find_checkpoint, load_checkpoint
 from lib.config import require
-from lib.config_training import SampleConfig, TrainConfig
+from lib.config_training import ModelConfig, SampleConfig, TrainConfig
 from lib.hardware import pick_device
 from lib.kv_cache import KVCache
 from lib.loss import softmax
@@ -29,6 +32,8 @@ from lib.model import TransformerLM
 from lib.pretokenize import SEPARATOR
 from lib.strict_json import from_json
 from lib.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def next_token_probabilities(
@@ -236,7 +241,8 @@ def load_model(
 ) -> tuple[TransformerLM, Tokenizer, TrainConfig]:
     """Model, tokenizer and config of a training run, ready to generate.
 
-    Weights keep the dtype of the checkpoint; the model is in eval mode.
+    Weights keep the dtype of the checkpoint; the model is in eval mode. Where its attention kernel
+    does not run on `device`, the model has `sdpa` in its place; the config stays that of the run.
 
     Args:
         path: a run's folder, whose newest whole checkpoint is taken, or one checkpoint inside it.
@@ -257,12 +263,26 @@ def load_model(
         raise FileNotFoundError(f"no tokenizer.json in {run}; right is: the one that it trained on")
     config = from_json(TrainConfig, run / "config.json")
     tokenizer = Tokenizer.load(run / "tokenizer.json")
-    checkpoint = load_checkpoint(run / "checkpoints" if run == path else path).path
+    place = pick_device(device)
+    checkpoint = find_checkpoint(run / "checkpoints" if run == path else path)
     with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
         dtype = weights.get_tensor("token_embeddings.weight").dtype
-    model = TransformerLM(config.model, device=pick_device(device), dtype=dtype)
-    load_checkpoint(checkpoint, model=model)
+    shape = _with_kernel_for(place, config.model)
+    model = TransformerLM(shape, device=place, dtype=dtype, draw=False)
+    load_checkpoint(checkpoint, model=model, verify=False)
     return model.eval(), tokenizer, config
+
+
+def _with_kernel_for(device: torch.device, model: ModelConfig) -> ModelConfig:
+    """`model` with an attention kernel that runs on `device`; says so where it is another one."""
+    if not model.attention_kernel.startswith("flash"):
+        return model
+    try:
+        flash_attention(model.attention_kernel, device)
+    except ValueError as error:
+        log.warning("%s, which takes its place here", error)
+        return dataclasses.replace(model, attention_kernel="sdpa")
+    return model
 
 
 def newest_run(folder: str | os.PathLike = "artifacts/runs") -> Path:

@@ -243,8 +243,9 @@ class TransformerLM(nn.Module):
 
     Args:
         config: the shape; `vocab_size` must be set.
-        generator: where the initial weights come from, on the device of the weights.
         dtype: of the matrices; norms stay in float32.
+        generator: where the initial weights come from, on the device of the weights.
+        draw: whether weights are drawn; otherwise they hold anything until some are loaded.
     """
 
     def __init__(
@@ -254,28 +255,33 @@ class TransformerLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
+        draw: bool = True,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("vocab_size is None; right is: the size of the tokenizer's vocabulary")
         self.config = config
         d_model = config.d_model
-        self.token_embeddings = Embedding(config.vocab_size, d_model, device=device, dtype=dtype)
+        # the parts draw weights of their own, which takes no time on a device without memory
+        place = {"device": "meta", "dtype": dtype}
+        self.token_embeddings = Embedding(config.vocab_size, d_model, **place)
         self.layers = nn.ModuleList(
-            TransformerBlock(config, device=device, dtype=dtype) for _ in range(config.num_layers)
+            TransformerBlock(config, **place) for _ in range(config.num_layers)
         )
         self.ln_final = None
         if config.norm == "pre":
-            self.ln_final = RMSNorm(d_model, config.norm_eps, device=device)
+            self.ln_final = RMSNorm(d_model, config.norm_eps, device="meta")
         self.lm_head = None
         if not config.tied_embeddings:
-            self.lm_head = Linear(d_model, config.vocab_size, device=device, dtype=dtype)
+            self.lm_head = Linear(d_model, config.vocab_size, **place)
+        device = torch.get_default_device() if device is None else device
+        self.to_empty(device=device)
         self.rope = None
         if config.positions == "rope":
             self.rope = RotaryEmbedding(
                 config.head_dim, config.context_length, config.rope_theta, device=device
             )
-        if generator is not None:
+        if draw:
             self.reset_parameters(generator)
 
     @torch.no_grad()

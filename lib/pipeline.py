@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.config import TokenizeConfig
+from lib.config import TokenizeConfig, require
 from lib.config_training import PipelineConfig
 from lib.corpus import Corpus, prepare_corpus
 from lib.files import make_folder, write_atomically
 from lib.token_array import tokenize_file
-from lib.tokenizer import Tokenizer, train_bpe
+from lib.tokenizer import SEPARATOR, Tokenizer, train_bpe
 
 if TYPE_CHECKING:
     from lib.train import TrainResult
@@ -85,7 +85,8 @@ def run_pipeline(
         prompt with its continuation (none when the training was stopped).
 
     Raises:
-        ValueError, OSError: as `tokenize_corpus`, `lib.train.train` and `lib.generate.load_model`.
+        ValueError, OSError: as `tokenize_corpus`, `lib.train.train` and `lib.generate.load_model`;
+            an empty prompt where the tokenizer has no `<|endoftext|>`.
     """
     from lib.generate import generate_sample, load_model
     from lib.train import train
@@ -94,6 +95,8 @@ def run_pipeline(
     rows, training = [], config.train
     # before a corpus is made, which may take long
     check_machine(training)
+    make_folder(training.output or training.runs_dir)
+    _check_prompts(config)
     if not config.skip_data:
         rows = tokenize_corpus(config.corpus, progress_bar=progress_bar)
         training = dataclasses.replace(training, data=training.data or config.corpus.output_dir)
@@ -143,6 +146,20 @@ def train_tokenizer(
     source |= {"tokenizer_sha256": tokenizer.sha256}
     write_atomically(source_path, json.dumps(source, indent=2) + "\n")
     return tokenizer
+
+
+def _check_prompts(config: PipelineConfig) -> None:
+    """Refuse an empty prompt where no `<|endoftext|>` can stand before the text to come."""
+    special_tokens, data = config.corpus.special_tokens, config.train.data
+    if all(config.sample.prompts):
+        return
+    if data is not None and (data / "tokenizer.json").exists():
+        special_tokens = tuple(Tokenizer.load(data / "tokenizer.json").special_tokens)
+    require(
+        SEPARATOR in special_tokens,
+        f"prompts has an empty text, but special_tokens is {special_tokens}; right is: texts that "
+        f"are not empty, or {SEPARATOR} among the special tokens",
+    )
 
 
 class _Meter:

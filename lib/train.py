@@ -27,14 +27,21 @@ from lib.checkpoint import (
 from lib.config_training import TrainConfig
 from lib.data import read_windows
 from lib.evaluate import Evaluation, bytes_of_token, evaluate
-from lib.files import lock_folder
+from lib.files import lock_folder, make_folder
 from lib.hardware import keep_freed_memory, peak_flops
 from lib.metrics import MetricsLog
 from lib.model import TransformerLM
 from lib.model_costs import flops_per_token
 from lib.optimizer import cosine_lr
 from lib.strict_json import to_dict
-from lib.train_run import RUN_FILES, Run, check_same_run, check_same_settings, describe_run, prepare
+from lib.train_run import (
+    Run,
+    check_same_run,
+    check_same_settings,
+    describe_run,
+    finished_checkpoint,
+    prepare,
+)
 from lib.train_step import TrainStep, numerics
 
 log = logging.getLogger(__name__)
@@ -78,6 +85,13 @@ def train(
         FloatingPointError: `max_nonfinite_steps` in a row had a loss or gradient not finite.
     """
     run = prepare(config)
+    finished = finished_checkpoint(run)
+    if finished is not None:
+        # before anything is written, so that the disk may be read-only
+        log.info("%s is up to date: %s steps", run.folder, config.steps)
+        return TrainResult("up to date", config.steps, None, run.folder, finished)
+    for folder in (run.folder, run.folder / "checkpoints"):
+        make_folder(folder)
     if run.device.type == "cpu":
         keep_freed_memory()
     with (
@@ -181,8 +195,7 @@ class _Training:
                 "right is: at least as many, or another output"
             )
         if self.progress.steps == config.steps:
-            if not all((folder / name).exists() for name in RUN_FILES):
-                describe_run(self.run)
+            describe_run(self.run)
             log.info("%s is up to date: %s steps", folder, self.progress.steps)
             return self._result("up to date")
         self.metrics = MetricsLog(
@@ -201,10 +214,14 @@ class _Training:
                 self._take_step()
                 done = self.progress.steps
                 is_last = done == config.steps
+                # shown together, so that the last line of progress holds the last evaluation
+                shown: dict[str, float] = {}
                 if is_last or done % config.log_interval == 0:
-                    self._log()
+                    shown |= self._log()
                 if is_last or (config.eval_interval and done % config.eval_interval == 0):
-                    self._evaluate()
+                    shown |= self._evaluate()
+                if shown:
+                    self.metrics.advance(done, **shown)
                 is_due = config.checkpointing_interval > 0 and (
                     done % config.checkpointing_interval == 0
                 )
@@ -239,7 +256,8 @@ class _Training:
                 )
         progress.unlogged += [list(row) for row in rows]
 
-    def _log(self) -> None:
+    def _log(self) -> dict[str, float]:
+        """Write the mean of the steps since the last line; return what of it is shown."""
         self._read_log()
         progress = self.progress
         self._stop_clock()
@@ -247,6 +265,7 @@ class _Training:
         loss, norm = np.mean(finite, axis=0) if finite else (math.nan, math.nan)
         seconds = progress.seconds - progress.logged_seconds
         rate = len(progress.unlogged) * self.run.tokens_per_step / seconds
+        shown = {"loss": float(loss), "tokens_per_s": rate}
         self._write(
             {
                 "loss": float(loss),
@@ -258,8 +277,10 @@ class _Training:
             }
         )
         progress.unlogged, progress.logged_seconds = [], progress.seconds
+        return shown
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate and write it; return what of it is shown."""
         self._stop_clock()
         config, run = self.config, self.run
         self.evaluation = evaluate(
@@ -279,6 +300,7 @@ class _Training:
             }
         )
         self.clock = time.perf_counter()
+        return {"validation_loss": self.evaluation.loss}
 
     def _write(self, figures: dict[str, Any]) -> None:
         progress = self.progress
@@ -289,8 +311,6 @@ class _Training:
             **figures,
         }
         self.metrics.write(record)
-        shown = ("loss", "validation_loss", "tokens_per_s")
-        self.metrics.advance(progress.steps, **{k: figures[k] for k in shown if k in figures})
         if self.on_metrics:
             self.on_metrics(record)
 
@@ -321,7 +341,9 @@ class _Training:
         extra = read_extra(self.newest)
         folder, data = self.run.folder, self.run.data_sha256
         check_same_settings(folder, extra["config"], extra["data_sha256"], self.config, data)
-        loaded = load_checkpoint(self.newest, model=self.model, optimizer=self.step.optimizer)
+        loaded = load_checkpoint(
+            self.newest, model=self.model, optimizer=self.step.optimizer, verify=False
+        )
         self.progress = Progress(**loaded.extra["progress"])
         self.run.sampler.load_state_dict(loaded.extra["sampler"])
         self.step.load_state_tensors(loaded.tensors)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lib.checkpoint import find_checkpoint, read_extra
 from lib.config_training import TrainConfig
 from lib.data import BatchSampler, load_token_array, read_manifest
-from lib.files import make_folder, write_atomically
+from lib.files import write_atomically
 from lib.hardware import pick_device, pick_dtype, provenance
 from lib.strict_json import from_json, to_dict, to_json
 from lib.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class Run:
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Open and check all that a run needs, without changing anything but making its folder."""
+    """Open and check all that a run needs, without changing anything."""
     device, dtype = check_machine(config)
     if config.data is None:
         raise ValueError("data is None; right is: a folder that `python -m lib tokenize` made")
@@ -90,7 +91,6 @@ def prepare(config: TrainConfig) -> Run:
     hashes = {part: read_manifest(path).tokens_sha256 for part, path in paths.items()}
     hashes["tokenizer"] = tokenizer.sha256
     folder = config.output or run_folder(config, hashes)
-    make_folder(folder / "checkpoints")
     check_same_run(folder, config, hashes)
     return Run(
         config,
@@ -110,12 +110,10 @@ def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
 
     Raises:
         ValueError: device, dtype or a way to run that is not to be had.
-        OSError: the folder for runs cannot be written to.
     """
     device = pick_device(config.device)
     dtype = pick_dtype(device, config.dtype)
     _check_device(config, device, dtype)
-    make_folder(config.output or config.runs_dir)
     return device, dtype
 
 
@@ -124,6 +122,29 @@ def run_folder(config: TrainConfig, data_sha256: dict[str, str]) -> Path:
     content = json.dumps([_settings(config), data_sha256], sort_keys=True)
     key = hashlib.sha256(content.encode()).hexdigest()[:8]
     return config.runs_dir / f"{config.data.resolve().name}-{key}"
+
+
+def finished_checkpoint(run: Run) -> Path | None:
+    """The whole checkpoint of a run that has all its steps and files; nothing is written.
+
+    Raises:
+        ValueError: it belongs to a run with other settings.
+    """
+    path = run.folder / "checkpoints" / f"step-{run.config.steps:08d}"
+    names = [other.name.removeprefix("step-") for other in path.parent.glob("step-*")]
+    steps = [int(name) for name in names if name.isdigit()]
+    has_files = all((run.folder / name).exists() for name in RUN_FILES)
+    if not has_files or max(steps, default=None) != run.config.steps:
+        return None
+    try:
+        find_checkpoint(path)
+    except ValueError:
+        # whoever looks for the one before it names this one
+        return None
+    extra = read_extra(path)
+    before = extra["config"], extra["data_sha256"]
+    check_same_settings(run.folder, *before, run.config, run.data_sha256)
+    return path
 
 
 def describe_run(run: Run) -> None:

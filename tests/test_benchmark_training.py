@@ -15,6 +15,7 @@ from lib.benchmark_training import (
     PeerLM,
     benchmark_loss,
     benchmark_training,
+    benchmark_with_peer,
     milliseconds_a_step,
     our_step,
     peer_step,
@@ -144,17 +145,15 @@ def test_a_turn_is_timed_a_step():
 def measured(tmp_path_factory):
     """What a benchmark of two models leaves behind."""
     folder = tmp_path_factory.mktemp("measured")
-    benchmark_training(
-        TrainingBenchmarkConfig(
-            models=("one", "two"),
-            batch_sizes=(2, 3),
-            samples=3,
-            steps=2,
-            device="cpu",
-            loss=False,
-            output=folder,
-        )
+    config = TrainingBenchmarkConfig(
+        models=("one", "two"),
+        batch_sizes=(2, 3),
+        samples=3,
+        steps=2,
+        loss=False,
+        output=folder,
     )
+    assert benchmark_with_peer(config, CPU) == folder / "training_benchmark.md"
     return folder
 
 
@@ -207,10 +206,9 @@ def test_a_further_run_adds_records_and_shows_its_own(records, measured, tmp_pat
         steps=1,
         ablations=False,
         loss=False,
-        device="cpu",
         output=tmp_path,
     )
-    benchmark_training(config)
+    benchmark_with_peer(config, CPU)
     now = read_records(tmp_path / "training_benchmark.jsonl")
     assert now[: len(records)] == records
     assert [r["figures"]["candidate"] for r in now[len(records) :]] == [PEER, "all"]
@@ -231,19 +229,45 @@ def test_the_loss_is_measured_in_chunks_and_whole(monkeypatch):
 
 
 def test_an_unknown_model_lists_the_known_ones(tmp_path):
-    config = TrainingBenchmarkConfig(
-        models=("huge",), batch_sizes=(1,), device="cpu", output=tmp_path
-    )
+    config = TrainingBenchmarkConfig(models=("huge",), batch_sizes=(1,), output=tmp_path)
     with pytest.raises(ValueError, match="model preset is 'huge'; known: tiny"):
-        benchmark_training(config)
+        benchmark_with_peer(config, CPU)
+
+
+def test_without_names_two_models_of_a_gpu_are_measured(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(benchmark, "write_report", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "benchmark_model", lambda *a: asked.append(a) or ())
+    benchmark_with_peer(TrainingBenchmarkConfig(loss=False, output=tmp_path), CPU)
+    assert [(name, batch_size) for _, name, batch_size, *_ in asked] == [
+        ("gpt2-124m", 32),
+        ("matrix", 8),
+    ]
+    assert {(config.samples, config.steps) for config, *_ in asked} == {(7, 30)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_device_decides_what_steps_are_compared_with(device, monkeypatch):
+    monkeypatch.setattr(benchmark, "pick_device", torch.device)
+    monkeypatch.setattr(benchmark, "benchmark_with_peer", lambda config, device: "cuda")
+    monkeypatch.setattr("lib.benchmark_training_cpu.benchmark_on_cpu", lambda config: "cpu")
+    assert benchmark_training(TrainingBenchmarkConfig(device=device)) == device
+
+
+@pytest.mark.parametrize(("device", "message"), [("tpu", "device is 'tpu'"), ("mps", "is mps; ri")])
+def test_another_device_is_named(device, message, monkeypatch):
+    if device == "mps":
+        monkeypatch.setattr(benchmark, "pick_device", torch.device)
+    with pytest.raises(ValueError, match=message):
+        benchmark_training(TrainingBenchmarkConfig(device=device))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": ()}, "models is"),
-        ({"batch_sizes": (1,)}, "batch_sizes is .*; right is: 2, one for each model"),
-        ({"batch_sizes": (1, 0)}, "each at least 1"),
+        ({"models": ("tiny",)}, r"batch_sizes is \(\); right is: 1, one for each model"),
+        ({"batch_sizes": (1,)}, "batch_sizes is .*; right is: 0, one for each model"),
+        ({"models": ("tiny",), "batch_sizes": (0,)}, "each at least 1"),
         ({"samples": 0}, "samples is 0"),
         ({"steps": 0}, "steps is 0"),
     ],

@@ -150,6 +150,25 @@ def test_an_error_names_its_line():
     assert f"it raised KeyError: 'nothing' in line {line} of the cell; expected" in text
 
 
+def test_the_same_error_in_another_line_is_the_same_mistake():
+    def fail(words):
+        return words["nothing"]
+
+    def fail_later(words):
+        nothing = "nothing"
+        return words[nothing]
+
+    exercise = Exercise(
+        solve=lambda words: 1,
+        draw=lambda generator, size: ({},),
+        mistakes={"there is nothing": fail},
+    )
+    text = verdict(exercise, fail_later)
+    line = fail_later.__code__.co_firstlineno + 2
+    assert f"it raised KeyError: 'nothing' in line {line} of the cell" in text
+    assert "It looks as if there is nothing." in text
+
+
 def test_an_unusual_mistake_is_shown_without_a_guess():
     text = verdict(MERGE_PAIR, lambda ids, pair, new_id: [777, *merge_pair(ids, pair, new_id)])
     assert "position 0: yours 777" in text

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -62,12 +63,27 @@ def norm_without_keepdim(x, weight, eps):
     return x / (x.square().mean(-1) + eps).sqrt() * weight
 
 
+def sum_without_keepdim(logits, targets):
+    shifted = logits - logits.amax(-1, keepdim=True)
+    log_probabilities = shifted - shifted.exp().sum(-1).log()
+    return -log_probabilities[range(len(targets)), targets].mean()
+
+
 @pytest.mark.parametrize(
-    ("exercise", "attempt"), [(CROSS_ENTROPY, without_keepdim), (RMS_NORM, norm_without_keepdim)]
+    ("exercise", "attempt"),
+    [
+        (CROSS_ENTROPY, without_keepdim),
+        (CROSS_ENTROPY, sum_without_keepdim),
+        (RMS_NORM, norm_without_keepdim),
+        (RMS_NORM, lambda x, w, eps: w * (x * (x.pow(2).mean(1) + eps).rsqrt())),
+    ],
 )
 @pytest.mark.parametrize("seed", range(5))
-def test_a_missing_keepdim_is_an_error_of_shapes(exercise, attempt, seed):
-    assert "it raised RuntimeError: The size of tensor a" in verdict(exercise, attempt, seed=seed)
+def test_a_missing_keepdim_is_an_error_of_shapes_and_named(exercise, attempt, seed):
+    text = verdict(exercise, attempt, seed=seed)
+    assert "it raised RuntimeError: The size of tensor a" in text
+    assert "It looks as if the rows' m" in text
+    assert re.search(r"keepdim=True\)? keeps it\.$", text)
 
 
 def shifted_for_every_target(logits, targets):

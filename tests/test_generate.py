@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lib.checkpoint
 from lib.checkpoint import save_checkpoint
 from lib.config_training import ModelConfig, TrainConfig
 from lib.generate import (
@@ -555,6 +556,47 @@ def test_a_run_is_loaded_from_its_newest_checkpoint(run, dtype, tied):
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
         assert torch.equal(ours[name], tensor)
+
+
+def test_loading_draws_no_weights_and_hashes_each_file_once(run, monkeypatch):
+    folder, _ = run()
+    hashed, sha256_file = Counter(), lib.checkpoint.files.sha256_file
+    monkeypatch.setattr(
+        lib.checkpoint.files,
+        "sha256_file",
+        lambda path: hashed.update([path.name]) or sha256_file(path),
+    )
+    monkeypatch.setattr(TransformerLM, "reset_parameters", lambda *a: pytest.fail("it draws"))
+    for path in (folder, folder / "checkpoints/step-00000020"):
+        hashed.clear()
+        load_model(path, "cpu")
+        assert len(hashed) == 4
+        assert set(hashed.values()) == {1}
+
+
+def test_a_kernel_that_needs_a_gpu_gives_way_to_sdpa_and_that_is_said_once(
+    run, monkeypatch, caplog
+):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    folder, _ = run(attention_kernel="flash_attention_triton")
+    loaded, _, config = load_model(folder, "cpu")
+    (message,) = caplog.messages
+    assert message.startswith("flash_attention_triton runs on a CUDA GPU and not on cpu")
+    assert "sdpa" in message
+    assert config.model.attention_kernel == "flash_attention_triton"
+    assert loaded.config.attention_kernel == "sdpa"
+    token_ids = torch.arange(8)[None]
+    with_sdpa = make_model(dtype=torch.float32, vocab_size=257)
+    assert torch.equal(loaded(token_ids), with_sdpa(token_ids))
+    for use_cache in (False, True):
+        generate(loaded, [[1, 2]], max_new_tokens=3, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_torch", "vectorized_torch"])
+def test_a_kernel_that_runs_here_stays(run, kernel, caplog):
+    folder, _ = run(attention_kernel=kernel)
+    assert load_model(folder, "cpu")[0].config.attention_kernel == kernel
+    assert not caplog.messages
 
 
 def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):

@@ -359,11 +359,34 @@ def test_the_generator_decides_the_weights():
 
 
 def test_a_generator_leaves_the_global_one_alone():
-    # the weights are also drawn before, from the global one
-    model = make_model()
     state = torch.random.get_rng_state()
-    model.reset_parameters(seeded())
+    make_model().reset_parameters(seeded())
     assert torch.random.get_rng_state().equal(state)
+
+
+@ON_VARIANTS
+def test_without_a_generator_the_global_one_draws_the_same(settings):
+    config = dataclasses.replace(CONFIG, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = TransformerLM(config)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), make_model(**settings).parameters()))
+
+
+@pytest.mark.parametrize("generator", [None, seeded()], ids=["global", "given"])
+@pytest.mark.parametrize("draw", [True, False])
+def test_weights_are_drawn_once_or_not_at_all(generator, draw, monkeypatch):
+    drawn, draw_weights = [], nn.init.trunc_normal_
+
+    def count(weight, *arguments, **keywords):
+        drawn.append(0 if weight.is_meta else weight.numel())
+        return draw_weights(weight, *arguments, **keywords)
+
+    monkeypatch.setattr(nn.init, "trunc_normal_", count)
+    model = TransformerLM(CONFIG, generator=generator, draw=draw)
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.ndim == 2)
+    assert sum(drawn) == (matrices if draw else 0)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
 
 
 @pytest.mark.parametrize("by_context", [False, True])

@@ -205,6 +205,31 @@ def test_without_the_data_step_the_arrays_that_there_are_are_used(whole, tmp_pat
     assert (result.status, result.output, again) == ("up to date", before.output, texts)
 
 
+@pytest.mark.parametrize("has_data", [False, True])
+def test_an_empty_prompt_without_an_end_of_text_token_is_refused_before_any_work(
+    whole, tmp_path, has_data, monkeypatch
+):
+    corpus = dataclasses.replace(whole.corpus, special_tokens=("<|pad|>",))
+    config = dataclasses.replace(whole, corpus=corpus)
+    if has_data:
+        tokenize(corpus)
+        config = with_training(whole, data=tmp_path / "out")
+    monkeypatch.setattr("lib.pipeline.tokenize_corpus", lambda *a, **k: pytest.fail("it works"))
+    with pytest.raises(
+        ValueError, match=r"prompts has an empty text, but special_tokens is \('<\|pad"
+    ):
+        run(config)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_an_empty_prompt_needs_an_end_of_text_token_of_the_data_alone(whole, tmp_path):
+    tokenize(whole.corpus)
+    corpus = dataclasses.replace(whole.corpus, special_tokens=())
+    config = with_training(whole, data=tmp_path / "out")
+    _, result, texts = run(dataclasses.replace(config, corpus=corpus, skip_data=True))
+    assert (result.status, len(texts)) == ("finished", 2)
+
+
 def test_data_that_are_given_are_trained_on_in_place_of_the_corpus(whole, tmp_path):
     other = tokenize(whole.corpus, output=tmp_path / "other", vocab_size=280)
     _, result, _ = run(with_training(whole, data=tmp_path / "other"))

@@ -21,8 +21,10 @@ import pytest
 import torch
 
 import lib.checkpoint
+import lib.files
 import lib.metrics
 import lib.train
+import lib.train_run
 from lib.__main__ import main
 from lib.checkpoint import load_checkpoint
 from lib.config import TokenizeConfig
@@ -605,6 +607,55 @@ def test_a_finished_run_is_up_to_date_and_left_alone(straight, config, monkeypat
     assert (result.status, result.step, result.evaluation) == ("up to date", 26, None)
     assert result.checkpoint.name == "step-00000026"
     assert contents(config.output) == before
+
+
+def test_a_finished_run_is_reported_without_writing(straight, config, monkeypatch):
+    shutil.copytree(straight, config.output)
+    # as on a disk that is read-only
+    refuse = OSError(errno.EROFS, "Read-only file system")
+
+    def no(*arguments, **keywords):
+        raise refuse
+
+    for function in ("make_folder", "lock_folder", "atomic_write", "write_atomically"):
+        for module in (lib.files, lib.train, lib.train_run, lib.checkpoint, lib.metrics):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, no)
+    result = train(config)
+    assert (result.status, result.step) == ("up to date", 26)
+    assert result.checkpoint == config.output / "checkpoints" / "step-00000026"
+    with pytest.raises(OSError, match="Read-only"):
+        train(dataclasses.replace(config, steps=27))
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(
+    straight, config
+):
+    shutil.copytree(straight, config.output)
+    weights = config.output / "checkpoints/step-00000026/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert train(config).status == "finished"
+    assert_same_run(config.output, straight)
+
+
+def test_a_resumed_run_hashes_its_checkpoint_once(stopped, monkeypatch):
+    hashed, sha256_file = [], lib.checkpoint.files.sha256_file
+    monkeypatch.setattr(
+        lib.checkpoint.files, "sha256_file", lambda path: hashed.append(path) or sha256_file(path)
+    )
+    train(stopped)
+    before = [path.name for path in hashed if path.parent.name == "step-00000010"]
+    assert sorted(before) == sorted(set(before))
+    assert len(before) == 4
+
+
+def test_the_last_line_of_progress_shows_the_last_validation_loss(config, capsys):
+    result = train(config)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("step 26/26")
+    assert f"validation loss {result.evaluation.loss:.3f}" in last
+    (record,) = [line for line in lines(config.output) if line["step"] == 26 and "loss" in line]
+    assert f"loss {record['loss']:.3f}, " in last
 
 
 def test_a_finished_run_can_be_made_longer(straight, config):
