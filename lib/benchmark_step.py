@@ -19,7 +19,7 @@ from lib.config_training import TrainConfig
 from lib.files import make_folder, write_atomically
 from lib.hardware import device_name, keep_freed_memory, peak, peak_flops, pick_device
 from lib.memory_profile import memory_snapshot
-from lib.model import TransformerBlock, TransformerLM
+from lib.model import TransformerLM
 from lib.model_costs import flops_per_token, num_parameters
 from lib.plots import save_step_figure, step_precision
 from lib.report import Record, read_records, to_csv, to_markdown
@@ -221,32 +221,8 @@ def compile_layers(model: TransformerLM) -> None:
     """
     for layer in model.layers:
         layer.compile(dynamic=False)
-    if model.config.norm != "pre":
-        return
-    fused_layer = torch.compile(_fused_layer, dynamic=False)
-
-    def fused_layers(x: Tensor, positions: None, cache: None) -> Tensor:
-        norms = [layer.ln1 for layer in model.layers] + [model.ln_final]
-        normed = norms[0](x)
-        for layer, next_norm in zip(model.layers, norms[1:]):
-            x, normed = fused_layer(layer, next_norm, x, normed, model.rope)
-        return normed
-
     # how the model runs its layers on a GPU
-    model._fused_layers = fused_layers
-
-
-def _fused_layer(
-    layer: TransformerBlock,
-    next_norm: torch.nn.Module,
-    x: Tensor,
-    normed: Tensor,
-    rope: torch.nn.Module | None,
-) -> tuple[Tensor, Tensor]:
-    from lib.model_triton import add_rms_norm
-
-    x, normed = add_rms_norm(x, layer.attn(normed, rope), layer.ln2.weight, layer.ln2.eps)
-    return add_rms_norm(x, layer.ffn(normed), next_norm.weight, next_norm.eps)
+    model.fused_layer = torch.compile(model.fused_layer, dynamic=False)
 
 
 def state_bytes(step: TrainStep) -> int:

@@ -6,6 +6,7 @@ Weights are shaped (d_out, d_in), drawn and named as in Stanford's CS336, assign
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -346,17 +347,24 @@ class TransformerLM(nn.Module):
 
     def _fused_layers(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
         """The pre-norm layers and the final norm, with each sum and its norm in one kernel."""
+        norms = [layer.ln1 for layer in self.layers] + [self.ln_final]
+        normed = norms[0](x)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms[1:])):
+            # without a cache all layers are called alike, so that one compilation is for all
+            place = (self.rope, positions) + (() if cache is None else (cache, index))
+            with annotate(f"block {index}"):
+                x, normed = self.fused_layer(layer, next_norm, x, normed, *place)
+        return normed
+
+    @staticmethod
+    def fused_layer(
+        layer: TransformerBlock, next_norm: RMSNorm, x: Tensor, normed: Tensor, *place: Any
+    ) -> tuple[Tensor, Tensor]:
+        """A pre-norm layer and the norm after it; `place` is for `CausalSelfAttention.forward`."""
         from lib.model_triton import add_rms_norm
 
-        normed = self.layers[0].ln1(x)
-        for index, layer in enumerate(self.layers):
-            is_last = index + 1 == len(self.layers)
-            next_norm = self.ln_final if is_last else self.layers[index + 1].ln1
-            with annotate(f"block {index}"):
-                branch = layer.attn(normed, self.rope, positions, cache, index)
-                x, normed = add_rms_norm(x, branch, layer.ln2.weight, layer.ln2.eps)
-                x, normed = add_rms_norm(x, layer.ffn(normed), next_norm.weight, next_norm.eps)
-        return normed
+        x, normed = add_rms_norm(x, layer.attn(normed, *place), layer.ln2.weight, layer.ln2.eps)
+        return add_rms_norm(x, layer.ffn(normed), next_norm.weight, next_norm.eps)
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
         """Mean cross-entropy in nats of `targets`, both (batch, length) int64; a float32 scalar."""
