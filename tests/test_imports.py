@@ -71,6 +71,7 @@ WITH_TORCH = {
     "exercises_model",
     "exercises_training",
     "flash_attention",
+    "flash_attention_tiles",
     "flash_attention_triton",
     "generate",
     "kv_cache",

@@ -1,0 +1,114 @@
+"""Which tiles the kernels of `lib.flash_attention_triton` work on: by chip, dtype, width of heads.
+
+A tile must fit a block's shared memory, and its values the registers of its threads; beyond that
+the best are found by measuring.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def forward_tiles(q: Tensor, capability: tuple[int, int] | None = None) -> Tiles:
+    """For heads as wide as those of q, in its dtype, on a chip of a compute capability.
+
+    Those of Hopper in short types, up to 128 wide, are measured on an H200. The others are the
+    largest that fit the chips' shared memory and leave values in registers.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        capability: that of the GPU of q when left out.
+    """
+    chip = chip_class(q, capability or compute_capability(q.device))
+    if chip == "no tensor cores":
+        tiles = {64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
+    elif chip == "hopper":
+        tiles = {64: Tiles(64, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(128, 64, 8, 2)}
+    else:
+        tiles = {
+            32: Tiles(64, 64, 4, 3),
+            64: Tiles(128, 64, 4, 3),
+            128: Tiles(128, 64, 8, 2),
+            256: Tiles(64, 64, 8, 1),
+        }
+    return _at_width(tiles, q.shape[3])
+
+
+def backward_tiles(q: Tensor, capability: tuple[int, int] | None = None) -> tuple[Tiles, Tiles]:
+    """Of the kernel for dQ, and of that for dK and dV; arguments as `forward_tiles`.
+
+    Raises:
+        ValueError: the GPU has too little shared memory for heads so wide.
+    """
+    capability = capability or compute_capability(q.device)
+    chip = chip_class(q, capability)
+    is_exact = q.dtype == torch.float32
+    if is_exact and q.shape[3] > 128 and capability < (8, 0):
+        raise ValueError(
+            f"head_dim is {q.shape[3]} in float32, whose gradients take more shared memory than "
+            "this GPU has; right is: at most 128, float16, or the kernel sdpa"
+        )
+    if chip == "no tensor cores":
+        for_queries = {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)}
+        for_keys = dict(for_queries)
+        if is_exact and capability >= (8, 0):
+            for_keys[128] = Tiles(32, 32, 8, 1)
+    elif chip == "hopper":
+        for_queries = {
+            64: Tiles(64, 64, 4, 3),
+            128: Tiles(128, 128, 8, 2),
+            256: Tiles(64, 32, 8, 2),
+        }
+        for_keys = {
+            32: Tiles(32, 128, 4, 2),
+            64: Tiles(64, 64, 4, 3, 168),
+            128: Tiles(64, 64, 4, 2),
+            256: Tiles(16, 64, 8, 2),
+        }
+    else:
+        for_queries = {
+            32: Tiles(64, 64, 4, 3),
+            64: Tiles(128, 64, 8, 2),
+            128: Tiles(64, 64, 8, 2),
+            256: Tiles(64, 32, 8, 1),
+        }
+        for_keys = {
+            32: Tiles(32, 128, 4, 2),
+            64: Tiles(32, 128, 8, 2),
+            128: Tiles(32, 64, 8, 2),
+            256: Tiles(32, 32, 8, 2),
+        }
+    head_dim = q.shape[3]
+    return _at_width(for_queries, head_dim), _at_width(for_keys, head_dim)
+
+
+def chip_class(q: Tensor, capability: tuple[int, int]) -> str:
+    """Which tiles are right: by the units that multiply, and by the shared memory of a block."""
+    # Triton has tensor cores work for sm_80 and later, and for float32 only where that is rounded
+    if q.dtype == torch.float32 or capability < (8, 0):
+        return "no tensor cores"
+    # 227 KB for a block; others have 99 KB, or 163 KB
+    return "hopper" if capability[0] in (9, 10) else "ampere"
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; the interpreter, on a CPU, counts as Hopper."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _at_width(tiles: dict[int, Tiles], head_dim: int) -> Tiles:
+    """Those for the least width that takes `head_dim`."""
+    return tiles[min(width for width in tiles if width >= head_dim)]
