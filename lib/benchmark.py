@@ -35,7 +35,7 @@ LIB = Path(__file__).parent
 # The last cache of a CPU is no larger than this on most machines.
 CPU_CACHE_BYTES = 256 << 20
 # What a record must share with this process to count as measured here and now.
-SAME_MACHINE = ("device", "cores", "versions", "code", "seed")
+SAME_MACHINE = ("device", "cores", "threads", "versions", "code", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +282,7 @@ def run_sweep(
 
     A config that a record there holds already is not measured again, so that the same call goes on
     with an interrupted sweep. Records count that were made on the same device, with the same
-    versions, seed, and code (`code_version` of where `run_one` is from).
+    versions, threads, seed, and code (`code_version` of where `run_one` is from).
 
     Args:
         configs: dataclasses.
@@ -302,7 +302,7 @@ def run_sweep(
     from tqdm import tqdm
 
     make_folder(Path(path).parent)
-    frame = {"code": code_version(run_one.__module__)}
+    frame = {"code": code_version(run_one.__module__), "threads": torch.get_num_threads()}
     here = new_record({}, seed=seed, device=device) | frame
     records = [] if restart else [r for r in read_records(path) if _is_from(r, here)]
     wanted = {_key(to_dict(config)): config for config in configs}
@@ -312,7 +312,7 @@ def run_sweep(
         for config in left:
             figures = {"status": "ok", **(expect(config) if expect else {})}
             try:
-                figures |= run_one(config)
+                figures |= _finite(run_one(config))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -328,6 +328,13 @@ def run_sweep(
     return [newest[key] for key in wanted]
 
 
+def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold: None for NaN and infinities, and a status that says so."""
+    bad = {k for k, v in figures.items() if isinstance(v, float) and not math.isfinite(v)}
+    kept = {key: None if key in bad else value for key, value in figures.items()}
+    return kept | {"status": f"not finite: {', '.join(sorted(bad))}"} if bad else kept
+
+
 def code_version(module: str, folder: Path = LIB) -> str:
     """Twelve hex digits for a file of `lib` and those it imports, other ones once one is changed.
 
@@ -335,7 +342,8 @@ def code_version(module: str, folder: Path = LIB) -> str:
         module: such as `lib.benchmark_step`; with one outside `lib` all files count.
     """
     names = {path.stem for path in folder.glob("*.py")}
-    counted, left = set(), {module.removeprefix("lib.")} & names or names
+    package, _, name = module.partition(".")
+    counted, left = set(), {name} if package == "lib" and name in names else names
     while left:
         counted |= left
         left = set().union(*(_imported(folder / f"{name}.py") for name in left)) & names - counted

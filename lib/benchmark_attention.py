@@ -310,6 +310,6 @@ def _failure(kernel: str, error: Exception) -> dict[str, Any]:
 
 def _score_bytes(case: AttentionCase, kernel: str) -> int:
     """About what a textbook kernel holds: scores, a masked copy, exponentials, all float32."""
-    if kernel not in HOLD_SCORES:
+    if kernel not in (*HOLD_SCORES, "scaled_dot_prod_attention"):
         return 0
     return 12 * case.batch_size * case.heads * case.queries * case.keys

@@ -118,6 +118,8 @@ def sweep_report(direction: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Tables of one direction: TFLOP/s and ratios, milliseconds, memory; a row for each case."""
     text = f"\n## {direction.capitalize()}\n"
     rows = of_those_that_run(rows)
+    if not rows:
+        return f"{text}\nNone of these kernels runs here.\n"
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     cases = by_case(rows)
     tables = {"TFLOP/s": "tflops", "Time (ms)": "median_ms", "Peak memory (GB)": "peak_memory_gb"}

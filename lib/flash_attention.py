@@ -104,8 +104,10 @@ def forward(
                 K, V = (x[..., columns, :].to(lse.dtype) for x in (k, v))  # line 7
                 S = _scores(Q, K, rows, columns, is_causal, scale)  # line 8
                 m_before, m = m, torch.maximum(m, S.amax(-1, keepdim=True))  # line 9
-                P = torch.exp(S - m)
-                shrink = torch.exp(m_before - m)
+                # where all scores so far are -inf, 0 in place of m: -inf - -inf is NaN
+                safe = torch.where(m == -math.inf, 0, m)
+                P = torch.exp(S - safe)
+                shrink = torch.exp(m_before - safe)
                 l = shrink * l + P.sum(-1, keepdim=True)
                 O = shrink * O + P @ V  # line 10
             # l is at least 1, the maximum's own term, or 0 without keys

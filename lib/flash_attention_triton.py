@@ -7,6 +7,7 @@ result is the same every time. This is the portable form, for Triton 3.2 and lat
 """
 
 import math
+import os
 
 import torch
 import triton
@@ -162,8 +163,10 @@ def _forward_kernel(
                 scores = tl.where(visible, scores, -float("inf"))
             # exp2 is one instruction; the scale goes into its argument's multiply-add
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-            p = tl.exp2(scores * scale_log2 - new_max[:, None])
-            shrink = tl.exp2(row_max - new_max)
+            # where all scores so far are -inf, 0 in place of their maximum: -inf - -inf is NaN
+            safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+            p = tl.exp2(scores * scale_log2 - safe_max[:, None])
+            shrink = tl.exp2(row_max - safe_max)
             row_sum = row_sum * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
             v = _rows(v_ptr, start, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0)
@@ -383,11 +386,12 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = [x.unsqueeze(1) for x in (q, k, v)]
+        heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))
         check(*heads)
+        check_device(q.device)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), "ieee")
         out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
         return out
 
     @staticmethod
@@ -423,13 +427,28 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or are not supported; names them.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
     check(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale is {scale}; right is: above 0")
+    check_device(q.device)
     return _flash_attention(q, k, v, is_causal, scale, "tf32" if allow_tf32 else "ieee")[0]
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast they become its dtype, as for PyTorch's own attention."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device on which Triton cannot run."""
+    # its interpreter runs kernels without a GPU, slowly
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"q is on {device}; right is: a CUDA device, which Triton needs")
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -631,7 +650,9 @@ def constants(
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x, or a copy of it where the kernels cannot reach its elements."""
+    # within a tile, of at most 256 rows, offsets are of 32 bits
+    return x if x.stride(-1) == 1 and x.stride(2) < 2**23 else x.contiguous()
 
 
 def strides(*tensors: Tensor) -> list[int]:

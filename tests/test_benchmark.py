@@ -223,6 +223,13 @@ def test_operators_of_a_call_are_counted():
     assert count_launches(lambda: (a + a) * a, CPU) == 2
 
 
+def test_operators_that_others_call_are_not_counted():
+    a = torch.ones(4, 4)
+    # softmax calls _softmax, linear calls t and addmm
+    assert count_launches(lambda: a.softmax(-1), CPU) == 1
+    assert count_launches(lambda: torch.nn.functional.linear(a, a, a[0]).softmax(-1), CPU) == 3
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -409,9 +416,10 @@ def test_other_errors_end_a_sweep_and_keep_what_was_measured(tmp_path):
     assert sizes(read_records(tmp_path / "r.jsonl")) == [0]
 
 
-def test_figures_that_are_no_numbers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"figures\.loss is nan"):
-        run_sweep(tmp_path / "r.jsonl", CASES, lambda case: {"loss": math.nan})
+def test_a_figure_that_is_no_number_is_left_out_and_named(tmp_path):
+    records = run_sweep(tmp_path / "r.jsonl", CASES[:2], lambda case: {"loss": math.nan, "n": 1.5})
+    wanted = {"status": "not finite: loss", "loss": None, "n": 1.5}
+    assert [record["figures"] for record in records] == [wanted] * 2
 
 
 # The same on a GPU

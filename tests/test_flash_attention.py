@@ -391,3 +391,14 @@ def test_integers_are_refused():
 def test_the_class_names_what_does_not_fit(shapes, message):
     with pytest.raises(ValueError, match=message):
         FlashAttention.apply(*(zeros(*shape) for shape in shapes))
+
+
+def test_a_first_tile_of_infinitely_small_scores_counts_as_nothing():
+    q, k, v = (
+        torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 300, 300)
+    )
+    q, k[:, :, :128] = q.abs(), -math.inf
+    out = flash_attention(q, k, v, is_causal=False)
+    torch.testing.assert_close(
+        out, flash_attention(q, k[:, :, 128:], v[:, :, 128:], is_causal=False)
+    )

@@ -456,3 +456,18 @@ def test_what_is_not_supported_is_named(kernels, change, words):
 def test_the_class_refuses_what_does_not_fit(kernels, shapes):
     with pytest.raises(ValueError, match="right is: "):
         kernels.FlashAttentionTriton.apply(*(zeros(*shape) for shape in shapes))
+
+
+def test_a_token_stride_beyond_32_bits_within_a_tile_is_copied(kernels):
+    x = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), dtype=torch.half)
+    assert kernels.with_unit_stride(x).is_contiguous()
+    assert kernels.with_unit_stride(x[:, :, :1].contiguous()).stride(-1) == 1
+
+
+def test_a_cpu_without_the_interpreter_is_refused(kernels, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = zeros(1, 1, 3, 16)
+    with pytest.raises(ValueError, match="q is on cpu; right is: a CUDA device"):
+        kernels.flash_attention(x, x, x)
+    with pytest.raises(ValueError, match="q is on cpu; right is: a CUDA device"):
+        kernels.FlashAttentionTriton.apply(x[0], x[0], x[0])
