@@ -68,7 +68,8 @@ def allocated_bytes(fn: Function, device: torch.device) -> tuple[int | None, int
 def count_launches(fn: Function, device: torch.device) -> int | None:
     """Kernels that one call of `fn` launches on a GPU; on a CPU, operators it dispatches.
 
-    Operators that others call count too. None where PyTorch's profiler cannot tell, or is running.
+    Operators that others call do not count. None where PyTorch's profiler cannot tell, or is
+    running.
     """
     if device.type not in ("cuda", "cpu") or torch.autograd._profiler_enabled():
         return None
@@ -76,7 +77,14 @@ def count_launches(fn: Function, device: torch.device) -> int | None:
     if device.type == "cuda":
         on_gpu = [event.name() for event in events if event.device_type().name == "CUDA"]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
-    return sum("::" in event.name() and "autograd::" not in event.name() for event in events)
+    count, busy_until = 0, {}
+    for event in events:
+        thread = event.start_thread_id()
+        is_operator = "::" in event.name() and "autograd::" not in event.name()
+        if is_operator and event.start_ns() >= busy_until.get(thread, 0):
+            busy_until[thread] = event.start_ns() + event.duration_ns()
+            count += 1
+    return count
 
 
 def _profiled(fn: Function, device: torch.device, **options: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ class ToyGPU:
 
 
 def _draw_timing(generator: random.Random, size: int) -> tuple:
-    warmup, samples = generator.randint(1, 3), generator.choice([3, 5, 7])
+    warmup, samples = generator.randint(1, 3), generator.choice([3, 4, 5, 6])
     # slow at first, and slow once more, now and then, when something else runs
     slow = [generator.randint(50, 99) for _ in range(warmup)]
     usual = generator.randint(5, 20)
@@ -99,6 +100,23 @@ def _wait_behind_the_loop(gpu: ToyGPU, warmup: int, samples: int) -> np.float64:
     return np.float64((gpu.clock() - start) / samples)
 
 
+def _one_warmup(gpu: ToyGPU, warmup: int, samples: int) -> np.float64:
+    return _time_runs(gpu, 1, samples)
+
+
+def _no_warmup(gpu: ToyGPU, warmup: int, samples: int) -> np.float64:
+    return _time_runs(gpu, 0, samples)
+
+
+def _no_time(gpu: ToyGPU, warmup: int, samples: int) -> np.float64:
+    """Both readings behind the wait, say."""
+    return np.float64(0)
+
+
+def _upper_middle(times: Sequence[int]) -> int:
+    return sorted(times)[len(times) // 2]
+
+
 def _warmup_not_waited_for(gpu: ToyGPU, warmup: int, samples: int) -> np.float64:
     """The warm-up still runs when the first sample starts."""
     times = []
@@ -131,6 +149,12 @@ TIME_RUNS = Exercise(
         "the warm-up is not waited for, so that its work counts in the first sample": (
             _warmup_not_waited_for
         ),
+        "gpu.run() is called once before the samples, and not `warmup` times": _one_warmup,
+        "nothing is run before the samples; the first `warmup` runs must not count": _no_warmup,
+        "no time passes between the two readings of the clock; the run and the wait for it belong "
+        "between them": _no_time,
+        "one of the two middle times is returned; for an even number of samples the median is "
+        "their mean": _mistaken("upper_middle", summary=_upper_middle),
     },
 )
 
@@ -140,7 +164,8 @@ def _draw_intervals(generator: random.Random, size: int) -> tuple:
     end = start + 20 + 10 * size
     kernels = []
     for _ in range(1 + size):
-        first = generator.randint(start - 10, end - 1)
+        # some before the window or behind it
+        first = generator.randint(start - 20, end + 5)
         kernels.append((first, first + generator.randint(1, 15)))
     if generator.random() < 0.5:
         # one inside another, and two that touch
@@ -160,6 +185,7 @@ def _idle_time(
     before: bool = True,
     behind: bool = True,
     clipped: bool = True,
+    end_clipped: bool = True,
 ) -> np.float64:
     """The time from `start` to `end` without a kernel; the keywords make mistakes."""
     order = sorted(kernels) if is_sorted else kernels
@@ -169,7 +195,8 @@ def _idle_time(
     for first, last in order:
         idle += max(0, (min(first, end) if clipped else first) - reached)
         reached = max(reached, last) if keeps_furthest else last
-    return np.float64(idle + (max(0, end - reached) if behind else 0))
+    last_gap = max(0, end - reached) if end_clipped else end - reached
+    return np.float64(idle + (last_gap if behind else 0))
 
 
 def _idle_like(name: str, **how) -> Callable:
@@ -187,6 +214,20 @@ def _all_but_durations(kernels: Spans, start: int, end: int) -> np.float64:
 def _all_but_clipped_durations(kernels: Spans, start: int, end: int) -> np.float64:
     inside = [max(0, min(last, end) - max(first, start)) for first, last in kernels]
     return np.float64(end - start - sum(inside))
+
+
+def _ends_included(kernels: Spans, start: int, end: int) -> np.float64:
+    return _idle_time([(first, last + 1) for first, last in kernels], start, end)
+
+
+def _only_whole_kernels(kernels: Spans, start: int, end: int) -> np.float64:
+    inside = [(first, last) for first, last in kernels if start <= first and last <= end]
+    return _idle_time(inside, start, end)
+
+
+def _gaps_of_neighbours(kernels: Spans, start: int, end: int) -> np.float64:
+    order = sorted(kernels)
+    return np.float64(sum(max(0, b[0] - a[1]) for a, b in itertools.pairwise(order)))
 
 
 def _busy_time(kernels: Spans, start: int, end: int) -> np.float64:
@@ -214,6 +255,20 @@ IDLE_TIME = Exercise(
         "only gaps between kernels count; those at both ends of the window are missing": (
             _idle_like("inner_gaps", before=False, behind=False)
         ),
+        "a kernel runs through the end of its pair; it runs up to it, and not in it": (
+            _ends_included
+        ),
+        "the gap behind the last kernel is negative where a kernel reaches out of the window": (
+            _idle_like("last_gap_not_clipped", end_clipped=False)
+        ),
+        "the gap before a kernel behind the window goes on beyond the window's end": (
+            _idle_like("not_clipped", clipped=False)
+        ),
+        "kernels that reach out of the window are skipped; their part inside it counts": (
+            _only_whole_kernels
+        ),
+        "each kernel is compared with the next one alone: the window's two ends are missing, and "
+        "one kernel may lie inside another": _gaps_of_neighbours,
         "the busy time is returned; the idle time is the rest of the window": _busy_time,
     },
 )
@@ -250,6 +305,18 @@ def _inverse_intensity(m: int, k: int, n: int, element_bytes: int) -> np.float64
     return 1 / _intensity(m, k, n, element_bytes)
 
 
+def _not_in_brackets(m: int, k: int, n: int, element_bytes: int) -> np.float64:
+    return np.float64(2 * m * k * n / element_bytes * (m * k + k * n + m * n))
+
+
+def _rounded_down(m: int, k: int, n: int, element_bytes: int) -> np.float64:
+    return np.float64(int(_intensity(m, k, n, element_bytes)))
+
+
+def _one_addition_less(m: int, k: int, n: int, element_bytes: int) -> np.float64:
+    return np.float64((2 * k - 1) * m * n / (element_bytes * (m * k + k * n + m * n)))
+
+
 INTENSITY = Exercise(
     solve=_intensity,
     draw=_draw_product,
@@ -268,6 +335,11 @@ INTENSITY = Exercise(
         ),
         "a factor is read once for each product that it is in; count it once": (
             _intensity_like("read_again", moved=lambda m, k, n: 2 * m * k * n + m * n)
+        ),
+        "the bytes need brackets: a / b * c is (a / b) * c": _not_in_brackets,
+        "// drops the fraction; divide with /": _rounded_down,
+        "a sum of k products counts k - 1 additions; count k, a multiply-add is two operations": (
+            _one_addition_less
         ),
         "bytes are divided by operations; it is the other way round": _inverse_intensity,
     },

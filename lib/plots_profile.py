@@ -8,8 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
-from lib.plots import BLUE, COLORS, GREEN, INK, ORANGE, PURPLE, SKY, house_figure, save_figure
+from lib.plots import (
+    BLUE,
+    COLORS,
+    GREEN,
+    GRID,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    house_figure,
+    save_figure,
+)
 from lib.trace_categories import CATEGORIES
 
 TIME_COLORS = dict(zip(CATEGORIES, COLORS))
@@ -51,9 +63,32 @@ def save_time_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> Pat
             axes.set(title=title, xlabel="time in a step (ms)")
             axes.grid(visible=False, axis="y")
             axes.margins(x=0.18)
-        left.set_ylabel("category")
-        right.set_ylabel("what")
+        left.set_ylabel("kind of kernel" if on_gpu else "kind of operator")
+        right.set_ylabel("part of the step")
         return save_figure(figure, path)
+
+
+def draw_host_and_device(axes: Axes, steps: Mapping[str, Mapping[str, Any]]) -> None:
+    """Two lanes for each of `steps`: how long the host dispatches, and how long the GPU works.
+
+    Args:
+        steps: name -> figures of a GPU's record of `python -m lib profile`.
+    """
+    lanes = []
+    for row, (name, figures) in enumerate(steps.items()):
+        label = (lambda text: text) if row == 0 else (lambda text: None)
+        host, gpu = 2.5 * row, 2.5 * row + 1
+        axes.barh(host, figures["dispatch_ms"], color=SKY, label=label("host dispatches"))
+        busy, idle = figures["busy_ms"], figures["idle_ms"]
+        axes.barh(gpu, busy, color=BLUE, label=label("GPU busy"))
+        style = {"color": GRID, "edgecolor": INK, "hatch": "///", "linewidth": 0}
+        axes.barh(gpu, idle, left=busy, **style, label=label("GPU idle"))
+        lanes += [(host, f"{name}: host"), (gpu, "GPU")]
+    axes.set_yticks(*zip(*lanes))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set(xlabel="time in a step (ms), each kind put together", ylabel="who")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def save_memory_figure(

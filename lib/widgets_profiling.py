@@ -156,7 +156,7 @@ def draw_estimates(figure: Figure, estimates: Sequence[StepEstimate]) -> None:
         axes.margins(x=0.2)
     left.set_yticks(places, [estimate.name for estimate in estimates])
     left.set_ylim(len(estimates) - 0.4, -0.6)
-    left.set(xlabel="time of a step (ms)", ylabel="batch × context", title="Time")
+    left.set(xlabel="time of a step (ms)", ylabel="batch × context, dtype", title="Time")
     right.set(xlabel="peak memory (MB)", title="Memory")
     names = left.get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=2)

@@ -1,5 +1,7 @@
 """The exercises of notebook 04 against independent answers; their mistakes: test_exercises.py."""
 
+import itertools
+import random
 import statistics
 
 import pytest
@@ -123,13 +125,75 @@ def attempt(gpu, warmup, samples):
         (("        gpu.wait()\n        times", "        times"), "nothing waits for the device"),
         (("statistics.median(times)", "min(times)"), "the fastest run is returned"),
         (("statistics.median(times)", "sum(times) / samples"), "the mean is returned"),
+        (("statistics.median(times)", "sorted(times)[samples // 2]"), "one of the two middle"),
+        (("range(warmup)", "range(1)"), "gpu.run() is called once"),
+        (("range(warmup)", "range(0)"), "nothing is run before"),
     ],
-    ids=["never waits", "minimum", "mean"],
+    ids=["never waits", "minimum", "mean", "upper middle", "one warm-up", "no warm-up"],
 )
 def test_a_changed_line_fails_and_is_named(change, name):
     text = verdict(TIME_RUNS, time_runs_written_by_hand(change))
     assert text.startswith("not yet")
     assert f"It looks as if {name}" in text
+
+
+def test_a_clock_read_too_late_is_named():
+    def attempt(gpu, warmup, samples):
+        for _ in range(warmup + samples):
+            gpu.run()
+        gpu.wait()
+        start = gpu.clock()
+        return gpu.clock() - start
+
+    assert "no time passes" in verdict(TIME_RUNS, attempt)
+
+
+@pytest.mark.parametrize(
+    ("clip", "clips_end", "ends", "name"),
+    [
+        (min, False, 0, "the gap behind the last"),
+        (lambda first, end: first, True, 0, "the gap before a kernel behind"),
+        (min, True, 1, "a kernel runs through"),
+    ],
+    ids=["end not clipped", "gap not clipped", "ends included"],
+)
+def test_a_changed_gap_fails_and_is_named(clip, clips_end, ends, name):
+    def attempt(kernels, start, end):
+        idle, reached = 0, start
+        for first, last in sorted(kernels):
+            idle += max(0, clip(first, end) - reached)
+            reached = max(reached, last + ends)
+        return idle + (max(0, end - reached) if clips_end else end - reached)
+
+    assert f"It looks as if {name}" in verdict(IDLE_TIME, attempt)
+
+
+def test_gaps_of_neighbours_are_named():
+    def attempt(kernels, start, end):
+        kernels = sorted(kernels)
+        return sum(max(0, b - a) for (_, a), (b, _) in itertools.pairwise(kernels))
+
+    assert "compared with the next one alone" in verdict(IDLE_TIME, attempt)
+
+
+def test_kernels_lie_before_and_behind_the_window_too():
+    drawn = [IDLE_TIME.draw(random.Random(seed), 3) for seed in range(100)]
+    assert any(first > end for kernels, _, end in drawn for first, _ in kernels)
+    assert any(last < start for kernels, start, _ in drawn for _, last in kernels)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "name"),
+    [
+        (lambda m, k, n, e: 2 * m * k * n / e * (m * k + k * n + m * n), "brackets"),
+        (lambda m, k, n, e: 2 * m * k * n // (e * (m * k + k * n + m * n)), "//"),
+        (lambda m, k, n, e: (2 * k - 1) * m * n / (e * (m * k + k * n + m * n)), "k - 1 additions"),
+    ],
+    ids=["brackets", "floor", "k - 1"],
+)
+def test_a_usual_mistake_in_the_formula_is_named(attempt, name):
+    text = verdict(INTENSITY, attempt)
+    assert name in text.split("It looks as if")[1]
 
 
 def test_idle_time_of_no_overlap_is_told_from_that_of_overlap():

@@ -212,7 +212,31 @@ def test_the_figure_numbers_its_points_and_says_what_they_are(tmp_path):
         assert names == ["1 scores", "2 RMSNorm"]
         low, high = axes.get_xlim()
         assert low < 0.5 < LIMITS.ridge < high
+        assert axes.get_ylabel() == "performance (GFLOP/s)"
         assert plots.save_figure(figure, tmp_path / "roofline.png").exists()
+
+
+def test_numbers_of_points_in_one_place_stay_apart():
+    points = [Point("scores", Cost(10**9, 10**8), 2.0, 0.1) for _ in range(4)]
+    with plots.house_figure() as (figure, axes):
+        draw_roofline(axes, LIMITS, points, title="A block")
+        figure.canvas.draw()
+        numbers = [text for text in axes.texts if text.get_text().isdigit()]
+        boxes = [text.get_window_extent() for text in numbers]
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_a_fast_machine_is_drawn_in_tflops():
+    with plots.house_figure() as (_, axes):
+        draw_roofline(axes, Limits(1e15, 4e12), [], title="A machine")
+        assert axes.get_ylabel() == "performance (TFLOP/s)"
+        assert max(axes.lines[0].get_ydata()) == pytest.approx(1e3)
+
+
+def test_the_best_time_of_a_size_is_no_longer_than_the_median():
+    (row,) = roofline.measure_sizes([16], CPU, samples=5)
+    assert 0 < row["min_ms"] <= row["median_ms"]
 
 
 def test_the_figure_of_limits_alone_has_a_roof():

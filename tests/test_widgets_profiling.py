@@ -8,6 +8,7 @@ from lib.model import TransformerLM
 from lib.model_costs import num_parameters
 from lib.notebook_cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
 from lib.plots import house_figure
+from lib.plots_profile import draw_host_and_device
 from lib.report import append_record
 from lib.train_step import TrainStep
 from lib.widgets_profiling import (
@@ -132,6 +133,15 @@ def test_a_logarithmic_axis_is_labelled_in_plain_digits():
         figure.canvas.draw()
         labels = [label.get_text() for label in axes.get_yticklabels()]
     assert {"5", "200", "1,000"} <= set(labels)
+
+
+def test_lanes_are_as_long_as_dispatch_and_as_the_step():
+    figures = {"dispatch_ms": 5.0, "busy_ms": 2.0, "idle_ms": 4.0}
+    with house_figure() as (_, axes):
+        draw_host_and_device(axes, {"eager": figures, "graph": figures})
+        ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+        assert ends == [5, 2, 6] * 2
+        assert axes.get_legend_handles_labels()[1] == ["host dispatches", "GPU busy", "GPU idle"]
 
 
 def test_bars_are_as_long_as_time_and_memory():
