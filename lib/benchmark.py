@@ -302,6 +302,9 @@ def run_sweep(
     from tqdm import tqdm
 
     make_folder(Path(path).parent)
+    # found out now and not after the first row
+    with open(path, "ab"):
+        pass
     frame = {"code": code_version(run_one.__module__), "threads": torch.get_num_threads()}
     here = new_record({}, seed=seed, device=device) | frame
     records = [] if restart else [r for r in read_records(path) if _is_from(r, here)]

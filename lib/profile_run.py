@@ -38,6 +38,8 @@ from lib.train_step import TrainStep, numerics
 
 LEARNING_RATE = 1e-4
 TRACE = "trace.json.gz"
+# Files that not every profile writes: an earlier one's must not stand beside a later summary.
+LEFT_BY_SOME = ("memory.png", "memory_snapshot.pickle", "nsys.nsys-rep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,8 @@ def profile(config: ProfileConfig) -> Profile | None:
             run_for_nsys(config, train_config, device, dtype)
             return None
         make_folder(config.output)
+        for name in LEFT_BY_SOME:
+            (config.output / name).unlink(missing_ok=True)
         memory = watch(config, train_config, device, dtype)
     summary = summarise(read_trace(config.output / TRACE))
     found = write_results(config, train_config.model, summary, memory, device)

@@ -376,6 +376,11 @@ def test_code_is_another_once_a_file_that_it_imports_is_changed(tmp_path):
         (tmp_path / f"{name}.py").write_text(files[name])
 
 
+def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_measured(tmp_path):
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        run_sweep(tmp_path, CASES, lambda case: pytest.fail("measured"))
+
+
 def test_a_sweep_can_be_made_again(tmp_path):
     path = tmp_path / "records.jsonl"
     run_sweep(path, CASES, lambda case: {"n": 1})

@@ -86,6 +86,7 @@ def test_a_compiled_step_is_profiled_without_memory(tmp_path, monkeypatch):
     quick = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", quick)
     torch.compiler.reset()
+    (tmp_path / "memory.png").write_bytes(b"of an earlier profile")
     found = profile(dataclasses.replace(CONFIG, compile=True, memory=False, output=tmp_path))
     assert found.memory is None
     assert not (tmp_path / "memory.png").exists()
