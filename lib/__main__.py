@@ -202,10 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        # PyTorch has no class of its own for a CPU whose memory is full
-        if is_debug or not any(
-            words in str(error) for words in ("out of memory", "allocate memory")
-        ):
+        from lib.allocations import is_out_of_memory
+
+        if is_debug or not is_out_of_memory(error):
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lib.config_training import ATTENTION_KERNELS
+from lib.hardware import runs_triton
 from lib.loss import softmax
 from lib.profiling import annotate
 
@@ -78,8 +78,7 @@ def flash_attention(kernel: str, device: torch.device) -> Callable[..., Tensor]:
         from lib.flash_attention import flash_attention
 
         return flash_attention
-    # Triton's interpreter runs kernels without a GPU, slowly
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not runs_triton(device):
         raise ValueError(f"{kernel} runs on a CUDA GPU and not on {device}; right is: sdpa")
     from lib.flash_attention_triton import flash_attention
 

@@ -7,7 +7,6 @@ result is the same every time. This is the portable form, for Triton 3.2 and lat
 """
 
 import math
-import os
 
 import torch
 import triton
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lib.flash_attention_tiles import Tiles, backward_tiles, forward_tiles
+from lib.hardware import runs_triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -96,6 +96,19 @@ def _visible(
 
 
 @triton.jit
+def _key_range(
+    first_query, num_keys, IS_CAUSAL: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr
+):
+    """Where the keys end that a whole tile of queries sees, and where those end that any sees.
+
+    Only the tiles between the two, on the diagonal or past the last key, need a mask.
+    """
+    end = tl.minimum(first_query + TILE_Q, num_keys) if IS_CAUSAL else num_keys
+    seen_by_all = tl.minimum(first_query, num_keys) if IS_CAUSAL else num_keys
+    return seen_by_all // TILE_K * TILE_K, end
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -149,9 +162,7 @@ def _forward_kernel(
     row_max = tl.full((TILE_Q,), -float("inf"), tl.float32)
     row_sum = tl.zeros((TILE_Q,), tl.float32)
 
-    end = tl.minimum(first + TILE_Q, num_keys) if IS_CAUSAL else num_keys
-    # only the tiles on the diagonal, or past the last key, need a mask
-    plain_end = (tl.minimum(first, num_keys) if IS_CAUSAL else num_keys) // TILE_K * TILE_K
+    plain_end, end = _key_range(first, num_keys, IS_CAUSAL, TILE_Q, TILE_K)
     for phase in tl.static_range(2):
         lower = plain_end if phase == 1 else 0
         upper = end if phase == 1 else plain_end
@@ -253,8 +264,7 @@ def _backward_queries_kernel(
     scale_log2 = scale * LOG2_E
     acc = tl.zeros((TILE_Q, WIDTH), tl.float32)
 
-    end = tl.minimum(first + TILE_Q, num_keys) if IS_CAUSAL else num_keys
-    plain_end = (tl.minimum(first, num_keys) if IS_CAUSAL else num_keys) // TILE_K * TILE_K
+    plain_end, end = _key_range(first, num_keys, IS_CAUSAL, TILE_Q, TILE_K)
     for phase in tl.static_range(2):
         lower = plain_end if phase == 1 else 0
         upper = end if phase == 1 else plain_end
@@ -446,8 +456,7 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
 
 def check_device(device: torch.device) -> None:
     """Refuse a device on which Triton cannot run."""
-    # its interpreter runs kernels without a GPU, slowly
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not runs_triton(device):
         raise ValueError(f"q is on {device}; right is: a CUDA device, which Triton needs")
 
 

@@ -90,6 +90,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return limits and getattr(limits, str(dtype).removeprefix("torch."))
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on `device`: a GPU, or a CPU under its slow interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" takes CUDA where there is one, then Apple's MPS, then CPU.
 

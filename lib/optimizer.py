@@ -5,7 +5,6 @@ AdamW exists three times with one result: to read, in few kernels, and in one (s
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lib.config import check
+from lib.hardware import runs_triton
 
 IMPLEMENTATIONS = ("auto", "reference", "foreach", "triton")
 
@@ -225,11 +225,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _implementation_on(self, device: torch.device) -> str:
         """What `implementation` means for parameters on `device`."""
-        on_gpu = device.type == "cuda"
         if self.implementation == "auto":
-            return "triton" if on_gpu and self._has_triton else "foreach"
-        # Triton's interpreter runs the kernels on the CPU.
-        runs = self.implementation != "triton" or on_gpu or os.getenv("TRITON_INTERPRET") == "1"
+            return "triton" if device.type == "cuda" and self._has_triton else "foreach"
+        runs = self.implementation != "triton" or runs_triton(device)
         check(self, "implementation", runs, f"'auto' or 'foreach' for parameters on {device}")
         return self.implementation
 
