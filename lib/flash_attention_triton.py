@@ -3,7 +3,8 @@
 No tile of scores or probabilities leaves the chip, and no tile that the causal mask hides is
 visited. One kernel writes the output and the log-sum-exp of each row; the backward pass has one
 for dQ and one for dK and dV, so that each element is added up by one program, in one order: the
-result is the same every time. This is the portable form, for Triton 3.2 and later.
+result is the same every time. This is the portable form, for Triton 3.2 and later; what
+`lib.flash_attention_hopper` supports goes there, where Triton is 3.6 or later.
 """
 
 import math
@@ -13,12 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lib.flash_attention_inputs import (
+    autocast,
+    check,
+    check_device,
+    empty_like_heads,
+    strides,
+    with_unit_stride,
+)
 from lib.flash_attention_tiles import Tiles, backward_tiles, forward_tiles
-from lib.hardware import runs_triton
+
+try:
+    from lib import flash_attention_hopper as hopper
+except ImportError:
+    # a Triton without the Gluon it needs
+    hopper = None
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -446,41 +459,6 @@ def flash_attention(
     return _flash_attention(q, k, v, is_causal, scale, "tf32" if allow_tf32 else "ieee")[0]
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast they become its dtype, as for PyTorch's own attention."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse a device on which Triton cannot run."""
-    if not runs_triton(device):
-        raise ValueError(f"q is on {device}; right is: a CUDA device, which Triton needs")
-
-
-def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what the kernels cannot do."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"{shapes}; right is: four dimensions, (batch, heads, tokens, head_dim)")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes}; right is: one batch, one head_dim, and v shaped like k")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{shapes}; right is: heads of q divisible by heads of k and v")
-    if not 1 <= q.shape[3] <= 256:
-        raise ValueError(f"head_dim is {q.shape[3]}; right is: from 1 to 256")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        kinds = ", ".join(str(x.dtype) for x in (q, k, v))
-        known = ", ".join(map(str, DTYPES))
-        raise ValueError(
-            f"dtypes of q, k and v are {kinds}; right is: the same for all, of {known}"
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; right is: one")
-
-
 @torch.library.custom_op("workbook::flash_attention", mutates_args=())
 def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, precision: str
@@ -546,6 +524,8 @@ def flash_forward(
         return out.zero_(), lse.fill_(-math.inf)
     if not out.numel():
         return out, lse
+    if tiles is None and _uses_hopper(q, k, v):
+        return hopper.flash_forward(q, k, v, is_causal, scale)
     q, k, v = map(with_unit_stride, (q, k, v))
     tiles = tiles or forward_tiles(q)
     grid = (triton.cdiv(num_queries, tiles.queries) * batch * num_heads,)
@@ -585,7 +565,7 @@ def flash_backward(
 
     Args:
         grad_out, out: as the output; `lse`: as `flash_forward` gave it.
-        tiles: of the kernel for q, and of that for k and v.
+        tiles: of the kernel for q, and of that for k and v; then the portable kernels run.
         grads: where to write them, of any strides of batch, head and token.
         angles: cos and sin, (at least tokens, head_dim / 2) float32, of the positions by which q
             and k were turned (RoPE); the gradients are then those before the turn.
@@ -595,6 +575,9 @@ def flash_backward(
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     if not num_keys or not q.numel():
         return tuple(grad.zero_() for grad in grads)
+    if tiles is None and _uses_hopper(q, k, v, *grads):
+        tensors = (grad_out, q, k, v, out, lse)
+        return hopper.flash_backward(*tensors, is_causal, scale, grads=grads, angles=angles)
     grad_q, grad_k, grad_v = grads
     q, k, v, grad_out = map(with_unit_stride, (q, k, v, grad_out))
     for_queries, for_keys = tiles or backward_tiles(q)
@@ -637,6 +620,10 @@ def flash_backward(
     return grad_q, grad_k, grad_v
 
 
+def _uses_hopper(*heads: Tensor) -> bool:
+    return hopper is not None and hopper.supports(*heads)
+
+
 def constants(
     is_causal: bool, head_dim: int, num_queries: int, num_keys: int, precision: str, tiles: Tiles
 ) -> dict:
@@ -656,22 +643,3 @@ def constants(
         "num_stages": tiles.num_stages,
         **limit,
     }
-
-
-def with_unit_stride(x: Tensor) -> Tensor:
-    """x, or a copy of it where the kernels cannot reach its elements."""
-    # within a tile, of at most 256 rows, offsets are of 32 bits
-    return x if x.stride(-1) == 1 and x.stride(2) < 2**23 else x.contiguous()
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """Of batch, head and token; the last is 1."""
-    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
-
-
-def empty_like_heads(x: Tensor) -> Tensor:
-    """An empty (batch, heads, tokens, head_dim) whose tokens stand outside the heads as in x."""
-    batch, heads, tokens, head_dim = x.shape
-    if x.stride(1) <= x.stride(2):
-        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
-    return x.new_empty(x.shape)

@@ -139,7 +139,9 @@ def assert_error_at_most_twice_pytorchs(kernel: str, dtype, is_causal: bool, dev
     ours = with_gradients(attention(*inputs, kernel=kernel, is_causal=is_causal), inputs)
     for a, b, c in zip(ours, peer, right):
         assert a.dtype == dtype
-        assert (a.double() - c).abs().max().item() <= 2 * (b.double() - c).abs().max().item()
+        error, own = ((x.double() - c).abs().max().item() for x in (a, b))
+        # in float32 PyTorch's own may be exact in the last place
+        assert error <= 2 * own + torch.finfo(torch.float32).eps * c.abs().max().item()
 
 
 @pytest.mark.parametrize("kernel", ["scaled_dot_prod_attention", "vectorized_torch"])

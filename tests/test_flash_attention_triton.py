@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import os
 import re
 
@@ -330,7 +331,7 @@ def test_the_kernels_in_the_interpreter(run_in_interpreter):
 
 @pytest.mark.gpu
 @ON_MASKS
-def test_tf32_on_request_has_an_error_at_most_twice_pytorchs(kernels, is_causal):
+def test_tf32_on_request_has_an_error_at_most_four_times_pytorchs(kernels, is_causal):
     case = Case(500, 500, 64, is_causal)
     inputs = make_inputs(case, torch.float32, "cuda")
     before = torch.get_float32_matmul_precision()
@@ -344,13 +345,15 @@ def test_tf32_on_request_has_an_error_at_most_twice_pytorchs(kernels, is_causal)
     results = with_gradients(attention, inputs)
     for a, b, c, d in zip(results, peers, right_results(inputs, case), exact):
         assert largest(d - c) < largest(a - c) / 10
-        assert largest(a - c) <= 2 * largest(b - c)
+        # Triton cuts the last bits off, where PyTorch's products round: twice the error of a factor
+        assert largest(a - c) <= 4 * largest(b - c)
 
 
 def peak_bytes(attention, length: int, dtype: torch.dtype) -> int:
     """What a forward and backward pass of one head, 64 wide, takes beside its inputs."""
     inputs = make_inputs(Case(length, length, 64, heads=1, key_heads=1, batch=1), dtype, "cuda")
     with_gradients(attention, inputs)
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
