@@ -75,7 +75,7 @@ def backward_schedules(head_dim: int) -> tuple[Schedule, Schedule]:
     """Of the kernel for dQ, and of that for dK and dV, for heads so wide, on an H200."""
     if head_dim == 64:
         return Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4, kept=2)
-    return Schedule(2, 64, 3, kept=1), Schedule(2, 64, 3)
+    return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:

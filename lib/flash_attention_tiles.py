@@ -21,18 +21,29 @@ class Tiles(NamedTuple):
     max_registers: int | None = None
 
 
-def forward_tiles(q: Tensor, capability: tuple[int, int] | None = None) -> Tiles:
+def usable_precision(q: Tensor, precision: str, capability: tuple[int, int] | None = None) -> str:
+    """`precision`, and `ieee` on a chip whose tensor cores do not take float32."""
+    return precision if (capability or compute_capability(q.device)) >= (8, 0) else "ieee"
+
+
+def forward_tiles(
+    q: Tensor, capability: tuple[int, int] | None = None, precision: str = "tf32x3"
+) -> Tiles:
     """For heads as wide as those of q, in its dtype, on a chip of a compute capability.
 
-    Those of Hopper in short types, up to 128 wide, are measured on an H200. The others are the
-    largest that fit the chips' shared memory and leave values in registers.
+    Those of Hopper in short types, and those of float32 on tensor cores, up to 128 wide, are
+    measured on an H200. The others are the largest that fit the chips' shared memory and leave
+    values in registers.
 
     Args:
         q: (batch, heads, queries, head_dim).
         capability: that of the GPU of q when left out.
+        precision: of products of float32 (`lib.flash_attention_triton.flash_attention`).
     """
-    chip = chip_class(q, capability or compute_capability(q.device))
-    if chip == "no tensor cores":
+    chip = chip_class(q, capability or compute_capability(q.device), precision)
+    if chip == "float32":
+        tiles = {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 8, 1)}
+    elif chip == "no tensor cores":
         tiles = {64: Tiles(64, 32, 8, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
     elif chip == "hopper":
         tiles = {64: Tiles(64, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(128, 64, 8, 2)}
@@ -46,21 +57,26 @@ def forward_tiles(q: Tensor, capability: tuple[int, int] | None = None) -> Tiles
     return _at_width(tiles, q.shape[3])
 
 
-def backward_tiles(q: Tensor, capability: tuple[int, int] | None = None) -> tuple[Tiles, Tiles]:
+def backward_tiles(
+    q: Tensor, capability: tuple[int, int] | None = None, precision: str = "tf32x3"
+) -> tuple[Tiles, Tiles]:
     """Of the kernel for dQ, and of that for dK and dV; arguments as `forward_tiles`.
 
     Raises:
         ValueError: the GPU has too little shared memory for heads so wide.
     """
     capability = capability or compute_capability(q.device)
-    chip = chip_class(q, capability)
+    chip = chip_class(q, capability, precision)
     is_exact = q.dtype == torch.float32
     if is_exact and q.shape[3] > 128 and capability < (8, 0):
         raise ValueError(
             f"head_dim is {q.shape[3]} in float32, whose gradients take more shared memory than "
             "this GPU has; right is: at most 128, float16, or the kernel sdpa"
         )
-    if chip == "no tensor cores":
+    if chip == "float32":
+        for_queries = {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 8, 1)}
+        for_keys = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 8, 1)}
+    elif chip == "no tensor cores":
         for_queries = {64: Tiles(32, 32, 8, 1), 256: Tiles(16, 16, 8, 1)}
         for_keys = dict(for_queries)
         if is_exact and capability >= (8, 0):
@@ -94,11 +110,13 @@ def backward_tiles(q: Tensor, capability: tuple[int, int] | None = None) -> tupl
     return _at_width(for_queries, head_dim), _at_width(for_keys, head_dim)
 
 
-def chip_class(q: Tensor, capability: tuple[int, int]) -> str:
+def chip_class(q: Tensor, capability: tuple[int, int], precision: str) -> str:
     """Which tiles are right: by the units that multiply, and by the shared memory of a block."""
-    # Triton has tensor cores work for sm_80 and later, and for float32 only where that is rounded
-    if q.dtype == torch.float32 or capability < (8, 0):
+    # Triton has tensor cores work for sm_80 and later
+    if capability < (8, 0) or (q.dtype == torch.float32 and precision == "ieee"):
         return "no tensor cores"
+    if q.dtype == torch.float32:
+        return "float32"
     # 227 KB for a block; others have 99 KB, or 163 KB
     return "hopper" if capability[0] in (9, 10) else "ampere"
 

@@ -22,7 +22,7 @@ from lib.flash_attention_inputs import (
     strides,
     with_unit_stride,
 )
-from lib.flash_attention_tiles import Tiles, backward_tiles, forward_tiles
+from lib.flash_attention_tiles import Tiles, backward_tiles, forward_tiles, usable_precision
 
 try:
     from lib import flash_attention_hopper as hopper
@@ -32,6 +32,8 @@ except ImportError:
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Of products of float32, the default first
+PRECISIONS = ("tf32x3", "ieee", "tf32")
 
 
 @triton.jit
@@ -412,7 +414,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))
         check(*heads)
         check_device(q.device)
-        ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), "ieee")
+        ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0])
         out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
         ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
         return out
@@ -432,7 +434,7 @@ def flash_attention(
     *,
     is_causal: bool = True,
     scale: float | None = None,
-    allow_tf32: bool = False,
+    precision: str = PRECISIONS[0],
 ) -> Tensor:
     """softmax(scale · Q Kᵀ + mask) V, in memory linear in the number of tokens.
 
@@ -442,7 +444,9 @@ def flash_attention(
             Ainslie et al. 2023). Strides of batch, head and token are free.
         is_causal: query i sees the keys up to i (top-left aligned).
         scale: above 0; 1 / sqrt(head_dim) when left out.
-        allow_tf32: whether products of float32 may round their factors to TF32.
+        precision: of products of float32. `tf32x3` splits each factor in two and adds three
+            products of tensor cores; its error is that of float32. `ieee` multiplies and adds in
+            float32 itself, which takes several times as long. `tf32` rounds factors to 10 bits.
 
     Returns:
         (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.
@@ -450,13 +454,15 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or are not supported; names them.
     """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; known: {', '.join(PRECISIONS)}")
     q, k, v = autocast(q, k, v)
     check(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale is {scale}; right is: above 0")
     check_device(q.device)
-    return _flash_attention(q, k, v, is_causal, scale, "tf32" if allow_tf32 else "ieee")[0]
+    return _flash_attention(q, k, v, is_causal, scale, precision)[0]
 
 
 @torch.library.custom_op("workbook::flash_attention", mutates_args=())
@@ -512,7 +518,7 @@ def flash_forward(
     is_causal: bool,
     scale: float,
     *,
-    precision: str = "ieee",
+    precision: str = PRECISIONS[0],
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, queries, head_dim) and natural log-sum-exp (batch, heads, queries)."""
@@ -527,7 +533,8 @@ def flash_forward(
     if tiles is None and _uses_hopper(q, k, v):
         return hopper.flash_forward(q, k, v, is_causal, scale)
     q, k, v = map(with_unit_stride, (q, k, v))
-    tiles = tiles or forward_tiles(q)
+    precision = usable_precision(q, precision)
+    tiles = tiles or forward_tiles(q, precision=precision)
     grid = (triton.cdiv(num_queries, tiles.queries) * batch * num_heads,)
     _forward_kernel[grid](
         q,
@@ -556,7 +563,7 @@ def flash_backward(
     is_causal: bool,
     scale: float,
     *,
-    precision: str = "ieee",
+    precision: str = PRECISIONS[0],
     tiles: tuple[Tiles, Tiles] | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
@@ -580,7 +587,8 @@ def flash_backward(
         return hopper.flash_backward(*tensors, is_causal, scale, grads=grads, angles=angles)
     grad_q, grad_k, grad_v = grads
     q, k, v, grad_out = map(with_unit_stride, (q, k, v, grad_out))
-    for_queries, for_keys = tiles or backward_tiles(q)
+    precision = usable_precision(q, precision)
+    for_queries, for_keys = tiles or backward_tiles(q, precision=precision)
     delta = torch.empty_like(lse)
     is_turned = angles is not None
     # without angles the kernels read nothing there

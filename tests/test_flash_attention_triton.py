@@ -340,7 +340,7 @@ def test_tf32_on_request_has_an_error_at_most_four_times_pytorchs(kernels, is_ca
         peers = pytorchs_results(inputs, case)
     finally:
         torch.set_float32_matmul_precision(before)
-    attention = functools.partial(kernels.flash_attention, is_causal=is_causal, allow_tf32=True)
+    attention = functools.partial(kernels.flash_attention, is_causal=is_causal, precision="tf32")
     exact = with_gradients(ours(kernels, case), inputs)
     results = with_gradients(attention, inputs)
     for a, b, c, d in zip(results, peers, right_results(inputs, case), exact):
