@@ -24,7 +24,7 @@ import torch
 
 from lib.allocations import allocated_bytes, free_memory, is_out_of_memory, synchronise
 from lib.config import require
-from lib.files import make_folder
+from lib.files import lock_file, make_folder
 from lib.hardware import pick_device
 from lib.report import Record, append_record, new_record, read_records, remaining
 from lib.strict_json import to_dict
@@ -260,9 +260,13 @@ class _Candidate:
 
 
 def _cache_flush(device: torch.device) -> Callable[[], Any]:
-    """Something to call that pushes everything out of the device's last cache."""
+    """Something to call that pushes everything out of the device's last cache.
+
+    On a GPU it only queues the writing, in the stream that the next sample is timed in.
+    """
     size = CPU_CACHE_BYTES
     if device.type == "cuda":
+        # twice, as nothing says that what is oldest goes first
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(size, dtype=torch.int8, device=device).zero_
 
@@ -282,7 +286,8 @@ def run_sweep(
 
     A config that a record there holds already is not measured again, so that the same call goes on
     with an interrupted sweep. Records count that were made on the same device, with the same
-    versions, threads, seed, and code (`code_version` of where `run_one` is from).
+    versions, threads, seed, and code (`code_version` of where `run_one` is from). While another
+    process sweeps into the same file this one waits, and then measures only what is left.
 
     Args:
         configs: dataclasses.
@@ -301,34 +306,45 @@ def run_sweep(
     """
     from tqdm import tqdm
 
-    make_folder(Path(path).parent)
+    path = Path(path)
+    make_folder(path.parent)
     # found out now and not after the first row
     with open(path, "ab"):
         pass
     frame = {"code": code_version(run_one.__module__), "threads": torch.get_num_threads()}
     here = new_record({}, seed=seed, device=device) | frame
-    records = [] if restart else [r for r in read_records(path) if _is_from(r, here)]
-    wanted = {_key(to_dict(config)): config for config in configs}
-    left = remaining(wanted.values(), records)
-    progress = {"total": len(wanted), "initial": len(wanted) - len(left), "unit": "row"}
-    with tqdm(**progress, disable=None, leave=False) as bar:
-        for config in left:
-            figures = {"status": "ok", **(expect(config) if expect else {})}
-            try:
-                figures |= _finite(run_one(config))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                free_memory(error)
-                figures["status"] = "oom"
-            record = new_record(figures, config=config, seed=seed, device=device) | frame
-            append_record(path, record)
-            records.append(record)
-            bar.update()
-            if show:
-                bar.write(show(record))
+    with lock_file(path):
+        records = [] if restart else [r for r in read_records(path) if _is_from(r, here)]
+        wanted = {_key(to_dict(config)): config for config in configs}
+        left = remaining(wanted.values(), records)
+        progress = {"total": len(wanted), "initial": len(wanted) - len(left), "unit": "row"}
+        with tqdm(**progress, disable=None, leave=False) as bar:
+            for config in left:
+                figures = _figures_of(config, run_one, expect)
+                record = new_record(figures, config=config, seed=seed, device=device) | frame
+                append_record(path, record)
+                records.append(record)
+                bar.update()
+                if show:
+                    bar.write(show(record))
     newest = {_key(record["config"]): record for record in records}
     return [newest[key] for key in wanted]
+
+
+def _figures_of(
+    config: Any,
+    run_one: Callable[[Any], Mapping[str, Any]],
+    expect: Callable[[Any], Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    """What `run_one` finds; of status `oom` where memory ran out."""
+    figures = {"status": "ok", **(expect(config) if expect else {})}
+    try:
+        return figures | _finite(run_one(config))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free_memory(error)
+        return figures | {"status": "oom"}
 
 
 def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,11 +101,14 @@ class StepBench:
         """What is known of a row before it is measured."""
         predicted = predicted_memory(case, self.device)
         flops = flops_per_token(case.shape, backward=case.mode != "forward")
-        return {
+        figures = {
             "parameters": num_parameters(case.shape),
             "flops": flops * case.batch_size * case.seq_len,
             "predicted_memory_gb": predicted and predicted / 1e9,
         }
+        if predicted is None:
+            figures["not_predicted"] = f"the compiler decides what {case.attention_kernel} keeps"
+        return figures
 
     def run(self, case: StepCase) -> dict[str, Any]:
         """The figures of a row."""
@@ -204,7 +207,7 @@ def _function(step: TrainStep, case: StepCase, seed: int) -> Function:
             loss()
 
     def forward_backward() -> None:
-        loss().backward()
+        step.backward(loss())
         model.zero_grad(set_to_none=True)
 
     def full_step() -> None:
@@ -256,9 +259,9 @@ def _line(record: Record) -> str:
     case, figures = StepCase(**record["config"]), record["figures"]
     text = f"{_name(case).replace('-', ' ')}: "
     predicted = figures["predicted_memory_gb"]
-    memory = "" if predicted is None else f" (predicted {predicted:.2f})"
+    memory = f" (predicted {predicted:.2f})" if predicted else f" ({figures['not_predicted']})"
     if figures["status"] == "oom":
-        return f"{text}oom{memory.replace(')', ' GB)')}"
+        return f"{text}oom{memory.replace(')', ' GB)') if predicted else memory}"
     text += f"{figures['median_ms']:.2f} ms ± {figures['iqr_ms'] / 2:.2f}"
     text += f", {figures['tokens_per_s']:,.0f} tokens/s"
     if figures["mfu"] is not None:

@@ -77,11 +77,26 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[None]:
     Waits until the folder is free, and says so in the log. Leaves a file `.lock` behind.
     """
     make_folder(folder)
-    lock = FileLock(Path(folder) / ".lock")
+    with _locked(Path(folder) / ".lock", folder):
+        yield
+
+
+@contextlib.contextmanager
+def lock_file(path: str | os.PathLike) -> Iterator[None]:
+    """`lock_folder` for the file at `path` alone; leaves a file `.NAME.lock` beside it."""
+    path = Path(path)
+    make_folder(path.parent)
+    with _locked(path.with_name(f".{path.name}.lock"), path):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(lock_path: Path, what: str | os.PathLike) -> Iterator[None]:
+    lock = FileLock(lock_path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log.warning("waiting for another process that writes to %s", folder)
+        log.warning("waiting for another process that writes to %s", what)
         lock.acquire()
     try:
         yield

@@ -15,11 +15,11 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lib.config import require
 from lib.flash_attention_hopper_backward import backward_keys_kernel, backward_queries_kernel
 from lib.flash_attention_hopper_forward import forward_kernel
 from lib.flash_attention_hopper_parts import LOAD_REGISTERS
@@ -30,6 +30,10 @@ from lib.flash_attention_order import work_order
 ROWS = 64
 # keys and values of as many heads as fit this are read from memory once
 CACHE_BYTES = 24 * 2**20
+# beyond so many items of work each program does one: an order would take long to make
+MOST_LISTED = 2**20
+
+Size = tuple[int, int, int, int]
 
 
 class Schedule(NamedTuple):
@@ -92,7 +96,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:
         and q.shape[3] in (64, 128)
         and k.shape[2] > 0
         and q.numel() > 0
-        and q.numel() // q.shape[3] < 2**31 - 2**16
+        and q.shape[0] * q.shape[1] * _tiles(q.shape[2], ROWS) * ROWS < 2**31
         and all(map(can_be_copied, (q, k, v, *grads)))
     )
 
@@ -122,8 +126,8 @@ def flash_forward(
     schedule = schedule or forward_schedule(head_dim, num_queries)
     out = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    work = _queries_work(q, k, schedule, is_causal)
-    grid, sizes, settings = _launch(q, k, work, schedule, is_causal)
+    work = _queries_work(q.shape, k.shape, schedule, is_causal)
+    grid, sizes, settings = _launch(q, k, work, schedule, is_causal, least_stages=2)
     forward_kernel[grid](
         _descriptor(q, ROWS),
         _descriptor(k, schedule.keys),
@@ -162,20 +166,21 @@ def flash_backward(
     """
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     out = out if out.stride(3) == 1 else out.contiguous()
-    grad_out = grad_out if can_be_copied(grad_out) else grad_out.contiguous()
+    if not can_be_copied(grad_out):
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     for_queries, for_keys = schedules or backward_schedules(q.shape[3])
     q_, grad_out_, grad_q_, k_, v_, grad_k_, grad_v_ = (
         _descriptor(x, ROWS) for x in (q, grad_out, grads[0], k, v, *grads[1:])
     )
     # the second kernel reads whole tiles of both, so the first also writes what is past the end
-    padded = triton.cdiv(q.shape[2], ROWS) * ROWS
+    padded = _tiles(q.shape[2], ROWS) * ROWS
     lse_log2, minus_delta = lse.new_empty(2, lse.shape[0] * lse.shape[1] * padded)
     is_turned = angles is not None
     # without angles the kernels read nothing there
     angles = angles or (lse, lse)
 
-    work = _queries_work(q, k, for_queries, is_causal)
-    grid, sizes, settings = _launch(q, k, work, for_queries, is_causal)
+    work = _queries_work(q.shape, k.shape, for_queries, is_causal)
+    grid, sizes, settings = _launch(q, k, work, for_queries, is_causal, least_stages=3)
     backward_queries_kernel[grid](
         q_,
         _descriptor(k, for_queries.keys),
@@ -196,8 +201,8 @@ def flash_backward(
         IS_TURNED=is_turned,
         **settings,
     )
-    work = _keys_work(q, k, for_keys, is_causal)
-    grid, sizes, settings = _launch(q, k, work, for_keys, is_causal)
+    work = _keys_work(q.shape, k.shape, for_keys, is_causal)
+    grid, sizes, settings = _launch(q, k, work, for_keys, is_causal, least_stages=2)
     backward_keys_kernel[grid](
         q_,
         k_,
@@ -217,47 +222,56 @@ def flash_backward(
     return grads
 
 
-def _queries_work(q: Tensor, k: Tensor, schedule: Schedule, is_causal: bool) -> Work:
-    """A tile's steps are the tiles of keys that its last query sees."""
-    batch, num_heads, num_queries, head_dim = q.shape
-    key_heads, num_keys = k.shape[1:3]
+@functools.lru_cache(maxsize=256)
+def _queries_work(q: Size, k: Size, schedule: Schedule, is_causal: bool) -> Work:
+    """Of q and k so large: a tile's steps are the tiles of keys that its last query sees."""
+    batch, num_heads, num_queries, head_dim = q
+    _, key_heads, num_keys, _ = k
     rows = schedule.warpgroups * ROWS
-    seen = [num_keys] * triton.cdiv(num_queries, rows)
+    seen = [num_keys] * _tiles(num_queries, rows)
     if is_causal:
         # tiles end with the last query, as `first_query` of the kernels has it
-        last = triton.cdiv(num_queries, ROWS) * ROWS
+        last = _tiles(num_queries, ROWS) * ROWS
         seen = [min(num_keys, n) for n in range(last, 0, -rows)][::-1]
-    steps = tuple(triton.cdiv(n, schedule.keys) for n in seen)
-    head_bytes = 2 * num_keys * head_dim * k.element_size()
-    section = max(1, CACHE_BYTES // head_bytes) * (num_heads // key_heads)
-    return Work(steps, batch * num_heads, section, is_causal)
+    steps = tuple(_tiles(n, schedule.keys) for n in seen)
+    section = max(1, CACHE_BYTES // (4 * num_keys * head_dim)) * (num_heads // key_heads)
+    return Work(steps, batch * num_heads, min(section, batch * num_heads), is_causal)
 
 
-def _keys_work(q: Tensor, k: Tensor, schedule: Schedule, is_causal: bool) -> Work:
-    """A tile's steps are the tiles of queries that see its first key."""
-    batch, num_heads, num_queries, head_dim = q.shape
-    key_heads, num_keys = k.shape[1:3]
+@functools.lru_cache(maxsize=256)
+def _keys_work(q: Size, k: Size, schedule: Schedule, is_causal: bool) -> Work:
+    """Of q and k so large: a tile's steps are the tiles of queries that see its first key."""
+    batch, num_heads, num_queries, head_dim = q
+    _, key_heads, num_keys, _ = k
     group = num_heads // key_heads
-    query_tiles = triton.cdiv(num_queries, ROWS)
+    query_tiles = _tiles(num_queries, ROWS)
     firsts = range(0, num_keys, schedule.warpgroups * ROWS)
     hidden = [min(first // ROWS, query_tiles) if is_causal else 0 for first in firsts]
     steps = tuple(group * (query_tiles - n) for n in hidden)
     # queries and their dO
-    head_bytes = 2 * num_queries * head_dim * q.element_size() * group
-    return Work(steps, batch * key_heads, max(1, CACHE_BYTES // head_bytes), False)
+    section = max(1, CACHE_BYTES // (4 * num_queries * head_dim * group))
+    return Work(steps, batch * key_heads, min(section, batch * key_heads), False)
+
+
+def _tiles(length: int, size: int) -> int:
+    """How many of a size it takes."""
+    return -(-length // size)
 
 
 def _launch(
-    q: Tensor, k: Tensor, work: Work, schedule: Schedule, is_causal: bool
+    q: Tensor, k: Tensor, work: Work, schedule: Schedule, is_causal: bool, *, least_stages: int
 ) -> tuple[tuple[int], tuple, dict]:
     """A kernel's grid, its arguments from `order_ptr` to `num_keys`, and what is compiled in."""
+    # with fewer a warpgroup would wait for ever
+    require(
+        schedule.stages >= least_stages,
+        f"stages is {schedule.stages}; right is: at least {least_stages}",
+    )
     num_items = len(work.steps) * work.num_heads
-    programs, order = num_items, None
-    if schedule.is_persistent:
-        programs = min(num_items, _multiprocessors(q.device))
+    programs = min(num_items, _multiprocessors(q.device))
+    order = None
+    if schedule.is_persistent and programs < num_items <= MOST_LISTED:
         order = _order(work, programs, q.device)
-    if order is None:
-        programs = num_items
     sizes = (len(work.steps), q.shape[1], q.shape[1] // k.shape[1], work.section, num_items)
     registers, computing = _registers(schedule)
     settings = {
@@ -270,8 +284,9 @@ def _launch(
         "num_warps": 4,
         "maxnreg": registers,
     }
-    # without an order the kernels read nothing there
-    order = q if order is None else order
+    if order is None:
+        # an item for each program; q stands for the order, of which nothing is read
+        return (num_items,), (q, *sizes, q.shape[2], k.shape[2]), settings
     return (programs,), (order, *sizes, q.shape[2], k.shape[2]), settings
 
 
@@ -284,7 +299,9 @@ def _order(work: Work, programs: int, device: torch.device) -> Tensor | None:
     key = (work, programs)
     known = _orders(device)
     if key not in known and not torch.cuda.is_current_stream_capturing():
-        known[key] = torch.from_numpy(work_order(*work, programs=programs)).to(device)
+        table = torch.from_numpy(work_order(*work, programs=programs)).to(device)
+        # another thread's, if it was faster
+        known.setdefault(key, table)
     return known.get(key)
 
 

@@ -78,10 +78,11 @@ def _turned_back(x, first, angles, num_rows, LAYOUT: gl.constexpr):
     HALF: gl.constexpr = x.shape[1] // 2
     even, odd = gl.split(gl.reshape(x, [ROWS, HALF, 2]))
     PAIRS: gl.constexpr = even.type.layout
-    row = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS)), 1)
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS)), 1)
     places = row * HALF + gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, PAIRS)), 0)
-    cos = gl.load(cos_ptr + places, row < num_rows, other=0.0)
-    sin = gl.load(sin_ptr + places, row < num_rows, other=0.0)
+    start = gl.cast(first, gl.int64) * HALF
+    cos = gl.load(cos_ptr + start + places, first + row < num_rows, other=0.0)
+    sin = gl.load(sin_ptr + start + places, first + row < num_rows, other=0.0)
     turned = gl.join(even * cos + odd * sin, odd * cos - even * sin)
     return gl.convert_layout(gl.reshape(turned, [ROWS, 2 * HALF]), LAYOUT)
 

@@ -176,7 +176,8 @@ def _attend_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
                     last_key = gl.minimum(last_key, row)
                 visible = gl.expand_dims(key, 0) <= gl.expand_dims(last_key, 1)
                 scores = gl.where(visible, scores, float("-inf"))
-            row_max = _row_max(scores, OF_SCORES) * scale_log2
+            # not below what is finite: where all scores are -inf, -inf - -inf would be NaN
+            row_max = gl.maximum(_row_max(scores, OF_SCORES) * scale_log2, -3.0e38)
             p = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 1))
             row_sum = _lane_sums(p)
             factor = gl.convert_layout(p.to(dtype), FACTOR)

@@ -14,8 +14,10 @@ import numpy as np
 
 # What a tile takes beside its steps, in steps: its own loads and stores
 START = 1.5
-# The shortest tiles of all heads, by their part of all steps, are left for the end: they fill gaps
-SHORT = 0.25
+# Tiles of all heads up to this part of the longest are left for the end, where they fill gaps. The
+# next part is tried when the busiest program has more to do than this, relative to the mean.
+SHORT = (0.25, 0.5)
+BALANCED = 1.02
 
 
 def work_order(
@@ -39,17 +41,24 @@ def work_order(
     order = range(len(steps))[:: -1 if is_last_first else 1]
     starts = range(0, num_heads, section)
     in_turn = [steps[t] for s in starts for t in order for _ in range(min(section, num_heads - s))]
-    limit = SHORT * max(steps)
-    items = [i for i, n in enumerate(in_turn) if n > limit]
-    items += sorted((i for i, n in enumerate(in_turn) if n <= limit), key=lambda i: -in_turn[i])
+    for part in SHORT:
+        given, busiest = _dealt(in_turn, part * max(steps), programs)
+        if busiest <= BALANCED * (sum(in_turn) + START * len(in_turn)) / programs:
+            break
+    table = np.zeros((2 + max(map(len, given)), programs), np.int32)
+    for program, theirs in enumerate(given):
+        table[: 1 + len(theirs), program] = [len(theirs), *theirs]
+    return table
 
+
+def _dealt(steps: Sequence[int], short: float, programs: int) -> tuple[list[list[int]], float]:
+    """The items of each program, those of up to `short` steps last; how long the busiest takes."""
+    items = [i for i, n in enumerate(steps) if n > short]
+    items += sorted((i for i, n in enumerate(steps) if n <= short), key=lambda i: -steps[i])
     free_at = [(0.0, program) for program in range(programs)]
     given: list[list[int]] = [[] for _ in range(programs)]
     for item in items:
         now, program = free_at[0]
         given[program].append(item)
-        heapq.heapreplace(free_at, (now + in_turn[item] + START, program))
-    table = np.zeros((2 + max(map(len, given)), programs), np.int32)
-    for program, theirs in enumerate(given):
-        table[: 1 + len(theirs), program] = [len(theirs), *theirs]
-    return table
+        heapq.heapreplace(free_at, (now + steps[item] + START, program))
+    return given, max(free_at)[0]

@@ -81,10 +81,10 @@ def _turned_back(
 ):
     """The gradient of rows before RoPE turned them by their positions, from that after."""
     HALF: tl.constexpr = WIDTH // 2
-    row = first + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
     pair = tl.arange(0, HALF)
-    places = row[:, None] * (DIM // 2) + pair[None, :]
-    inside = (row < num_rows)[:, None] & (pair < DIM // 2)[None, :]
+    places = tl.cast(first, tl.int64) * (DIM // 2) + row[:, None] * (DIM // 2) + pair[None, :]
+    inside = (first + row < num_rows)[:, None] & (pair < DIM // 2)[None, :]
     cos = tl.load(cos_ptr + places, inside, other=0.0)
     sin = tl.load(sin_ptr + places, inside, other=0.0)
     # x is already rounded: half the bytes on their way to where the angles are
@@ -469,7 +469,8 @@ def flash_attention(
 def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, precision: str
 ) -> tuple[Tensor, Tensor]:
-    return flash_forward(q, k, v, is_causal, scale, precision=precision)
+    with torch.cuda.device_of(q):
+        return flash_forward(q, k, v, is_causal, scale, precision=precision)
 
 
 @_flash_attention.register_fake
@@ -489,7 +490,8 @@ def _flash_attention_backward(
     scale: float,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return flash_backward(grad_out, q, k, v, out, lse, is_causal, scale, precision=precision)
+    with torch.cuda.device_of(q):
+        return flash_backward(grad_out, q, k, v, out, lse, is_causal, scale, precision=precision)
 
 
 @_flash_attention_backward.register_fake

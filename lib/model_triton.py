@@ -90,9 +90,10 @@ def _split(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def _rotated_attention(
     qkv: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k = _split(qkv, cos, sin)
-    heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
-    out, lse = flash_forward(*heads, True, qkv.shape[-1] ** -0.5)
+    with torch.cuda.device_of(qkv):
+        q, k = _split(qkv, cos, sin)
+        heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
+        out, lse = flash_forward(*heads, True, qkv.shape[-1] ** -0.5)
     return out.transpose(1, 2), lse, q, k
 
 
@@ -119,7 +120,8 @@ def _rotated_attention_backward(
     heads = [x.transpose(1, 2) for x in (grad_out, q, k, qkv[:, :, 2], out)]
     grads = tuple(grad_qkv.transpose(1, 3).unbind(2))
     scale = qkv.shape[-1] ** -0.5
-    flash_backward(*heads, lse, True, scale, grads=grads, angles=(cos, sin))
+    with torch.cuda.device_of(qkv):
+        flash_backward(*heads, lse, True, scale, grads=grads, angles=(cos, sin))
     return grad_qkv
 
 

@@ -117,14 +117,28 @@ def save_figure(figure: Figure, path: str | os.PathLike, *, alt: str | None = No
 
 def alt_text(figure: Figure) -> str:
     """What `figure` shows, in words: titles, axes and the names of the series."""
-    sentences = []
+    sentences = [f"{title}."] if (title := figure.get_suptitle()) else []
     for axes in _data_axes(figure):
         title = axes.get_title(loc="left") or axes.get_title()
         series = [label for label in axes.get_legend_handles_labels()[1] if label]
         sentence = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
         sentence = f"{title}: {sentence}" if title else sentence
         sentences.append(sentence + (f", for {', '.join(series)}." if series else "."))
-    return " ".join(sentences)
+    return " ".join(sentences).replace("\n", ", ")
+
+
+def describe_figures(formatter: Any) -> None:
+    """Let `formatter`, which is IPython's of image/png, add `alt_text` to each figure it shows."""
+    draw = formatter.lookup_by_type(Figure)
+
+    def described(figure: Figure) -> tuple | None:
+        picture = draw(figure)
+        if picture is None:
+            return None
+        data, metadata = picture if isinstance(picture, tuple) else (picture, {})
+        return data, metadata | {"alt": alt_text(figure)}
+
+    formatter.for_type(Figure, described)
 
 
 def _data_axes(figure: Figure) -> list[Axes]:
@@ -220,8 +234,11 @@ def save_step_figure(records: Sequence[Mapping[str, Any]], path: str | os.PathLi
             grid[1, column].set_ylabel("peak memory (GB)")
         # not before all lines are there: the axis would not grow with the later ones
         grid[1, 0].set_ylim(bottom=0)
-        grid[0, 0].legend(fontsize="small")
-        grid[1, 0].legend(fontsize="small")
+        for row in grid:
+            # a column may lack what the others have
+            fullest = max(row, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
+            if fullest.get_legend_handles_labels()[1]:
+                fullest.legend(fontsize="small")
         return save_figure(figure, path)
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # which operations are matrix products, and which belong to attention
 PRODUCTS = ("projection", "gate and value")
 ATTENTION = ("scores", "softmax", "value product", "attention")
+# Points (1/72 inch) from the middle of a dot to the middle of a number beside it.
+CLOSE = 12
 
 
 def draw_roofline(
@@ -30,7 +32,7 @@ def draw_roofline(
     roof = [limits.attainable(intensity) / scale for intensity in span]
     axes.plot(span, roof, color=INK, marker="")
     axes.axvline(limits.ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
-    axes.text(limits.ridge, roof[-1] * 1.15, " ridge", fontsize=9)
+    axes.text(limits.ridge, 0.02, " ridge", fontsize=9, transform=axes.get_xaxis_transform())
     for point in points:
         x, y = point.cost.intensity, point.flops_per_s / scale
         axes.plot(x, y, "o", color=_color(point.name), markersize=7, markeredgecolor=PAPER)
@@ -44,27 +46,42 @@ def draw_roofline(
             axes.plot([], [], "o", color=_color(point.name), label=name)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, labelspacing=0.4)
     # the legend has taken its room: from here on nothing moves
-    _number_points(axes, points, scale)
+    _number_points(axes, points, scale, list(zip(span, roof)))
 
 
-def _number_points(axes: Axes, points: Sequence[Point], scale: float) -> None:
-    """The number of each point beside it, on the side that is free of other points and numbers."""
+def _number_points(
+    axes: Axes, points: Sequence[Point], scale: float, roof: Sequence[tuple[float, float]]
+) -> None:
+    """The number of each point near it, off other points, numbers and the roof, and a line to it.
+
+    The line is left out where the number stands close by.
+    """
+    if not points:
+        return
     places = [(point.cost.intensity, point.flops_per_s / scale) for point in points]
     axes.figure.canvas.draw()
-    pixels = axes.transData.transform(places) if places else np.empty((0, 2))
-    taken, size = list(pixels), axes.figure.dpi / 72
-    angles = np.linspace(0, 2 * np.pi, 8, endpoint=False)
-    # near places first
-    steps = [r * np.array([np.cos(a), np.sin(a)]) for r in (11, 16, 21) for a in angles]
-    for number, (place, pixel) in enumerate(zip(places, pixels), start=1):
-        others = np.array([spot for spot in taken if spot is not pixel] or [[np.inf, np.inf]])
+    pixels, size = axes.transData.transform(places), axes.figure.dpi / 72
+    taken = [*pixels, *axes.transData.transform(roof)]
+    angles = np.linspace(0, -2 * np.pi, 16, endpoint=False)
+    # near places first, and then those below, where the roof is not
+    steps = [r * np.array([np.cos(a), np.sin(a)]) for r in (CLOSE, 17, 24, 32, 40) for a in angles]
+    for number, (point, place, pixel) in enumerate(zip(points, places, pixels), start=1):
+        others = np.array([spot for spot in taken if spot is not pixel])
         room = [np.linalg.norm(others - (pixel + size * s), axis=1).min() / size for s in steps]
-        step = next((s for s, r in zip(steps, room) if r > 10), steps[int(np.argmax(room))])
+        step = next((s for s, r in zip(steps, room) if r > 11), steps[int(np.argmax(room))])
         taken.append(pixel + size * step)
-        where = {"xytext": tuple(step), "textcoords": "offset points"}
-        style = {"ha": "center", "va": "center", "fontsize": 9, "weight": "bold"}
-        color = _color(points[number - 1].name)
-        axes.annotate(str(number), place, color=color, **where, **style)
+        color = _color(point.name)
+        style = {"ha": "center", "va": "center", "fontsize": 9, "weight": "bold", "color": color}
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
+        is_close = np.linalg.norm(step) <= CLOSE + 0.1
+        axes.annotate(
+            str(number),
+            place,
+            xytext=tuple(step),
+            textcoords="offset points",
+            arrowprops=None if is_close else line,
+            **style,
+        )
 
 
 def _color(name: str) -> str:

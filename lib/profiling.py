@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
@@ -56,6 +57,10 @@ def annotate(name: str) -> Annotation:
         ...     loss = model.loss(inputs, targets)
         >>> @annotate("attention")
         ... def attention(q, k, v): ...
+
+    Raises:
+        TypeError: it is put around a generator or a coroutine function, whose calls only make an
+            object: the range would be over before the work begins.
     """
     return Annotation(name)
 
@@ -63,23 +68,31 @@ def annotate(name: str) -> Annotation:
 class Annotation:
     """What `annotate` returns: a context manager and a decorator."""
 
-    __slots__ = ("_range", "name")
+    __slots__ = ("_open", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._range: contextlib.AbstractContextManager | None = None
+        # the range that is open and, as a pair, those around it: blocks of one object may nest
+        self._open: tuple | None = None
 
     def __enter__(self) -> None:
         # asked first: the compiler takes it for a constant, and then nothing else is left to trace
         if not torch.compiler.is_dynamo_compiling() and _nvtx.get() is not None:
-            self._range = _open_range(self.name)
+            self._open = _open_range(self.name), self._open
 
     def __exit__(self, *error: object) -> None:
-        if self._range is not None:
-            self._range.__exit__(*error)
-            self._range = None
+        if self._open is not None:
+            innermost, self._open = self._open
+            innermost.__exit__(*error)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        kinds = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in (*kinds, inspect.iscoroutinefunction)):
+            raise TypeError(
+                f"annotate({self.name!r}) is put around {function.__name__}, whose calls return "
+                "before its work begins; right is: `with annotate(…):` inside it"
+            )
+
         @functools.wraps(function)
         def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
             # a new one each time, since calls may nest

@@ -1,7 +1,8 @@
 """What the pages of `lib.site` are made from: jinja2 templates and style sheets."""
 
 # nbconvert's own page without the scripts that it would fetch (MathJax, RequireJS, Mermaid), with
-# a dark theme beside the light one and a line on top that leads back to the index.
+# a dark theme beside the light one, a line on top that leads back to the index, and what pictures
+# show in words: as their metadata say, or the text that stands for them.
 PAGE_TEMPLATE = """
 {%- extends "lab/index.html.j2" -%}
 {%- block html_head_js -%}{%- endblock -%}
@@ -21,6 +22,12 @@ PAGE_TEMPLATE = """
 {%- if page_error -%}<p class="report-error">
 <a href="#papermill-error-cell">{{ page_error | e }}</a></p>{%- endif -%}
 <main>
+{%- endblock -%}
+{%- block data_png scoped -%}
+{%- set text = output.data.get("text/plain", "") -%}
+{%- set alt = (output | get_metadata("alt", "image/png")) or (text if text[:1] != "<" else "") -%}
+{%- set image = super() -%}
+{{ image | replace("<img ", '<img alt="' ~ (alt | escape_html) ~ '" ', 1) if alt else image }}
 {%- endblock -%}
 {%- block data_latex -%}
 <div class="jp-RenderedLatex jp-OutputArea-output">{{ output.data["text/latex"] | markdown2html }}

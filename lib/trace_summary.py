@@ -1,7 +1,8 @@
 """What a trace of PyTorch's profiler says in a few numbers: where the time goes, and who waits.
 
 A trace with GPU kernels is summed up by kernel. One without is summed up by operator, with the time
-of each operator itself, without that of the operators it calls.
+of each operator itself, without that of the operators it calls. (HolisticTraceAnalysis, as of 0.5,
+reads no traces without a GPU.)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,8 @@ class CategoryTime:
 
     category: str
     calls: float
+    """On a CPU without those that only call others of their category, as linear calls addmm."""
+
     ms: float
     share: float
     """Of the time of all kernels."""
@@ -95,7 +98,8 @@ class Summary:
     """Time the host waits for the device in calls such as cudaDeviceSynchronize; None on a CPU."""
 
     kernels: float
-    """Kernels run, copies and fills included; on a CPU operators that do some work."""
+    """Kernels run, copies and fills included; on a CPU operators that do some work, and of those
+    of one category that call one another the innermost."""
 
     launches: float | None
     """Calls that launch them: a CUDA graph is one. None on a CPU."""
@@ -124,6 +128,8 @@ class Summary:
 def summarise(trace: Trace, *, step: str = STEP) -> Summary:
     """Sum up `trace` between the first and the last of its steps.
 
+    Of what is running already when the first step starts, the time from there on counts.
+
     Args:
         step: the name of the range around each step. Where there is none, `ProfilerStep#N` counts,
             which `torch.profiler` makes; where there is none either, everything is one step.
@@ -131,15 +137,18 @@ def summarise(trace: Trace, *, step: str = STEP) -> Summary:
     Raises:
         ValueError: the trace holds neither kernels nor operators in its steps.
     """
+    launched = {call.correlation: call.start for call in trace.calls if call.correlation}
     trace, window, num_steps = _cut_to_steps(trace, step)
     on_gpu = bool(trace.kernels)
     spans = trace.kernels if on_gpu else trace.operators
     if not spans:
         raise ValueError("the trace holds no kernels and no operators in its steps")
-    categories = _categories(trace, spans)
+    host_starts = np.array([launched.get(span.correlation, span.start) for span in spans])
+    categories = _categories(trace, spans, host_starts)
     times = _durations(spans) if on_gpu else _self_times(spans)
     # views and what only calls other operators do no work of their own
     works = np.array([on_gpu or category_of(span.name) != "other" for span in spans])
+    counts = works if on_gpu else (works | (categories == "other")) & _innermost(spans)
     busy = intervals.intersection(intervals.union(_edges(spans)), np.array([window]))
     idle = intervals.gaps(busy, *window)
     is_communication = categories == "communication"
@@ -158,19 +167,19 @@ def summarise(trace: Trace, *, step: str = STEP) -> Summary:
         idle_ms=intervals.total(idle) * to_ms,
         dispatch_ms=dispatch,
         wait_ms=wait,
-        kernels=int(works.sum()) * per_step,
+        kernels=int((works & counts).sum()) * per_step,
         launches=launches,
         communication_ms=intervals.total(communication) * to_ms,
         exposed_communication_ms=intervals.total(exposed) * to_ms,
-        by_category=_by_category(categories, times, per_step),
+        by_category=_by_category(categories, times, counts, per_step),
         by_kernel=_by_kernel(spans, categories, times, per_step),
-        by_range=_by_range(trace, times if on_gpu else None, per_step),
+        by_range=_by_range(trace, host_starts, times if on_gpu else None, per_step),
         gaps=_gap_histogram(idle, per_step),
     )
 
 
 def _cut_to_steps(trace: Trace, step: str) -> tuple[Trace, tuple[float, float], int]:
-    """What starts in a step, from when to when, and the number of steps."""
+    """What happens in the steps, from when to when, and the number of steps."""
     steps = [span for span in trace.ranges if span.name == step]
     steps = steps or [span for span in trace.ranges if span.name.startswith("ProfilerStep#")]
     everything = (*trace.kernels, *trace.operators, *trace.calls, *trace.ranges)
@@ -189,9 +198,12 @@ def _cut_to_steps(trace: Trace, step: str) -> tuple[Trace, tuple[float, float], 
     def cut(spans: tuple[Span, ...], last: float) -> tuple[Span, ...]:
         return tuple(span for span in spans if start <= span.start < last)
 
+    def running(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        return tuple(replace(s, start=start) for s in spans if s.start < start < s.end)
+
     inside = Trace(
-        cut(trace.kernels, kernel_end),
-        cut(trace.operators, end),
+        running(trace.kernels) + cut(trace.kernels, kernel_end),
+        running(trace.operators) + cut(trace.operators, end),
         cut(trace.calls, end),
         cut(trace.ranges, end),
         trace.backward_of,
@@ -223,25 +235,31 @@ def _self_times(spans: Sequence[Span]) -> np.ndarray:
     return np.maximum(own, 0)
 
 
-def _launch_times(trace: Trace) -> np.ndarray:
-    """When the host launched each kernel; its own start where the trace does not tell."""
-    launched = {call.correlation: call.start for call in trace.calls if call.correlation}
-    return np.array([launched.get(span.correlation, span.start) for span in trace.kernels])
+def _innermost(spans: Sequence[Span]) -> np.ndarray:
+    """Whether no span that stands in it on the same thread has a name of the same category."""
+    counts = np.ones(len(spans), dtype=bool)
+    open_in_lane: dict[str, list[int]] = defaultdict(list)
+    for index, span in enumerate(spans):
+        stack = open_in_lane[span.lane]
+        while stack and spans[stack[-1]].end <= span.start:
+            stack.pop()
+        category = category_of(span.name)
+        counts[[outer for outer in stack if category_of(spans[outer].name) == category]] = False
+        stack.append(index)
+    return counts
 
 
-def _categories(trace: Trace, spans: Sequence[Span]) -> np.ndarray:
-    """By name; but everything launched inside attention, or in its backward pass, is attention."""
+def _categories(trace: Trace, spans: Sequence[Span], host_starts: np.ndarray) -> np.ndarray:
+    """By name; but everything launched inside attention, or in its backward pass, is attention.
+
+    Args:
+        host_starts: when the host launched each kernel; of operators their own starts.
+    """
     names = np.array([category_of(span.name) for span in spans], dtype=object)
-    is_inside = intervals.contains(_attention_times(trace), _host_starts(trace, spans))
+    is_inside = intervals.contains(_attention_times(trace), host_starts)
     # fused kernels are named in the whole; a communication kernel stays one wherever it starts
     names[is_inside & (names != "communication")] = "attention"
     return names
-
-
-def _host_starts(trace: Trace, spans: Sequence[Span]) -> np.ndarray:
-    if spans is trace.kernels:
-        return _launch_times(trace)
-    return np.array([span.start for span in spans])
 
 
 def _attention_times(trace: Trace) -> np.ndarray:
@@ -269,7 +287,7 @@ def _host_times(trace: Trace, step: str) -> tuple[float, float, int]:
 
 
 def _by_category(
-    categories: np.ndarray, times: np.ndarray, per_step: float
+    categories: np.ndarray, times: np.ndarray, counts: np.ndarray, per_step: float
 ) -> tuple[CategoryTime, ...]:
     total = times.sum() or 1.0
     rows = []
@@ -277,7 +295,8 @@ def _by_category(
         chosen = categories == category
         ms = float(times[chosen].sum()) * per_step / 1e3
         share = float(times[chosen].sum() / total)
-        rows.append(CategoryTime(category, int(chosen.sum()) * per_step, ms, share))
+        calls = int((chosen & counts).sum()) * per_step
+        rows.append(CategoryTime(category, calls, ms, share))
     return tuple(rows)
 
 
@@ -298,9 +317,8 @@ def _by_kernel(
 
 
 def _by_range(
-    trace: Trace, kernel_times: np.ndarray | None, per_step: float
+    trace: Trace, launched: np.ndarray, kernel_times: np.ndarray | None, per_step: float
 ) -> tuple[RangeTime, ...]:
-    launched = _launch_times(trace)
     found: dict[str, list[Span]] = defaultdict(list)
     for span in trace.ranges:
         found[re.sub(r"[\s#]*\d+$", "", span.name)].append(span)

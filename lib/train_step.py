@@ -127,6 +127,10 @@ class TrainStep:
         is_short = self.dtype != torch.float32 and not self.config.low_precision_weights
         return torch.autocast(self.device.type, self.dtype, enabled=is_short)
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, times the loss scale of float16, to those of the weights."""
+        (loss * self.loss_scale if self.uses_scale else loss).backward()
+
     def _step(self) -> None:
         # few operations beside model and optimizer: a small model feels each kernel
         losses = []
@@ -134,7 +138,7 @@ class TrainStep:
             with annotate("forward"):
                 loss = self._loss(windows[:, :-1], windows[:, 1:]) / len(self.windows)
             with annotate("backward"):
-                (loss * self.loss_scale if self.uses_scale else loss).backward()
+                self.backward(loss)
             losses.append(loss.detach())
         with annotate("gradient norm"):
             norm = self.optimizer.grad_norm()

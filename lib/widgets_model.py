@@ -88,7 +88,7 @@ def _picture(figure: Figure, reading: str) -> dict[str, Any]:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=200)
     encoded = base64.b64encode(image.getvalue()).decode()
-    words = alt_text(figure).replace("\n", ", ")
+    words = alt_text(figure)
     width, height = (int(100 * inches) for inches in figure.get_size_inches())
     return {
         "output_type": "display_data",

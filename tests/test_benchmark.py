@@ -340,6 +340,30 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing_rows(tmp_path):
     assert [r["figures"]["double"] for r in records] == [0, 2, 4, 6, 8]
 
 
+def test_two_sweeps_into_one_file_at_the_same_time_measure_each_row_once(tmp_path):
+    path = tmp_path / "records.jsonl"
+    program = (
+        "import sys, time\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "from test_benchmark import CASES, run_sweep\n"
+        "def run_one(case):\n"
+        "    print(case.size, flush=True)\n"
+        "    time.sleep(0.3)\n"
+        "    return {}\n"
+        f"print(len(run_sweep({str(path)!r}, CASES, run_one, seed=1)), 'records', flush=True)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sizes(read_records(path)) == [0, 1, 2, 3, 4]
+    measured = sorted(line for out, _ in outputs for line in out.split("\n") if len(line) == 1)
+    assert measured == list("01234")
+    assert all(out.endswith("5 records\n") for out, _ in outputs)
+    # the one that came second says so
+    assert sum("waiting for another process" in err for _, err in outputs) == 1
+
+
 @pytest.mark.parametrize(
     "change", [{"device": "another"}, {"code": "0"}, {"seed": 9}, {"versions": {}}, {"cores": 0}]
 )
@@ -450,14 +474,25 @@ def test_a_kernel_of_known_duration_is_measured_right(cycles):
 
 @pytest.mark.gpu
 @pytest.mark.serial
-def test_a_flushed_cache_makes_a_copy_slower():
-    x = torch.ones(1 << 20, device=GPU)
-    y = torch.empty_like(x)
-    times = [
-        measure(lambda: y.copy_(x), device="cuda", samples=50, flush_l2=flush).median_ms
+def test_reading_is_slower_after_the_cache_was_flushed():
+    # the norm of one row is the work of one block, which waits for every few kilobytes: its time is
+    # that of the way to them, and so long that the launch does not count
+    cache = torch.cuda.get_device_properties(GPU).L2_cache_size
+    x = torch.ones(1, cache // 8 // 4, device=GPU)
+    near, far = (
+        measure(
+            lambda: torch.layer_norm(x, x.shape[1:]), device="cuda", samples=50, flush_l2=flush
+        ).times_ms
         for flush in (False, True)
-    ]
-    assert times[1] > times[0]
+    )
+    assert min(far) > 1.1 * min(near)
+
+
+@pytest.mark.gpu
+def test_a_flush_writes_more_than_the_cache_holds():
+    flushed = benchmark._cache_flush(GPU)()
+    assert flushed.device.type == "cuda"
+    assert flushed.nbytes >= 2 * torch.cuda.get_device_properties(GPU).L2_cache_size > 1 << 20
 
 
 @pytest.mark.gpu

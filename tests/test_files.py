@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import lib.files
 from lib.files import (
     atomic_write,
+    lock_file,
     lock_folder,
     make_folder,
     no_space_error,
@@ -73,6 +75,23 @@ def test_a_folder_that_cannot_be_written_to_is_refused_by_name(tmp_path, monkeyp
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(PermissionError, match=r"cannot be written to .*denied.*here'"):
         make_folder(tmp_path / "here")
+
+
+def test_a_file_is_locked_for_itself_and_the_waiting_is_told(tmp_path, caplog):
+    def wait():
+        with lock_file(tmp_path / "a.jsonl"):
+            pass
+
+    with lock_file(tmp_path / "a.jsonl"):
+        with lock_file(tmp_path / "b.jsonl"), lock_folder(tmp_path):
+            pass
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert caplog.messages == [f"waiting for another process that writes to {tmp_path / 'a.jsonl'}"]
 
 
 def test_a_lock_is_free_again_after_its_holder_was_killed(tmp_path):

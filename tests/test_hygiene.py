@@ -1,6 +1,7 @@
 """The check of the notebooks' state complains about each fault, by notebook and cell."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,16 @@ def test_the_first_cell_is_as_ruff_formats_it(tmp_path):
     settings = ["--config", ROOT / "pyproject.toml"]
     command = [sys.executable, "-m", "ruff", "format", "--diff", *settings, code]
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_every_committed_result_stands_in_the_list_of_artifacts():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "artifacts"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not in a git checkout")
+    listed = set(re.findall(r"`([\w.*/]+)`", (ROOT / "artifacts/README.md").read_text()))
+    names = {line.split("/", 1)[1] for line in done.stdout.splitlines()} - {"README.md"}
+    assert len(names) > 10
+    for name in names:
+        folder, stem = f"{name.split('/')[0]}/", f"{name.split('.')[0]}.*"
+        assert listed & {name, folder, stem}, name

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib import notebook
@@ -16,7 +17,7 @@ from lib.notebook import FIRST_CELL, run_notebooks
 from lib.notebook_cells import clean, static_widgets
 from lib.notebook_kernel import execute
 from lib.notebook_runs import Job, find_notebooks, parameter_names, plan
-from lib.site import mathml, mathml_errors, page_link
+from lib.site import mathml, mathml_errors, page_link, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -212,6 +213,33 @@ def test_pages_hold_everything_and_no_script(report):
     assert "n: 4" in good
     assert "square 16" in good
     assert 'href="02_bad.html"' in good
+
+
+def test_pictures_on_a_page_have_a_text(make_notebook, book, tmp_path, monkeypatch):
+    # as where nobody names one: a kernel shows what a cell has drawn
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    draw = (
+        "import matplotlib.pyplot as plt\n"
+        "plt.plot([1, 2], label='\"a\"')\n"
+        "plt.gca().set(title='Speed', xlabel='size', ylabel='time')\n"
+        "plt.legend();"
+    )
+    # another shown by hand, a picture that is no figure, and a figure without anything
+    others = (
+        "figure, axes = plt.subplots()\naxes.set(title='Once more', xlabel='x', ylabel='y')\n"
+        "display(figure)\nplt.close()",
+        "import io\nfrom IPython.display import Image\nfile = io.BytesIO()\n"
+        "figure.savefig(file, format='png')\nImage(file.getvalue(), alt='By hand')",
+        "plt.figure();",
+    )
+    path = make_notebook(book / "notebooks/01_figure.ipynb", "", draw, *others)
+    executed = execute(path, None)
+    write_page(executed, tmp_path / "page.html", source_folder=path.parent)
+    page = BeautifulSoup((tmp_path / "page.html").read_text(), "html.parser")
+    alts = [image["alt"] for image in page.find_all("img")]
+    assert alts == ['Speed: time against size, for "a".', "Once more: y against x.", "By hand"]
+    metadata = executed.cells[3].outputs[-1].metadata["image/png"]
+    assert (metadata["alt"], metadata["width"]) == (alts[0], 711)
 
 
 def test_a_failed_page_shows_its_error_first(report):

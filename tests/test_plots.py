@@ -109,6 +109,14 @@ def test_alt_text_names_title_axes_and_series():
         assert alt_text(figure) == "Speed: time (s) against size (MB), for one, two."
 
 
+def test_alt_text_is_one_line_and_begins_with_the_title_of_the_whole():
+    with house_figure(ncols=2) as (figure, (left, right)):
+        for axes in (left, right):
+            axes.set(title="Two\nlines", xlabel="x", ylabel="y")
+        figure.suptitle("Both")
+        assert alt_text(figure) == "Both. Two, lines: y against x. Two, lines: y against x."
+
+
 def test_alt_text_travels_in_the_file(tmp_path):
     with house_figure() as (figure, axes):
         draw(axes)

@@ -113,6 +113,36 @@ def test_a_decorated_function_that_calls_itself_nests(tmp_path):
     assert down.__name__ == "down"
 
 
+def test_blocks_of_one_object_nest(tmp_path):
+    name = annotate("x")
+
+    def function():
+        with name, name, annotate("y"):
+            pass
+        with name:
+            pass
+
+    with profiling.enabled():
+        assert nesting(ranges_of(function, tmp_path)) == ["x", "x/x", "x/x/y", "x"]
+    # none is left open
+    assert ranges_of(function, tmp_path) == []
+
+
+def test_a_function_that_works_after_its_call_is_refused():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    async def asynchronous_generator():
+        yield
+
+    for function in (generator, coroutine, asynchronous_generator):
+        with pytest.raises(TypeError, match=f"annotate..x.. is put around {function.__name__}"):
+            annotate("x")(function)
+
+
 def test_an_error_passes_and_closes_the_range(tmp_path):
     def fails():
         with pytest.raises(KeyError), annotate("outer"):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -225,6 +226,24 @@ def test_numbers_of_points_in_one_place_stay_apart():
         boxes = [text.get_window_extent() for text in numbers]
     assert len(boxes) == 4
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_numbers_stand_off_the_roof_and_far_ones_have_a_line_to_their_point():
+    # all at the roof, beside one another
+    cost = Cost(10**9, 10**5)
+    least = LIMITS.least_ms(cost)
+    points = [Point("down projection", cost, least * (1 + i / 50), 0.1) for i in range(6)]
+    with plots.house_figure() as (figure, axes):
+        draw_roofline(axes, LIMITS, points, title="A block")
+        figure.canvas.draw()
+        numbers = [text for text in axes.texts if text.get_text().isdigit()]
+        middles = [np.mean(text.get_window_extent().get_points(), axis=0) for text in numbers]
+        roof = axes.transData.transform(axes.lines[0].get_xydata())
+        for text, middle in zip(numbers, middles):
+            assert np.linalg.norm(roof - middle, axis=1).min() > 8
+            is_far = np.linalg.norm(text.xyann) > 13
+            assert (text.arrow_patch is not None) == is_far
+        assert any(text.arrow_patch is not None for text in numbers)
 
 
 def test_a_fast_machine_is_drawn_in_tflops():

@@ -131,6 +131,37 @@ def test_a_cuda_graph_is_one_launch_of_many_kernels():
     assert ranges == {"training step": pytest.approx(0.032)}
 
 
+def test_a_kernel_that_runs_when_the_first_step_starts_counts_from_there_on():
+    events = [
+        launch(1, 80),
+        # 0.02 ms before the step, 0.03 in it
+        kernel("early_kernel", 1, 80, 130),
+        # launched before the step too, and run in it
+        launch(2, 85),
+        kernel("queued_kernel", 2, 130, 140),
+        event("user_annotation", "training step", 100, 200),
+        event("user_annotation", "attention", 100, 150),
+        launch(3, 150),
+        kernel("own_kernel", 3, 160, 180),
+        # over before
+        kernel("over_kernel", 9, 60, 100, stream=8),
+    ]
+    summary = summarise(parse_trace(events))
+    assert summary.wall_ms == pytest.approx(0.100)
+    assert (summary.busy_ms, summary.idle_ms) == (pytest.approx(0.060), pytest.approx(0.040))
+    rows = {row.name: row.ms for row in summary.by_kernel}
+    assert rows == {
+        "early_kernel": pytest.approx(0.030),
+        "own_kernel": pytest.approx(0.020),
+        "queued_kernel": pytest.approx(0.010),
+    }
+    # neither was launched in a range of the step
+    assert by_category(summary) == {"elementwise": pytest.approx(60)}
+    ranges = {row.name: row.device_ms for row in summary.by_range}
+    assert ranges == {"training step": pytest.approx(0.020), "attention": 0}
+    assert summary.launches == 1
+
+
 CPU_STEP = [
     event("user_annotation", "ProfilerStep#3", 0, 100),
     event("cpu_op", "aten::matmul", 0, 10),
@@ -153,6 +184,35 @@ def test_an_operator_counts_without_those_it_calls():
     assert rows["aten::matmul", "other"] == pytest.approx(4)
     assert rows["aten::mm", "matmul"] == pytest.approx(6)
     assert sum(rows.values()) == pytest.approx(summary.busy_ms * 1e3) == pytest.approx(45)
+
+
+LINEAR = [
+    event("cpu_op", "aten::linear", 0, 20),
+    event("cpu_op", "aten::t", 1, 3),
+    event("cpu_op", "aten::transpose", 2, 3),
+    event("cpu_op", "aten::addmm", 5, 19),
+    event("cpu_op", "aten::mean", 30, 40),
+    event("cpu_op", "aten::sum", 31, 37),
+    event("cpu_op", "aten::div_", 37, 39),
+    # in another thread, at the time of the linear layer
+    event("cpu_op", "aten::mm", 6, 9, lane=2),
+]
+
+
+@pytest.mark.parametrize("around", ["attention", "block 0"])
+def test_operators_of_one_category_that_call_one_another_count_once(around):
+    events = [event("user_annotation", around, 0, 25), *LINEAR]
+    summary = summarise(parse_trace(events))
+    calls = {row.category: row.calls for row in summary.by_category}
+    products = "attention" if around == "attention" else "matmul"
+    assert calls[products] == 2
+    assert calls["elementwise"] == 2
+    assert summary.kernels == sum(calls.values()) - calls["other"] == 4
+    # all of their time counts, and each operator stands in the list
+    times = {row.category: row.ms for row in summary.by_category}
+    assert times["elementwise"] == pytest.approx(0.010)
+    assert sum(times.values()) == pytest.approx(0.033)
+    assert {row.name: row.calls for row in summary.by_kernel}["aten::linear"] == 1
 
 
 def test_the_gradients_of_attention_are_attention():
