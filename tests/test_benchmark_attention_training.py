@@ -1,7 +1,5 @@
 """Training with different attention kernels: records, their differences, table and figure."""
 
-import dataclasses
-
 import pytest
 
 from lib import benchmark_attention_training as curves
@@ -21,7 +19,9 @@ KERNELS = ("sdpa", "flash_attention_torch")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("curves")
-    return folder, curves.train_with_kernels(folder, run=SMALL, kernels=KERNELS, device="cpu")
+    return folder, curves.train_with_kernels(
+        folder, run=SMALL, kernels=KERNELS, seeds=(0, 1), device="cpu"
+    )
 
 
 def test_each_kernel_trains_with_each_seed(made):
@@ -32,40 +32,64 @@ def test_each_kernel_trains_with_each_seed(made):
 
 
 def test_kernels_train_alike_and_seeds_do_not(made):
-    rows = curves.differences(made[1])
-    between_kernels = [row for row in rows if row["first"][-1] == row["second"][-1]]
-    between_seeds = [row for row in rows if row not in between_kernels]
-    assert len(between_kernels) == len(between_seeds) == 2
-    assert max(row["largest difference"] for row in between_kernels) < 1e-4
-    assert min(row["largest difference"] for row in between_seeds) > 1e-3
+    of_kernels, of_seeds = curves.differences(made[1])
+    assert of_kernels["pairs"] == of_seeds["pairs"] == 2
+    for part in ("first half", "second half", "validation"):
+        assert of_kernels[part] < 1e-4 < 1e-3 < of_seeds[part]
 
 
 def test_table_and_figure_are_written(made):
     folder, _ = made
     table = (folder / "attention_training.md").read_text(encoding="utf-8")
-    assert "| flash_attention_torch, seed 0 |" in table
+    assert "| flash_attention_torch |" in table
+    assert "| kernel  |" in table
     assert (folder / "attention_training.png").stat().st_size > 10_000
 
 
 def test_finished_runs_are_not_repeated(made, monkeypatch):
     folder, records = made
     monkeypatch.setattr(curves, "_train", lambda *_: pytest.fail("trained again"))
-    again = curves.train_with_kernels(folder, run=SMALL, kernels=KERNELS, device="cpu")
+    again = curves.train_with_kernels(
+        folder, run=SMALL, kernels=KERNELS, seeds=(0, 1), device="cpu"
+    )
     assert again == records
 
 
-def test_a_difference_is_that_of_the_second_half():
-    record = {"config": {"seed": 0, "model": {"attention_kernel": "sdpa"}}}
-    figures = {"steps": [1, 2, 3, 4], "losses": [9.0, 9.0, 2.0, 1.0], "validation_loss": 3.0}
-    other = dataclasses.asdict(SMALL) | {"seed": 1, "model": {"attention_kernel": "sdpa"}}
-    moved = {"steps": [1, 2, 3, 4], "losses": [0.0, 0.0, 2.5, 0.5], "validation_loss": 2.0}
-    rows = curves.differences([record | {"figures": figures}, {"config": other, "figures": moved}])
-    assert rows == [
+def record(kernel: str, seed: int, losses: list[float], validation_loss: float) -> dict:
+    return {
+        "config": {"seed": seed, "model": {"attention_kernel": kernel}},
+        "figures": {"losses": losses, "validation_loss": validation_loss},
+    }
+
+
+RECORDS = [
+    record("sdpa", 0, [9.0, 8.0, 2.0, 1.0], 3.0),
+    record("flash", 0, [9.5, 8.5, 3.0, 1.0], 3.25),
+    record("sdpa", 1, [8.0, 8.0, 2.0, 0.0], 2.0),
+    record("flash", 1, [8.0, 8.0, 2.0, 0.0], 2.25),
+]
+
+
+def test_runs_are_compared_that_differ_in_one_thing():
+    assert curves.differences(RECORDS) == [
         {
-            "first": "sdpa, seed 0",
-            "second": "sdpa, seed 1",
-            "mean difference": 0.5,
-            "largest difference": 0.5,
-            "validation difference": 1.0,
-        }
+            "another": "kernel",
+            "pairs": 2,
+            "first half": 0.25,
+            "second half": 0.25,
+            "validation": 0.25,
+        },
+        {"another": "seed", "pairs": 2, "first half": 0.75, "second half": 0.75, "validation": 1},
     ]
+
+
+def test_final_losses_have_mean_and_spread():
+    rows = curves.final_losses(RECORDS[:3])
+    assert [row["kernel"] for row in rows] == ["sdpa", "flash"]
+    assert rows[0] == {
+        "kernel": "sdpa",
+        "seeds": 2,
+        "validation loss": 2.5,
+        "standard deviation": pytest.approx(0.5**0.5),
+    }
+    assert rows[1]["standard deviation"] is None
