@@ -20,9 +20,13 @@ from lib.flash_attention_hopper_parts import (
     make_barriers,
     num_key_tiles_seen,
     num_turns,
+    part_of_queries,
     store_tile,
     tile_and_head,
     two_products,
+    visible_keys,
+    wait_until_empty,
+    wait_until_full,
     work_item,
 )
 
@@ -62,8 +66,7 @@ def _load_for_queries(given, CUT: gl.constexpr):
         last_query = gl.minimum(first + TILE_Q, num_queries) - 1
         num_key_tiles = num_key_tiles_seen(last_query, num_keys, IS_CAUSAL, KEYS)
         for i in range(num_key_tiles):
-            slot = (step + i) % STAGES
-            mbarrier.wait(empty.index(slot), (step + i) // STAGES & 1 ^ 1)
+            slot = wait_until_empty(empty, step + i, STAGES)
             mbarrier.expect(full.index(slot), 2 * k_desc.block_type.nbytes)
             place = [batch, head // group, (num_key_tiles - 1 - i) * KEYS, 0]
             tma.async_copy_global_to_shared(k_desc, place, full.index(slot), k_tiles.index(slot))
@@ -108,7 +111,6 @@ def _grad_queries_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
     order_ptr, num_tiles, heads, _, section, num_items, num_queries, num_keys = sizes
     out_batch, out_head, out_token = strides
     scale, scale_log2 = scales
-    TILE_Q: gl.constexpr = WARPGROUPS * ROWS
     DIM: gl.constexpr = grad_q_tiles.shape[2]
     dtype: gl.constexpr = grad_q_tiles.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -129,16 +131,12 @@ def _grad_queries_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
         tile, batch_head = tile_and_head(item, num_tiles, num_items, section, IS_CAUSAL)
         batch = batch_head // heads
         head = batch_head % heads
-        first = first_query(tile, num_tiles, num_queries, WARPGROUPS, IS_CAUSAL)
-        last_query = gl.minimum(first + TILE_Q, num_queries) - 1
-        loaded = num_key_tiles_seen(last_query, num_keys, IS_CAUSAL, KEYS)
-        first += PART * ROWS
-        seen = num_key_tiles_seen(first + ROWS - 1, num_keys, IS_CAUSAL, KEYS)
-        has_rows = (first >= 0) & (first < num_queries)
-        seen = gl.where(has_rows, gl.minimum(seen, loaded), 0)
+        first, seen, loaded = part_of_queries(
+            tile, num_tiles, num_queries, num_keys, PART, WARPGROUPS, KEYS, IS_CAUSAL
+        )
+        # tiles of keys for other warpgroups only
         for i in range(step, step + loaded - seen):
-            mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-            mbarrier.arrive(empty.index(i % STAGES))
+            mbarrier.arrive(empty.index(wait_until_full(full, i, STAGES)))
         step += loaded - seen
         if seen > 0:
             row = first + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
@@ -161,8 +159,7 @@ def _grad_queries_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             gl.store(lse_log2_ptr + kept, lse)
             gl.store(minus_delta_ptr + kept, -delta)
 
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            slot = wait_until_full(full, step, STAGES)
             scores, grad_p = two_products(
                 q, k_tiles.index(slot), grad_out, v_tiles.index(slot), SCORES
             )
@@ -170,11 +167,8 @@ def _grad_queries_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 1))
             # of the tiles that a warpgroup sees only its last, the first here, can need a mask
             if IS_CAUSAL or not IS_EVEN:
-                key = (seen - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
-                last_key = gl.full_like(row, 0) + (num_keys - 1)
-                if IS_CAUSAL:
-                    last_key = gl.minimum(last_key, row)
-                visible = gl.expand_dims(key, 0) <= gl.expand_dims(last_key, 1)
+                first_key = (seen - 1) * KEYS
+                visible = visible_keys(first, first_key, num_keys, KEYS, IS_CAUSAL, SCORES)
                 p = gl.where(visible, p, 0.0)
             grad_scores = p * (grad_p - gl.expand_dims(delta, 1))
             factor = gl.convert_layout(grad_scores.to(dtype), FACTOR)
@@ -343,9 +337,8 @@ def _load_for_keys(given, CUT: gl.constexpr):
         for member in range(group):
             head = key_head * group + member
             for query_tile in range(first_tile, num_query_tiles):
-                slot = step % STAGES
+                slot = wait_until_empty(empty, step, STAGES)
                 bar = full.index(slot)
-                mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
                 mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + 2 * lse_desc.block_type.nbytes)
                 rows = [batch, head, query_tile * ROWS, 0]
                 tma.async_copy_global_to_shared(q_desc, rows, bar, q_tiles.index(slot))
@@ -384,11 +377,10 @@ def _grad_keys_step(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    slot = step % STAGES
     before = (step + STAGES - 1) % STAGES
+    slot = wait_until_full(full, step, STAGES)
     q_tile = q_tiles.index(slot)
     grad_out_tile = grad_out_tiles.index(slot)
-    mbarrier.wait(full.index(slot), step // STAGES & 1)
     nothing = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
     scores = warpgroup_mma(k, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     # dP - delta, as the sum of products can begin anywhere
@@ -461,8 +453,7 @@ def _grad_keys_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
         for _member in range(group):
             # tiles of queries for other warpgroups only
             for i in range(step, step + seen_from - loaded_from):
-                mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-                mbarrier.arrive(empty.index(i % STAGES))
+                mbarrier.arrive(empty.index(wait_until_full(full, i, STAGES)))
             step += seen_from - loaded_from
             if seen_from < num_query_tiles:
                 # no product comes before the first

@@ -17,13 +17,18 @@ from lib.flash_attention_hopper_parts import (
     SIZES,
     first_query,
     left_factor,
+    load_tile,
     make_barriers,
     num_key_tiles_seen,
     num_turns,
+    part_of_queries,
     pass_turn,
     store_tile,
     take_turn,
     tile_and_head,
+    visible_keys,
+    wait_until_empty,
+    wait_until_full,
     work_item,
 )
 
@@ -55,36 +60,20 @@ def _load_partition(given, CUT: gl.constexpr):
         first = first_query(tile, num_tiles, num_queries, WARPGROUPS, IS_CAUSAL)
         for i in gl.static_range(WARPGROUPS):
             mbarrier.wait(q_empty.index(i), turn & 1 ^ 1)
-            mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [batch, head, first + i * ROWS, 0], q_full.index(i), q_tiles.index(i)
-            )
+            place = [batch, head, first + i * ROWS, 0]
+            load_tile(q_desc, place, q_full.index(i), q_tiles.index(i))
         last_query = gl.minimum(first + TILE_Q, num_queries) - 1
         num_key_tiles = num_key_tiles_seen(last_query, num_keys, IS_CAUSAL, KEYS)
         # keys are asked for one tile ahead of values, as they are used
         for i in range(num_key_tiles + 1):
             if i < num_key_tiles:
-                slot = (step + i) % STAGES
-                phase = (step + i) // STAGES & 1
-                mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_desc,
-                    [batch, key_head, (num_key_tiles - 1 - i) * KEYS, 0],
-                    k_full.index(slot),
-                    k_tiles.index(slot),
-                )
+                slot = wait_until_empty(k_empty, step + i, STAGES)
+                place = [batch, key_head, (num_key_tiles - 1 - i) * KEYS, 0]
+                load_tile(k_desc, place, k_full.index(slot), k_tiles.index(slot))
             if i > 0:
-                slot = (step + i - 1) % STAGES
-                phase = (step + i - 1) // STAGES & 1
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    v_desc,
-                    [batch, key_head, (num_key_tiles - i) * KEYS, 0],
-                    v_full.index(slot),
-                    v_tiles.index(slot),
-                )
+                slot = wait_until_empty(v_empty, step + i - 1, STAGES)
+                place = [batch, key_head, (num_key_tiles - i) * KEYS, 0]
+                load_tile(v_desc, place, v_full.index(slot), v_tiles.index(slot))
         step += num_key_tiles
 
 
@@ -121,7 +110,6 @@ def _attend_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
     q_tiles, k_tiles, v_tiles, out_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, order = barriers
     order_ptr, num_tiles, heads, _, section, num_items, num_queries, num_keys = sizes
-    TILE_Q: gl.constexpr = WARPGROUPS * ROWS
     DIM: gl.constexpr = out_tiles.shape[2]
     dtype: gl.constexpr = out_tiles.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -139,42 +127,30 @@ def _attend_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
         # asked for long before it is needed
         following_item = work_item(order_ptr, turn + 1, IS_LISTED)
         tile, batch_head = tile_and_head(item, num_tiles, num_items, section, IS_CAUSAL)
-        first = first_query(tile, num_tiles, num_queries, WARPGROUPS, IS_CAUSAL)
-        last_query = gl.minimum(first + TILE_Q, num_queries) - 1
-        loaded = num_key_tiles_seen(last_query, num_keys, IS_CAUSAL, KEYS)
-        first += PART * ROWS
-        seen = num_key_tiles_seen(first + ROWS - 1, num_keys, IS_CAUSAL, KEYS)
-        has_rows = (first >= 0) & (first < num_queries)
-        seen = gl.where(has_rows, gl.minimum(seen, loaded), 0)
+        first, seen, loaded = part_of_queries(
+            tile, num_tiles, num_queries, num_keys, PART, WARPGROUPS, KEYS, IS_CAUSAL
+        )
         # tiles of keys for other warpgroups only
         for i in range(step, step + loaded - seen):
             take_turn(order, i, PART, WARPGROUPS, IS_ORDERED)
             pass_turn(order, PART, WARPGROUPS, IS_ORDERED)
-            mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
-            mbarrier.arrive(k_empty.index(i % STAGES))
-            mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
-            mbarrier.arrive(v_empty.index(i % STAGES))
+            mbarrier.arrive(k_empty.index(wait_until_full(k_full, i, STAGES)))
+            mbarrier.arrive(v_empty.index(wait_until_full(v_full, i, STAGES)))
         step += loaded - seen
         mbarrier.wait(q_full.index(PART), turn & 1)
         if seen > 0:
             q = left_factor(q_tiles.index(PART), KEPT >= 1, SCORES)
-            slot = step % STAGES
-            mbarrier.wait(k_full.index(slot), step // STAGES & 1)
+            slot = wait_until_full(k_full, step, STAGES)
             take_turn(order, step, PART, WARPGROUPS, IS_ORDERED)
-            scores = warpgroup_mma(
-                q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True
-            )
+            k = k_tiles.index(slot).permute((1, 0))
+            scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             pass_turn(order, PART, WARPGROUPS, IS_ORDERED)
             scores = warpgroup_mma_wait(0, [scores])
             mbarrier.arrive(k_empty.index(slot))
             # of the tiles that a warpgroup sees only its last can need a mask
             if IS_CAUSAL or not IS_EVEN:
-                row = first + gl.arange(0, ROWS, OF_SCORES)
-                key = (seen - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
-                last_key = gl.full_like(row, 0) + (num_keys - 1)
-                if IS_CAUSAL:
-                    last_key = gl.minimum(last_key, row)
-                visible = gl.expand_dims(key, 0) <= gl.expand_dims(last_key, 1)
+                first_key = (seen - 1) * KEYS
+                visible = visible_keys(first, first_key, num_keys, KEYS, IS_CAUSAL, SCORES)
                 scores = gl.where(visible, scores, float("-inf"))
             # not below what is finite: where all scores are -inf, -inf - -inf would be NaN
             row_max = gl.maximum(_row_max(scores, OF_SCORES) * scale_log2, -3.0e38)
@@ -190,17 +166,11 @@ def _attend_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             following = (step + 1) % STAGES
             mbarrier.wait(k_full.index(following), (step + 1) // STAGES & 1, pred=step < last)
             for i in range(step, last):
-                slot = i % STAGES
                 following = (i + 1) % STAGES
                 take_turn(order, i + 1, PART, WARPGROUPS, IS_ORDERED)
-                scores = warpgroup_mma(
-                    q,
-                    k_tiles.index(following).permute((1, 0)),
-                    no_scores,
-                    use_acc=False,
-                    is_async=True,
-                )
-                mbarrier.wait(v_full.index(slot), i // STAGES & 1)
+                k = k_tiles.index(following).permute((1, 0))
+                scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+                slot = wait_until_full(v_full, i, STAGES)
                 acc = acc * gl.expand_dims(gl.convert_layout(shrink, OF_OUT), 1)
                 acc = warpgroup_mma(factor, v_tiles.index(slot), acc, is_async=True)
                 pass_turn(order, PART, WARPGROUPS, IS_ORDERED)
@@ -223,8 +193,7 @@ def _attend_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             acc, shrink = warpgroup_mma_wait(0, [acc, shrink])
 
             mbarrier.arrive(q_empty.index(PART))
-            slot = step % STAGES
-            mbarrier.wait(v_full.index(slot), step // STAGES & 1)
+            slot = wait_until_full(v_full, step, STAGES)
             acc = acc * gl.expand_dims(gl.convert_layout(shrink, OF_OUT), 1)
             acc = warpgroup_mma(factor, v_tiles.index(slot), acc, is_async=True)
             total = gl.convert_layout(gl.sum(row_sum, 1), OF_SCORES)

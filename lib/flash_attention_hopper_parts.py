@@ -80,6 +80,45 @@ def num_key_tiles_seen(last_query, num_keys, IS_CAUSAL: gl.constexpr, KEYS: gl.c
 
 
 @gluon.jit
+def part_of_queries(
+    tile,
+    num_tiles,
+    num_queries,
+    num_keys,
+    PART: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    KEYS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):
+    """A warpgroup's first query, the tiles of keys it sees, and those that are loaded for all."""
+    first = first_query(tile, num_tiles, num_queries, WARPGROUPS, IS_CAUSAL)
+    last = gl.minimum(first + WARPGROUPS * ROWS, num_queries) - 1
+    loaded = num_key_tiles_seen(last, num_keys, IS_CAUSAL, KEYS)
+    first += PART * ROWS
+    seen = num_key_tiles_seen(first + ROWS - 1, num_keys, IS_CAUSAL, KEYS)
+    has_rows = (first >= 0) & (first < num_queries)
+    return first, gl.where(has_rows, gl.minimum(seen, loaded), 0), loaded
+
+
+@gluon.jit
+def visible_keys(
+    first_query,
+    first_key,
+    num_keys,
+    KEYS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """(64, KEYS): which keys of a tile a query sees."""
+    query = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    last = gl.full_like(query, 0) + (num_keys - 1)
+    if IS_CAUSAL:
+        last = gl.minimum(last, query)
+    return gl.expand_dims(key, 0) <= gl.expand_dims(last, 1)
+
+
+@gluon.jit
 def first_query_tile(first_key, num_query_tiles, IS_CAUSAL: gl.constexpr):
     """The first tile of 64 queries that sees a key from `first_key` on."""
     first = 0
@@ -118,6 +157,29 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def wait_until_full(full, step, STAGES: gl.constexpr):
+    """Wait for the tile of a step in a ring; its slot."""
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    return slot
+
+
+@gluon.jit
+def wait_until_empty(empty, step, STAGES: gl.constexpr):
+    """Wait until the slot of a step was given back by all that read it before; the slot."""
+    slot = step % STAGES
+    mbarrier.wait(empty.index(slot), step // STAGES & 1 ^ 1)
+    return slot
+
+
+@gluon.jit
+def load_tile(desc, place, full, tile):
+    """Ask for a copy of the tile at `place`; `full` is passed when it is there."""
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, place, full, tile)
 
 
 @gluon.jit
