@@ -1,14 +1,20 @@
 """Which tiles the kernels of `lib.flash_attention_triton` work on: by chip, dtype, width of heads.
 
 A tile must fit a block's shared memory, and its values the registers of its threads; beyond that
-the best are found by measuring.
+the best are found by measuring. The tables here hold for a class of chips;
+`python -m lib.flash_attention_tune` finds those of the GPU at hand, which are kept in a file.
 """
 
 import functools
+import json
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lib.files import write_atomically
 
 
 class Tiles(NamedTuple):
@@ -29,17 +35,22 @@ def usable_precision(q: Tensor, precision: str, capability: tuple[int, int] | No
 def forward_tiles(
     q: Tensor, capability: tuple[int, int] | None = None, precision: str = "tf32x3"
 ) -> Tiles:
-    """For heads as wide as those of q, in its dtype, on a chip of a compute capability.
+    """For heads as wide as those of q, in its dtype.
 
-    Those of Hopper in short types, and those of float32 on tensor cores, up to 128 wide, are
+    Those that were found on the GPU of q, or those of a table for chips of its kind. In the table
+    those of Hopper in short types, and those of float32 on tensor cores, up to 128 wide, are
     measured on an H200. The others are the largest that fit the chips' shared memory and leave
     values in registers.
 
     Args:
         q: (batch, heads, queries, head_dim).
-        capability: that of the GPU of q when left out.
+        capability: a compute capability, for the table alone; that of the GPU of q when left out.
         precision: of products of float32 (`lib.flash_attention_triton.flash_attention`).
     """
+    if capability is None:
+        found = found_tiles(q.device).get(tiles_key("forward", q, precision))
+        if found:
+            return found
     chip = chip_class(q, capability or compute_capability(q.device), precision)
     if chip == "float32":
         tiles = {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 8, 1)}
@@ -65,6 +76,11 @@ def backward_tiles(
     Raises:
         ValueError: the GPU has too little shared memory for heads so wide.
     """
+    if capability is None:
+        found = found_tiles(q.device)
+        kinds = [tiles_key(kind, q, precision) for kind in ("queries", "keys")]
+        if all(kind in found for kind in kinds):
+            return tuple(found[kind] for kind in kinds)
     capability = capability or compute_capability(q.device)
     chip = chip_class(q, capability, precision)
     is_exact = q.dtype == torch.float32
@@ -108,6 +124,47 @@ def backward_tiles(
         }
     head_dim = q.shape[3]
     return _at_width(for_queries, head_dim), _at_width(for_keys, head_dim)
+
+
+def tiles_key(kind: str, q: Tensor, precision: str) -> str:
+    """The name of a choice: of the `forward` kernel, of that for `queries` or that for `keys`."""
+    # the least that a matrix product takes is 16
+    width = max(16, 1 << (q.shape[3] - 1).bit_length())
+    products = f" {precision}" if q.dtype == torch.float32 else ""
+    return f"{kind} {str(q.dtype).removeprefix('torch.')} {width}{products}"
+
+
+@functools.cache
+def found_tiles(device: torch.device) -> dict[str, Tiles]:
+    """What `lib.flash_attention_tune` found on a GPU with this Triton, by `tiles_key`."""
+    if device.type != "cuda" or not tiles_file().is_file():
+        return {}
+    found = json.loads(tiles_file().read_text(encoding="utf-8")).get(_chip_name(device), {})
+    return {key: Tiles(*tiles) for key, tiles in found.items()}
+
+
+def keep_tiles(device: torch.device, found: dict[str, Tiles]) -> Path:
+    """Write what was found on a GPU beside what is known already; the path of the file."""
+    path = tiles_file()
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known[_chip_name(device)] = known.get(_chip_name(device), {}) | found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(known, indent=1) + "\n")
+    found_tiles.cache_clear()
+    return path
+
+
+def tiles_file() -> Path:
+    """Where the tiles that were found are kept: `workbook` in the user's folder for caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
+        "workbook/attention_tiles.json"
+    )
+
+
+def _chip_name(device: torch.device) -> str:
+    import triton
+
+    return f"{torch.cuda.get_device_name(device)}, Triton {triton.__version__}"
 
 
 def chip_class(q: Tensor, capability: tuple[int, int], precision: str) -> str:

@@ -1,0 +1,194 @@
+"""Finds the tiles with which the attention kernels are fastest on the GPU at hand.
+
+`python -m lib.flash_attention_tune` compiles some candidates for each kernel in parallel, measures
+them in turns, and keeps the best in a file that `lib.flash_attention_tiles` reads. On Hopper GPUs heads 64 and 128 wide in 16 bits have kernels of their own
+(`lib.flash_attention_hopper`), which this does not change.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.benchmark import take_turns
+from lib.flash_attention_tiles import (
+    Tiles,
+    backward_tiles,
+    chip_class,
+    compute_capability,
+    forward_tiles,
+    keep_tiles,
+    tiles_key,
+    usable_precision,
+)
+from lib.flash_attention_triton import PRECISIONS, flash_backward, flash_forward
+from lib.hardware import pick_device, pick_dtype
+from lib.parallel import available_cpus
+from lib.report import to_markdown
+
+KINDS = ("forward", "queries", "keys")
+# By the class of chips (`chip_class`), for heads about 64 wide: queries, keys, warps, stages
+CANDIDATES = {
+    "no tensor cores": [
+        (64, 32, 8, 1),
+        (32, 32, 8, 1),
+        (32, 32, 4, 1),
+        (64, 16, 8, 1),
+        (16, 16, 4, 1),
+    ],
+    "float32": [
+        (64, 32, 4, 2),
+        (64, 64, 4, 2),
+        (32, 32, 4, 1),
+        (128, 64, 8, 2),
+        (64, 32, 8, 1),
+    ],
+    "ampere": [
+        (128, 64, 4, 3),
+        (128, 64, 8, 2),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (128, 32, 4, 3),
+        (32, 128, 8, 2),
+        (32, 64, 4, 2),
+    ],
+    "hopper": [
+        (64, 64, 4, 3),
+        (64, 64, 4, 2),
+        (128, 64, 8, 2),
+        (128, 32, 8, 3),
+        (128, 128, 8, 2),
+        (32, 128, 4, 2),
+        (32, 64, 4, 2),
+    ],
+}
+
+
+class Choice(NamedTuple):
+    """A kernel to be tuned."""
+
+    kind: str
+    head_dim: int
+    dtype: str
+    precision: str = PRECISIONS[0]
+
+
+def tune(
+    head_dims: Sequence[int] = (64, 128),
+    dtypes: Sequence[str] = (),
+    *,
+    device: str = "auto",
+    tokens: int = 2048,
+    heads: int = 64,
+) -> list[dict[str, Any]]:
+    """Find and keep the best tiles of the three kernels.
+
+    Args:
+        head_dims: widths of heads; others take those of the next power of two.
+        dtypes: the 16-bit type that the GPU is fast in, and float32, when left out.
+        tokens, heads: of the causal attention that is measured.
+
+    Returns:
+        A row for each kernel: its key, the tiles of the table and the best, and their times in ms.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
+    gpu = pick_device(device)
+    if gpu.type != "cuda":
+        raise ValueError(f"device is {gpu}; right is: a CUDA device")
+    short = str(pick_dtype(gpu, "auto")).removeprefix("torch.")
+    dtypes = dtypes or tuple(dict.fromkeys((short, "float32")))
+    choices = [
+        Choice(kind, head_dim, dtype)
+        for dtype in dtypes
+        for head_dim in head_dims
+        for kind in KINDS
+    ]
+    with torch.cuda.device(gpu):
+        usable = compile_all([(c, tiles) for c in choices for tiles in candidates(c, gpu)])
+        rows, found = [], {}
+        for choice in choices:
+            tiles = [t for t in candidates(choice, gpu) if (choice, t) in usable]
+            functions = _functions(choice, tiles, tokens, heads)
+            times = [m.median_ms for m in take_turns(functions, device=gpu, max_seconds=0.5)]
+            milliseconds, best = min(zip(times, tiles))
+            q = _heads(choice, 1, 1)[0]
+            key = tiles_key(choice.kind, q, usable_precision(q, choice.precision))
+            found[key] = best
+            first = {"kernel": key, "table": str(tuple(tiles[0])), "ms": times[0]}
+            rows.append(first | {"best": str(tuple(best)), "best ms": milliseconds})
+    keep_tiles(gpu, found)
+    return rows
+
+
+def candidates(choice: Choice, device: torch.device) -> list[Tiles]:
+    """The tiles to try, those of the table first."""
+    q = torch.empty(1, 1, 1, choice.head_dim, dtype=getattr(torch, choice.dtype), device="meta")
+    capability = compute_capability(device)
+    precision = usable_precision(q, choice.precision, capability)
+    if choice.kind == "forward":
+        first = forward_tiles(q, capability, precision)
+    else:
+        first = backward_tiles(q, capability, precision)[KINDS.index(choice.kind) - 1]
+    others = CANDIDATES[chip_class(q, capability, precision)]
+    return list(dict.fromkeys([first, *(Tiles(*tiles) for tiles in others)]))
+
+
+def compile_all(jobs: Sequence[tuple[Choice, Tiles]]) -> set[tuple[Choice, Tiles]]:
+    """Those of `jobs` that compile and fit the GPU; Triton keeps what it compiled on disk."""
+    # never fork after CUDA has started
+    context = multiprocessing.get_context("spawn")
+    workers = min(8, available_cpus())
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return {job for job, is_usable in zip(jobs, pool.map(_runs, jobs)) if is_usable}
+
+
+def _runs(job: tuple[Choice, Tiles]) -> bool:
+    choice, tiles = job
+    try:
+        # sizes that divide by all tiles, as those that are measured do
+        _functions(choice, [tiles], 256, 1)[0]()
+        torch.cuda.synchronize()
+    # Triton's own, of a tile that is too large, is none of a kind that it documents
+    except Exception:
+        return False
+    return True
+
+
+def _heads(choice: Choice, tokens: int, heads: int) -> list[Tensor]:
+    """q, k, v and dO; tokens outside heads."""
+    size = (1, tokens, heads, choice.head_dim)
+    dtype = getattr(torch, choice.dtype)
+    return [torch.randn(size, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(4)]
+
+
+def _functions(
+    choice: Choice, tiles: Sequence[Tiles], tokens: int, heads: int
+) -> list[Callable[[], Any]]:
+    """A call with each of `tiles`; of a backward kernel, with the other's from the table."""
+    q, k, v, grad_out = _heads(choice, tokens, heads)
+    settings = (True, choice.head_dim**-0.5)
+    options = {"precision": usable_precision(q, choice.precision)}
+    table = (q, compute_capability(q.device), options["precision"])
+    if choice.kind == "forward":
+        return [lambda t=t: flash_forward(q, k, v, *settings, tiles=t, **options) for t in tiles]
+    out, lse = flash_forward(q, k, v, *settings, tiles=forward_tiles(*table), **options)
+    for_queries, for_keys = backward_tiles(*table)
+    pairs = [(t, for_keys) if choice.kind == "queries" else (for_queries, t) for t in tiles]
+    return [
+        lambda pair=pair: flash_backward(
+            grad_out, q, k, v, out, lse, *settings, tiles=pair, **options
+        )
+        for pair in pairs
+    ]
+
+
+if __name__ == "__main__":
+    print(to_markdown(tune([int(x) for x in sys.argv[1:]] or (64, 128))))
