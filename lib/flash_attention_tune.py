@@ -1,8 +1,9 @@
 """Finds the tiles with which the attention kernels are fastest on the GPU at hand.
 
 `python -m lib.flash_attention_tune` compiles some candidates for each kernel in parallel, measures
-them in turns, and keeps the best in a file that `lib.flash_attention_tiles` reads. On Hopper GPUs heads 64 and 128 wide in 16 bits have kernels of their own
-(`lib.flash_attention_hopper`), which this does not change.
+them in turns, and keeps the best in a file that `lib.flash_attention_tiles` reads. On Hopper GPUs
+heads 64 and 128 wide in 16 bits have kernels of their own (`lib.flash_attention_hopper`), which
+this does not change.
 """
 
 from __future__ import annotations
