@@ -62,6 +62,10 @@ def _max_and_sum(
     return torch.stack([m, torch.log(total) if by_log else total])
 
 
+def _sum_first(tiles: Sequence[Tensor]) -> Tensor:
+    return _max_and_sum(tiles).flip(0)
+
+
 def _scores_added(tiles: Sequence[Tensor]) -> Tensor:
     m = torch.cat(list(tiles)).max()
     return torch.stack([m, torch.cat(list(tiles)).sum()])
@@ -101,6 +105,7 @@ ONLINE_SOFTMAX = Exercise(
         "the logarithm of the sum is returned; return the sum": (
             _like(_max_and_sum, "log_of_sum", by_log=True)
         ),
+        "the sum comes before the maximum; return the maximum first": _sum_first,
         "the scores themselves are added up; add up exp(score - maximum)": _scores_added,
     },
 )
@@ -127,6 +132,9 @@ def _attend(
     scale: Callable[[int], float] = lambda head_dim: 1 / math.sqrt(head_dim),
     shrinks_out: bool = True,
     shrinks_sum: bool = True,
+    turned: bool = False,
+    own_max: bool = False,
+    keeps_max: bool = True,
     divides: str = "at the end",
     shifts: bool = True,
     is_masked: bool = True,
@@ -143,22 +151,27 @@ def _attend(
     if not keepdim:
         total, m = total[:, 0], m[:, 0]
     query = torch.arange(len(q))[:, None] + (first if query_from is None else query_from)
-    end = {"at the last query": first + len(q), "before the diagonal": first, "never": len(k)}
-    end = end.get(stops, (first + len(q)) // tile * tile)
-    for start in range(0, end, tile):
+    seen = first + len(q)
+    end = {"at the last query": seen, "before the diagonal": first, "never": len(k)}
+    end |= {"from query 0": len(q), "one key early": seen - 1, "whole": seen // tile * tile}
+    for start in range(0, end[stops], tile):
         keys, values = k[start : start + tile], v[start : start + tile]
         scores = q @ keys.T * scale(q.shape[1])
         key = torch.arange(len(keys)) + (0 if keys_from_zero else start)
         if is_masked:
             scores = scores.masked_fill(key > query if sees_itself else key >= query, hidden)
-        new_max = torch.maximum(m, scores.amax(1, keepdim=keepdim))
-        p = torch.exp(scores - new_max if shifts else scores)
-        shrink = torch.exp(m - new_max) if shifts else torch.ones_like(m)
+        tile_max = scores.amax(1, keepdim=keepdim)
+        new_max = torch.maximum(m, tile_max)
+        shift = tile_max if own_max else new_max
+        p = torch.exp(scores - shift if shifts else scores)
+        shrink = torch.exp(new_max - m if turned else m - new_max)
+        shrink = shrink if shifts else torch.ones_like(m)
         if divides == "in each tile":
             p = p / p.sum(1, keepdim=True)
         total = (total * shrink if shrinks_sum else total) + p.sum(1, keepdim=keepdim)
         out = (out * shrink if shrinks_out else out) + p @ values
-        m = new_max
+        out = out / total if divides == "by the sum so far" else out
+        m = new_max if keeps_max else m
     return out / total if divides == "at the end" else out
 
 
@@ -189,12 +202,25 @@ ATTEND = Exercise(
         "the sum so far is not rescaled when the maximum grows": (
             _like(_attend, "sum_not_shrunk", shrinks_sum=False)
         ),
-        "neither sum nor output so far is rescaled when the maximum grows": (
+        "neither sum nor output so far is rescaled when the maximum grows "
+        "(if you do rescale them: the maximum before this tile must still be known there)": (
             _like(_attend, "nothing_shrunk", shrinks_out=False, shrinks_sum=False)
+        ),
+        "sum and output so far are rescaled the wrong way round; "
+        "the factor is exp(old maximum - new maximum), at most 1": (
+            _like(_attend, "turned", turned=True)
+        ),
+        "each tile's exponentials are taken for the tile's own maximum; "
+        "take them for the maximum so far": _like(_attend, "own_max", own_max=True),
+        "the new maximum is not kept for the next tile": (
+            _like(_attend, "forgets_max", keeps_max=False)
         ),
         "the division by the sum at the end is missing": _like(_attend, "undivided", divides="no"),
         "the weights are divided by the sum of their tile; divide once, at the end": (
             _like(_attend, "divided_in_each_tile", divides="in each tile")
+        ),
+        "the output is divided by the sum so far in each tile; divide once, at the end": (
+            _like(_attend, "divided_so_far", divides="by the sum so far")
         ),
         "softmax runs in each tile by itself, as if there were no other keys": (
             _softmax_of_each_tile
@@ -222,6 +248,13 @@ ATTEND = Exercise(
         ),
         "the loop ends before the diagonal; go on to the last query's own key": (
             _like(_attend, "before_diagonal", stops="before the diagonal")
+        ),
+        "the loop takes only as many keys as there are queries; "
+        "these have earlier ones before them, so go on to first + queries": (
+            _like(_attend, "from_zero", stops="from query 0")
+        ),
+        "the loop ends one key early; the last query sees its own": (
+            _like(_attend, "one_early", stops="one key early")
         ),
         "a last tile of fewer keys is left out": _like(_attend, "whole_tiles", stops="whole"),
         "the rows' maxima and sums have lost their last dimension; keepdim=True keeps it": (
@@ -259,6 +292,10 @@ def _grad_scores(
     """The gradient of a tile of scores; the keywords make mistakes."""
     p = probabilities(scores, lse)
     return combine(p, grad_out @ v.T, delta(grad_out, out))
+
+
+def _scaled_again(scores, v, out, lse, grad_out) -> Tensor:
+    return _grad_scores(scores, v, out, lse, grad_out) / math.sqrt(v.shape[1])
 
 
 def _delta_of_the_tile(scores, v, out, lse, grad_out) -> Tensor:
@@ -319,6 +356,8 @@ GRAD_SCORES = Exercise(
         "delta has lost its last dimension; keepdim=True keeps it": (
             _like(_grad_scores, "flat_delta", delta=lambda do, o: (do * o).sum(1))
         ),
+        "the result is divided by sqrt(head_dim); these scores are scaled, "
+        "and the factor belongs to dQ and dK": _scaled_again,
         "P itself is returned; the result is P ∘ (dP - delta)": (
             _like(_grad_scores, "p_alone", combine=lambda p, dp, d: p)
         ),

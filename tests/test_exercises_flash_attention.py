@@ -142,10 +142,15 @@ def test_a_solution_written_by_hand_is_right(exercise, code):
         (ATTEND, BY_TILES, "start + torch.arange", "torch.arange", "the mask counts the keys"),
         (ATTEND, BY_TILES, "key > query", "key >= query", "a query does not see its own key"),
         (ATTEND, BY_TILES, "range(0, first + len(q)", "range(0, first", "the loop ends before"),
+        (ATTEND, BY_TILES, "range(0, first + len(q)", "range(0, len(q)", "the loop takes only"),
+        (ATTEND, BY_TILES, "m - new_max", "new_max - m", "sum and output so far are rescaled"),
+        (ATTEND, BY_TILES, "scores - new_max", "scores - scores.amax(1, keepdim=True)", "each til"),
+        (ATTEND, BY_TILES, "        m = new_max\n", "", "the new maximum is not kept"),
         (GRAD_SCORES, GRADIENT, " - delta", "", "delta is missing"),
         (GRAD_SCORES, GRADIENT, "grad_out @ v.T - delta", "grad_out @ v.T + delta", "delta is add"),
         (GRAD_SCORES, GRADIENT, "lse[:, None]", "lse", "lse needs a dimension"),
         (GRAD_SCORES, GRADIENT, ".sum(-1, keepdim=True)", ".sum(-1)", "delta has lost its last"),
+        (GRAD_SCORES, GRADIENT, "- delta)", "- delta) / math.sqrt(v.shape[1])", "the result is di"),
     ],
 )
 def test_a_changed_line_fails_and_is_named(exercise, code, right, wrong, name):
