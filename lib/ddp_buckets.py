@@ -1,0 +1,135 @@
+"""Gradients behind one another in one buffer, and their mean over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Fused optimizers read and write gradients this many bytes at a time.
+ALIGNMENT = 16
+# So that the first all-reduce starts early in backward.
+FIRST_BUCKET_BYTES = 2**20
+
+
+class MeanReduction:
+    """Tensors of one dtype and device on their way to their mean over the ranks.
+
+    NCCL averages by itself and takes all of them in one launch; elsewhere they are added up one by
+    one and divided afterwards.
+
+    Args:
+        tensors: all ranks give as many, of the same shapes; `finish` leaves the mean in them.
+        dtype: what they are sent in; their own when None.
+    """
+
+    def __init__(
+        self, tensors: list[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None
+    ) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.sent = [tensor.to(dtype or tensor.dtype).contiguous() for tensor in self.tensors]
+        self.divisor = None if has_average(self.sent[0], group) else dist.get_world_size(group)
+        self.works = _start(self.sent, group)
+
+    def finish(self) -> None:
+        """Wait, on a GPU as its next kernel and not as the host, and leave the means in place."""
+        for work in self.works:
+            work.wait()
+        for tensor, sent in zip(self.tensors, self.sent):
+            if sent is not tensor:
+                tensor.copy_(sent)
+            if self.divisor:
+                tensor.div_(self.divisor)
+
+
+def has_average(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's backend averages such a tensor itself."""
+    return tensor.is_cuda and dist.get_backend(group) == "nccl"
+
+
+def _start(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Any]:
+    averages = has_average(tensors[0], group)
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    if len(tensors) == 1 or not averages:
+        return [dist.all_reduce(tensor, op, group=group, async_op=True) for tensor in tensors]
+    # FSDP's way to one launch; the public all_reduce_coalesced warns that it will go
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as launch:
+        for tensor in tensors:
+            dist.all_reduce(tensor, op, group=group)
+    return [launch]
+
+
+class Bucket:
+    """Parameters of one dtype and device whose gradients are averaged together.
+
+    Args:
+        packed: whether their gradients become views of one buffer, in this order, each at a
+            multiple of 16 bytes.
+    """
+
+    def __init__(self, params: list[Tensor], *, packed: bool = True) -> None:
+        self.params = params
+        # a gradient alone is a buffer already
+        self.packed = packed and len(params) > 1
+        step = max(1, ALIGNMENT // params[0].element_size())
+        self.lengths = [-(-param.numel() // step) * step for param in params]
+        # what fills the gaps; anything would do, but zeros are the same on all ranks
+        self.zeros = params[0].detach().new_zeros(step)
+
+    def tensors(self) -> list[Tensor]:
+        """What to send for its gradients, all of which are there."""
+        grads = [param.grad.detach() for param in self.params]
+        if not self.packed:
+            return grads
+        buffer = self._buffer_of(grads)
+        return [self._pack(grads) if buffer is None else buffer]
+
+    def _pack(self, grads: list[Tensor]) -> Tensor:
+        """Copy the gradients into a new buffer, and make them views of it."""
+        pieces = []
+        for grad, length in zip(grads, self.lengths):
+            pieces += [grad.reshape(-1), self.zeros[: length - grad.numel()]]
+        buffer = torch.cat(pieces)
+        for param, part in zip(self.params, buffer.split(self.lengths)):
+            param.grad = part[: param.numel()].view(param.shape)
+        return buffer
+
+    def _buffer_of(self, grads: list[Tensor]) -> Tensor | None:
+        """The buffer that the gradients are views of; None where any was made anew since."""
+        storage, start = grads[0].untyped_storage(), 0
+        for grad, length in zip(grads, self.lengths):
+            is_ours = grad.untyped_storage().data_ptr() == storage.data_ptr()
+            if not (is_ours and grad.storage_offset() == start and grad.is_contiguous()):
+                return None
+            start += length
+        if storage.nbytes() != start * grads[0].element_size():
+            return None
+        return grads[0].as_strided((start,), (1,), 0)
+
+
+def fill_buckets(
+    params: Iterable[Tensor], *, cap_bytes: float | None = None, packed: bool = True
+) -> list[Bucket]:
+    """Put parameters into buckets, in their order.
+
+    A bucket has one dtype and device, and takes more as long as it stays within `cap_bytes`, the
+    first one within 1 MiB. Without a cap there is one for each dtype and device. Buckets are in the
+    order of their last parameters, in which they become full.
+    """
+    params = list(params)
+    full: list[list[Tensor]] = []
+    filling: dict[Any, list[Tensor]] = {}
+    for param in params:
+        bucket = filling.setdefault((param.dtype, param.device), [])
+        size = sum(other.nbytes for other in bucket) + param.nbytes
+        limit = cap_bytes if full else min(cap_bytes or 0, FIRST_BUCKET_BYTES)
+        if bucket and cap_bytes is not None and size > limit:
+            full.append(bucket)
+            bucket = filling[param.dtype, param.device] = []
+        bucket.append(param)
+    place = {id(param): index for index, param in enumerate(params)}
+    buckets = sorted([*full, *filling.values()], key=lambda bucket: place[id(bucket[-1])])
+    return [Bucket(bucket, packed=packed) for bucket in buckets]
