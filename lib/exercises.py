@@ -150,7 +150,9 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) if _is_array(item) else item for item in value]
+    return value
 
 
 def _is_array(value: Any) -> bool:

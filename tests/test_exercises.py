@@ -97,6 +97,18 @@ def test_a_function_that_gives_its_input_back_fails(exercise):
     assert verdict(exercise, lambda given, *_: given).startswith("not yet")
 
 
+def test_a_list_of_tensors_is_compared_by_its_values():
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor([3.0, 2.0]), torch.tensor([0.5])]
+    exercise = Exercise(
+        solve=lambda n: [[3.0, 2.0], [0.5]],
+        draw=lambda generator, size: (size,),
+        mistakes={"a number is left out": lambda n: [3.0, 2.0]},
+    )
+    assert verdict(exercise, lambda n: tensors).startswith("right")
+    assert verdict(exercise, lambda n: tensors[:1]).startswith("not yet")
+
+
 def attempt_with(result):
     """An exercise whose answer is `[1, 2, 3]`, tried with a function that gives `result`."""
     exercise = Exercise(
