@@ -190,7 +190,7 @@ def _forward_steps(q: Tensor, k: Tensor, v: Tensor) -> dict[str, tuple[str, Call
         name: (str(t), lambda t=t: portable.flash_forward(*given, tiles=t)[:1])
         for name, t in choices.items()
     }
-    tuned = hopper.forward_schedule(q.shape[3], q.shape[2])
+    tuned = hopper.forward_schedule(q.shape[3])
     for name, (schedule,) in schedule_steps((tuned,), warpgroups=2).items():
         run = functools.partial(hopper.flash_forward, *given, schedule=schedule)
         steps[name] = (str(schedule), lambda run=run: run()[:1])

@@ -68,7 +68,7 @@ class Work(NamedTuple):
     is_last_first: bool
 
 
-def forward_schedule(head_dim: int, num_queries: int) -> Schedule:
+def forward_schedule(head_dim: int) -> Schedule:
     """For heads so wide, on an H200."""
     if head_dim == 64:
         return Schedule(3, 128, 3, is_ordered=True)
@@ -122,8 +122,7 @@ def flash_forward(
     schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `lib.flash_attention_triton.flash_forward`, for inputs that `supports` takes."""
-    num_queries, head_dim = q.shape[2:]
-    schedule = schedule or forward_schedule(head_dim, num_queries)
+    schedule = schedule or forward_schedule(q.shape[3])
     out = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     work = _queries_work(q.shape, k.shape, schedule, is_causal)

@@ -70,7 +70,7 @@ def kernels(monkeypatch):
     portable = types.SimpleNamespace(**functions)
     hopper = types.SimpleNamespace(
         **functions,
-        forward_schedule=lambda head_dim, num_queries: Schedule(3, 128, 3, is_ordered=True),
+        forward_schedule=lambda head_dim: Schedule(3, 128, 3, is_ordered=True),
         backward_schedules=lambda head_dim: (Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4)),
     )
     for name, module in (("triton", portable), ("hopper", hopper)):

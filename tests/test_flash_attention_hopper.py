@@ -74,7 +74,7 @@ def launches(job: dict, replace: Callable) -> dict[str, tuple[tuple, dict]]:
     first, *others = (
         schedule._replace(is_persistent=is_persistent)
         for schedule in (
-            hopper.forward_schedule(head_dim, length),
+            hopper.forward_schedule(head_dim),
             *hopper.backward_schedules(head_dim),
         )
     )
@@ -600,7 +600,7 @@ def test_a_recorded_graph_is_right(kernels, hopper, head_dim, is_causal, is_seen
     for_queries, for_keys = (
         s._replace(is_persistent=False) for s in hopper.backward_schedules(head_dim)
     )
-    schedule = hopper.forward_schedule(head_dim, 330)._replace(is_persistent=False)
+    schedule = hopper.forward_schedule(head_dim)._replace(is_persistent=False)
     # compiled before the recording
     once = hopper.flash_forward(q, k, v, *settings, schedule=schedule)
     hopper.flash_backward(grad_out, q, k, v, *once, *settings, schedules=(for_queries, for_keys))

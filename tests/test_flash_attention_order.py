@@ -142,9 +142,7 @@ def all_work(hopper, q, k, is_causal: bool) -> list:
     """Of the forward kernel, and of the two backward kernels, as they are tuned."""
     for_queries, for_keys = hopper.backward_schedules(q.shape[3])
     return [
-        hopper._queries_work(
-            q.shape, k.shape, hopper.forward_schedule(q.shape[3], q.shape[2]), is_causal
-        ),
+        hopper._queries_work(q.shape, k.shape, hopper.forward_schedule(q.shape[3]), is_causal),
         hopper._queries_work(q.shape, k.shape, for_queries, is_causal),
         hopper._keys_work(q.shape, k.shape, for_keys, is_causal),
     ]
@@ -255,7 +253,7 @@ def test_a_tile_of_keys_takes_the_tiles_of_queries_that_see_it(
 
 def test_a_sections_keys_and_values_fit_the_cache(hopper):
     q, k = heads(2, 8, 300, 128), heads(2, 2, 20000, 128)
-    work = hopper._queries_work(q.shape, k.shape, hopper.forward_schedule(128, 300), True)
+    work = hopper._queries_work(q.shape, k.shape, hopper.forward_schedule(128), True)
     # two heads of keys, which eight heads of queries read, take 19.5 MiB; three would take 29.3
     assert work.section == 2 * 4
 
