@@ -90,14 +90,14 @@ def count_launches(fn: Function, device: torch.device) -> int | None:
 def _profiled(fn: Function, device: torch.device, **options: Any) -> list[Any]:
     """What PyTorch's profiler sees on `device` during one call, in order of time."""
     activity = getattr(torch.profiler.ProfilerActivity, device.type.upper())
-    with _without_stderr(), torch.profiler.profile(activities=[activity], **options) as profiler:
+    with without_stderr(), torch.profiler.profile(activities=[activity], **options) as profiler:
         fn()
         synchronise(device)
     return sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 @contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
+def without_stderr() -> Iterator[None]:
     """Some releases of PyTorch's profiler write to the process's standard error at each start."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lib.allocations import (
     Function,
-    _without_stderr,
     allocated_bytes,
     free_memory,
     is_out_of_memory,
     synchronise,
+    without_stderr,
 )
 from lib.attention import attention
 from lib.benchmark import Measurement, run_sweep, take_turns
@@ -281,7 +281,7 @@ def error_of_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool)
 def runs_sdpa(fn: Function) -> bool:
     """Whether a call of `fn` comes to PyTorch's own attention."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _without_stderr(), torch.profiler.profile(activities=activities) as profiler:
+    with without_stderr(), torch.profiler.profile(activities=activities) as profiler:
         fn()
     return any("scaled_dot_product" in event.key for event in profiler.key_averages())
 

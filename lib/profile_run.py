@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lib import profiling
-from lib.allocations import _without_stderr, synchronise
+from lib.allocations import synchronise, without_stderr
 from lib.config_profile import ProfileConfig
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.data import random_tokens
@@ -139,7 +139,7 @@ def watch(
     """Write the trace of the steps, after the memory of one was watched."""
     memory = None
     step, windows = make_step(config, train_config, device, dtype)
-    with _without_stderr():
+    with without_stderr():
         if config.memory:
             memory = watch_memory(step, windows, device, config.output)
         # recorded only now, since a replayed graph allocates nothing

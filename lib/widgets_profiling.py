@@ -108,13 +108,13 @@ def profile_step(
     step: TrainStep, windows: torch.Tensor, device: torch.device, *, steps: int = 2
 ) -> Summary:
     """What PyTorch's profiler says of `steps` training steps, summed up."""
-    from lib.allocations import _without_stderr
+    from lib.allocations import without_stderr
     from lib.config_profile import ProfileConfig
     from lib.profile_run import trace_steps
     from lib.trace_file import read_trace
     from lib.trace_summary import summarise
 
-    with tempfile.TemporaryDirectory() as folder, _without_stderr():
+    with tempfile.TemporaryDirectory() as folder, without_stderr():
         path = Path(folder) / "trace.json.gz"
         trace_steps(step, windows, ProfileConfig(steps=steps), device, path)
         return summarise(read_trace(path))
@@ -124,11 +124,11 @@ def profile_step_memory(
     step: TrainStep, windows: torch.Tensor, device: torch.device
 ) -> MemoryTimeline:
     """The memory of one training step, by category."""
-    from lib.allocations import _without_stderr
+    from lib.allocations import without_stderr
     from lib.memory_profile import profile_memory
     from lib.profile_run import take
 
-    with _without_stderr():
+    with without_stderr():
         return profile_memory(
             lambda: take(step, windows), step.model, step.optimizer, device=device
         )
