@@ -14,6 +14,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -358,8 +359,12 @@ def code_version(module: str, folder: Path = LIB) -> str:
     """Twelve hex digits for a file of `lib` and those it imports, other ones once one is changed.
 
     Args:
-        module: such as `lib.benchmark_step`; with one outside `lib` all files count.
+        module: such as `lib.benchmark_step`, or `__main__` for what `python -m` runs; with one
+            outside `lib` all files count.
     """
+    if module == "__main__":
+        spec = sys.modules[module].__spec__
+        module = spec.name if spec else module
     names = {path.stem for path in folder.glob("*.py")}
     package, _, name = module.partition(".")
     counted, left = set(), {name} if package == "lib" and name in names else names

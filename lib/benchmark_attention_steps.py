@@ -334,7 +334,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # under its own name, by which records tell the code that made them
-    from lib import benchmark_attention_steps
-
-    sys.exit(benchmark_attention_steps.main())
+    sys.exit(main())

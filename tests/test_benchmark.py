@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -398,6 +399,15 @@ def test_code_is_another_once_a_file_that_it_imports_is_changed(tmp_path):
         now = {key: code_version(f"lib.{key}", tmp_path) for key in before}
         assert {key for key in before if now[key] != before[key]} == changed
         (tmp_path / f"{name}.py").write_text(files[name])
+
+
+def test_a_file_run_by_its_name_has_the_version_of_that_name(monkeypatch):
+    spec = types.SimpleNamespace(name="lib.benchmark_attention_training")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert code_version("__main__") == code_version(spec.name) != code_version("elsewhere")
+    # a script has no name
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert code_version("__main__") == code_version("elsewhere")
 
 
 def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_measured(tmp_path):
