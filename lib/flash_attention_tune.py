@@ -120,8 +120,9 @@ def tune(
             functions = _functions(choice, tiles, tokens, heads)
             times = [m.median_ms for m in take_turns(functions, device=gpu, max_seconds=0.5)]
             milliseconds, best = min(zip(times, tiles))
-            q = _heads(choice, 1, 1)[0]
-            key = tiles_key(choice.kind, q, usable_precision(q, choice.precision))
+            q = _example(choice)
+            precision = usable_precision(q, choice.precision, compute_capability(gpu))
+            key = tiles_key(choice.kind, q, precision)
             found[key] = best
             first = {"kernel": key, "table": str(tuple(tiles[0])), "ms": times[0]}
             rows.append(first | {"best": str(tuple(best)), "best ms": milliseconds})
@@ -131,7 +132,7 @@ def tune(
 
 def candidates(choice: Choice, device: torch.device) -> list[Tiles]:
     """The tiles to try, those of the table first."""
-    q = torch.empty(1, 1, 1, choice.head_dim, dtype=getattr(torch, choice.dtype), device="meta")
+    q = _example(choice)
     capability = compute_capability(device)
     precision = usable_precision(q, choice.precision, capability)
     if choice.kind == "forward":
@@ -161,6 +162,11 @@ def _runs(job: tuple[Choice, Tiles]) -> bool:
     except Exception:
         return False
     return True
+
+
+def _example(choice: Choice) -> Tensor:
+    """A q of its width and dtype, without memory."""
+    return torch.empty(1, 1, 1, choice.head_dim, dtype=getattr(torch, choice.dtype), device="meta")
 
 
 def _heads(choice: Choice, tokens: int, heads: int) -> list[Tensor]:
