@@ -22,9 +22,10 @@ NOTE = """TFLOP/s count 4 · batch · heads · queries · keys · head_dim forwa
 backward; half of it with a causal mask on as many queries as keys, and with one on unequal numbers
 only the pairs that the mask lets through. Memory is what a call allocates beyond its inputs, for
 `backward` both passes together. Kernels took turns on the same inputs; those that hold the scores
-did so forward only. `oom`: memory ran out. `unsupported`: PyTorch refuses it. `wrong`: rows of the
-output are not those of the formula, a mask with another alignment for one. Ratios above 1: our
-kernel is faster.
+did so forward only, and those that launch thousands of small kernels not at all
+(`scaled_dot_prod_attention`, on a GPU also `flash_attention_torch`). `oom`: memory ran out.
+`unsupported`: PyTorch refuses it. `wrong`: rows of the output are not those of the formula, a mask
+with another alignment for one. Ratios above 1: our kernel is faster.
 """
 
 

@@ -329,10 +329,13 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     block = [1, 1, rows, x.shape[3]]
     # the stride of a dimension of 1 can be anything in PyTorch
     strides = [stride if size > 1 else 8 for stride, size in zip(x.stride(), x.shape)]
-    layout = gl.NVMMASharedLayout(128, 16, 4)
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, _layout(128, 16, 4))
 
 
 def _row_descriptor(x: Tensor) -> TensorDescriptor:
     """Of 64 numbers of a float32 vector."""
-    return TensorDescriptor(x, [len(x)], [1], [ROWS], gl.NVMMASharedLayout(0, 32, 1))
+    return TensorDescriptor(x, [len(x)], [1], [ROWS], _layout(0, 32, 1))
+
+
+# made once, as its checks take longer than all else of a descriptor
+_layout = functools.cache(gl.NVMMASharedLayout)

@@ -207,11 +207,16 @@ def rounding_errors(inputs: tuple[Tensor, ...], case: Case) -> list[float]:
 
 
 def assert_error_at_most_twice_pytorchs(
-    attention: Callable[..., Tensor], case: Case, dtype: torch.dtype, device="cpu"
+    attention: Callable[..., Tensor],
+    case: Case,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    roundings: int = 1,
 ) -> None:
     """The largest error of each result, against float64, is at most twice that of PyTorch's own.
 
-    One rounding of each term is added to PyTorch's error, which may be 0.
+    So many roundings of each term are added to PyTorch's error, which may be 0.
     """
     inputs = make_inputs(case, dtype, device)
     with new_memory_is_nan():
@@ -222,7 +227,7 @@ def assert_error_at_most_twice_pytorchs(
     for name, a, b, c, rounding in zip(RESULTS, ours, peers, right, rounding_errors(inputs, case)):
         assert a.shape == c.shape, name
         assert a.dtype == dtype, name
-        error, allowed = largest(a - c), 2 * (largest(b - c) + rounding)
+        error, allowed = largest(a - c), 2 * (largest(b - c) + roundings * rounding)
         assert error <= allowed, f"{name}: error {error:.3g}, and at most {allowed:.3g} is allowed"
 
 

@@ -274,13 +274,20 @@ def test_scores_too_large_for_the_machine_are_oom_without_a_try(monkeypatch):
 
 def test_kernels_that_keep_scores_for_the_backward_pass_are_by_themselves():
     case = dataclasses.replace(CASE, kernels=SWEEP_KERNELS)
-    forward, *alone = groups(case)
+    forward, *alone = groups(case, CPU)
     assert alone == [["scaled_dot_prod_attention"]]
     assert len(forward) == len(SWEEP_KERNELS) - 1
-    together, *alone = groups(dataclasses.replace(case, direction="backward"))
+    together, *alone = groups(dataclasses.replace(case, direction="backward"), CPU)
     held = {"vectorized_torch", "vectorized_torch_compiled", "sdpa_math"}
     assert {kernel for (kernel,) in alone} == {"scaled_dot_prod_attention", *held}
     assert sorted([*together, *(kernel for (kernel,) in alone)]) == sorted(SWEEP_KERNELS)
+
+
+def test_on_a_gpu_kernels_that_the_host_holds_up_are_by_themselves():
+    case = dataclasses.replace(CASE, kernels=SWEEP_KERNELS)
+    together, *alone = groups(case, torch.device("cuda"))
+    assert alone == [["scaled_dot_prod_attention"], ["flash_attention_torch"]]
+    assert len(together) == len(SWEEP_KERNELS) - 2
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
