@@ -524,6 +524,8 @@ def flash_forward(
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, queries, head_dim) and natural log-sum-exp (batch, heads, queries)."""
+    if tiles is None and _uses_hopper(q, k, v):
+        return hopper.flash_forward(q, k, v, is_causal, scale)
     batch, num_heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
     out = empty_like_heads(q)
@@ -532,8 +534,6 @@ def flash_forward(
         return out.zero_(), lse.fill_(-math.inf)
     if not out.numel():
         return out, lse
-    if tiles is None and _uses_hopper(q, k, v):
-        return hopper.flash_forward(q, k, v, is_causal, scale)
     q, k, v = map(with_unit_stride, (q, k, v))
     precision = usable_precision(q, precision)
     tiles = tiles or forward_tiles(q, precision=precision)

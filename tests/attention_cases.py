@@ -186,17 +186,23 @@ def rounding_errors(inputs: tuple[Tensor, ...], case: Case) -> list[float]:
 
     Gradients are sums that cancel: for a single key dP - delta is 0, and its rounding error is all
     that is left. PyTorch's operators subtract equal numbers there and make no error at all.
+    Roundings in a product of rows are independent: together they are as the root of their squares.
     """
     q, k, v, grad_out = (tensor.detach().double() for tensor in inputs)
     k, v = (for_each_head(x, case) for x in (k, v))
     scores = scores_of(q, k, case)
     weights = scores.softmax(-1)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    errors_of_scores = scores.masked_fill(weights == 0, 0).abs() + abs(scale) * root_of_squares(
+        q, k
+    )
     # an error of the score is a relative one of its exponential
-    weight_errors = weights * (1 + scores.masked_fill(weights == 0, 0).abs())
+    weight_errors = weights * (1 + errors_of_scores)
     grad_weights = grad_out @ v.mT
     delta = (weights * grad_weights).sum(-1, keepdim=True)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    score_errors = abs(scale) * weights * (grad_weights.abs() + delta.abs())
+    differences = grad_weights.abs() + root_of_squares(grad_out, v) + delta.abs()
+    score_errors = weights * differences + weight_errors * (grad_weights - delta).abs()
+    score_errors = abs(scale) * score_errors
     of_keys = (score_errors.mT @ q.abs(), weight_errors.mT @ grad_out.abs())
     sums = [
         weight_errors @ v.abs(),
@@ -204,6 +210,11 @@ def rounding_errors(inputs: tuple[Tensor, ...], case: Case) -> list[float]:
         *(x.unflatten(1, (case.key_heads, -1)).sum(2) for x in of_keys),
     ]
     return [torch.finfo(torch.float32).eps * largest(x) for x in sums]
+
+
+def root_of_squares(a: Tensor, b: Tensor) -> Tensor:
+    """For each row of a and each of b, the norm of the products of their elements."""
+    return (a.square() @ b.mT.square()).sqrt()
 
 
 def assert_error_at_most_twice_pytorchs(

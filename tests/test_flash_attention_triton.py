@@ -383,6 +383,21 @@ def test_memory_grows_linearly(kernels, dtype):
     assert long <= 2 * lengths[1] * (4 * 64 * size + 2 * 4)
 
 
+@pytest.mark.gpu
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_forward_pass_allocates_its_results_and_no_more(kernels, dtype):
+    q, k, v = (torch.randn(1, 8, 2048, 64, device="cuda", dtype=dtype) for _ in range(3))
+    kernels.flash_attention(q, k, v)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kernels.flash_attention(q, k, v)
+    results = q.numel() * dtype.itemsize + q.numel() // 64 * 4
+    assert torch.cuda.max_memory_allocated() - before == results
+
+
 def make_huge(*shape: int) -> Tensor:
     """A bfloat16 tensor of more than 2³¹ elements, where there is memory for six."""
     size = torch.Size(shape).numel()
