@@ -42,11 +42,13 @@ def pipeline(arguments: list[str]) -> int:
     from lib.pipeline import run_pipeline
 
     rows, result, texts = run_pipeline(config, progress_bar=progress_bar)
+    if not is_first_rank():
+        return exit_code(result)
     if rows:
         print_corpus(rows)
-    code = print_training(result)
+    print_training(result)
     print("\n" + "\n\n".join(texts) if texts else "", end="\n" if texts else "")
-    return code
+    return exit_code(result)
 
 
 def train(arguments: list[str]) -> int:
@@ -57,7 +59,10 @@ def train(arguments: list[str]) -> int:
 
     from lib import train
 
-    return print_training(train.train(config))
+    result = train.train(config)
+    if is_first_rank():
+        print_training(result)
+    return exit_code(result)
 
 
 def generate(arguments: list[str]) -> int:
@@ -149,6 +154,32 @@ def benchmark_attention(arguments: list[str]) -> int:
     return 0
 
 
+def benchmark_communication(arguments: list[str]) -> int:
+    """Measure collectives between GPUs or processes, by size, against the cost formula."""
+    from lib.config_distributed import CommunicationBenchmarkConfig
+
+    config = parse(CommunicationBenchmarkConfig, "benchmark communication", arguments)
+
+    from lib.benchmark_communication import benchmark_communication
+
+    if benchmark_communication(config):
+        print(config.output / "communication_benchmark.md")
+    return 0
+
+
+def benchmark_lm_matrix(arguments: list[str]) -> int:
+    """Measure attention kernels and data-parallel wrappers, in training on several ranks."""
+    from lib.config_lm_matrix import LmMatrixConfig
+
+    config = parse(LmMatrixConfig, "benchmark lm-matrix", arguments)
+
+    from lib.benchmark_lm_matrix import benchmark_lm_matrix
+
+    if benchmark_lm_matrix(config):
+        print(config.output / "lm_matrix_report.md")
+    return 0
+
+
 def profile(arguments: list[str]) -> int:
     """Watch training steps: time by kernel, idle gaps, memory by category."""
     from lib.config_profile import ProfileConfig
@@ -172,8 +203,12 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "benchmark training": benchmark_training,
     "benchmark step": benchmark_step,
     "benchmark attention": benchmark_attention,
+    "benchmark communication": benchmark_communication,
+    "benchmark lm-matrix": benchmark_lm_matrix,
     "profile": profile,
 }
+# Those that `torchrun` may start in several processes, which work together.
+OF_RANKS = (pipeline, train)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,23 +226,37 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         command, rest = find_command(arguments)
-        return command(rest)
+        if command not in OF_RANKS or "RANK" not in os.environ:
+            return command(rest)
+        from lib.command_ranks import run_as_rank
+
+        return run_as_rank(lambda: command(rest), lambda error: tell(error, is_debug))
     except KeyboardInterrupt:
         if is_debug:
             traceback.print_exc()
         return 130
     except (OSError, ValueError, ImportError, FloatingPointError) as error:
-        if is_debug:
-            traceback.print_exc()
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        tell(error, is_debug)
         return 2
     except RuntimeError as error:
         from lib.allocations import is_out_of_memory
 
         if is_debug or not is_out_of_memory(error):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        tell(error, is_debug)
         return 2
+
+
+def tell(error: Exception, is_debug: bool) -> None:
+    """Print what a person needs of `error`; with `is_debug` also where it came from."""
+    if is_debug:
+        traceback.print_exc()
+    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is alone, or the first of those that `torchrun` started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def find_command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
@@ -228,6 +277,15 @@ def find_command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list
 
 def parse(cls: type[T], command: str, arguments: list[str]) -> T:
     """The config `cls` from `--config`, a file or a preset's name, with flags on top."""
+    if "RANK" not in os.environ:
+        return parse_alone(cls, command, arguments)
+    from lib.command_ranks import parse_as_rank
+
+    return parse_as_rank(lambda: parse_alone(cls, command, arguments))
+
+
+def parse_alone(cls: type[T], command: str, arguments: list[str]) -> T:
+    """`parse` in this process, whatever becomes of it in others."""
     import argparse
 
     import tyro
@@ -307,8 +365,8 @@ def print_corpus(rows: list[dict]) -> None:
     print(to_markdown(rows, {key: names.get(key, key) for key in rows[0]}), end="")
 
 
-def print_training(result) -> int:
-    """Where a training run stands; the exit code."""
+def print_training(result) -> None:
+    """Where a training run stands."""
     from lib.metrics import read_metrics
 
     print(f"{result.status} at step {result.step}: {result.output}")
@@ -322,8 +380,11 @@ def print_training(result) -> int:
         )
     if result.status == "stopped":
         print("the same command goes on from here")
-        return 130
-    return 0
+
+
+def exit_code(result) -> int:
+    """130, as after an interruption, where a training run was stopped."""
+    return 130 if result.status == "stopped" else 0
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from lib.model import TransformerLM
 from lib.model_costs import flops_per_token, num_parameters
 from lib.plots import save_step_figure, step_precision
 from lib.report import Record, read_records, to_csv, to_markdown
-from lib.train_step import TrainStep, numerics
+from lib.train_step import TrainStep, compile_blocks, numerics
 
 # A row is tried unless the estimate is so many times the device's memory. A GPU refuses what does
 # not fit; a CPU's system may end the process instead.
@@ -169,7 +169,7 @@ class StepBench:
             shape = dataclasses.replace(case.shape, context_length=self.max_length)
             self.model = TransformerLM(shape, device=self.device, generator=generator)
             if case.compile:
-                compile_layers(self.model)
+                compile_blocks(self.model)
             self.model_key = key
         code_key = (*key, case.dtype, case.seq_len, case.attention_kernel)
         if case.compile and code_key != self.code_key:
@@ -215,17 +215,6 @@ def _function(step: TrainStep, case: StepCase, seed: int) -> Function:
 
     functions = (forward, forward_backward, full_step)
     return {function.__name__: function for function in functions}[case.mode]
-
-
-def compile_layers(model: TransformerLM) -> None:
-    """Let `torch.compile` fuse each layer by itself, which it does once for all of them.
-
-    A whole model of 48 layers takes it minutes. As torchtitan does.
-    """
-    for layer in model.layers:
-        layer.compile(dynamic=False)
-    # how the model runs its layers on a GPU
-    model.fused_layer = torch.compile(model.fused_layer, dynamic=False)
 
 
 def state_bytes(step: TrainStep) -> int:

@@ -18,6 +18,7 @@ ATTENTION_KERNELS = (
     "flash_attention_triton",
     "sdpa",
 )
+DDP_WRAPPERS = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
 
 
 def _check_numbers(config: object) -> None:
@@ -153,7 +154,10 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """A training run: what, on which data, for how long, and what it leaves behind."""
+    """A training run: what, on which data, for how long, and what it leaves behind.
+
+    On several GPUs of one host: `torchrun --nproc_per_node=2 -m lib train …`, with the same flags.
+    """
 
     model: ModelConfig = ModelConfig()
     """The model."""
@@ -174,7 +178,10 @@ class TrainConfig:
     """Optimizer steps in all."""
 
     batch_size: int = 32
-    """Windows of context_length tokens in one forward pass."""
+    """Windows of context_length tokens in one forward pass of one rank.
+
+    An optimizer step takes batch_size × gradient_accumulation_steps × ranks.
+    """
 
     gradient_accumulation_steps: int = 1
     """Forward and backward passes that one optimizer step sums up."""
@@ -199,6 +206,16 @@ class TrainConfig:
 
     cuda_graph: bool = False
     """Whether the whole step is recorded once and replayed, without launching kernel by kernel."""
+
+    ddp_wrapper: str = "flashddp"
+    """How ranks average gradients: `naive`, `flat`, `overlap`, `flashddp` or `torch_ddp`.
+
+    Ranks are processes with a GPU each, as `torchrun --nproc_per_node=2 -m lib train …` starts
+    them; lib/ddp.py explains the ways. One process alone has nothing to average.
+    """
+
+    bucket_size_mb: float = 25.0
+    """MiB of gradients that `flashddp` and `torch_ddp` send at a time."""
 
     deterministic: bool = False
     """Whether only deterministic kernels run, so that a repeated run gives the same bits."""
@@ -236,6 +253,9 @@ class TrainConfig:
             check(self, field, getattr(self, field) >= 0, "0 or more")
         right = "auto, float32, bfloat16 or float16"
         check(self, "dtype", self.dtype in right.replace(" or", ",").split(", "), right)
+        known = ", ".join(DDP_WRAPPERS)
+        check(self, "ddp_wrapper", self.ddp_wrapper in DDP_WRAPPERS, known)
+        check(self, "bucket_size_mb", self.bucket_size_mb > 0, "more than 0")
         if self.optimizer.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps {self.optimizer.warmup_steps} is more than steps {self.steps}"

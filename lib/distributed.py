@@ -8,6 +8,7 @@ A process without a group is rank 0 of 1, so that the same code runs alone, unde
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from lib.distributed_group import (
     world_size,
 )
 from lib.distributed_launch import WorkerError, launch
+from lib.distributed_restart import rendezvous_from_environment
 from lib.hardware import pick_device
 
 __all__ = [
@@ -79,7 +81,8 @@ def init_from_environment(
         )
     local_rank, local_world_size = (int(os.environ[f"LOCAL_{n}"]) for n in ("RANK", "WORLD_SIZE"))
     backend = checked_backend(backend, local_world_size)
-    with join_group(backend, local_rank, local_world_size, timeout, init_method="env://") as device:
+    rendezvous = functools.partial(rendezvous_from_environment, timeout)
+    with join_group(backend, local_rank, local_world_size, timeout, rendezvous) as device:
         yield device
 
 

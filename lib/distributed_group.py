@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,9 +71,16 @@ def checked_backend(backend: str | None, local_world_size: int) -> str:
 
 @contextlib.contextmanager
 def join_group(
-    backend: str, local_rank: int, local_world_size: int, timeout: float, **rendezvous: Any
+    backend: str,
+    local_rank: int,
+    local_world_size: int,
+    timeout: float,
+    rendezvous: Callable[[], dict[str, Any]],
 ) -> Iterator[torch.device]:
-    """Join the group of all ranks for the block, on this rank's device."""
+    """Join the group of all ranks for the block, on this rank's device.
+
+    `rendezvous` gives what `init_process_group` needs to find them.
+    """
     device, options = torch.device("cpu"), {}
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
@@ -87,7 +94,7 @@ def join_group(
     leave = functools.partial(_leave, failed)
     atexit.register(leave)
     try:
-        dist.init_process_group(backend, timeout=limit, **rendezvous, **options)
+        dist.init_process_group(backend, timeout=limit, **rendezvous(), **options)
         with _quiet_unless_first():
             yield device
     except (Exception, KeyboardInterrupt) as error:

@@ -117,7 +117,7 @@ def _work(rank: int, world_size: int, folder: Path, backend: str, timeout: float
     rendezvous = {"init_method": f"file://{folder}/rendezvous", **place}
     try:
         fn, args = torch.load(folder / "call.pt", weights_only=False)
-        with join_group(backend, rank, world_size, timeout, **rendezvous):
+        with join_group(backend, rank, world_size, timeout, lambda: rendezvous):
             torch.save(fn(*args), _result_file(folder, rank))
             barrier()
     except BaseException as error:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from lib.data import take_windows
+from lib.distributed import current_device, rank, world_size
 from lib.model import TransformerLM
 
 if TYPE_CHECKING:
@@ -53,11 +55,13 @@ def evaluate(
     device: torch.device | str,
     max_tokens: int = 0,
     autocast: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
     """Predict each of `tokens` but the first once, in windows that do not overlap, in order.
 
     A window sees nothing of the ones before. The last one may be shorter and is a batch of its own.
-    The model is in evaluation mode meanwhile and afterwards as it was.
+    The model is in evaluation mode meanwhile and afterwards as it was. Ranks deal the batches out
+    among themselves, and each gets what one process alone would.
 
     Args:
         model: has `config.context_length` and `loss(x, y)`, the mean in nats.
@@ -66,6 +70,7 @@ def evaluate(
         batch_size: windows at a time.
         max_tokens: at most so many targets, from the start; 0: all.
         autocast: the dtype of matrix products; None or float32: that of the model's weights.
+        group: the ranks that evaluate together, all of which must call it; all by default.
 
     Raises:
         ValueError: fewer than 2 tokens, `batch_size` less than 1, `max_tokens` less than 0, or a
@@ -78,18 +83,23 @@ def evaluate(
     batches = _batches(len(tokens) - 1, model.config.context_length, batch_size)
     device = torch.device(device)
     # one host synchronisation at the end instead of one a batch; MPS has no float64
-    means = torch.empty(len(batches), dtype=torch.float32, device=device)
+    means = torch.zeros(len(batches), dtype=torch.float32, device=device)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         # not inference_mode: a tensor that a compiled model keeps from there (a cached cast, say)
         # can never be used in training again
         with torch.no_grad(), _autocast(device, autocast):
-            for index, (starts, length) in enumerate(batches):
+            for index in range(rank(group), len(batches), world_size(group)):
+                starts, length = batches[index]
                 means[index] = model.loss(*take_windows(tokens, starts, length, device))
     finally:
         for module, is_training in modes:
             module.training = is_training
+    if world_size(group) > 1:
+        # each mean comes from one rank, and the others' zeros change no bit of it
+        means = means.to(current_device(group))
+        dist.all_reduce(means, group=group)
     sizes = torch.tensor([len(starts) * length for starts, length in batches], dtype=torch.float64)
     total = (means.cpu().double() * sizes).sum()
     loss = total / (len(tokens) - 1)

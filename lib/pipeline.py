@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,7 @@ def run_pipeline(
     """Corpus -> tokenizer and token arrays -> training -> sampled text.
 
     Each step is skipped when its result is there and was made from the same content and settings.
+    Ranks train together; rank 0 alone makes the data and the sample, which all ranks return.
 
     Returns:
         The rows of `tokenize_corpus` (none with `skip_data`), what became of the training, and each
@@ -89,22 +91,29 @@ def run_pipeline(
             an empty prompt where the tokenizer has no `<|endoftext|>`.
     """
     from lib.generate import generate_sample, load_model
+    from lib.ranks import on_each_rank, on_first_rank, patient_group
     from lib.train import train
     from lib.train_run import check_machine
 
     rows, training = [], config.train
+    group = patient_group()
     # before a corpus is made, which may take long
-    check_machine(training)
-    make_folder(training.output or training.runs_dir)
-    _check_prompts(config)
+    on_each_rank(lambda: check_machine(training))
+    on_first_rank(lambda: make_folder(training.output or training.runs_dir))
+    on_first_rank(lambda: _check_prompts(config))
     if not config.skip_data:
-        rows = tokenize_corpus(config.corpus, progress_bar=progress_bar)
+        make_data = partial(tokenize_corpus, config.corpus, progress_bar=progress_bar)
+        rows = on_first_rank(make_data, group)
         training = dataclasses.replace(training, data=training.data or config.corpus.output_dir)
     result = train(training)
     if result.status == "stopped":
         return rows, result, []
-    model, tokenizer, _ = load_model(result.checkpoint, training.device)
-    return rows, result, generate_sample(model, tokenizer, config.sample)
+
+    def sample() -> list[str]:
+        model, tokenizer, _ = load_model(result.checkpoint, training.device)
+        return generate_sample(model, tokenizer, config.sample)
+
+    return rows, result, on_first_rank(sample, group)
 
 
 def train_tokenizer(

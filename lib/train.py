@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,23 +25,27 @@ from lib.checkpoint import (
 )
 from lib.config_training import TrainConfig
 from lib.data import read_windows
+from lib.distributed import check_same
 from lib.evaluate import Evaluation, bytes_of_token, evaluate
-from lib.files import lock_folder, make_folder
+from lib.files import sha256_file
 from lib.hardware import keep_freed_memory, peak_flops
 from lib.metrics import MetricsLog
 from lib.model import TransformerLM
 from lib.model_costs import flops_per_token
 from lib.optimizer import cosine_lr
+from lib.ranks import of_all_ranks, on_each_rank, on_first_rank
 from lib.strict_json import to_dict
-from lib.train_run import (
-    Run,
-    check_same_run,
+from lib.train_folder import (
     check_same_settings,
+    check_seen,
     describe_run,
     finished_checkpoint,
-    prepare,
+    saved_identity,
+    take_folder,
 )
+from lib.train_run import Run, check_ranks_agree, prepare
 from lib.train_step import TrainStep, numerics
+from lib.train_stop import is_asked_to_stop, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -77,56 +80,41 @@ def train(
     mode it ends as if nothing had happened. SIGINT and SIGTERM end it after the current step, with
     a checkpoint.
 
+    **On several GPUs** each is trained on by a process of its own, a rank, that runs this function
+    on its part of the batch: `torchrun --nproc_per_node=2 -m lib train …` on one host (and
+    `--nnodes`, `--node_rank`, `--master_addr` on each of many), or in a notebook
+    `lib.distributed.launch(train, 2, config)`. A step takes batch_size ×
+    gradient_accumulation_steps × ranks windows; a run may go on with other numbers as long as their
+    product stays, and then sees the same windows, with the same losses up to rounding. Rank 0
+    writes, shows progress and calls `on_metrics`; hosts share the disk with the output folder.
+    Signals end such a run after the next step that is a multiple of `log_interval`. If a rank is
+    lost the job ends; `torchrun --max-restarts=2` starts it again from its last checkpoint.
+
     Args:
         on_metrics: called with each line of metrics, for a live figure.
 
     Raises:
-        ValueError, OSError: config, data and output folder do not fit; found out before any work.
+        ValueError, OSError: config, data and output folder do not fit; found out before any work,
+            and raised on all ranks.
         FloatingPointError: `max_nonfinite_steps` in a row had a loss or gradient not finite.
     """
-    run = prepare(config)
-    finished = finished_checkpoint(run)
+    run = on_each_rank(lambda: prepare(config))
+    on_each_rank(lambda: check_ranks_agree(run))
+    finished = on_first_rank(lambda: finished_checkpoint(run))
     if finished is not None:
         # before anything is written, so that the disk may be read-only
         log.info("%s is up to date: %s steps", run.folder, config.steps)
         return TrainResult("up to date", config.steps, None, run.folder, finished)
-    for folder in (run.folder, run.folder / "checkpoints"):
-        make_folder(folder)
     if run.device.type == "cpu":
         keep_freed_memory()
     with (
-        lock_folder(run.folder),
+        contextlib.ExitStack() as holding,
         numerics(tf32=config.tf32, deterministic=config.deterministic),
         stop_signals() as stop,
     ):
-        # again, since another process may have begun a run there before this one had the lock
-        check_same_run(run.folder, run.config, run.data_sha256)
+        on_first_rank(lambda: take_folder(run, holding))
+        on_each_rank(lambda: check_seen(run.folder))
         return _Training(run, on_metrics).go_on(stop)
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second SIGINT interrupts as usual.
-
-    A notebook's stop button sends SIGINT. Outside the main thread signals stay as they are.
-    """
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-        log.warning("%s: the step is finished and saved", signal.Signals(number).name)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclasses.dataclass
@@ -181,24 +169,34 @@ class _Training:
         self.bytes_of_token = bytes_of_token(run.tokenizer)
         self.progress = Progress()
         self.evaluation: Evaluation | None = None
+        self.metrics: MetricsLog | None = None
         self.checkpoints = run.folder / "checkpoints"
-        self.newest = newest_checkpoint(self.checkpoints)
+        self.newest = on_first_rank(lambda: newest_checkpoint(self.checkpoints))
         if self.newest is not None:
-            self._restore()
+            manifest = self.newest / "manifest.json"
+            on_each_rank(lambda: check_seen(manifest))
+            on_each_rank(lambda: check_same({str(manifest): sha256_file(manifest)}))
+            on_each_rank(self._restore)
 
     def go_on(self, stop: threading.Event) -> TrainResult:
         """Take the steps that are left, unless `stop` is set meanwhile."""
-        config, folder = self.config, self.run.folder
-        if self.progress.steps > config.steps:
-            raise ValueError(
-                f"steps is {config.steps}, but the run in {folder} has done {self.progress.steps}; "
-                "right is: at least as many, or another output"
-            )
-        if self.progress.steps == config.steps:
-            describe_run(self.run)
-            log.info("%s is up to date: %s steps", folder, self.progress.steps)
+        if self.progress.steps == self.config.steps:
+            on_first_rank(lambda: describe_run(self.run))
+            log.info("%s is up to date: %s steps", self.run.folder, self.progress.steps)
             return self._result("up to date")
-        self.metrics = MetricsLog(
+        with contextlib.ExitStack() as files:
+            on_first_rank(lambda: self._open_files(files))
+            self.clock = time.perf_counter()
+            while self.progress.steps < self.config.steps:
+                self._take_step()
+                if self._follow_up(stop):
+                    break
+        return self._result("finished" if self.progress.steps >= self.config.steps else "stopped")
+
+    def _open_files(self, files: contextlib.ExitStack) -> None:
+        """Describe the run in its folder, and open the log of metrics until `files` is left."""
+        config, folder = self.config, self.run.folder
+        metrics = MetricsLog(
             folder / "metrics.jsonl",
             total_steps=config.steps,
             start_step=self.progress.steps,
@@ -207,31 +205,27 @@ class _Training:
             run_name=folder.name,
             config=to_dict(config),
         )
-        with self.metrics:
-            describe_run(self.run)
-            self.clock = time.perf_counter()
-            while self.progress.steps < config.steps:
-                self._take_step()
-                done = self.progress.steps
-                is_last = done == config.steps
-                # shown together, so that the last line of progress holds the last evaluation
-                shown: dict[str, float] = {}
-                if is_last or done % config.log_interval == 0:
-                    shown |= self._log()
-                if is_last or (config.eval_interval and done % config.eval_interval == 0):
-                    shown |= self._evaluate()
-                if shown:
-                    self.metrics.advance(done, **shown)
-                is_due = config.checkpointing_interval > 0 and (
-                    done % config.checkpointing_interval == 0
-                )
-                # asked once, so that a signal between two questions cannot end the run unsaved
-                is_stopping = stop.is_set()
-                if is_last or is_due or is_stopping:
-                    self._save()
-                if is_stopping:
-                    break
-        return self._result("finished" if self.progress.steps >= config.steps else "stopped")
+        self.metrics = files.enter_context(metrics)
+        describe_run(self.run)
+
+    def _follow_up(self, stop: threading.Event) -> bool:
+        """Log, evaluate and save where it is due after a step; whether the run ends here."""
+        config, done = self.config, self.progress.steps
+        is_last = done == config.steps
+        # shown together, so that the last line of progress holds the last evaluation
+        shown: dict[str, float] = {}
+        if is_last or done % config.log_interval == 0:
+            shown |= self._log()
+        if is_last or (config.eval_interval and done % config.eval_interval == 0):
+            shown |= self._evaluate()
+        if shown and self.metrics:
+            self.metrics.advance(done, **shown)
+        is_due = config.checkpointing_interval > 0 and done % config.checkpointing_interval == 0
+        # asked once, so that a signal between two questions cannot end the run unsaved
+        is_stopping = is_asked_to_stop(stop, done, config.log_interval)
+        if is_last or is_due or is_stopping:
+            self._save()
+        return is_stopping
 
     def _take_step(self) -> None:
         run, config = self.run, self.config
@@ -249,10 +243,13 @@ class _Training:
             progress.skipped += row.is_skipped
             progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if row.is_skipped else 0
             if progress.skipped_in_a_row >= limit:
-                raise FloatingPointError(
-                    f"step {step}: loss {row.loss}, gradient norm {row.grad_norm} at learning rate "
-                    f"{learning_rate(self.config, step):.3g}, the {limit}th step in a row that is "
-                    "not finite (max_nonfinite_steps); a lower learning_rate usually helps"
+                raise of_all_ranks(
+                    FloatingPointError(
+                        f"step {step}: loss {row.loss}, gradient norm {row.grad_norm} at learning "
+                        f"rate {learning_rate(self.config, step):.3g}, the {limit}th step in a row "
+                        "that is not finite (max_nonfinite_steps); a lower learning_rate usually "
+                        "helps"
+                    )
                 )
         progress.unlogged += [list(row) for row in rows]
 
@@ -303,6 +300,8 @@ class _Training:
         return {"validation_loss": self.evaluation.loss}
 
     def _write(self, figures: dict[str, Any]) -> None:
+        if self.metrics is None:
+            return
         progress = self.progress
         record = {
             "step": progress.steps,
@@ -317,11 +316,15 @@ class _Training:
     def _save(self) -> None:
         self._read_log()
         self._stop_clock()
+        self.newest = on_first_rank(self._write_checkpoint)
+        self.clock = time.perf_counter()
+
+    def _write_checkpoint(self) -> Path:
         if not self.metrics.path.exists():
             raise FileNotFoundError(f"{self.run.folder} was removed while it was trained in")
         self.metrics.sync()
         self.progress.metrics_position = self.metrics.position
-        self.newest = save_checkpoint(
+        return save_checkpoint(
             self.checkpoints,
             step=self.progress.steps,
             model=self.model,
@@ -330,25 +333,29 @@ class _Training:
                 "progress": dataclasses.asdict(self.progress),
                 "sampler": self.run.sampler.state_dict(),
                 "config": to_dict(self.config),
+                "world_size": self.run.sampler.world_size,
                 "data_sha256": self.run.data_sha256,
             },
             tensors=self.step.state_tensors() | rng_state(self.run.device),
             keep_last=self.config.keep_last,
         )
-        self.clock = time.perf_counter()
 
     def _restore(self) -> None:
-        extra = read_extra(self.newest)
-        folder, data = self.run.folder, self.run.data_sha256
-        check_same_settings(folder, extra["config"], extra["data_sha256"], self.config, data)
+        run, extra = self.run, read_extra(self.newest)
+        check_same_settings(run, saved_identity(extra["config"], extra))
         loaded = load_checkpoint(
             self.newest, model=self.model, optimizer=self.step.optimizer, verify=False
         )
         self.progress = Progress(**loaded.extra["progress"])
-        self.run.sampler.load_state_dict(loaded.extra["sampler"])
+        if self.progress.steps > self.config.steps:
+            raise ValueError(
+                f"steps is {self.config.steps}, but the run in {run.folder} has done "
+                f"{self.progress.steps}; right is: at least as many, or another output"
+            )
+        run.sampler.load_state_dict(loaded.extra["sampler"])
         self.step.load_state_tensors(loaded.tensors)
-        set_rng_state(loaded.tensors, self.run.device)
-        log.info("going on with %s at step %s", self.run.folder, self.progress.steps)
+        set_rng_state(loaded.tensors, run.device)
+        log.info("going on with %s at step %s", run.folder, self.progress.steps)
 
     def _stop_clock(self) -> None:
         """Count the time since the clock was set as training."""
@@ -359,9 +366,10 @@ class _Training:
         self.clock = now
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOP/s over what the chip's maker promises; None where nothing is known."""
+        """Model FLOP/s over what the chips' maker promises; None where nothing is known."""
         limit = peak_flops(self.run.device, self.run.dtype)
-        return limit and flops_per_token(self.config.model) * tokens_per_s / limit
+        flops = flops_per_token(self.config.model) * tokens_per_s
+        return limit and flops / (limit * self.run.sampler.world_size)
 
     def _result(self, status: Literal["finished", "stopped", "up to date"]) -> TrainResult:
         steps = self.progress.steps

@@ -1,10 +1,9 @@
-"""What a training run needs, opened and checked before any work, and what names its folder."""
+"""What a training run needs, opened and checked before any work."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from lib.checkpoint import find_checkpoint, read_extra
 from lib.config_training import TrainConfig
 from lib.data import BatchSampler, load_token_array, read_manifest
-from lib.files import write_atomically
-from lib.hardware import pick_device, pick_dtype, provenance
-from lib.strict_json import from_json, to_dict, to_json
+from lib.distributed import check_same, current_device, rank, world_size
+from lib.hardware import pick_device, pick_dtype
+from lib.strict_json import to_dict
 from lib.tokenizer import Tokenizer
+from lib.train_folder import check_same_run, identity, run_folder
+from lib.train_step import check_wrapper
 
-# Two runs that agree in these learn the same; the rest is where and how they are run.
-SETTINGS = (
-    "model",
-    "optimizer",
-    "steps",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "seed",
-    "dtype",
-    "low_precision_weights",
-)
-# What a run's folder holds beside metrics and checkpoints.
-RUN_FILES = ("config.json", "tokenizer.json", "run.json")
+# Where each rank finds and leaves things, which may differ between hosts.
+PLACES = ("data", "output", "runs_dir", "device")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -51,12 +40,22 @@ class Run:
     data_sha256: dict[str, str]
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other runs, as `lib.train_folder.identity` gives it."""
+        fields = to_dict(self.config) | {"world_size": self.sampler.world_size}
+        return identity(fields, self.data_sha256)
+
+    @property
     def tokens_per_step(self) -> int:
         return self.sampler.windows_per_step * self.config.model.context_length
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Open and check all that a run needs, without changing anything."""
+    """Open and check all that a run needs, without changing anything.
+
+    Each rank does so by itself; rank 0 alone looks into the output folder, and one on each host
+    hashes the data.
+    """
     device, dtype = check_machine(config)
     if config.data is None:
         raise ValueError("data is None; right is: a folder that `python -m lib tokenize` made")
@@ -68,8 +67,9 @@ def prepare(config: TrainConfig) -> Run:
         )
     tokenizer = Tokenizer.load(tokenizer_path)
     paths = {part: config.data / f"{part}.npy" for part in ("train", "validation")}
+    is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
     tokens = {
-        part: load_token_array(path, tokenizer=tokenizer, verify=True)
+        part: load_token_array(path, tokenizer=tokenizer, verify=is_first_of_host)
         for part, path in paths.items()
     }
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
@@ -87,14 +87,14 @@ def prepare(config: TrainConfig) -> Run:
         model.context_length,
         config.batch_size * config.gradient_accumulation_steps,
         seed=config.seed,
+        rank=rank(),
+        world_size=world_size(),
     )
     hashes = {part: read_manifest(path).tokens_sha256 for part, path in paths.items()}
     hashes["tokenizer"] = tokenizer.sha256
-    folder = config.output or run_folder(config, hashes)
-    check_same_run(folder, config, hashes)
-    return Run(
+    run = Run(
         config,
-        folder,
+        config.output or run_folder(config, hashes, world_size()),
         device,
         dtype,
         tokenizer,
@@ -103,110 +103,43 @@ def prepare(config: TrainConfig) -> Run:
         sampler,
         hashes,
     )
+    if rank() == 0:
+        check_same_run(run)
+    return run
+
+
+def check_ranks_agree(run: Run) -> None:
+    """Refuse, on all ranks, a run whose settings or data differ between them."""
+    settings = {name: value for name, value in to_dict(run.config).items() if name not in PLACES}
+    # not what was asked for, which may mean another one on another chip
+    settings["dtype"] = run.dtype
+    facts = settings | {f"data.{name}": sha256 for name, sha256 in run.data_sha256.items()}
+    check_same({name: str(value) for name, value in facts.items()})
 
 
 def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that `config` means here; refuse what this machine cannot do.
+    """The device and dtype that `config` means on this rank; refuse what cannot be done there.
 
     Raises:
         ValueError: device, dtype or a way to run that is not to be had.
     """
-    device = pick_device(config.device)
+    check_wrapper(config, world_size())
+    device = pick_device(config.device) if world_size() == 1 else _device_of_rank(config.device)
     dtype = pick_dtype(device, config.dtype)
     _check_device(config, device, dtype)
     return device, dtype
 
 
-def run_folder(config: TrainConfig, data_sha256: dict[str, str]) -> Path:
-    """The folder of a run without `output`: named by what it learns from and how."""
-    content = json.dumps([_settings(config), data_sha256], sort_keys=True)
-    key = hashlib.sha256(content.encode()).hexdigest()[:8]
-    return config.runs_dir / f"{config.data.resolve().name}-{key}"
-
-
-def finished_checkpoint(run: Run) -> Path | None:
-    """The whole checkpoint of a run that has all its steps and files; nothing is written.
-
-    Raises:
-        ValueError: it belongs to a run with other settings.
-    """
-    path = run.folder / "checkpoints" / f"step-{run.config.steps:08d}"
-    names = [other.name.removeprefix("step-") for other in path.parent.glob("step-*")]
-    steps = [int(name) for name in names if name.isdigit()]
-    has_files = all((run.folder / name).exists() for name in RUN_FILES)
-    if not has_files or max(steps, default=None) != run.config.steps:
-        return None
-    try:
-        find_checkpoint(path)
-    except ValueError:
-        # whoever looks for the one before it names this one
-        return None
-    extra = read_extra(path)
-    before = extra["config"], extra["data_sha256"]
-    check_same_settings(run.folder, *before, run.config, run.data_sha256)
-    return path
-
-
-def describe_run(run: Run) -> None:
-    """Write what a run's folder needs beside its checkpoints: config, tokenizer, provenance."""
-    write_atomically(run.folder / "config.json", to_json(run.config) + "\n")
-    run.tokenizer.save(run.folder / "tokenizer.json")
-    record = provenance(run.config.seed, device=run.device) | {"data_sha256": run.data_sha256}
-    del record["config"]
-    write_atomically(run.folder / "run.json", json.dumps(record, indent=2) + "\n")
-
-
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    fields = to_dict(config)
-    return {name: fields[name] for name in SETTINGS}
-
-
-def check_same_run(folder: Path, config: TrainConfig, data_sha256: dict[str, str]) -> None:
-    """Refuse a folder that holds another run, or any run where none is to go on."""
-    paths = folder / "config.json", folder / "run.json"
-    if not config.resume and (paths[0].exists() or any(folder.glob("checkpoints/step-*"))):
-        raise ValueError(f"output {folder} holds a run, and resume is False; give another output")
-    # a checkpoint knows its settings too, so that nothing is mixed when one of these is missing
-    if all(path.exists() for path in paths):
-        try:
-            data = json.loads(paths[1].read_text())["data_sha256"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{paths[1]} is damaged; remove it to go on without it") from error
-        check_same_settings(
-            folder, to_dict(from_json(TrainConfig, paths[0])), data, config, data_sha256
-        )
-
-
-def check_same_settings(
-    folder: Path,
-    config_before: dict[str, Any],
-    data_before: dict[str, str],
-    config: TrainConfig,
-    data_sha256: dict[str, str],
-) -> None:
-    """Refuse to go on with a run that learns from other data or in another way."""
-    before = {name: config_before[name] for name in SETTINGS} | {"data": data_before}
-    now = _settings(config) | {"data": data_sha256}
-    # a run may be made longer
-    del before["steps"], now["steps"]
-    differences = _differences(before, now)
-    if differences:
+def _device_of_rank(name: str) -> torch.device:
+    """The device that this rank of several has in their group, as long as `name` fits."""
+    device = current_device()
+    if name not in ("auto", device.type):
+        others = ", or hide the GPUs with CUDA_VISIBLE_DEVICES=''" if name == "cpu" else ""
         raise ValueError(
-            f"output {folder} holds a run with other settings: {'; '.join(differences)}; "
-            "give another output, or remove that folder"
+            f"device is {name!r}, but the ranks' group works on {device.type}; right is: auto, "
+            f"which gives each rank a device of its own{others}"
         )
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:
-    """What changed from `before` to `now`, each as `name: old, now new`."""
-    lines = []
-    for name in now:
-        old, new = before.get(name), now[name]
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += _differences(old, new, f"{path}{name}.")
-        elif old != new:
-            lines.append(f"{path}{name} was {old}, now {new}")
-    return lines
+    return device
 
 
 def _check_device(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> None:

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.config_training import TrainConfig
+from lib.ddp import wrap
+from lib.distributed import mean_over_ranks, world_size
 from lib.loss import linear_cross_entropy
 from lib.model import TransformerLM
 from lib.optimizer import AdamW, clip_coefficient
@@ -25,19 +28,25 @@ from lib.profiling import annotate
 FIRST_LOSS_SCALE = 2.0**16
 LARGEST_LOSS_SCALE = 2.0**24
 GROWTH_INTERVAL = 1000
+# The wrappers that average gradients while backward computes others.
+OVERLAPPING = ("overlap", "flashddp", "torch_ddp")
 
 
 class StepLog(NamedTuple):
     """What one step reports."""
 
     loss: float
-    """Mean cross-entropy (and z-loss) in nats per token."""
+    """Mean cross-entropy (and z-loss) in nats per token, of all ranks."""
 
     grad_norm: float
     """Global L2 norm of the gradients before clipping."""
 
     is_skipped: bool
-    """Whether loss or gradients were not finite, so that nothing was updated."""
+    """Whether loss or gradients were not finite, so that nothing was updated.
+
+    Of several ranks none knows the others' losses in time. There the gradients alone decide, which
+    are averaged and so the same on all.
+    """
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, lr: Tensor) -> AdamW:
@@ -53,21 +62,107 @@ def make_optimizer(model: nn.Module, config: TrainConfig, lr: Tensor) -> AdamW:
     return AdamW([g for g in groups if g["params"]], lr, betas, settings.eps)
 
 
+def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
+    """Refuse a `ddp_wrapper` that cannot train on so many ranks as `config` asks for.
+
+    Raises:
+        ValueError: `none` on several ranks, or `torch_ddp` there with `cuda_graph`.
+    """
+    if num_ranks == 1:
+        return
+    if config.ddp_wrapper == "none":
+        raise ValueError(
+            f"ddp_wrapper is 'none', but there are {num_ranks} ranks, which would each train a "
+            "model of their own; right is: flashddp, or another one"
+        )
+    if config.ddp_wrapper == "torch_ddp" and config.cuda_graph:
+        # it would have to be made, and warmed up for 11 steps, on a stream of its own
+        raise ValueError(
+            "ddp_wrapper is 'torch_ddp' and cuda_graph is True, which do not go together on "
+            f"{num_ranks} ranks; right is: flashddp, or cuda_graph False"
+        )
+
+
+def compile_blocks(model: TransformerLM) -> None:
+    """Let `torch.compile` fuse each block of `model` by itself, once for all of them.
+
+    A whole model of 48 blocks takes it minutes. And the gradients of one compiled graph arrive
+    together at its end: those of blocks arrive during backward, so that they can be averaged
+    meanwhile.
+    """
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+    # how the model runs its blocks on a GPU
+    model.fused_layer = torch.compile(model.fused_layer, dynamic=False)
+
+
+class MeanLoss(nn.Module):
+    """A model's loss as a module, for the wrappers of `lib.ddp`.
+
+    Args:
+        autocast: the dtype of matrix products; None: that of the weights.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        z_loss: float,
+    ) -> None:
+        super().__init__()
+        self.model, self.device, self.dtype, self.z_loss = model, device, autocast, z_loss
+        self.hidden = model.hidden
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the tokens of inputs and targets, both (batch, length) int64."""
+        with self.autocast():
+            hidden = self.hidden(inputs).flatten(0, 1)
+            weight = self.model.output_weight
+            with annotate("loss"):
+                return linear_cross_entropy(hidden, weight, targets.flatten(), z_loss=self.z_loss)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        is_short = self.dtype is not None
+        return torch.autocast(self.device.type, self.dtype, enabled=is_short)
+
+
 class TrainStep:
     """Runs optimizer steps of `model`, and remembers what each reported until it is read.
 
     Call it with the windows of a step. The first call compiles or records what the config asks for.
+    Several ranks call it together, each with windows of its own. `parallel` is the model's loss in
+    the wrapper that averages gradients, `config.ddp_wrapper`.
 
     Args:
-        model: on `device`; its matrices in `dtype` where config.low_precision_weights says so.
+        model: on `device`; its matrices in `dtype` where config.low_precision_weights says so. All
+            ranks get the weights of rank 0.
         dtype: of activations and matrix products.
+        group: the ranks that train `model` together; all by default.
+
+    Raises:
+        ValueError: as `check_wrapper`; models or settings differ between ranks.
     """
 
     def __init__(
-        self, model: TransformerLM, config: TrainConfig, device: torch.device, dtype: torch.dtype
+        self,
+        model: TransformerLM,
+        config: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
-        self.hidden = torch.compile(model.hidden, dynamic=False) if config.compile else model.hidden
+        self.group, self.num_ranks = group, world_size(group)
+        check_wrapper(config, self.num_ranks)
+        is_short = dtype != torch.float32 and not config.low_precision_weights
+        self.loss = MeanLoss(model, device, dtype if is_short else None, config.optimizer.z_loss)
+        if config.compile:
+            self._compile()
+        self.parallel = wrap(
+            config.ddp_wrapper, self.loss, group=group, bucket_cap_mb=config.bucket_size_mb
+        )
         self.lr = torch.zeros((), device=device)
         self.optimizer = make_optimizer(model, config, self.lr)
         shape = (config.gradient_accumulation_steps, config.batch_size)
@@ -89,7 +184,8 @@ class TrainStep:
         """Take one step at learning rate `lr` (read the log at least every log_interval steps).
 
         Args:
-            windows: (gradient_accumulation_steps · batch_size, context_length + 1) int64.
+            windows: this rank's, (gradient_accumulation_steps · batch_size, context_length + 1)
+                int64.
         """
         self.windows.copy_(windows.view_as(self.windows), non_blocking=True)
         self.lr.fill_(lr)
@@ -102,15 +198,17 @@ class TrainStep:
         self.unread += 1
 
     def read_log(self) -> list[StepLog]:
-        """What the steps since the last call reported; waits for the device."""
+        """What the steps since the last call reported; waits for the device and the other ranks."""
         size = len(self.rows)
         last = int(self.next_row)
-        rows = self.rows.tolist()
+        rows = mean_over_ranks(self.rows, self.group).tolist()
         places = [(last - self.unread + i) % size for i in range(self.unread)]
         self.unread = 0
+        # as on the device
+        decisive = slice(None) if self.num_ranks == 1 else slice(1, None)
         return [
-            StepLog(loss, norm, not (math.isfinite(loss) and math.isfinite(norm)))
-            for loss, norm in map(rows.__getitem__, places)
+            StepLog(*row, not all(map(math.isfinite, row[decisive])))
+            for row in map(rows.__getitem__, places)
         ]
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -124,28 +222,38 @@ class TrainStep:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Matrix products in the short type, where the weights are not held in it."""
-        is_short = self.dtype != torch.float32 and not self.config.low_precision_weights
-        return torch.autocast(self.device.type, self.dtype, enabled=is_short)
+        return self.loss.autocast()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, times the loss scale of float16, to those of the weights."""
         (loss * self.loss_scale if self.uses_scale else loss).backward()
 
+    def _compile(self) -> None:
+        if self.num_ranks == 1 or self.config.ddp_wrapper not in OVERLAPPING:
+            self.loss.hidden = torch.compile(self.model.hidden, dynamic=False)
+            return
+        compile_blocks(self.model)
+        if self.config.ddp_wrapper == "torch_ddp":
+            # it would split graphs at its buckets, which blocks are small enough for
+            torch._dynamo.config.optimize_ddp = False
+
     def _step(self) -> None:
         # few operations beside model and optimizer: a small model feels each kernel
-        losses = []
-        for windows in self.windows:
-            with annotate("forward"):
-                loss = self._loss(windows[:, :-1], windows[:, 1:]) / len(self.windows)
-            with annotate("backward"):
-                self.backward(loss)
+        losses, last = [], len(self.windows) - 1
+        for index, windows in enumerate(self.windows):
+            with contextlib.nullcontext() if index == last else self.parallel.no_sync():
+                with annotate("forward"):
+                    loss = self.parallel(windows[:, :-1], windows[:, 1:]) / len(self.windows)
+                with annotate("backward"):
+                    self.backward(loss)
             losses.append(loss.detach())
+        self.parallel.finish_gradient_synchronization()
         with annotate("gradient norm"):
             norm = self.optimizer.grad_norm()
         if self.uses_scale:
             norm = norm / self.loss_scale
         row = torch.stack((sum(losses), norm))
-        is_finite = row.isfinite().all()
+        is_finite = row.isfinite().all() if self.num_ranks == 1 else norm.isfinite()
         max_norm = self.config.optimizer.max_grad_norm
         scale = clip_coefficient(norm, max_norm) if max_norm else None
         if self.uses_scale:
@@ -157,13 +265,6 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.rows.index_copy_(0, self.next_row, row.unsqueeze(0))
         self.next_row.add_(1).remainder_(len(self.rows))
-
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.autocast():
-            hidden = self.hidden(inputs).flatten(0, 1)
-            weight, z_loss = self.model.output_weight, self.config.optimizer.z_loss
-            with annotate("loss"):
-                return linear_cross_entropy(hidden, weight, targets.flatten(), z_loss=z_loss)
 
     def _adapt_loss_scale(self, is_finite: Tensor) -> None:
         """Halve the scale after an overflow, double it after a while without one."""
@@ -187,7 +288,9 @@ class TrainStep:
             tensor.copy_(value)
         self.hold.fill_(False)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # NCCL watches over its collectives from a thread of its own, which may ask CUDA meanwhile
+        mode = "global" if self.num_ranks == 1 else "thread_local"
+        with torch.cuda.graph(self.graph, capture_error_mode=mode):
             self._step()
 
 

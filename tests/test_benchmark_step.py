@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lib
 import lib.benchmark_step as benchmark
 import lib.model as model_file
-from lib.benchmark_step import StepBench, benchmark_step, compile_layers, write_report
+from lib.benchmark_step import StepBench, benchmark_step, write_report
 from lib.benchmark_step_cases import CPU_SIZES, GPU_SIZES, StepCase, predicted_memory, step_cases
 from lib.config import StepBenchmarkConfig
 from lib.config_training import ModelConfig
@@ -25,6 +25,7 @@ from lib.model import TransformerLM
 from lib.model_costs import flops_per_token, num_parameters
 from lib.model_presets import MODEL_PRESETS, model_preset
 from lib.report import read_records
+from lib.train_step import compile_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -266,7 +267,7 @@ def test_all_layers_share_one_compilation(compiled):
     model = TransformerLM(TINY)
     token_ids = torch.zeros(2, 8, dtype=torch.int64)
     expected = model(token_ids)
-    compile_layers(model)
+    compile_blocks(model)
     torch.testing.assert_close(model(token_ids), expected)
     assert compiled.frame_count == 1
     with torch.no_grad():
@@ -293,7 +294,7 @@ def test_layers_as_they_run_on_a_gpu_share_one_compilation_too(compiled, monkeyp
     model.zero_grad(set_to_none=True)
     # for the whole model's choice, not for that of attention and feed-forward layer
     monkeypatch.setattr(model_file, "has_kernels", lambda x: not torch.compiler.is_compiling())
-    compile_layers(model)
+    compile_blocks(model)
     hidden = model.hidden(token_ids)
     hidden.sum().backward()
     torch.testing.assert_close(hidden, expected)

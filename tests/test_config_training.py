@@ -59,6 +59,8 @@ NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
         (TrainConfig, {"eval_tokens": -1}, "eval_tokens is -1"),
         (TrainConfig, {"dtype": "float64"}, "right is: auto, float32, bfloat16 or float16"),
         (TrainConfig, {"dtype": ""}, "dtype is ''"),
+        (TrainConfig, {"ddp_wrapper": "ddp"}, "ddp_wrapper is 'ddp'; right is: none, naive, flat"),
+        (TrainConfig, {"bucket_size_mb": 0}, "bucket_size_mb is 0; right is: more than 0"),
         (TrainConfig, {"steps": 99}, "warmup_steps 100 is more than steps 99"),
         (SampleConfig, {"prompts": ()}, "prompts is (); right is: at least one text"),
         (SampleConfig, {"max_new_tokens": -1}, "max_new_tokens is -1"),

@@ -231,7 +231,7 @@ def test_switching_ranges_on_compiles_nothing_again():
 def test_a_compiled_step_has_the_ranges_around_compiled_code(tmp_path):
     torch.compiler.reset()
     step, windows = make_step(), torch.zeros(2, 17, dtype=torch.int64)
-    step.hidden = torch.compile(step.model.hidden, backend="aot_eager")
+    step.loss.hidden = torch.compile(step.model.hidden, backend="aot_eager")
     step(windows, 1e-3)
     with profiling.enabled():
         found = nesting(ranges_of(lambda: step(windows, 1e-3), tmp_path))

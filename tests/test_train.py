@@ -24,7 +24,7 @@ import lib.checkpoint
 import lib.files
 import lib.metrics
 import lib.train
-import lib.train_run
+import lib.train_folder
 from lib.__main__ import main
 from lib.checkpoint import load_checkpoint
 from lib.config import TokenizeConfig
@@ -38,6 +38,7 @@ from lib.pipeline import tokenize_corpus
 from lib.strict_json import to_dict, to_json
 from lib.tokenizer import SEPARATOR, Tokenizer
 from lib.train import train
+from lib.train_folder import FACTORS
 from lib.train_run import prepare
 from lib.train_step import TrainStep
 
@@ -618,7 +619,7 @@ def test_a_finished_run_is_reported_without_writing(straight, config, monkeypatc
         raise refuse
 
     for function in ("make_folder", "lock_folder", "atomic_write", "write_atomically"):
-        for module in (lib.files, lib.train, lib.train_run, lib.checkpoint, lib.metrics):
+        for module in (lib.files, lib.train_folder, lib.checkpoint, lib.metrics):
             if hasattr(module, function):
                 monkeypatch.setattr(module, function, no)
     result = train(config)
@@ -677,7 +678,11 @@ def test_how_a_run_is_watched_may_change(stopped, straight):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 5}, "batch_size was 4, now 5"),
+        (
+            {"batch_size": 5},
+            "a step was 4 windows = batch_size 4 × gradient_accumulation_steps 1 × world_size 1, "
+            "now 5 = batch_size 5 × .*; batch_size 4 would fit, else give another output",
+        ),
         ({"seed": 3}, "seed was 0, now 3"),
         ({"dtype": "bfloat16"}, "dtype was auto, now bfloat16"),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model.d_ff was 32, now 64"),
@@ -685,7 +690,12 @@ def test_how_a_run_is_watched_may_change(stopped, straight):
             {"optimizer": dataclasses.replace(OPTIMIZER, weight_decay=0.2)},
             "optimizer.weight_decay was 0.1, now 0.2",
         ),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1, now 2"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "now 8 = batch_size 4 × gradient_accumulation_steps 2 × .*; batch_size 2 would fit",
+        ),
+        # no batch_size fits
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3 × world_size 1; give"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused_by_name(stopped, changes, message):
@@ -972,8 +982,26 @@ def test_what_is_missing_from_a_finished_run_is_written_again(config, straight, 
 @pytest.mark.parametrize("name", ["config.json", "run.json"])
 def test_settings_are_not_mixed_when_a_description_is_missing(config, stopped, name):
     (config.output / name).unlink()
-    with pytest.raises(ValueError, match=r"batch_size was 4, now 2"):
+    with pytest.raises(ValueError, match=r"a step was 4 windows .* now 2"):
         train(dataclasses.replace(config, batch_size=2))
+
+
+def test_a_description_that_does_not_tell_how_a_step_is_split_is_that_of_one_process(stopped):
+    path = stopped.output / "run.json"
+    record = json.loads(path.read_text())
+    for name in FACTORS:
+        del record[name]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"a step was 4 windows .* now 2"):
+        train(dataclasses.replace(stopped, batch_size=2))
+    assert train(stopped).status == "finished"
+
+
+def test_another_split_of_the_same_step_goes_on(stopped, straight):
+    parts = {"batch_size": 1, "gradient_accumulation_steps": 4}
+    assert train(dataclasses.replace(stopped, **parts)).status == "finished"
+    for one, other in zip(lines(stopped.output), lines(straight), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
 
 
 def test_a_damaged_description_is_named(config, stopped):
