@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from lib.benchmark import take_turns
 from lib.flash_attention_tiles import (
@@ -96,7 +97,8 @@ def tune(
         tokens, heads: of the causal attention that is measured.
 
     Returns:
-        A row for each kernel: its key, the tiles of the table and the best, and their times in ms.
+        A row for each kernel: its key, the tiles of the table and the best, and their times in ms;
+        None for the table's where they do not fit this GPU.
 
     Raises:
         ValueError: there is no GPU.
@@ -113,19 +115,25 @@ def tune(
         for kind in KINDS
     ]
     with torch.cuda.device(gpu):
-        usable = compile_all([(c, tiles) for c in choices for tiles in candidates(c, gpu)])
+        jobs = [(c, tiles) for c in choices for tiles in candidates(c, gpu)]
+        print(f"{len(jobs)} kernels to compile", file=sys.stderr, flush=True)
+        usable = compile_all(jobs)
         rows, found = [], {}
-        for choice in choices:
-            tiles = [t for t in candidates(choice, gpu) if (choice, t) in usable]
-            functions = _functions(choice, tiles, tokens, heads)
-            times = [m.median_ms for m in take_turns(functions, device=gpu, max_seconds=0.5)]
-            milliseconds, best = min(zip(times, tiles))
+        for choice in tqdm(choices, desc="measured", disable=None):
             q = _example(choice)
             precision = usable_precision(q, choice.precision, compute_capability(gpu))
             key = tiles_key(choice.kind, q, precision)
-            found[key] = best
-            first = {"kernel": key, "table": str(tuple(tiles[0])), "ms": times[0]}
-            rows.append(first | {"best": str(tuple(best)), "best ms": milliseconds})
+            of_table, *_ = tried = candidates(choice, gpu)
+            tiles = [t for t in tried if (choice, t) in usable]
+            row = {"kernel": key, "table": str(tuple(of_table)), "ms": None}
+            row |= {"best": "none fits", "best ms": None}
+            if tiles:
+                functions = _functions(choice, tiles, tokens, heads)
+                times = [m.median_ms for m in take_turns(functions, device=gpu, max_seconds=0.5)]
+                milliseconds, found[key] = min(zip(times, tiles))
+                row["ms"] = dict(zip(tiles, times)).get(of_table)
+                row |= {"best": str(tuple(found[key])), "best ms": milliseconds}
+            rows.append(row)
     keep_tiles(gpu, found)
     return rows
 

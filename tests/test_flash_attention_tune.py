@@ -141,6 +141,16 @@ def test_the_fastest_is_kept(on_a_gpu, monkeypatch):
     assert tiles.backward_tiles(heads(64)) == (chosen["queries"], chosen["keys"])
 
 
+def test_where_nothing_fits_the_row_says_so_and_nothing_is_kept(on_a_gpu, monkeypatch):
+    tune = pytest.importorskip("lib.flash_attention_tune")
+    monkeypatch.setattr(tune, "pick_device", lambda device: DEVICE)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(tune, "compile_all", lambda jobs: set())
+    rows = tune.tune((64,), ("bfloat16",))
+    assert [(row["best"], row["ms"]) for row in rows] == [("none fits", None)] * 3
+    assert tiles.forward_tiles(heads(64)) == tiles.forward_tiles(heads(64), (8, 0))
+
+
 def test_a_cpu_is_refused():
     tune = pytest.importorskip("lib.flash_attention_tune")
     with pytest.raises(ValueError, match="device is cpu; right is: a CUDA device"):
@@ -160,5 +170,5 @@ def test_tuning_takes_less_than_a_minute_and_is_never_slower(tmp_path, monkeypat
     start = time.monotonic()
     rows = tune.tune()
     assert time.monotonic() - start < 60
-    assert all(row["best ms"] <= row["ms"] for row in rows)
+    assert all(row["best ms"] <= (row["ms"] or row["best ms"]) for row in rows)
     tiles.found_tiles.cache_clear()
