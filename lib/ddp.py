@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lib.ddp_base import DataParallel, inner_module
+from lib.ddp_base import DataParallel, Wrapper
 from lib.ddp_buckets import Bucket, MeanReduction, fill_buckets
 from lib.distributed import broadcast_module, check_same, world_size
 from lib.profiling import annotate
@@ -173,7 +173,7 @@ class BucketedDDP(OverlappedDDP):
         return fill_buckets(params, cap_bytes=self.bucket_cap_mb * 2**20, packed=self.packed)
 
 
-class TorchDDP(nn.Module):
+class TorchDDP(Wrapper):
     """PyTorch's `DistributedDataParallel` behind the interface of the others.
 
     It averages during backward and needs no `finish_gradient_synchronization()`, which does
@@ -236,14 +236,6 @@ class TorchDDP(nn.Module):
         """In the block, forward and backward passes only add up gradients on this rank."""
         is_wrapped = isinstance(self.inner, DistributedDataParallel)
         return self.inner.no_sync() if is_wrapped else contextlib.nullcontext()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of the module, under its names, compiled or not."""
-        return inner_module(self.module).state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module; every rank must load the same."""
-        return inner_module(self.module).load_state_dict(*args, **kwargs)
 
 
 WRAPPERS = {

@@ -17,8 +17,20 @@ from lib.distributed import broadcast_module, check_same, world_size
 from lib.profiling import annotate
 
 
-class DataParallel(nn.Module):
-    """What all wrappers share; alone, the wrapper `none` of a single rank.
+class Wrapper(nn.Module):
+    """A module around another one, `module`, whose state is that of the other."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of the module, under its names, compiled or not."""
+        return inner_module(self.module).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module; every rank must load the same."""
+        return inner_module(self.module).load_state_dict(*args, **kwargs)
+
+
+class DataParallel(Wrapper):
+    """What the wrappers share; alone, the wrapper `none` of a single rank.
 
     Parameters and buffers start as those of the group's rank 0. Buffers that change in training
     (batch norm's) stay each rank's own. On a single rank nothing is hooked and nothing costs.
@@ -105,14 +117,6 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.is_syncing = before
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of the module, under its names, compiled or not."""
-        return inner_module(self.module).state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module; every rank must load the same."""
-        return inner_module(self.module).load_state_dict(*args, **kwargs)
 
     def _synchronize(self) -> None:
         """Make every gradient its mean, in a group of several ranks."""
