@@ -66,7 +66,7 @@ def test_the_folded_solution_passes(stub, help_text, capsys):
     assert capsys.readouterr().out.startswith("right")
 
 
-@pytest.mark.parametrize("notebook", ["01_tokenizer", "02_model", "05_flash_attention"])
+@pytest.mark.parametrize("notebook", ["01_tokenizer", "02_model", "05_flash_attention", "06_ddp"])
 def test_a_notebook_has_its_exercises(notebook):
     assert sum(notebook in case.id for case in EXERCISES) == 3
 
