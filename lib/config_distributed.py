@@ -1,6 +1,7 @@
 """What the benchmark of communication measures: a frozen dataclass, checked when made."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -51,9 +52,9 @@ class CommunicationBenchmarkConfig:
 
     def __post_init__(self) -> None:
         check(self, "collectives", bool(self.collectives), "at least one")
-        check(self, "sizes_mb", all(size > 0 for size in self.sizes_mb), "each above 0")
+        check(self, "sizes_mb", all(0 < size < math.inf for size in self.sizes_mb), "each above 0")
         check(self, "ranks", self.ranks is None or self.ranks >= 2, "at least 2")
         for field in ("warmup", "samples"):
             check(self, field, getattr(self, field) > 0, "at least 1")
         for field in ("max_seconds", "timeout"):
-            check(self, field, getattr(self, field) > 0, "more than 0")
+            check(self, field, 0 < getattr(self, field) < math.inf, "more than 0, and finite")

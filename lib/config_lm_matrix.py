@@ -1,6 +1,7 @@
 """What `python -m lib benchmark lm-matrix` measures: a frozen dataclass, checked when made."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -113,7 +114,7 @@ class LmMatrixConfig:
         for field in ("loss_steps", "trace_steps", "seed"):
             check(self, field, getattr(self, field) >= 0, "0 or more")
         for field in ("timeout", "bucket_size_mb"):
-            check(self, field, getattr(self, field) > 0, "more than 0")
+            check(self, field, 0 < getattr(self, field) < math.inf, "more than 0, and finite")
         right = "auto, float32, bfloat16 or float16"
         check(self, "dtype", self.dtype in right.replace(" or", ",").split(", "), right)
         if self.model is not None:

@@ -163,7 +163,7 @@ class BucketedDDP(OverlappedDDP):
     def __init__(
         self, module: nn.Module, *, bucket_cap_mb: float = 25.0, packed: bool = True, **options: Any
     ) -> None:
-        if bucket_cap_mb <= 0:
+        if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; right is: above 0")
         super().__init__(module, **options)
         self.bucket_cap_mb, self.packed = bucket_cap_mb, packed

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.multiprocessing as mp
@@ -67,16 +68,17 @@ def launch(
         WorkerError: a rank raised, ended or was waited for too long; the others were ended too.
     """
     _check_importable(fn)
-    if world_size < 1 or timeout <= 0:
+    if world_size < 1 or not 0 < timeout < math.inf:
         raise ValueError(
-            f"world_size is {world_size} and timeout {timeout}; right is: at least 1, and above 0"
+            f"world_size is {world_size} and timeout {timeout}; right is: at least 1, and above 0 "
+            "and finite"
         )
     backend = checked_backend(backend, world_size)
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
         # in a file, since tensors given to a process directly would be one memory for all of them
         torch.save((fn, args), folder / "call.pt")
-        job = (world_size, folder, backend, timeout)
+        job = (world_size, folder, backend, timeout, os.getpid())
         workers = mp.start_processes(_work, job, nprocs=world_size, join=False)
         try:
             while not workers.join(grace_period=GRACE_SECONDS):
@@ -107,8 +109,13 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         )
 
 
-def _work(rank: int, world_size: int, folder: Path, backend: str, timeout: float) -> None:
+def _work(
+    rank: int, world_size: int, folder: Path, backend: str, timeout: float, parent: int
+) -> None:
     """What a launched process does: join, call, leave its result or its failure in `folder`."""
+    if os.getppid() != parent:
+        # it ended while this process started; from here on torch ends this one with it
+        _end_now(1)
     # an interrupt ends a worker silently, even inside a collective
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for prefix in ("", "LOCAL_"):
@@ -127,16 +134,21 @@ def _work(rank: int, world_size: int, folder: Path, backend: str, timeout: float
             "traceback": traceback.format_exc(),
         }
         write_atomically(_failure_file(folder, rank), json.dumps(record))
-        _leave(1)
-    atexit._run_exitfuncs()
-    _leave(0)
+        _end_now(1)
+    leave(0)
 
 
-def _leave(exitcode: int) -> None:
-    """End this process without taking torch's threads down.
+def leave(exitcode: int) -> NoReturn:
+    """End this process, which has left its group, without taking torch's threads down.
 
-    That would wait for collectives that never end and, once in a while, abort a finished process.
+    That aborts a finished process once in a while.
     """
+    atexit._run_exitfuncs()
+    _end_now(exitcode)
+
+
+def _end_now(exitcode: int) -> NoReturn:
+    """End this process without waiting for collectives that never end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exitcode)

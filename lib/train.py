@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from lib.checkpoint import (
     load_checkpoint,
@@ -33,7 +34,7 @@ from lib.metrics import MetricsLog
 from lib.model import TransformerLM
 from lib.model_costs import flops_per_token
 from lib.optimizer import cosine_lr
-from lib.ranks import of_all_ranks, on_each_rank, on_first_rank
+from lib.ranks import of_all_ranks, on_each_rank, on_first_rank, patient_group
 from lib.strict_json import to_dict
 from lib.train_folder import (
     check_same_settings,
@@ -98,7 +99,9 @@ def train(
             and raised on all ranks.
         FloatingPointError: `max_nonfinite_steps` in a row had a loss or gradient not finite.
     """
-    run = on_each_rank(lambda: prepare(config))
+    # where one rank may take longer than others wait in a step: for a disk, or for a folder's lock
+    waiting = patient_group()
+    run = on_each_rank(lambda: prepare(config), waiting)
     on_each_rank(lambda: check_ranks_agree(run))
     finished = on_first_rank(lambda: finished_checkpoint(run))
     if finished is not None:
@@ -110,11 +113,11 @@ def train(
     with (
         contextlib.ExitStack() as holding,
         numerics(tf32=config.tf32, deterministic=config.deterministic),
-        stop_signals() as stop,
     ):
-        on_first_rank(lambda: take_folder(run, holding))
+        on_first_rank(lambda: take_folder(run, holding), waiting)
         on_each_rank(lambda: check_seen(run.folder))
-        return _Training(run, on_metrics).go_on(stop)
+        with stop_signals() as stop:
+            return _Training(run, on_metrics, waiting).go_on(stop)
 
 
 @dataclasses.dataclass
@@ -158,8 +161,13 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 class _Training:
     """A run while it goes on."""
 
-    def __init__(self, run: Run, on_metrics: Callable[[dict[str, Any]], None] | None) -> None:
-        self.run, self.config, self.on_metrics = run, run.config, on_metrics
+    def __init__(
+        self,
+        run: Run,
+        on_metrics: Callable[[dict[str, Any]], None] | None,
+        waiting: dist.ProcessGroup | None,
+    ) -> None:
+        self.run, self.config, self.on_metrics, self.waiting = run, run.config, on_metrics, waiting
         # drawn on the CPU, so that every device starts from the same weights
         generator = torch.Generator().manual_seed(self.config.seed)
         self.model = TransformerLM(self.config.model, generator=generator).to(run.device)
@@ -171,12 +179,12 @@ class _Training:
         self.evaluation: Evaluation | None = None
         self.metrics: MetricsLog | None = None
         self.checkpoints = run.folder / "checkpoints"
-        self.newest = on_first_rank(lambda: newest_checkpoint(self.checkpoints))
+        self.newest = on_first_rank(lambda: newest_checkpoint(self.checkpoints), waiting)
         if self.newest is not None:
             manifest = self.newest / "manifest.json"
             on_each_rank(lambda: check_seen(manifest))
             on_each_rank(lambda: check_same({str(manifest): sha256_file(manifest)}))
-            on_each_rank(self._restore)
+            on_each_rank(self._restore, waiting)
 
     def go_on(self, stop: threading.Event) -> TrainResult:
         """Take the steps that are left, unless `stop` is set meanwhile."""
@@ -316,7 +324,7 @@ class _Training:
     def _save(self) -> None:
         self._read_log()
         self._stop_clock()
-        self.newest = on_first_rank(self._write_checkpoint)
+        self.newest = on_first_rank(self._write_checkpoint, self.waiting)
         self.clock = time.perf_counter()
 
     def _write_checkpoint(self) -> Path:

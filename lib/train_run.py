@@ -82,14 +82,7 @@ def prepare(config: TrainConfig) -> Run:
         raise ValueError(f"{paths['validation']} has fewer than 2 tokens; right is: more text")
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
     config = dataclasses.replace(config, model=model)
-    sampler = BatchSampler(
-        len(tokens["train"]),
-        model.context_length,
-        config.batch_size * config.gradient_accumulation_steps,
-        seed=config.seed,
-        rank=rank(),
-        world_size=world_size(),
-    )
+    sampler = _sampler(config, len(tokens["train"]))
     hashes = {part: read_manifest(path).tokens_sha256 for part, path in paths.items()}
     hashes["tokenizer"] = tokenizer.sha256
     run = Run(
@@ -106,6 +99,20 @@ def prepare(config: TrainConfig) -> Run:
     if rank() == 0:
         check_same_run(run)
     return run
+
+
+def _sampler(config: TrainConfig, num_tokens: int) -> BatchSampler:
+    """Of this rank, for all passes of a step."""
+    passes = config.gradient_accumulation_steps
+    size = config.batch_size * passes
+    length, place = config.model.context_length, {"rank": rank(), "world_size": world_size()}
+    try:
+        return BatchSampler(num_tokens, length, size, seed=config.seed, **place)
+    except ValueError as error:
+        if passes == 1:
+            raise
+        sizes = f"batch_size {config.batch_size} * gradient_accumulation_steps {passes} = {size}"
+        raise ValueError(f"{sizes}; {error}") from error
 
 
 def check_ranks_agree(run: Run) -> None:

@@ -29,7 +29,7 @@ def stop_signals() -> Iterator[threading.Event]:
         if stop.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.set()
-        log.warning("%s: the step is finished and saved", signal.Signals(number).name)
+        log.warning("%s: the step will be finished and saved", signal.Signals(number).name)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -290,3 +290,11 @@ def test_torchrun_on_two_hosts(tmp_path):
         (0, "0", 0.5),
         (1, "0", 0.5),
     ]
+
+
+def test_a_worker_whose_parent_is_gone_ends_without_working(tmp_path):
+    code = "import sys; from pathlib import Path; from lib.distributed_launch import _work; "
+    code += "_work(0, 1, Path(sys.argv[1]), 'gloo', 5.0, parent=1)"
+    command = [sys.executable, "-c", code, tmp_path]
+    assert subprocess.run(command, cwd=ROOT).returncode == 1
+    assert not list(tmp_path.iterdir())

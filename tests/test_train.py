@@ -352,7 +352,7 @@ def test_a_command_killed_and_stopped_ends_with_the_bits_of_one_left_alone(long_
         process.send_signal(getattr(signal, name))
         output = process.communicate()[0]
         assert process.returncode == 130, output
-        assert f"{name}: the step is finished and saved" in output
+        assert f"{name}: the step will be finished and saved" in output
         assert "stopped at step" in output
         assert "the same command goes on from here" in output
     process = start(path)

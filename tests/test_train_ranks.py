@@ -32,6 +32,7 @@ from lib.config_training import (
 )
 from lib.ddp import WRAPPERS
 from lib.distributed_restart import store_of_this_start
+from lib.files import lock_folder
 from lib.metrics import read_metrics
 from lib.model import TransformerLM
 from lib.strict_json import to_json
@@ -441,3 +442,35 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path):
     assert agent.returncode != 0
     assert output.count("error: ") == output.count("has no tokenizer.json") == 1
     assert "exitcode: 2" in output.replace(" ", "").replace("exitcode:", "exitcode: ")
+
+
+@pytest.mark.parametrize(
+    ("on_rank", "told"),
+    [
+        (0, ["exit 2, bogus is no flag\n", "exit 2, "]),
+        (1, ["exit 2, ", "exit 2, rank 1:\nbogus is no flag\n"]),
+        (2, ["a config, ", "a config, "]),
+    ],
+)
+def test_arguments_that_one_rank_refuses_end_all_and_are_told_there(on_rank, told):
+    assert distributed.launch(workers.refuse, 2, on_rank, backend="gloo", timeout=60) == told
+
+
+def test_ranks_wait_for_a_folder_in_use_longer_than_for_one_another(config, folder):
+    output = folder / "in use"
+    output.mkdir()
+    run = dataclasses.replace(config, output=output, steps=5)
+    with lock_folder(output):
+        done = threading.Event()
+        results = []
+
+        def start() -> None:
+            results.extend(distributed.launch(workers.train, 2, run, backend="gloo", timeout=4))
+            done.set()
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        # ranks take seconds to start, and then wait longer than `timeout`
+        assert not done.wait(16)
+    thread.join()
+    assert [result.status for result in results] == ["finished", "finished"]

@@ -1,8 +1,10 @@
 """Training on ranks: what workers of `test_train_ranks` run, and its program for torchrun."""
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
+import io
 import math
 import os
 import signal
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import lib.train
 from lib import distributed
-from lib.command_ranks import run_as_rank
+from lib.command_ranks import parse_as_rank, run_as_rank
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.data import random_tokens
 from lib.evaluate import Evaluation, evaluate
@@ -64,6 +66,23 @@ def steps_with(
             if index == 1 or index == STEPS - 1:
                 rows += step.read_log()
     return rows, [param.detach().clone() for param in model.parameters()]
+
+
+def refuse(on_rank: int) -> str:
+    """What becomes of arguments that one rank alone refuses, and what that rank prints."""
+
+    def parse() -> str:
+        if distributed.rank() == on_rank:
+            print("bogus is no flag", file=sys.stderr)
+            raise SystemExit(2)
+        return "a config"
+
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        try:
+            return f"{parse_as_rank(parse)}, {told.getvalue()}"
+        except SystemExit as refusal:
+            return f"exit {refusal.code}, {told.getvalue()}"
 
 
 def each_way() -> dict:
