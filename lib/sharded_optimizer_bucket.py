@@ -1,0 +1,137 @@
+"""Buckets of the flat strategy: buffers that parameters are views of, and what is sent of them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp_buckets import ALIGNMENT, has_average
+from lib.distributed import rank, world_size
+from lib.sharded_optimizer_parts import Shard, make_shard
+
+
+class FlatBucket:
+    """Parameters of one dtype and device that become views of one buffer, and its slices.
+
+    Each begins at a multiple of 16 bytes, and slices are as long as one another, so there are gaps
+    of zeros between the parameters and at the end, which belong to no shard.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        self.params, self.group = params, group
+        step = max(1, ALIGNMENT // params[0].element_size())
+        self.lengths = [-(-param.numel() // step) * step for param in params]
+        self.starts = [0, *itertools.accumulate(self.lengths)]
+        ranks, here = world_size(group), rank(group)
+        self.slice_length = -(-self.starts[-1] // (step * ranks)) * step
+        self.begin = here * self.slice_length
+        self.tail = ranks * self.slice_length - self.starts[-1]
+        # what fills the gaps
+        self.zeros = params[0].detach().new_zeros(max(step, self.tail))
+        self.flat = self._packed([param.detach() for param in params])
+        for param, place in zip(params, self.starts):
+            param.data = self.flat[place : place + param.numel()].view(param.shape)
+        self.addresses = [param.data_ptr() for param in params]
+        self.shards: list[Shard] = []
+        # the parameters whose gradients came in backward, and of how many that is expected
+        self.arrived: set[int] = set()
+        self.num_expected = 0
+        # the parameters without a gradient when the others were sent
+        self.absent: list[nn.Parameter] = []
+        self.sent: Tensor | None = None
+        self.mean: Tensor | None = None
+        self.reduction: Any = None
+        self.gathering: Any = None
+
+    def make_shards(self, numbers: dict[int, int], *, master_weights: bool) -> list[Shard]:
+        """This rank's part of each parameter; `numbers` has their places by id."""
+        for param, place in zip(self.params, self.starts):
+            start = max(0, self.begin - place)
+            stop = min(param.numel(), self.begin + self.slice_length - place)
+            if start < stop:
+                weight = self.flat[place + start : place + stop]
+                number = numbers[id(param)]
+                shard = make_shard(
+                    param, number, start, stop, weight, master_weights=master_weights
+                )
+                self.shards.append(shard)
+        return self.shards
+
+    @property
+    def is_trained(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def is_full(self) -> bool:
+        # never one that was frozen when the hooks were made
+        return 0 < self.num_expected == len(self.arrived)
+
+    def check_places(self) -> None:
+        """Raise a `RuntimeError` where a parameter has left the buffer."""
+        for param, address in zip(self.params, self.addresses):
+            if param.data_ptr() != address:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} was given other memory after the "
+                    "optimizer was made, as by module.to(); right is: move and convert before"
+                )
+
+    def start_reduction(self) -> None:
+        """Send off the gradients, which are taken from the parameters."""
+        self.absent = [param for param in self.params if param.grad is None]
+        for param in self.params:
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} is "
+                    f"{param.grad.layout}; right is: dense, as with sparse=False"
+                )
+        absent = {id(param) for param in self.absent}
+        grads = [
+            torch.zeros_like(param) if id(param) in absent else param.grad for param in self.params
+        ]
+        self.sent = self._packed([grad.detach() for grad in grads])
+        for param in self.params:
+            param.grad = None
+        self.mean = self.sent.new_empty(self.slice_length)
+        op = dist.ReduceOp.AVG if has_average(self.sent, self.group) else dist.ReduceOp.SUM
+        # PyTorch 2.13 gave it another name
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self.reduction = scatter(self.mean, self.sent, op=op, group=self.group, async_op=True)
+
+    def finish_reduction(self, unused: set[int]) -> None:
+        """Add the mean gradients to those of the shards, but for parameters that no rank used."""
+        self.reduction.wait()
+        if not has_average(self.sent, self.group):
+            self.mean.div_(world_size(self.group))
+        places = {id(param): place for param, place in zip(self.params, self.starts)}
+        for shard in self.shards:
+            if id(shard.param) in unused:
+                continue
+            start = places[id(shard.param)] + shard.start - self.begin
+            grad = self.mean[start : start + shard.stop - shard.start].view(shard.weight.shape)
+            shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        self.sent = self.mean = self.reduction = None
+        self.arrived.clear()
+
+    def start_gathering(self) -> None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        mine = self.flat[self.begin : self.begin + self.slice_length]
+        self.gathering = gather(self.flat, mine, group=self.group, async_op=True)
+
+    def finish_gathering(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def _packed(self, tensors: list[Tensor]) -> Tensor:
+        """The tensors and the gaps behind them in one buffer; the tensor itself if that is all."""
+        is_alone = tensors[0].numel() == self.starts[-1] and not self.tail
+        if is_alone and tensors[0].is_contiguous():
+            return tensors[0].view(-1)
+        pieces = []
+        for tensor, length in zip(tensors, self.lengths):
+            pieces += [tensor.reshape(-1), self.zeros[: length - tensor.numel()]]
+        return torch.cat([*pieces, self.zeros[: self.tail]])
