@@ -90,7 +90,10 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise TimeLimitError after TIME_LIMIT; no limit on Windows or outside the main thread."""
+    """Raise TimeLimitError after TIME_LIMIT of work, not counting what other processes take.
+
+    No limit on Windows or outside the main thread.
+    """
     in_main = threading.current_thread() is threading.main_thread()
     if not (in_main and hasattr(signal, "setitimer")):
         yield
@@ -99,14 +102,14 @@ def _time_limit() -> Iterator[None]:
     def stop(number, frame):
         raise TimeLimitError
 
-    handler = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+    handler = signal.signal(signal.SIGPROF, stop)
+    timer = signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+        signal.setitimer(signal.ITIMER_PROF, *timer)
 
 
 def _call(function: Callable, arguments: tuple) -> Any:
