@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.ddp_base import DataParallel, Wrapper
-from lib.ddp_buckets import Bucket, MeanReduction, fill_buckets
+from lib.ddp_buckets import Bucket, MeanReduction, fill_buckets, has_average
 from lib.distributed import broadcast_module, check_same, world_size
 from lib.profiling import annotate
 
@@ -91,30 +92,29 @@ class OverlappedDDP(DataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.buckets: list[Bucket] = []
-        # for each bucket, its parameters' numbers
-        self.members: list[set[int]] = []
+        # each parameter's bucket, and how many gradients each bucket waits for
+        self.bucket_of: list[int] = []
+        self.missing: list[int] = []
         self.started: list[MeanReduction] = []
-        self.presence: Tensor | None = None
 
     def _make_buckets(self, params: list[Tensor]) -> list[Bucket]:
         return [Bucket([param]) for param in params]
 
-    def _gradient_arrived(self) -> None:
-        while len(self.started) < len(self.buckets) and self._is_full(len(self.started)):
-            self._start_next()
+    def _gradient_arrived(self, index: int) -> None:
+        if not self.buckets:
+            return
+        self.missing[self.bucket_of[index]] -= 1
+        while len(self.started) < len(self.buckets) and not self.missing[len(self.started)]:
+            with torch.no_grad():
+                self._start_next()
 
-    def _is_full(self, place: int) -> bool:
-        return self.members[place] <= self.arrived.keys()
-
-    def _start_next(self, absent: list[int] | None = None) -> None:
+    def _start_next(self, absent: Sequence[int] = ()) -> None:
         """Start the all-reduce of the next bucket; with the last one goes who has gradients."""
         bucket = self.buckets[len(self.started)]
-        tensors = bucket.tensors()
-        if bucket is self.buckets[-1]:
-            self.presence = self._presence(absent or [], tensors[0])
-            tensors.append(self.presence)
+        is_last = bucket is self.buckets[-1]
+        presence = self._presence(absent, bucket.params[0]) if is_last else None
         with annotate("all-reduce"):
-            self.started.append(self._reduce(tensors))
+            self.started.append(self._reduce(bucket.tensors(presence)))
 
     def _synchronize(self) -> None:
         if not self.buckets:
@@ -124,8 +124,10 @@ class OverlappedDDP(DataParallel):
             self._start_next(absent)
         for reduction in self.started:
             reduction.finish()
+        presence = self.started[-1].tensors[-1][-len(self.params) :]
         self.started.clear()
-        self._drop_unused(absent, self.presence)
+        self.missing = [len(bucket.params) for bucket in self.buckets]
+        self._drop_unused(absent, presence)
 
     def _agree_on_buckets(self) -> None:
         """Fill the buckets in the order in which rank 0's gradients arrived."""
@@ -135,8 +137,8 @@ class OverlappedDDP(DataParallel):
         dist.broadcast(order, first, group=self.group)
         params = [self.params[index] for index in order.tolist()]
         self.buckets = self._make_buckets(params)
-        place = {id(param): index for index, param in enumerate(self.params)}
-        self.members = [{place[id(param)] for param in b.params} for b in self.buckets]
+        place = {id(param): n for n, bucket in enumerate(self.buckets) for param in bucket.params}
+        self.bucket_of = [place[id(param)] for param in self.params]
 
 
 class BucketedDDP(OverlappedDDP):
@@ -146,26 +148,33 @@ class BucketedDDP(OverlappedDDP):
     fill buckets of at most `bucket_cap_mb` in the order in which their gradients arrive, which is
     about the reverse of their use; the first bucket is small, so that the network has work early.
 
-    With `packed`, the gradients of a full bucket are copied behind one another into one buffer and
-    are views of it from then on. The buffer replaces them: beyond the gradients themselves there is
-    one bucket's memory during the copy, and up to 15 bytes a parameter for alignment.
-    `zero_grad(set_to_none=True)` frees it with them, and the next backward pass makes another, so
-    that the forward pass has the memory; with `set_to_none=False` backward adds into the views, and
-    nothing is copied. (The first is the cheaper: adding reads and writes more than the copy.)
-
-    Without `packed`, gradients stay where backward put them, and NCCL takes all tensors of a bucket
-    in one launch.
+    NCCL takes all gradients of a bucket in one launch, and they stay where backward put them. Other
+    backends take one tensor at a time. For them, or with `packed`, the gradients of a full bucket
+    are copied behind one another into one buffer and are views of it from then on. The buffer
+    replaces them: beyond the gradients themselves there is one bucket's memory during the copy, and
+    a few bytes a parameter, for alignment and for who has a gradient. `zero_grad(set_to_none=True)`
+    frees it with them, and the next backward pass makes another, so that the forward pass has the
+    memory; with `set_to_none=False` backward adds into the views, and nothing is copied. (The first
+    is the cheaper: adding reads and writes more than the copy.)
 
     Args:
         bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket; a larger parameter has its own.
+        packed: None: not with NCCL.
     """
 
     def __init__(
-        self, module: nn.Module, *, bucket_cap_mb: float = 25.0, packed: bool = True, **options: Any
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float = 25.0,
+        packed: bool | None = None,
+        **options: Any,
     ) -> None:
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; right is: above 0")
         super().__init__(module, **options)
+        if packed is None:
+            packed = not all(has_average(param, self.group) for param in self.params)
         self.bucket_cap_mb, self.packed = bucket_cap_mb, packed
         check_same({"bucket_cap_mb": str(bucket_cap_mb), "packed": str(packed)}, self.group)
 

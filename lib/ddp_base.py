@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,8 +122,8 @@ class DataParallel(Wrapper):
         """Make every gradient its mean, in a group of several ranks."""
         raise NotImplementedError(f"{type(self).__name__} averages no gradients")
 
-    def _gradient_arrived(self) -> None:
-        """Called in backward, when one more gradient is there."""
+    def _gradient_arrived(self, index: int) -> None:
+        """Called in backward, when the gradient of that parameter is there."""
 
     def _register_hooks(self) -> None:
         # through a weak reference, so that a module can outlive its wrapper and be wrapped again
@@ -147,13 +147,12 @@ class DataParallel(Wrapper):
             )
         if not self.is_syncing:
             return
-        if not self.is_in_backward and not self.arrived:
+        if not self.arrived and not self.is_in_backward:
             self.is_in_backward = True
             # not called where an exception ends the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self.arrived[index] = None
-        with torch.no_grad():
-            self._gradient_arrived()
+        self._gradient_arrived(index)
 
     def _on_backward_end(self) -> None:
         self.is_in_backward = False
@@ -163,14 +162,16 @@ class DataParallel(Wrapper):
 
     def _fill_in_absent(self) -> list[int]:
         """Give a gradient of zeros to the parameters without one; return which those are."""
+        if len(self.arrived) == len(self.params):
+            return []
         absent = [index for index, param in enumerate(self.params) if param.grad is None]
         for index in absent:
             self.params[index].grad = torch.zeros_like(self.params[index])
         return absent
 
-    def _presence(self, absent: list[int], like: Tensor) -> Tensor:
+    def _presence(self, absent: Sequence[int], like: Tensor) -> Tensor:
         """For each parameter 1, or 0 where this rank has no gradient; its mean says who has."""
-        presence = torch.ones(len(self.params), dtype=like.dtype, device=like.device)
+        presence = like.new_ones(len(self.params))
         for index in absent:
             presence[index] = 0
         return presence

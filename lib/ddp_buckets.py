@@ -29,10 +29,12 @@ class MeanReduction:
     def __init__(
         self, tensors: list[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype | None
     ) -> None:
-        self.tensors = [tensor.detach() for tensor in tensors]
-        self.sent = [tensor.to(dtype or tensor.dtype).contiguous() for tensor in self.tensors]
-        self.divisor = None if has_average(self.sent[0], group) else dist.get_world_size(group)
-        self.works = _start(self.sent, group)
+        self.tensors = self.sent = tensors
+        if dtype or not all(tensor.is_contiguous() for tensor in tensors):
+            self.sent = [tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors]
+        averages = has_average(self.sent[0], group)
+        self.divisor = None if averages else dist.get_world_size(group)
+        self.works = _start(self.sent, group, averages)
 
     def finish(self) -> None:
         """Wait, on a GPU as its next kernel and not as the host, and leave the means in place."""
@@ -47,19 +49,17 @@ class MeanReduction:
 
 def has_average(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether the group's backend averages such a tensor itself."""
-    return tensor.is_cuda and dist.get_backend(group) == "nccl"
+    return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "nccl"
 
 
-def _start(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Any]:
-    averages = has_average(tensors[0], group)
+def _start(tensors: list[Tensor], group: dist.ProcessGroup | None, averages: bool) -> list[Any]:
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
     if len(tensors) == 1 or not averages:
         return [dist.all_reduce(tensor, op, group=group, async_op=True) for tensor in tensors]
-    # FSDP's way to one launch; the public all_reduce_coalesced warns that it will go
-    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as launch:
-        for tensor in tensors:
-            dist.all_reduce(tensor, op, group=group)
-    return [launch]
+    # dist.all_reduce_coalesced does the same, and warns that it will go
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    return [(group or dist.group.WORLD).allreduce_coalesced(tensors, options)]
 
 
 class Bucket:
@@ -77,37 +77,46 @@ class Bucket:
         step = max(1, ALIGNMENT // params[0].element_size())
         self.lengths = [-(-param.numel() // step) * step for param in params]
         # what fills the gaps; anything would do, but zeros are the same on all ranks
-        self.zeros = params[0].detach().new_zeros(step)
+        zeros = params[0].detach().new_zeros(step)
+        gaps = [length - param.numel() for param, length in zip(params, self.lengths)]
+        self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else []
 
-    def tensors(self) -> list[Tensor]:
-        """What to send for its gradients, all of which are there."""
-        grads = [param.grad.detach() for param in self.params]
+    def tensors(self, last: Tensor | None = None) -> list[Tensor]:
+        """What to send for its gradients, all of which are there, with `last` behind them.
+
+        The mean of `last` is in the last elements of the last tensor afterwards.
+        """
+        grads = [param.grad for param in self.params]
         if not self.packed:
-            return grads
+            return grads if last is None else [*grads, last]
         buffer = self._buffer_of(grads)
-        return [self._pack(grads) if buffer is None else buffer]
+        if buffer is None:
+            return [self._pack(grads, last)]
+        return [buffer] if last is None else [buffer, last]
 
-    def _pack(self, grads: list[Tensor]) -> Tensor:
+    def _pack(self, grads: list[Tensor], last: Tensor | None) -> Tensor:
         """Copy the gradients into a new buffer, and make them views of it."""
-        pieces = []
-        for grad, length in zip(grads, self.lengths):
-            pieces += [grad.reshape(-1), self.zeros[: length - grad.numel()]]
-        buffer = torch.cat(pieces)
-        for param, part in zip(self.params, buffer.split(self.lengths)):
-            param.grad = part[: param.numel()].view(param.shape)
+        pieces = [grad.reshape(-1) for grad in grads]
+        if self.gaps:
+            pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
+        buffer = torch.cat(pieces if last is None else [*pieces, last])
+        parts = buffer.split(self.lengths if last is None else [*self.lengths, len(last)])
+        for param, part in zip(self.params, parts):
+            param.grad = (part[: param.numel()] if self.gaps else part).view(param.shape)
         return buffer
 
     def _buffer_of(self, grads: list[Tensor]) -> Tensor | None:
         """The buffer that the gradients are views of; None where any was made anew since."""
         storage, start = grads[0].untyped_storage(), 0
+        # in most steps the first one tells already
+        if storage.nbytes() < sum(self.lengths) * grads[0].element_size():
+            return None
         for grad, length in zip(grads, self.lengths):
             is_ours = grad.untyped_storage().data_ptr() == storage.data_ptr()
             if not (is_ours and grad.storage_offset() == start and grad.is_contiguous()):
                 return None
             start += length
-        if storage.nbytes() != start * grads[0].element_size():
-            return None
-        return grads[0].as_strided((start,), (1,), 0)
+        return grads[0].detach().as_strided((start,), (1,), 0)
 
 
 def fill_buckets(

@@ -117,9 +117,10 @@ def test_ranks_may_use_parameters_in_other_orders_or_not_at_all(two_ranks):
 
 def test_gradients_take_their_own_memory_only(two_ranks):
     for result in two_ranks["memory"]:
-        # 20, 35 and 21 elements of four bytes, each filled up to a multiple of 16 bytes
+        # 20, 35 and 21 elements of four bytes, each filled up to a multiple of 16 bytes, and one
+        # for each of the three parameters that says who has a gradient
         assert result["gradients"] == 4 * (20 + 35 + 21)
-        assert result["storages"] == [4 * (20 + 36 + 24)]
+        assert result["storages"] == [4 * (20 + 36 + 24 + 3)]
         assert result["addresses"] == [0, 0, 0]
 
 
