@@ -101,7 +101,8 @@ def write_report(records: Sequence[Record], output: Path) -> None:
     write_atomically(f"{stem}_report.md", text)
     plain = [{k: v for k, v in row.items() if k not in ("times_ms", "kernels")} for row in rows]
     to_csv(plain, f"{stem}_results.csv")
-    save_forward_figure(rows, f"{stem}_forward.png")
+    if any(row["direction"] == "forward" for row in rows):
+        save_forward_figure(rows, f"{stem}_forward.png")
     save_heatmap_figure(rows, f"{stem}_heatmap.png")
     save_scaling_figure(rows, f"{stem}_scaling.png")
 

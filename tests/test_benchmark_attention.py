@@ -449,6 +449,15 @@ def test_the_report_shows_what_ran_out_of_memory(measured, tmp_path):
     assert sum(" oom " in line for line in lines) == 2 * 3
 
 
+def test_a_report_of_the_backward_pass_alone_has_no_bars(measured, tmp_path):
+    records = [r for r in measured[2] if r["config"]["direction"] == "backward"]
+    write_report(records, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "attention_sweep_heatmap.png",
+        "attention_sweep_scaling.png",
+    ]
+
+
 def test_the_newest_record_of_a_case_counts():
     kernels = ({"sdpa": 1.0}, {"sdpa": 2.0, "flash_attention_torch": 3.0})
     old, new = (
