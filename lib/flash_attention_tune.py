@@ -93,7 +93,7 @@ def tune(
 
     Args:
         head_dims: widths of heads; others take those of the next power of two.
-        dtypes: the 16-bit type that the GPU is fast in, and float32, when left out.
+        dtypes: the 16-bit type that the GPU is fast in, when left out.
         tokens, heads: of the causal attention that is measured.
 
     Returns:
@@ -107,7 +107,7 @@ def tune(
     if gpu.type != "cuda":
         raise ValueError(f"device is {gpu}; right is: a CUDA device")
     short = str(pick_dtype(gpu, "auto")).removeprefix("torch.")
-    dtypes = dtypes or tuple(dict.fromkeys((short, "float32")))
+    dtypes = dtypes or (short,)
     choices = [
         Choice(kind, head_dim, dtype)
         for dtype in dtypes
@@ -153,11 +153,14 @@ def candidates(choice: Choice, device: torch.device) -> list[Tiles]:
 
 def compile_all(jobs: Sequence[tuple[Choice, Tiles]]) -> set[tuple[Choice, Tiles]]:
     """Those of `jobs` that compile and fit the GPU; Triton keeps what it compiled on disk."""
+    # those of the table first, which the other candidates of the backward pass run beside
+    table = list({choice: (choice, tiles) for choice, tiles in reversed(jobs)}.values())
+    order = [*table, *(job for job in jobs if job not in table)]
     # never fork after CUDA has started
     context = multiprocessing.get_context("spawn")
-    workers = min(8, available_cpus())
+    workers = min(len(jobs), available_cpus())
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return {job for job, is_usable in zip(jobs, pool.map(_runs, jobs)) if is_usable}
+        return {job for job, is_usable in zip(order, pool.map(_runs, order)) if is_usable}
 
 
 def _runs(job: tuple[Choice, Tiles]) -> bool:
