@@ -2,6 +2,7 @@
 
 A folder `step-00000100` holds `model.safetensors`, `optimizer.safetensors`, `tensors.safetensors`,
 `state.json` with all that is no tensor, and `manifest.json` with the size and hash of each file.
+The state of a sharded optimizer is in a file `shard-<rank>-of-<ranks>.pt` of each rank instead.
 """
 
 import json
@@ -22,8 +23,11 @@ from torch.optim import Optimizer
 
 from lib import files
 from lib.config import require
+from lib.sharded_optimizer_state import load_unsharded
 from lib.strict_json import from_json, to_json
 
+# What each rank of a sharded optimizer writes.
+SHARDS = "shard-*-of-*.pt"
 # The second form is one that stands aside while it is being replaced.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
 
@@ -51,8 +55,9 @@ def save_checkpoint(
     folder: str | os.PathLike,
     *,
     step: int,
-    model: nn.Module,
+    model: nn.Module | dict[str, Tensor],
     optimizer: Optimizer | None = None,
+    shards: str | os.PathLike | None = None,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, Tensor] | None = None,
     keep_last: int | None = None,
@@ -63,12 +68,16 @@ def save_checkpoint(
     the same step is replaced. Other processes that save into `folder` wait for this one.
 
     Args:
+        model: a module; its state dict where no `optimizer` is given, whose parameters it names.
+        shards: in place of `optimizer`, a folder that `ShardedOptimizer.save_shard` filled, on the
+            disk of `folder`; its files move into the checkpoint.
         extra: JSON values; tuples come back as lists.
         tensors: any further state, such as `rng_state(device)`.
         keep_last: delete all checkpoints of earlier steps but the last so many, counting this one.
 
     Raises:
-        ValueError: `step`, `keep_last`, or something to save that is not a tensor.
+        ValueError: `step`, `keep_last`, something to save that is not a tensor, a sharded
+            `optimizer`, or a folder `shards` without shards.
         TypeError: `extra` or the optimizer holds what JSON has no form for.
         OSError: names what cannot be written, and when the disk is full what is needed and free;
             earlier checkpoints stay, nothing of this one does.
@@ -77,20 +86,26 @@ def save_checkpoint(
     require(keep_last is None or keep_last > 0, f"keep_last is {keep_last}; right is: 1 or more")
     folder = Path(folder)
     target = folder / f"step-{step:08d}"
-    parts = {"model": model.state_dict(), "tensors": tensors or {}, "optimizer": {}}
+    weights = model.state_dict() if isinstance(model, nn.Module) else model
+    parts = {"model": weights, "tensors": tensors or {}, "optimizer": {}}
     packed = None
     if optimizer is not None:
+        message = "optimizer is sharded; right is: shards, a folder that its save_shard filled"
+        require(not _is_sharded(optimizer), message)
         packed = _pack_optimizer(optimizer, model, parts["optimizer"])
     state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
     for part, content in parts.items():
         for name, value in content.items():
             kind = type(value).__name__
             require(isinstance(value, Tensor), f"{part}: {name} is a {kind}; right is: a tensor")
+    shard_files = [] if shards is None else sorted(Path(shards).glob(SHARDS))
+    message = f"shards is {shards}, which holds none; right is: what save_shard filled"
+    require(shards is None or shard_files, message)
     with files.lock_folder(folder):
         # whoever left something half done is dead, for it would hold the lock
         _clean(folder)
         try:
-            _write(folder / f".{target.name}.partial", parts, state)
+            _write(folder / f".{target.name}.partial", parts, state, shard_files)
             _publish(target, keep_last)
         except OSError as error:
             if error.errno not in files.NO_SPACE:
@@ -113,7 +128,9 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read the checkpoint `path`, or the newest whole one in the folder `path`.
 
-    State is copied into `model` and `optimizer` only after all of it was found to fit.
+    State is copied into `model` and `optimizer` only after all of it was found to fit. What a
+    sharded optimizer saved loads into one that is not, and the other way round; all ranks of a
+    sharded one call this together.
 
     Args:
         strict: when false, `model` may lack names or have further ones, and dtypes are converted.
@@ -156,6 +173,16 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     if newest is None:
         raise FileNotFoundError(f"no checkpoint step-* in {path}")
     return newest
+
+
+def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module) -> None:
+    """Read the state of `model`'s optimizer alone from the checkpoint `path`, verified before.
+
+    Raises:
+        ValueError: as `load_checkpoint`.
+    """
+    packed = json.loads((path / "state.json").read_bytes())["optimizer"]
+    _load_optimizer(path, optimizer, model, packed)
 
 
 def read_extra(path: Path) -> dict[str, Any]:
@@ -205,9 +232,13 @@ def set_rng_state(state: dict[str, Tensor], device: str | torch.device) -> None:
         torch.cuda.set_rng_state(state[name], device)
 
 
-def _write(folder: Path, parts: dict[str, dict[str, Tensor]], state: str) -> None:
+def _write(
+    folder: Path, parts: dict[str, dict[str, Tensor]], state: str, shards: list[Path]
+) -> None:
     """Make `folder` with all files of a checkpoint, everything on disk."""
     folder.mkdir()
+    for file in shards:
+        os.replace(file, folder / file.name)
     for name, tensors in parts.items():
         _save_tensors(tensors, folder / f"{name}.safetensors")
     files.write_atomically(folder / "state.json", state)
@@ -334,6 +365,13 @@ def _pack_optimizer(optimizer: Optimizer, model: nn.Module, tensors: dict[str, T
 def _load_optimizer(
     path: Path, optimizer: Optimizer, model: nn.Module | None, packed: dict | None
 ) -> None:
+    is_sharded = _is_sharded(optimizer)
+    if packed is None and any(path.glob(SHARDS)):
+        if is_sharded:
+            optimizer.load_shards(path)
+        else:
+            load_unsharded(path, optimizer)
+        return
     require(packed is not None, f"checkpoint {path} holds no optimizer state")
     for there, here in zip_longest(packed["parameters"], _parameters(optimizer, model)):
         # names are known only where the model is given
@@ -342,9 +380,14 @@ def _load_optimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # What was on an accelerator goes to that of the parameters; the rest, such as the step counts
     # of torch's AdamW, stays on the CPU unless the optimizer moves it.
+    tensors = _load_tensors(path / "optimizer.safetensors")
+    if is_sharded:
+        # which copies its part of it
+        optimizer.load_state_dict(_unpack(packed["state"], tensors))
+        return
     tensors = {
         name: tensor.to("cpu" if name in packed["on_cpu"] else parameters[0].device, copy=True)
-        for name, tensor in _load_tensors(path / "optimizer.safetensors").items()
+        for name, tensor in tensors.items()
     }
     state = _unpack(packed["state"], tensors)
     optimizer.load_state_dict(state)
@@ -360,8 +403,13 @@ def _parameters(optimizer: Optimizer, model: nn.Module | None) -> list[list]:
     """Name in `model` (empty when unknown), optimizer class and shape of each parameter."""
     names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kind = type(optimizer).__name__
+    # that of the shards, so that sharding makes no difference
+    kind = type(getattr(optimizer, "inner", optimizer)).__name__
     return [[names.get(id(p), ""), kind, list(p.shape)] for p in parameters]
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, "load_shards")
 
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

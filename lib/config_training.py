@@ -19,6 +19,9 @@ ATTENTION_KERNELS = (
     "sdpa",
 )
 DDP_WRAPPERS = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
+# FSDP2 shards the model itself, so that it is no wrapper around a whole one.
+TRAINING_WRAPPERS = (*DDP_WRAPPERS, "fsdp2")
+OPTIMIZER_SHARDINGS = ("none", "zero1", "torch_zero")
 
 
 def _check_numbers(config: object) -> None:
@@ -211,11 +214,23 @@ class TrainConfig:
     """How ranks average gradients: `naive`, `flat`, `overlap`, `flashddp` or `torch_ddp`.
 
     Ranks are processes with a GPU each, as `torchrun --nproc_per_node=2 -m lib train …` starts
-    them; lib/ddp.py explains the ways. One process alone has nothing to average.
+    them; lib/ddp.py explains the ways. `none` leaves it to `sharded_optimizer` zero1; `fsdp2` is
+    PyTorch's fully_shard, which also shards weights and gradients. One process alone has nothing to
+    average.
     """
 
+    sharded_optimizer: str = "none"
+    """Which part of AdamW's state a rank holds: `none`: all, `zero1`: 1 / ranks, `torch_zero`.
+
+    The last is PyTorch's ZeroRedundancyOptimizer; lib/sharded_optimizer.py explains the other. All
+    give the same training. One process alone holds all.
+    """
+
+    zero1_strategy: Literal["flat", "parameters"] = "flat"
+    """How zero1 deals weights to ranks: equal slices of flat buffers, or whole `parameters`."""
+
     bucket_size_mb: float = 25.0
-    """MiB of gradients that `flashddp` and `torch_ddp` send at a time."""
+    """MiB of gradients that `flashddp`, `torch_ddp` and zero1's `flat` send at a time."""
 
     deterministic: bool = False
     """Whether only deterministic kernels run, so that a repeated run gives the same bits."""
@@ -253,8 +268,17 @@ class TrainConfig:
             check(self, field, getattr(self, field) >= 0, "0 or more")
         right = "auto, float32, bfloat16 or float16"
         check(self, "dtype", self.dtype in right.replace(" or", ",").split(", "), right)
-        known = ", ".join(DDP_WRAPPERS)
-        check(self, "ddp_wrapper", self.ddp_wrapper in DDP_WRAPPERS, known)
+        for field, known in (
+            ("ddp_wrapper", TRAINING_WRAPPERS),
+            ("sharded_optimizer", OPTIMIZER_SHARDINGS),
+            ("zero1_strategy", ("flat", "parameters")),
+        ):
+            check(self, field, getattr(self, field) in known, ", ".join(known))
+        if self.ddp_wrapper == "fsdp2" and self.sharded_optimizer != "none":
+            raise ValueError(
+                f"sharded_optimizer is {self.sharded_optimizer!r} and ddp_wrapper 'fsdp2', which "
+                "shards the optimizer's state itself; right is: sharded_optimizer 'none'"
+            )
         check(self, "bucket_size_mb", self.bucket_size_mb > 0, "more than 0")
         if self.optimizer.warmup_steps > self.steps:
             raise ValueError(

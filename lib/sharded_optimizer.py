@@ -72,9 +72,10 @@ from lib.sharded_optimizer_state import (
 
 __all__ = ["STRATEGIES", "ShardedOptimizer", "load_unsharded"]
 
-STRATEGIES = ("parameters", "flat")
+STRATEGIES = ("parameters", "flat", "fsdp2")
 # Their update of an element depends on other elements of the parameter, or of all parameters.
-NOT_ELEMENTWISE = {"parameters": ("LBFGS",), "flat": ("LBFGS", "Adafactor", "Muon")}
+OF_ALL_ELEMENTS = ("LBFGS", "Adafactor", "Muon")
+NOT_ELEMENTWISE = {"parameters": ("LBFGS",), "flat": OF_ALL_ELEMENTS, "fsdp2": OF_ALL_ELEMENTS}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -89,7 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: as for any optimizer; tied parameters once.
         optimizer_cls: such as torch.optim.SGD or `lib.optimizer.AdamW`.
         group: the ranks that share the state; all by default.
-        strategy: `parameters` or `flat`; see above.
+        strategy: `parameters` or `flat`, see above; or `fsdp2`, for parameters that PyTorch's
+            `fully_shard` has divided among the ranks already.
         reduces_gradients: whether gradients are each rank's own, which the optimizer then averages;
             `flat` only.
         overlap: whether it does that during backward, bucket by bucket.
@@ -109,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        strategy: Literal["parameters", "flat"] = "parameters",
+        strategy: Literal["parameters", "flat", "fsdp2"] = "parameters",
         reduces_gradients: bool = False,
         overlap: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -124,7 +126,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # made of no parameters, it tells the defaults
         empty = self._make_inner([{"params": []}])
         masters = master_weights and not isinstance(empty, AdamW)
-        if strategy == "parameters" or world_size(group) == 1:
+        if strategy == "fsdp2":
+            from lib.sharded_optimizer_fsdp import ShardedParameters
+
+            self.strategy = ShardedParameters(group, master_weights=masters)
+        elif strategy == "parameters" or world_size(group) == 1:
             self.strategy = WholeParameters(group, master_weights=masters)
         else:
             self.strategy = FlatSlices(
@@ -246,15 +252,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.strategy.wait_for_parameters(params)
 
-    def wait_in_forward_of(self, modules: Iterable[nn.Module]) -> None:
+    def wait_in_forward_of(
+        self, modules: Iterable[nn.Module], *, starts_there: bool = False
+    ) -> None:
         """Let `step` return while parameters of `modules` are still on their way (`flat` only).
 
         Each module's forward waits for its own, those of its children included, so that the
         all-gathers run under the forward passes of the modules before it. Only these forwards may
-        read the parameters then, or who calls `wait_for_parameters`; a step in a CUDA graph must
-        not leave anything under way. Buffers with other parameters too are waited for in the step.
+        read the parameters then, or who calls `wait_for_parameters`. Buffers with other parameters
+        too are waited for in the step.
+
+        Args:
+            starts_there: whether the first of these forwards also starts the all-gathers, in place
+                of the step. A CUDA graph of forward, backward and step, which must not leave
+                anything under way, then holds all of them; call `replayed` after each replay. All
+                ranks call `wait_for_parameters` together then.
         """
-        self.strategy.wait_in_forward_of(modules)
+        self.strategy.wait_in_forward_of(modules, starts_there=starts_there)
+
+    def replayed(self) -> None:
+        """Know that a CUDA graph has updated this rank's shards."""
+        if isinstance(self.strategy, FlatSlices):
+            self.strategy.is_stale = self.strategy.starts_later
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's shards, and what tells which those are."""
@@ -271,15 +290,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._load([state_dict], "state_dict")
 
-    def save_shard(self, folder: str | os.PathLike) -> Path:
+    def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
         """Write this rank's state into `folder`, which should be empty; return the file's path.
 
         All ranks call it, and return when all files are there. A file is whole or absent.
 
+        Args:
+            group: the optimizer's ranks once more, to wait for one another in; by default the
+                optimizer's group, whose timeout a slow disk may exceed.
+
         Raises:
             OSError: on all ranks, where one cannot write.
         """
-        return write_shard(folder, self.state_dict(), self.group)
+        return write_shard(folder, self.state_dict(), group or self.group)
 
     def load_shards(self, folder: str | os.PathLike) -> None:
         """Take over what any number of ranks saved, of either strategy; reads only what is needed.

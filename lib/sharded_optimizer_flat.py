@@ -56,6 +56,8 @@ class FlatSlices:
         self.num_started = 0
         self.is_syncing, self.is_reduced = True, False
         self.waits_later: set[int] = set()
+        # whether forward passes start the gathering too, and whether it is theirs to start
+        self.starts_later, self.is_stale = False, False
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
@@ -117,28 +119,24 @@ class FlatSlices:
     def share(self) -> None:
         """Give all ranks every slice; those that a forward pass will ask for are left under way."""
         self.is_reduced = False
-        order = self.order or self.buckets
-        # the first to be needed are the last whose gradients came
-        with annotate("all-gather"):
-            for bucket in reversed(order):
-                if bucket.is_trained:
-                    bucket.start_gathering()
-            for bucket in order:
-                if id(bucket) not in self.waits_later:
-                    bucket.finish_gathering()
+        self.is_stale = True
+        if not self.starts_later:
+            self._gather()
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params`, all by default, are what the last step made them."""
-        for bucket in self.buckets if params is None else self._buckets_of(params):
-            bucket.finish_gathering()
+        self._wait_for(self.buckets if params is None else self._buckets_of(params))
 
-    def wait_in_forward_of(self, modules: Iterable[nn.Module]) -> None:
+    def wait_in_forward_of(self, modules: Iterable[nn.Module], *, starts_there: bool) -> None:
         """Wait for the modules' parameters no longer in the step but before their forward."""
+        self.starts_later = starts_there
         covered: set[int] = set()
+        # through a weak reference, so that modules can outlive the optimizer
+        this = weakref.ref(self)
         for module in modules:
             covered |= {id(param) for param in module.parameters()}
-            hook = functools.partial(_before_forward, self._buckets_of(module.parameters()))
-            module.register_forward_pre_hook(hook)
+            buckets = self._buckets_of(module.parameters())
+            module.register_forward_pre_hook(functools.partial(_before_forward, this, buckets))
         for bucket in self.buckets:
             if all(id(param) in covered for param in bucket.params):
                 self.waits_later.add(id(bucket))
@@ -151,6 +149,24 @@ class FlatSlices:
             yield
         finally:
             self.is_syncing = before
+
+    def _gather(self) -> None:
+        order = self.order or self.buckets
+        self.is_stale = False
+        # the first to be needed are the last whose gradients came
+        with annotate("all-gather"):
+            for bucket in reversed(order):
+                if bucket.is_trained:
+                    bucket.start_gathering()
+            for bucket in order:
+                if id(bucket) not in self.waits_later:
+                    bucket.finish_gathering()
+
+    def _wait_for(self, buckets: list[FlatBucket]) -> None:
+        if self.is_stale:
+            self._gather()
+        for bucket in buckets:
+            bucket.finish_gathering()
 
     def _finish_begun(self) -> None:
         """End what a backward pass began, in the order in which it did."""
@@ -239,6 +255,9 @@ def _on_gradient(slices: Callable[[], FlatSlices | None], number: int, param: Te
 
 # compiled blocks must not make it a part of themselves
 @torch.compiler.disable
-def _before_forward(buckets: list[FlatBucket], module: nn.Module, args: Any) -> None:
-    for bucket in buckets:
-        bucket.finish_gathering()
+def _before_forward(
+    slices: Callable[[], FlatSlices | None], buckets: list[FlatBucket], module: nn.Module, args: Any
+) -> None:
+    this = slices()
+    if this is not None:
+        this._wait_for(buckets)

@@ -154,7 +154,7 @@ class WholeParameters:
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Nothing to do: `share` returns when they are there."""
 
-    def wait_in_forward_of(self, modules: Iterable[nn.Module]) -> None:
+    def wait_in_forward_of(self, modules: Iterable[nn.Module], *, starts_there: bool) -> None:
         """Nothing to do."""
 
     def no_sync(self) -> contextlib.AbstractContextManager:

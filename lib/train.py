@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from lib.checkpoint import (
+    Checkpoint,
     load_checkpoint,
+    load_optimizer,
     newest_checkpoint,
     read_extra,
     rng_state,
@@ -87,7 +90,9 @@ def train(
     `lib.distributed.launch(train, 2, config)`. A step takes batch_size ×
     gradient_accumulation_steps × ranks windows; a run may go on with other numbers as long as their
     product stays, and then sees the same windows, with the same losses up to rounding. Rank 0
-    writes, shows progress and calls `on_metrics`; hosts share the disk with the output folder.
+    writes, shows progress and calls `on_metrics`; hosts share the disk with the output folder. With
+    `sharded_optimizer` or `ddp_wrapper` fsdp2 each rank writes its part of the optimizer's state
+    into the checkpoint; a run goes on from it with any other way to shard, or none.
     Signals end such a run after the next step that is a multiple of `log_interval`. If a rank is
     lost the job ends; `torchrun --max-restarts=2` starts it again from its last checkpoint.
 
@@ -173,18 +178,22 @@ class _Training:
         self.model = TransformerLM(self.config.model, generator=generator).to(run.device)
         if self.config.low_precision_weights:
             self.model.use_low_precision_weights(run.dtype)
-        self.step = TrainStep(self.model, self.config, run.device, run.dtype)
         self.bytes_of_token = bytes_of_token(run.tokenizer)
         self.progress = Progress()
         self.evaluation: Evaluation | None = None
         self.metrics: MetricsLog | None = None
         self.checkpoints = run.folder / "checkpoints"
+        self.shards = run.folder / ".shards"
         self.newest = on_first_rank(lambda: newest_checkpoint(self.checkpoints), waiting)
         if self.newest is not None:
             manifest = self.newest / "manifest.json"
             on_each_rank(lambda: check_seen(manifest))
             on_each_rank(lambda: check_same({str(manifest): sha256_file(manifest)}))
-            on_each_rank(self._restore, waiting)
+            # before anything is sharded, so that files need hold whole weights only
+            loaded = on_each_rank(self._load_weights, waiting)
+        self.step = TrainStep(self.model, self.config, run.device, run.dtype)
+        if self.newest is not None:
+            on_each_rank(lambda: self._restore(loaded), waiting)
 
     def go_on(self, stop: threading.Event) -> TrainResult:
         """Take the steps that are left, unless `stop` is set meanwhile."""
@@ -204,6 +213,8 @@ class _Training:
     def _open_files(self, files: contextlib.ExitStack) -> None:
         """Describe the run in its folder, and open the log of metrics until `files` is left."""
         config, folder = self.config, self.run.folder
+        # what a killed save left
+        shutil.rmtree(self.shards, ignore_errors=True)
         metrics = MetricsLog(
             folder / "metrics.jsonl",
             total_steps=config.steps,
@@ -289,7 +300,7 @@ class _Training:
         self._stop_clock()
         config, run = self.config, self.run
         self.evaluation = evaluate(
-            self.model,
+            self.step.whole_model(),
             run.validation_tokens,
             self.bytes_of_token,
             batch_size=config.batch_size,
@@ -324,19 +335,25 @@ class _Training:
     def _save(self) -> None:
         self._read_log()
         self._stop_clock()
-        self.newest = on_first_rank(self._write_checkpoint, self.waiting)
+        on_first_rank(self._sync_metrics, self.waiting)
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.step.optimizer}
+        if self.step.is_sharded:
+            parts = {"model": self.step.weights(), "shards": self.shards}
+            self.step.optimizer.save_shard(self.shards, self.waiting)
+        self.newest = on_first_rank(lambda: self._write_checkpoint(parts), self.waiting)
         self.clock = time.perf_counter()
 
-    def _write_checkpoint(self) -> Path:
+    def _sync_metrics(self) -> None:
         if not self.metrics.path.exists():
             raise FileNotFoundError(f"{self.run.folder} was removed while it was trained in")
         self.metrics.sync()
         self.progress.metrics_position = self.metrics.position
-        return save_checkpoint(
+
+    def _write_checkpoint(self, parts: dict[str, Any]) -> Path:
+        path = save_checkpoint(
             self.checkpoints,
             step=self.progress.steps,
-            model=self.model,
-            optimizer=self.step.optimizer,
+            **parts,
             extra={
                 "progress": dataclasses.asdict(self.progress),
                 "sampler": self.run.sampler.state_dict(),
@@ -347,19 +364,24 @@ class _Training:
             tensors=self.step.state_tensors() | rng_state(self.run.device),
             keep_last=self.config.keep_last,
         )
+        shutil.rmtree(self.shards, ignore_errors=True)
+        return path
 
-    def _restore(self) -> None:
-        run, extra = self.run, read_extra(self.newest)
-        check_same_settings(run, saved_identity(extra["config"], extra))
-        loaded = load_checkpoint(
-            self.newest, model=self.model, optimizer=self.step.optimizer, verify=False
-        )
+    def _load_weights(self) -> Checkpoint:
+        extra = read_extra(self.newest)
+        check_same_settings(self.run, saved_identity(extra["config"], extra))
+        loaded = load_checkpoint(self.newest, model=self.model, verify=False)
         self.progress = Progress(**loaded.extra["progress"])
         if self.progress.steps > self.config.steps:
             raise ValueError(
-                f"steps is {self.config.steps}, but the run in {run.folder} has done "
+                f"steps is {self.config.steps}, but the run in {self.run.folder} has done "
                 f"{self.progress.steps}; right is: at least as many, or another output"
             )
+        return loaded
+
+    def _restore(self, loaded: Checkpoint) -> None:
+        run = self.run
+        load_optimizer(self.newest, self.step.optimizer, self.model)
         run.sampler.load_state_dict(loaded.extra["sampler"])
         self.step.load_state_tensors(loaded.tensors)
         set_rng_state(loaded.tensors, run.device)

@@ -17,19 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.config_training import TrainConfig
-from lib.ddp import wrap
 from lib.distributed import mean_over_ranks, world_size
 from lib.loss import linear_cross_entropy
 from lib.model import TransformerLM
-from lib.optimizer import AdamW, clip_coefficient
+from lib.optimizer import clip_coefficient
 from lib.profiling import annotate
+from lib.train_optimizer import (
+    OVERLAPPING,
+    AveragedByOptimizer,
+    check_wrapper,
+    gather_under_forward,
+    parallelise,
+)
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
 LARGEST_LOSS_SCALE = 2.0**24
 GROWTH_INTERVAL = 1000
-# The wrappers that average gradients while backward computes others.
-OVERLAPPING = ("overlap", "flashddp", "torch_ddp")
 
 
 class StepLog(NamedTuple):
@@ -49,38 +53,11 @@ class StepLog(NamedTuple):
     """
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig, lr: Tensor) -> AdamW:
-    """AdamW over `model`: weight decay for matrices, none for vectors; `lr` is a 0-dim tensor."""
-    settings = config.optimizer
-    matrices = [param for param in model.parameters() if param.ndim >= 2]
-    vectors = [param for param in model.parameters() if param.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    betas = (settings.beta1, settings.beta2)
-    return AdamW([g for g in groups if g["params"]], lr, betas, settings.eps)
-
-
-def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
-    """Refuse a `ddp_wrapper` that cannot train on so many ranks as `config` asks for.
-
-    Raises:
-        ValueError: `none` on several ranks, or `torch_ddp` there with `cuda_graph`.
-    """
-    if num_ranks == 1:
-        return
-    if config.ddp_wrapper == "none":
-        raise ValueError(
-            f"ddp_wrapper is 'none', but there are {num_ranks} ranks, which would each train a "
-            "model of their own; right is: flashddp, or another one"
-        )
-    if config.ddp_wrapper == "torch_ddp" and config.cuda_graph:
-        # it would have to be made, and warmed up for 11 steps, on a stream of its own
-        raise ValueError(
-            "ddp_wrapper is 'torch_ddp' and cuda_graph is True, which do not go together on "
-            f"{num_ranks} ranks; right is: flashddp, or cuda_graph False"
-        )
+def compile_sublayers(model: TransformerLM) -> None:
+    """Let `torch.compile` fuse what is between two gatherings of FSDP2."""
+    for layer in model.layers:
+        for part in (layer.attn, layer.ffn):
+            part.forward = torch.compile(part.forward, dynamic=False)
 
 
 def compile_blocks(model: TransformerLM) -> None:
@@ -160,11 +137,11 @@ class TrainStep:
         self.loss = MeanLoss(model, device, dtype if is_short else None, config.optimizer.z_loss)
         if config.compile:
             self._compile()
-        self.parallel = wrap(
-            config.ddp_wrapper, self.loss, group=group, bucket_cap_mb=config.bucket_size_mb
-        )
         self.lr = torch.zeros((), device=device)
-        self.optimizer = make_optimizer(model, config, self.lr)
+        self.parallel, self.optimizer = parallelise(self.loss, config, self.lr, group)
+        self.is_sharded = hasattr(self.optimizer, "save_shard")
+        if isinstance(self.parallel, AveragedByOptimizer):
+            gather_under_forward(self.optimizer, self.loss, starts_there=config.cuda_graph)
         shape = (config.gradient_accumulation_steps, config.batch_size)
         self.windows = torch.zeros(
             *shape, model.config.context_length + 1, dtype=torch.int64, device=device
@@ -193,12 +170,16 @@ class TrainStep:
             if self.graph is None:
                 self._record()
             self.graph.replay()
+            if self.is_sharded:
+                self.optimizer.replayed()
         else:
             self._step()
         self.unread += 1
 
     def read_log(self) -> list[StepLog]:
         """What the steps since the last call reported; waits for the device and the other ranks."""
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
         size = len(self.rows)
         last = int(self.next_row)
         rows = mean_over_ranks(self.rows, self.group).tolist()
@@ -224,6 +205,23 @@ class TrainStep:
         """Matrix products in the short type, where the weights are not held in it."""
         return self.loss.autocast()
 
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict after the last step; all ranks call it, and rank 0 gets it."""
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
+        gather = getattr(self.parallel, "whole_state_dict", self.model.state_dict)
+        return gather()
+
+    def whole_model(self) -> TransformerLM:
+        """`model`, or a copy of it, with all weights as the last step made them on every rank.
+
+        All ranks call it.
+        """
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
+        copy = getattr(self.parallel, "whole_model", None)
+        return copy() if copy else self.model
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, times the loss scale of float16, to those of the weights."""
         (loss * self.loss_scale if self.uses_scale else loss).backward()
@@ -231,6 +229,9 @@ class TrainStep:
     def _compile(self) -> None:
         if self.num_ranks == 1 or self.config.ddp_wrapper not in OVERLAPPING:
             self.loss.hidden = torch.compile(self.model.hidden, dynamic=False)
+            return
+        if self.config.ddp_wrapper == "fsdp2":
+            compile_sublayers(self.model)
             return
         compile_blocks(self.model)
         if self.config.ddp_wrapper == "torch_ddp":

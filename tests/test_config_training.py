@@ -60,6 +60,13 @@ NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
         (TrainConfig, {"dtype": "float64"}, "right is: auto, float32, bfloat16 or float16"),
         (TrainConfig, {"dtype": ""}, "dtype is ''"),
         (TrainConfig, {"ddp_wrapper": "ddp"}, "ddp_wrapper is 'ddp'; right is: none, naive, flat"),
+        (TrainConfig, {"sharded_optimizer": "zero2"}, "right is: none, zero1, torch_zero"),
+        (TrainConfig, {"zero1_strategy": "whole"}, "'whole'; right is: flat, parameters"),
+        (
+            TrainConfig,
+            {"ddp_wrapper": "fsdp2", "sharded_optimizer": "zero1"},
+            "sharded_optimizer is 'zero1' and ddp_wrapper 'fsdp2', which shards the optimizer's",
+        ),
         (TrainConfig, {"bucket_size_mb": 0}, "bucket_size_mb is 0; right is: more than 0"),
         (TrainConfig, {"steps": 99}, "warmup_steps 100 is more than steps 99"),
         (SampleConfig, {"prompts": ()}, "prompts is (); right is: at least one text"),
