@@ -180,6 +180,19 @@ def benchmark_lm_matrix(arguments: list[str]) -> int:
     return 0
 
 
+def benchmark_sharding(arguments: list[str]) -> int:
+    """Measure memory and time of sharded optimizers, in training on several ranks."""
+    from lib.config_sharding import ShardingConfig
+
+    config = parse(ShardingConfig, "benchmark sharding", arguments)
+
+    from lib.benchmark_sharding import benchmark_sharding
+
+    if benchmark_sharding(config):
+        print(config.output / "sharding_benchmark.md")
+    return 0
+
+
 def profile(arguments: list[str]) -> int:
     """Watch training steps: time by kernel, idle gaps, memory by category."""
     from lib.config_profile import ProfileConfig
@@ -189,6 +202,30 @@ def profile(arguments: list[str]) -> int:
     from lib.profile_run import profile
 
     profile(config)
+    return 0
+
+
+def kaggle_build(arguments: list[str]) -> int:
+    """Make a folder for Kaggle, and run its notebooks as Kaggle would."""
+    from lib.config_kaggle import KaggleBuildConfig
+
+    config = parse(KaggleBuildConfig, "kaggle build", arguments)
+
+    from lib.kaggle import build
+
+    print(build(config))
+    return 0
+
+
+def kaggle_push(arguments: list[str]) -> int:
+    """Upload that folder with Kaggle's own client."""
+    from lib.config_kaggle import KagglePushConfig
+
+    config = parse(KagglePushConfig, "kaggle push", arguments)
+
+    from lib.kaggle import push
+
+    push(config)
     return 0
 
 
@@ -205,7 +242,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "benchmark attention": benchmark_attention,
     "benchmark communication": benchmark_communication,
     "benchmark lm-matrix": benchmark_lm_matrix,
+    "benchmark sharding": benchmark_sharding,
     "profile": profile,
+    "kaggle build": kaggle_build,
+    "kaggle push": kaggle_push,
 }
 # Those that `torchrun` may start in several processes, which work together.
 OF_RANKS = (pipeline, train)

@@ -82,7 +82,8 @@ def test_unknown_command_is_refused_with_the_known_ones():
     assert done.stderr.startswith("error: unknown command 'tokenise'; did you mean 'tokenize'?")
     known = (
         "pipeline, tokenize, train, generate, run, benchmark tokenizer, benchmark training, "
-        "benchmark step, benchmark attention, benchmark communication, benchmark lm-matrix, profile"
+        "benchmark step, benchmark attention, benchmark communication, benchmark lm-matrix, "
+        "benchmark sharding, profile, kaggle build, kaggle push"
     )
     assert f"known: {known}\n" in done.stderr
 
