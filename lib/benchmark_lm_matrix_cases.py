@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,7 +12,6 @@ import numpy as np
 from lib.config_lm_matrix import SIZES, LmMatrixConfig
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.data import random_tokens
-from lib.files import write_atomically
 from lib.model_costs import activation_bytes, num_parameters
 from lib.model_presets import model_preset
 
@@ -96,19 +92,6 @@ class LmMatrixCase:
             bucket_size_mb=self.bucket_size_mb,
             log_interval=log_interval,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The wrappers that take turns with one kernel."""
-
-    kernel: str
-    wrappers: tuple[str, ...]
-    is_together: bool = True
-    """Whether all their models may be in memory at once."""
-
-    has_reference: bool = True
-    """Whether one process trains on the same batches first, for its losses."""
 
 
 def settled(config: LmMatrixConfig, ranks: int, *, on_gpu: bool) -> LmMatrixConfig:
@@ -201,37 +184,3 @@ def spread(values: Sequence[float]) -> float | None:
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
     """The largest difference between losses of the same step; None where there are none."""
     return max((abs(a - b) for a, b in zip(losses, reference)), default=None)
-
-
-def leave_note(folder: Path | None, rank: int, **facts: Any) -> None:
-    """Write what `rank` is doing, for whoever finds it gone."""
-    if folder is not None:
-        write_atomically(folder / f"rank-{rank}.json", json.dumps({"time": time.time(), **facts}))
-
-
-def read_notes(folder: Path, rank: int) -> dict[str, Any] | None:
-    """The first note that says why its rank failed, else that of `rank`; None if it left none.
-
-    Later failures come of the first: the others lose a rank that they wait for.
-    """
-    notes = {path.stem: json.loads(path.read_text()) for path in folder.glob("rank-*.json")}
-    said = [note for note in notes.values() if "reason" in note]
-    return min(said, key=lambda note: note["time"]) if said else notes.get(f"rank-{rank}")
-
-
-def after_failure(
-    plans: Sequence[Plan], kernel: str, wrapper: str | None, status: str
-) -> tuple[list[Plan], bool]:
-    """What is left to measure after a cell of `kernel` failed, and whether without that cell.
-
-    Models that are too large together are tried one at a time, and only then left out. Wrapper
-    None: the training of one process failed, and the others are measured without it.
-    """
-    at = [plan.kernel for plan in plans].index(kernel)
-    plan, later = plans[at], list(plans[at + 1 :])
-    if wrapper is None:
-        return [dataclasses.replace(plan, has_reference=False), *later], False
-    if status == "oom" and plan.is_together and len(plan.wrappers) > 1:
-        return [dataclasses.replace(plan, is_together=False), *later], False
-    others = tuple(other for other in plan.wrappers if other != wrapper)
-    return [dataclasses.replace(plan, wrappers=others)] * bool(others) + later, True

@@ -18,19 +18,16 @@ from lib.__main__ import main
 from lib.benchmark_lm_matrix import benchmark_lm_matrix, measure
 from lib.benchmark_lm_matrix_cases import (
     LmMatrixCase,
-    Plan,
-    after_failure,
     fits_together,
-    leave_note,
     loss_difference,
     make_case,
     paired_figures,
-    read_notes,
     settled,
     skewed_tokens,
 )
 from lib.benchmark_lm_matrix_report import make_sections, matrix_rows, section_title, write_report
 from lib.benchmark_lm_matrix_training import Training
+from lib.benchmark_turns import Plan, after_failure, leave_note, read_notes
 from lib.config_lm_matrix import LmMatrixConfig
 from lib.config_training import DDP_WRAPPERS
 from lib.data import BatchSampler
@@ -324,7 +321,7 @@ def test_after_a_failure_the_rest_is_left():
     first, second = Plan("sdpa", ("none", "flat")), Plan("vectorized_torch", ("none",))
     alone = dataclasses.replace(first, is_together=False)
     assert after_failure([first, second], "sdpa", "flat", "oom") == ([alone, second], False)
-    without = dataclasses.replace(alone, wrappers=("none",))
+    without = dataclasses.replace(alone, names=("none",))
     assert after_failure([alone, second], "sdpa", "flat", "oom") == ([without, second], True)
     assert after_failure([first, second], "vectorized_torch", "none", "failed") == ([], True)
     unreferenced = dataclasses.replace(first, has_reference=False)
