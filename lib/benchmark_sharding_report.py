@@ -1,0 +1,307 @@
+"""What the sharding benchmark says: a section for each model and setting. Of records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lib.benchmark_lm_matrix_cases import spread, turn_ratios
+from lib.benchmark_lm_matrix_report import section_key, section_title
+from lib.benchmark_sharding_cases import BASE, predicted_bytes
+from lib.files import write_atomically
+from lib.memory_accounting import SIZES, largest_preset, rank_memory
+from lib.model_presets import model_preset
+from lib.plots_lm_matrix import Section
+from lib.plots_sharding import (
+    RankBar,
+    save_sharding_memory_figure,
+    save_sharding_time_figure,
+)
+from lib.report import Record, format_value, to_csv, to_markdown
+
+NOTE = """Each rank is a process with a part of the batch; in `none` each trains a model of its own
+while the others do the same. `flashddp` keeps the whole optimizer on every rank, `zero1` a slice of
+it, and averages gradients itself; what stands behind a + shards the optimizer behind a wrapper that
+averages. `fsdp2` is PyTorch's `fully_shard`, which shards weights and gradients too. Methods took
+turns, an epoch at a time; a turn is a sample, its time the ranks' mean, and the ratio to `flashddp`
+the median over the turns.
+
+Bytes are those of the rank that has most, in a training's third step and of itself alone. Weights,
+gradients and state are counted from the tensors that are there when the optimizer steps; the rest
+is what is allocated. Predictions are formulas (`lib.memory_accounting`) for eager mode, of which
+`torch.compile` keeps fewer activations.
+"""
+TARGETS = """Targets for `zero1`: state · ranks within 1% of 1, at most 1.03 of the time of
+`flashddp` and less than that of `torch_ddp+torch_zero`, and memory saved within 5% of what the
+formulas say.
+"""
+TIME_COLUMNS = {
+    "method": "method",
+    "status": "status",
+    "median_ms": "ms a step",
+    "iqr_ms": "IQR (ms)",
+    "samples": "samples",
+    "tokens_per_s": "tokens/s",
+    "step_ratio": "time / flashddp",
+    "iqr_step_ratio": "IQR",
+    "communication_ms": "communication (ms)",
+    "exposed_communication_ms": "exposed (ms)",
+    "loss_difference": "loss difference",
+}
+MEMORY_COLUMNS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "state",
+    "activations": "activations",
+    "initialised": "initialised",
+    "before_step": "before the update",
+    "after_step": "after it",
+    "peak": "peak",
+}
+PEER = "torch_ddp+torch_zero"
+# 16 GB, as one of the two of a free notebook on Kaggle.
+T4_BYTES = 16 * 10**9
+RANKS = (1, 2, 4, 8)
+# The stages of ZeRO as they are measured here; of the second there is none.
+STAGES = {"flashddp": 0, "zero1": 1, "ZeRO-2": 2, "fsdp2": 3}
+# What `rank_memory` calls a setting, and what a row does.
+ACCOUNTING_SETTINGS = {
+    "dtype": "dtype",
+    "low_precision_weights": "low_precision_weights",
+    "bucket_cap_mb": "bucket_size_mb",
+}
+
+
+def write_report(records: Sequence[Record], output: Path) -> None:
+    """Write sharding_benchmark.csv and .md, sharding_memory.png and sharding_time.png.
+
+    Of each training the newest record counts.
+    """
+    sections = make_sections(sharding_rows(records))
+    text = f"# Sharded optimizer: memory and time\n\n{NOTE}\n{TARGETS}"
+    text += "".join(map(section_report, sections))
+    text += accounting_report(sections)
+    write_atomically(output / "sharding_benchmark.md", text)
+    lists = ("times_ms", "losses", "optimizer_state_by_rank")
+    rows = [row for section in sections for row in section.rows]
+    plain = [{key: value for key, value in row.items() if key not in lists} for row in rows]
+    to_csv(plain, output / "sharding_benchmark.csv")
+    title = accounting_title(sections) if sections else ""
+    bars = accounting(sections)
+    save_sharding_memory_figure(bars, output / "sharding_memory.png", title=title)
+    save_sharding_time_figure(sections, output / "sharding_time.png")
+
+
+def sharding_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """A row for each training, of the newest record about it."""
+    newest: dict[tuple, dict[str, Any]] = {}
+    for record in records:
+        row = record["config"] | record["figures"]
+        row |= {key: record[key] for key in ("device", "cpu", "cores", "seed", "commit", "date")}
+        row["torch"] = record["versions"]["torch"]
+        key = (*section_key(row), row["kernel"], row["method"])
+        # a newer one comes where it was measured, not where the old one stood
+        newest.pop(key, None)
+        newest[key] = row
+    return list(newest.values())
+
+
+def make_sections(rows: Iterable[dict[str, Any]]) -> list[Section]:
+    """The rows by section, in the order in which sections were first measured."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((*section_key(row), row["kernel"]), []).append(row)
+    return [Section(_title(chosen[0]), tuple(chosen)) for chosen in found.values()]
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    kernel = "" if row["kernel"] == "sdpa" else f"; {row['kernel']}"
+    return section_title(row) + kernel
+
+
+def section_report(section: Section) -> str:
+    """A section's tables, and what failed why."""
+    last = max(section.rows, key=lambda row: row["date"])
+    text = f"\n## {section.title}\n\n{last['device']}, torch {last['torch']}, {last['date']}"
+    text += f", {last['backend']}, {last['steps_per_epoch']} steps an epoch.\n"
+    if last["backend"] == "gloo":
+        text += (
+            f"{last['ranks']} processes share the {last['cores']} cores of one CPU, and memory is "
+            "their network: times say nothing about GPUs, and gloo's own copies are in the bytes.\n"
+        )
+    if any(row.get("is_together") is False for row in section.rows):
+        text += "The models did not fit into memory together: each was built anew for each turn.\n"
+    present = {key for row in section.rows for key in row if row[key] is not None}
+    columns = {key: name for key, name in TIME_COLUMNS.items() if key in present}
+    text += f"\n{to_markdown(section.rows, columns)}"
+    done = [row for row in section.rows if row["status"] == "ok"]
+    if done:
+        text += f"\n{memory_table(done)}"
+    against = comparisons(done)
+    if against:
+        text += f"\n{to_markdown(against)}"
+    failed = [row for row in section.rows if row["status"] != "ok"]
+    reasons = [f"- {row['method']}: {row['status']}: {row['reason']}\n" for row in failed]
+    return text + ("\n" + "".join(reasons) if reasons else "")
+
+
+def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What each method holds, measured and by formula."""
+    largest = max(row["measured"]["peak"] for row in rows)
+    unit, size = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    lines = [
+        {
+            "method": row["method"],
+            f"bytes of a rank ({unit})": source,
+            **{MEMORY_COLUMNS[k]: row[source][k] / size for k in MEMORY_COLUMNS},
+        }
+        for row in rows
+        for source in ("measured", "predicted")
+    ]
+    return to_markdown(lines)
+
+
+def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The sharded methods against `flashddp` and the peer that took turns with them."""
+    found = {row["method"]: row for row in rows}
+    lines = []
+    for method, row in found.items():
+        base, peer = found.get(BASE), found.get(PEER)
+        if method in ("none", BASE) or base is None or base["launch"] != row["launch"]:
+            continue
+        line = {
+            "method": method,
+            "state · ranks": row["state_share"] * row["ranks"],
+            "time / flashddp": row["step_ratio"],
+            "IQR": row["iqr_step_ratio"],
+        }
+        if peer is not None and peer["launch"] == row["launch"]:
+            ratios = turn_ratios(row["times_ms"], peer["times_ms"])
+            line |= {"time / torch_zero": median(ratios), "its IQR": spread(ratios)}
+        saved, predicted = row["saved_measured_bytes"], row["saved_predicted_bytes"]
+        line |= {"saved (MB)": saved / 1e6, "predicted (MB)": predicted / 1e6}
+        line["saved / predicted"] = saved / predicted if predicted else None
+        lines.append(line)
+    return lines
+
+
+def accounting_report(sections: Sequence[Section]) -> str:
+    """Peak bytes of a rank by model, stage and ranks, by formula and where it was measured.
+
+    In the setting of the newest section; and the largest preset that a T4 trains.
+    """
+    lines = []
+    for model, bars in accounting(sections).items():
+        for method in STAGES:
+            line: dict[str, Any] = {"model": model, "peak of a rank (GB)": method}
+            for bar in bars:
+                if bar.name == method:
+                    text = format_value(bar.predicted["peak"] / 1e9)
+                    if bar.measured:
+                        text += f" ({format_value(bar.measured['peak'] / 1e9)})"
+                    line[bar.group] = text
+            lines.append(line)
+    if not lines:
+        return ""
+    text = f"\n## By formula\n\n{accounting_title(sections)}; in brackets what was measured.\n"
+    return f"{text}\n{to_markdown(lines)}\n{largest_presets()}"
+
+
+def accounting_title(sections: Sequence[Section]) -> str:
+    """The setting of the newest section in words."""
+    row = _newest(sections)
+    words = [row["dtype"], *["short weights"] * row["low_precision_weights"]]
+    where = "CPUs" if row["backend"] == "gloo" else row["device"]
+    return f"{', '.join(words)}, {row['tr_batch_size']} windows a rank; {where}"
+
+
+def accounting(sections: Sequence[Section]) -> dict[str, list[RankBar]]:
+    """By model what a rank holds on 1 to 8 ranks, in the setting of the newest section.
+
+    Of the presets `small` to `2.7b`, after other models that were measured in that setting.
+    """
+    if not sections:
+        return {}
+    newest = _newest(sections)
+    same = ("device", "tr_batch_size", "compile", *ACCOUNTING_SETTINGS.values())
+    measured = {
+        (row["model"], row["method"], row["ranks"]): row["measured"]
+        for section in sections
+        for row in section.rows
+        if row["status"] == "ok"
+        and row["context_length"] == model_preset(row["model"]).context_length
+        and all(row[key] == newest[key] for key in same)
+    }
+    models = [model for model in dict.fromkeys(key[0] for key in measured) if model not in SIZES]
+    return {
+        model: [
+            _bar(model, method, ranks, newest, measured)
+            for ranks in RANKS
+            for method in (STAGES if ranks > 1 else [BASE])
+        ]
+        for model in [*models, *SIZES]
+    }
+
+
+def _newest(sections: Sequence[Section]) -> Mapping[str, Any]:
+    return max((row for section in sections for row in section.rows), key=lambda row: row["date"])
+
+
+def _bar(
+    model: str,
+    method: str,
+    ranks: int,
+    row: Mapping[str, Any],
+    measured: Mapping[tuple[str, str, int], dict[str, int]],
+) -> RankBar:
+    """One model on so many ranks in the setting of `row`, and what was measured of it."""
+    stage = STAGES[method]
+    predicted = rank_memory(
+        model_preset(model),
+        ranks=ranks,
+        stage=stage,
+        batch_size=row["tr_batch_size"],
+        ddp_wrapper="none" if stage else "flashddp",
+        cuda=row["backend"] == "nccl",
+        **{name: row[key] for name, key in ACCOUNTING_SETTINGS.items()},
+    )
+    group = f"{ranks} rank" + "s" * (ranks > 1)
+    if ranks == 1:
+        # alone, whatever the others did
+        found = next((held for key, held in measured.items() if key[:2] == (model, "none")), None)
+    else:
+        found = measured.get((model, method, ranks))
+    return RankBar(group, method, predicted_bytes(predicted), found)
+
+
+def largest_presets() -> str:
+    """The largest preset that 16 GB train, alone and with ZeRO-1 on two, in words."""
+    words = []
+    for is_short in (False, True):
+        options = {"batch_size": 1, "dtype": "float16", "low_precision_weights": is_short}
+        alone = largest_preset(T4_BYTES, **options)
+        on_two = largest_preset(T4_BYTES, 2, stage=1, ddp_wrapper="none", **options)
+        held = "weights in 2 bytes" if is_short else "autocast"
+        words.append(f"{held}: `{alone}` on one, `{on_two}` on two with `zero1`")
+    return (
+        "The largest preset that fits into a T4's 16 GB with one window at a time and products in "
+        f"2 bytes, by formula and with 1 GB kept free: {'; '.join(words)}.\n"
+    )
+
+
+def line(record: Record) -> str:
+    """What is printed of a training once it is measured."""
+    case, figures = record["config"], record["figures"]
+    text = f"{case['model']}, {case['method']}: "
+    if figures["status"] != "ok":
+        return f"{text}{figures['status']}, {figures['reason']}"
+    text += f"{figures['median_ms']:.2f} ms ± {figures['iqr_ms'] / 2:.2f}"
+    if figures["step_ratio"] is not None:
+        text += f", {figures['step_ratio']:.3f} of flashddp"
+    for kind in ("optimizer_state", "peak"):
+        measured, predicted = (figures[source][kind] for source in ("measured", "predicted"))
+        name = kind.replace("_", " ")
+        text += f", {name} {measured / 1e6:,.1f} MB (predicted {predicted / 1e6:,.1f})"
+    return text
