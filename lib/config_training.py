@@ -253,6 +253,9 @@ class TrainConfig:
     resume: bool = True
     """Whether a run found in `output` goes on; otherwise `output` must hold none."""
 
+    max_seconds: float = 0.0
+    """After so many seconds a call saves and ends; the next one goes on. 0: no limit."""
+
     max_nonfinite_steps: int = 20
     """So many steps in a row with a loss or gradient that is not finite end the run."""
 
@@ -264,7 +267,7 @@ class TrainConfig:
         positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")
         for field in (*positive, "keep_last", "max_nonfinite_steps"):
             check(self, field, getattr(self, field) > 0, "at least 1")
-        for field in ("seed", "eval_interval", "eval_tokens"):
+        for field in ("seed", "eval_interval", "eval_tokens", "max_seconds"):
             check(self, field, getattr(self, field) >= 0, "0 or more")
         right = "auto, float32, bfloat16 or float16"
         check(self, "dtype", self.dtype in right.replace(" or", ",").split(", "), right)

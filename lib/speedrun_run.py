@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import signal
-import threading
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -78,40 +78,17 @@ def run_training(
     deadline: float,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainResult:
-    """Train as `config` says in the processes of `plan`, until `deadline`, as `train_until`.
+    """Train as `config` says in the processes of `plan`, until `time.time()` reaches `deadline`.
 
-    Several processes are started for it, and `on_metrics` is not called.
+    The same call with a later deadline goes on from there. Several processes are started for it,
+    and `on_metrics` is not called.
     """
-    if plan.ranks == 1:
-        return train_until(config, deadline, on_metrics)
     from lib.distributed import launch
-
-    return launch(train_until, plan.ranks, config, deadline)[0]
-
-
-def train_until(
-    config: TrainConfig,
-    deadline: float,
-    on_metrics: Callable[[dict[str, Any]], None] | None = None,
-) -> TrainResult:
-    """`lib.train.train`, which ends with a checkpoint once `time.time()` has reached `deadline`.
-
-    That is asked after each `config.log_interval` steps, the first of which are always taken. The
-    same call with a later deadline goes on from there.
-
-    Raises:
-        RuntimeError: not in the process's main thread, where alone a training can be stopped.
-    """
     from lib.train import train
 
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("train_until needs the main thread")
-
-    def watch(record: dict[str, Any]) -> None:
-        if on_metrics is not None:
-            on_metrics(record)
-        if time.time() >= deadline and record["step"] < config.steps:
-            # as Ctrl-C would: the step is finished and saved, on all ranks after the same one
-            signal.raise_signal(signal.SIGTERM)
-
-    return train(config, on_metrics=watch)
+    # the least that counts as a limit
+    seconds = max(1e-3, deadline - time.time())
+    config = dataclasses.replace(config, max_seconds=0.0 if math.isinf(seconds) else seconds)
+    if plan.ranks == 1:
+        return train(config, on_metrics=on_metrics)
+    return launch(train, plan.ranks, config)[0]

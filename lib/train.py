@@ -59,7 +59,7 @@ class TrainResult:
     """What became of a training run."""
 
     status: Literal["finished", "stopped", "up to date"]
-    """`stopped`: asked to by a signal, and saved. `up to date`: it had been finished before."""
+    """`stopped`: by a signal or its time, and saved. `up to date`: it had been finished before."""
 
     step: int
     """Steps done in all."""
@@ -81,8 +81,8 @@ def train(
 
     The folder gets `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/`. A run that
     was interrupted in any way goes on from its last checkpoint when started again; in deterministic
-    mode it ends as if nothing had happened. SIGINT and SIGTERM end it after the current step, with
-    a checkpoint.
+    mode it ends as if nothing had happened. SIGINT, SIGTERM and `max_seconds` end it after the
+    current step, with a checkpoint.
 
     **On several GPUs** each is trained on by a process of its own, a rank, that runs this function
     on its part of the batch: `torchrun --nproc_per_node=2 -m lib train …` on one host (and
@@ -92,9 +92,9 @@ def train(
     product stays, and then sees the same windows, with the same losses up to rounding. Rank 0
     writes, shows progress and calls `on_metrics`; hosts share the disk with the output folder. With
     `sharded_optimizer` or `ddp_wrapper` fsdp2 each rank writes its part of the optimizer's state
-    into the checkpoint; a run goes on from it with any other way to shard, or none.
-    Signals end such a run after the next step that is a multiple of `log_interval`. If a rank is
-    lost the job ends; `torchrun --max-restarts=2` starts it again from its last checkpoint.
+    into the checkpoint; a run goes on from it with any other way to shard, or none. Signals and
+    `max_seconds` end such a run after the next step that is a multiple of `log_interval`. If a rank
+    is lost the job ends; `torchrun --max-restarts=2` starts it again from its last checkpoint.
 
     Args:
         on_metrics: called with each line of metrics, for a live figure.
@@ -104,6 +104,7 @@ def train(
             and raised on all ranks.
         FloatingPointError: `max_nonfinite_steps` in a row had a loss or gradient not finite.
     """
+    end = time.monotonic() + (config.max_seconds or math.inf)
     # where one rank may take longer than others wait in a step: for a disk, or for a folder's lock
     waiting = patient_group()
     run = on_each_rank(lambda: prepare(config), waiting)
@@ -122,7 +123,7 @@ def train(
         on_first_rank(lambda: take_folder(run, holding), waiting)
         on_each_rank(lambda: check_seen(run.folder))
         with stop_signals() as stop:
-            return _Training(run, on_metrics, waiting).go_on(stop)
+            return _Training(run, on_metrics, waiting).go_on(stop, end)
 
 
 @dataclasses.dataclass
@@ -195,8 +196,8 @@ class _Training:
         if self.newest is not None:
             on_each_rank(lambda: self._restore(loaded), waiting)
 
-    def go_on(self, stop: threading.Event) -> TrainResult:
-        """Take the steps that are left, unless `stop` is set meanwhile."""
+    def go_on(self, stop: threading.Event, end: float) -> TrainResult:
+        """Take the steps that are left, unless `stop` is set or the clock at `end` meanwhile."""
         if self.progress.steps == self.config.steps:
             on_first_rank(lambda: describe_run(self.run))
             log.info("%s is up to date: %s steps", self.run.folder, self.progress.steps)
@@ -206,6 +207,8 @@ class _Training:
             self.clock = time.perf_counter()
             while self.progress.steps < self.config.steps:
                 self._take_step()
+                if time.monotonic() >= end:
+                    stop.set()
                 if self._follow_up(stop):
                     break
         return self._result("finished" if self.progress.steps >= self.config.steps else "stopped")

@@ -3,21 +3,19 @@
 import contextlib
 import dataclasses
 import math
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from lib import speedrun, speedrun_run
 from lib.config import TokenizeConfig
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
-from lib.distributed import launch
 from lib.memory_accounting import rank_memory
-from lib.metrics import read_metrics
 from lib.pipeline import tokenize_corpus
 from lib.speedrun import H100, TWO_T4, Machine, choose, compile_gain_of
 from lib.speedrun_results import extrapolate, memory_rows
-from lib.speedrun_run import train_until
+from lib.speedrun_run import run_training
 
 CPU = Machine("cpu", "a processor")
 A100 = Machine("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 10**9)
@@ -159,45 +157,15 @@ def config(data, tmp_path):
     )
 
 
-def test_training_stops_at_the_deadline_with_a_checkpoint(config):
-    seen = []
-    result = train_until(config, time.time(), seen.append)
-    assert (result.status, result.step) == ("stopped", 2)
-    assert result.checkpoint.name == "step-00000002"
-    assert [line["step"] for line in seen] == [2]
-
-
-def test_a_later_deadline_goes_on_from_there(config):
-    train_until(config, time.time())
-    result = train_until(config, math.inf)
-    assert (result.status, result.step) == ("finished", 12)
-    steps = [line["step"] for line in read_metrics(config.output / "metrics.jsonl")]
-    assert sorted(set(steps)) == [2, 4, 6, 8, 10, 12]
-
-
-def test_a_training_that_ends_with_the_time_is_finished(config):
-    short = dataclasses.replace(config, steps=2)
-    assert train_until(short, time.time()).status == "finished"
-
-
-def test_several_ranks_stop_after_the_same_step(config):
-    results = launch(train_until, 2, config, time.time(), backend="gloo")
-    assert [(result.status, result.step) for result in results] == [("stopped", 2)] * 2
-
-
-def test_a_thread_is_refused(config):
-    errors = []
-
-    def attempt():
-        try:
-            train_until(config, math.inf)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    assert errors == ["train_until needs the main thread"]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_stops_at_the_deadline_and_goes_on_with_a_later_one(config, ranks):
+    plan = SimpleNamespace(ranks=ranks)
+    stopped = run_training(plan, config, time.time())
+    # several ranks ask each other where they log
+    assert (stopped.status, stopped.step) == ("stopped", 1 if ranks == 1 else 2)
+    assert stopped.checkpoint.name == f"step-{stopped.step:08d}"
+    finished = run_training(plan, config, math.inf)
+    assert (finished.status, finished.step) == ("finished", 12)
 
 
 def curve(tokens, a=0.7, b=300.0, c=0.5):

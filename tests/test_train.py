@@ -446,6 +446,14 @@ def test_a_stop_at_any_moment_saves_the_step_that_is_reported(config, monkeypatc
     assert load_checkpoint(result.checkpoint).step == result.step
 
 
+def test_a_run_whose_time_is_over_ends_after_the_step_and_goes_on(config, straight):
+    timed = dataclasses.replace(config, max_seconds=1e-3)
+    result = train(timed)
+    assert (result.status, result.step) == ("stopped", 1)
+    assert train(dataclasses.replace(timed, max_seconds=3600.0)).status == "finished"
+    assert_same_run(config.output, straight)
+
+
 def test_a_second_interruption_ends_the_run_at_once(config, straight):
     with pytest.raises(KeyboardInterrupt):
         train(config, on_metrics=signals_at(10, signal.SIGINT, signal.SIGINT))
