@@ -134,14 +134,13 @@ def rank_memory(
 
     That is W, G and S, which the stage divides. Beside them:
 
-    - `flashddp` copies one bucket of gradients at a time, `flat` all of them, G; `torch_ddp` has
-      buffers of G between steps too, and the gradients are views of them;
+    - `flashddp` copies one bucket of gradients at a time on CPUs and none on GPUs, `flat` all of
+      them, G; `torch_ddp` has buffers of G between steps too, and the gradients are views of them;
     - a sharded optimizer that averages gradients itself (stage 1, `none`) packs each bucket into
-      the input of its reduce-scatter, which takes the place of the gradients and lives until all
-      buckets are through: G. Their outputs, this rank's means, are G / n more, and the last bucket
-      is there twice while it is packed. The update reads the means alone. Over gloo, on CPUs, a
-      reduce-scatter copies its bucket once more;
-    - stage 2 frees a bucket once it is averaged, and so has G / n and one bucket;
+      the input of its reduce-scatter, and frees it while the second one after it is on its way: of
+      its gradients a rank keeps the means of its slices, G / n, as in stage 2, and at most three
+      buckets beside. Over gloo, on CPUs, a reduce-scatter copies its bucket once more;
+    - stage 2 as in the paper has G / n and one bucket;
     - stage 3 gathers embedding and head, and the weights of two blocks in `dtype`, one in use and
       one on its way; at the end of backward there are also the gradients of a block. Autocast has
       nothing left to copy.
@@ -193,12 +192,13 @@ def rank_memory(
     change = dataclasses.replace
     bucket = min(int(bucket_cap_mb * 2**20), gradients)
     if stage == 0 or (stage == 1 and ddp_wrapper != "none"):
-        sent = {"flat": gradients, "flashddp": bucket}.get(ddp_wrapper, 0)
+        copied = {"flat": gradients, "flashddp": 0 if cuda else bucket}
+        sent = copied.get(ddp_wrapper, 0)
         return change(memory, communication=sent, gradients_stay=ddp_wrapper == "torch_ddp")
-    memory = change(memory, averaged_gradients=share(gradients))
+    memory = change(memory, averaged_gradients=share(gradients), gradients=share(gradients))
     if stage == 1:
-        return change(memory, communication=share(gradients) + (bucket if cuda else 2 * bucket))
-    memory = change(memory, gradients=share(gradients), communication=bucket)
+        return change(memory, communication=min((3 if cuda else 4) * bucket, 2 * gradients))
+    memory = change(memory, communication=bucket)
     if stage == 2:
         return memory
     parts = parameters_by_part(config)

@@ -93,6 +93,7 @@ class FlatBucket:
             torch.zeros_like(param) if id(param) in absent else param.grad for param in self.params
         ]
         self.sent = self._packed([grad.detach() for grad in grads])
+        del grads
         for param in self.params:
             param.grad = None
         self.mean = self.sent.new_empty(self.slice_length)
@@ -101,10 +102,16 @@ class FlatBucket:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self.reduction = scatter(self.mean, self.sent, op=op, group=self.group, async_op=True)
 
+    def free_sent(self) -> None:
+        """Wait until the mean is there, on a GPU as its next kernel, and free what was sent."""
+        if self.sent is not None:
+            self.reduction.wait()
+            self.sent = None
+
     def finish_reduction(self, unused: set[int]) -> None:
         """Add the mean gradients to those of the shards, but for parameters that no rank used."""
-        self.reduction.wait()
-        if not has_average(self.sent, self.group):
+        self.free_sent()
+        if not has_average(self.mean, self.group):
             self.mean.div_(world_size(self.group))
         places = {id(param): place for param, place in zip(self.params, self.starts)}
         for shard in self.shards:
@@ -113,7 +120,7 @@ class FlatBucket:
             start = places[id(shard.param)] + shard.start - self.begin
             grad = self.mean[start : start + shard.stop - shard.start].view(shard.weight.shape)
             shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self.sent = self.mean = self.reduction = None
+        self.mean = self.reduction = None
         self.arrived.clear()
 
     def start_gathering(self) -> None:

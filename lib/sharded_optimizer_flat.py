@@ -211,6 +211,9 @@ class FlatSlices:
         return bucket.is_full or not bucket.is_trained
 
     def _start_next(self) -> None:
+        # two at a time are under way; the memory of those before is for the gradients to come
+        if self.num_started >= 2:
+            self.order[self.num_started - 2].free_sent()
         bucket = self.order[self.num_started]
         self.num_started += 1
         if bucket.is_trained:

@@ -150,12 +150,14 @@ def test_buckets_are_no_larger_than_all_gradients():
         return rank_memory(MODEL, ranks=2, **settings).communication
 
     gradients = rank_memory(MODEL, ranks=2).gradients
-    assert sent(bucket_cap_mb=0.01) == int(0.01 * 2**20)
-    assert sent(bucket_cap_mb=25.0) == sent(ddp_wrapper="flat") == gradients
-    assert sent(ddp_wrapper="naive") == 0
+    assert sent(bucket_cap_mb=0.01, cuda=False) == int(0.01 * 2**20)
+    assert sent(bucket_cap_mb=25.0, cuda=False) == sent(ddp_wrapper="flat") == gradients
+    # NCCL takes gradients from where they are
+    assert sent(ddp_wrapper="naive") == sent(ddp_wrapper="flashddp") == 0
     alone = {"stage": 1, "ddp_wrapper": "none", "bucket_cap_mb": 0.01}
-    assert sent(**alone) == gradients // 2 + int(0.01 * 2**20)
-    assert sent(**alone, cuda=False) == gradients // 2 + 2 * int(0.01 * 2**20)
+    assert sent(**alone) == 3 * int(0.01 * 2**20)
+    assert sent(**alone, cuda=False) == 4 * int(0.01 * 2**20)
+    assert sent(**alone | {"bucket_cap_mb": 25.0}) == 2 * gradients
 
 
 MEMORY = RankMemory(parameters=10, gradients=20, optimizer_state=40, activations=100)
