@@ -267,6 +267,23 @@ def overlap_begins_in_backward() -> list[int]:
     return seen
 
 
+def buckets_under_way() -> list[int]:
+    """Buckets whose gradients are still held when each layer's gradient comes, in a second step."""
+    module = stack((4, 4, 4, 4, 4, 4))
+    made = made_of(module, SGD, **OVERLAP)
+    seen: list[int] = []
+    backward(module)
+    made.step()
+    made.zero_grad()
+    for param in module.parameters():
+        param.register_hook(
+            lambda grad: seen.append(sum(b.sent is not None for b in made.strategy.buckets))
+        )
+    backward(module)
+    made.step()
+    return seen
+
+
 def exception_in_backward() -> list[Any]:
     """The error of the step after a backward pass that failed at another layer on each rank."""
     module = stack()

@@ -26,6 +26,7 @@ TWO_RANKS = [
     "late_gradients",
     "twice",
     "overlap_begins_in_backward",
+    "buckets_under_way",
     "exception_in_backward",
     "gathers_under_forward",
     "options_of_step",
@@ -200,6 +201,10 @@ def test_a_second_backward_is_an_error_where_it_overlaps(two_ranks):
 def test_reduce_scatters_begin_in_backward_from_the_second_step_on(two_ranks):
     # the second step's begin after the 96 of the first; the first layer has 24
     assert two_ranks["overlap_begins_in_backward"] == [[0, 96 + 72]] * 2
+
+
+def test_the_gradients_of_two_buckets_at_most_are_held_while_they_are_sent(two_ranks):
+    assert two_ranks["buckets_under_way"] == [[0, 1, 2, 2, 2]] * 2
 
 
 def test_training_goes_on_after_an_exception_in_backward(two_ranks):
