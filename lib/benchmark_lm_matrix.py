@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lib.allocations import free_memory
 from lib.benchmark_lm_matrix_cases import (
@@ -30,54 +26,26 @@ from lib.benchmark_lm_matrix_report import line, write_report
 from lib.benchmark_lm_matrix_training import Groups, Training, communication, warmed_up
 from lib.benchmark_step_cases import device_memory
 from lib.benchmark_turns import (
+    Benchmark,
     Plan,
     Turns,
     communication_figures,
     from_all_ranks,
-    launch_plans,
-    measure_plans,
-    run_on_ranks,
+    run_benchmark,
     time_figures,
 )
 from lib.config_lm_matrix import LmMatrixConfig
-from lib.distributed import current_device, launch, world_size
-from lib.files import make_folder
+from lib.distributed import current_device, world_size
 from lib.model_costs import num_parameters
-from lib.report import Record, append_record, new_record, read_records
-
-RECORDS = "lm_matrix.jsonl"
+from lib.report import Record
 
 
 def benchmark_lm_matrix(config: LmMatrixConfig) -> list[Record]:
-    """Measure what `config` names, and write tables and figures of all records in its `output`.
-
-    Starts its ranks itself, or is one of those that `torchrun` started, of which rank 0 writes. A
-    cell that fails is a record of status `refused`, `oom` or `failed` with its reason; of ranks
-    started here the rest is measured by new ones.
-
-    Returns:
-        The records of this call; under `torchrun` those of rank 0, none elsewhere.
-
-    Raises:
-        ValueError: settings that do not fit together or this machine.
-        OSError: `output` cannot be written; found out before anything is measured.
-        WorkerError: a rank failed before the first cell.
-    """
-    make_folder(config.output)
-    path = config.output / RECORDS
-    # found out now and not after the first kernel
-    with open(path, "ab"):
-        pass
-    before = len(read_records(path))
-
-    def measure_here(chosen: LmMatrixConfig) -> None:
-        measure(chosen, make_plans(chosen), None)
-
-    if not run_on_ranks(config, settled, measure_here, measure_all):
-        return []
-    records = read_records(path)
-    write_report(records, config.output)
-    return records[before:]
+    """Measure the cells that `config` names, as `run_benchmark` does."""
+    benchmark = Benchmark(
+        "lm_matrix.jsonl", "kernel", settled, make_plans, make_turns, line, write_report
+    )
+    return run_benchmark(benchmark, config)
 
 
 def make_plans(config: LmMatrixConfig) -> list[Plan]:
@@ -86,43 +54,16 @@ def make_plans(config: LmMatrixConfig) -> list[Plan]:
     return [Plan(kernel, config.wrappers, True, has_reference) for kernel in config.kernels]
 
 
-def measure_all(config: LmMatrixConfig) -> None:
-    """Measure in ranks started for it; where a cell ends them, the rest in new ones."""
-    options = {"backend": config.backend, "timeout": config.timeout}
-    start = functools.partial(launch, measure, config.ranks, config, **options)
-    keep = functools.partial(keep_record, config=config)
-    launch_plans(start, make_plans(config), lambda case: case["kernel"], keep)
-
-
-def measure(config: LmMatrixConfig, plans: Sequence[Plan], folder: Path | None) -> None:
-    """What each rank does; rank 0 adds the records of each kernel once it is done.
-
-    Args:
-        folder: where each rank leaves word of what it is doing.
-    """
-
-    def make_turns(plan: Plan, groups: Groups, dtype: str) -> WrapperTurns:
-        cases = {name: make_case(config, plan.subject, name, dtype) for name in plan.names}
-        return WrapperTurns(config, plan, cases, groups, folder)
-
-    keep = functools.partial(keep_record, config=config)
-    measure_plans(config, plans, make_turns, keep, line)
-
-
-def keep_record(figures: dict[str, Any], case: dict[str, Any], config: LmMatrixConfig) -> Record:
-    """Add the record of a cell to those in `output`."""
-    device = torch.device("cuda" if case["backend"] == "nccl" else "cpu")
-    record = new_record(figures, config=case, seed=config.seed, device=device)
-    append_record(config.output / RECORDS, record)
-    return record
+def make_turns(
+    config: LmMatrixConfig, plan: Plan, groups: Groups, dtype: str, folder: Path | None
+) -> WrapperTurns:
+    """The wrappers of one kernel."""
+    cases = {name: make_case(config, plan.subject, name, dtype) for name in plan.names}
+    return WrapperTurns(config, plan, cases, groups, folder)
 
 
 class WrapperTurns(Turns):
-    """The wrappers of one plan, as one rank measures them.
-
-    Args:
-        folder: as in `measure`.
-    """
+    """The wrappers of one plan, as one rank measures them."""
 
     def __init__(
         self,

@@ -9,11 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lib.benchmark_lm_matrix_training import Groups, Training, communication
 from lib.benchmark_sharding_cases import (
@@ -28,54 +25,33 @@ from lib.benchmark_sharding_memory import watched
 from lib.benchmark_sharding_report import line, write_report
 from lib.benchmark_step_cases import device_memory
 from lib.benchmark_turns import (
+    Benchmark,
     Plan,
     Turns,
     communication_figures,
     from_all_ranks,
-    launch_plans,
-    measure_plans,
-    run_on_ranks,
+    run_benchmark,
     time_figures,
 )
 from lib.config_sharding import ShardingConfig
-from lib.distributed import current_device, launch, world_size
-from lib.files import make_folder
+from lib.distributed import current_device, world_size
 from lib.model_costs import num_parameters
-from lib.report import Record, append_record, new_record, read_records
-
-RECORDS = "sharding_benchmark.jsonl"
+from lib.report import Record
 
 
 def benchmark_sharding(config: ShardingConfig) -> list[Record]:
-    """Measure what `config` names, and write tables and figures of all records in its `output`.
-
-    Starts its ranks itself, or is one of those that `torchrun` started, of which rank 0 writes. A
-    method that fails is a record of status `refused`, `oom` or `failed` with its reason; of ranks
-    started here the rest is measured by new ones.
-
-    Returns:
-        The records of this call; under `torchrun` those of rank 0, none elsewhere.
-
-    Raises:
-        ValueError: settings that do not fit together or this machine.
-        OSError: `output` cannot be written; found out before anything is measured.
-        WorkerError: a rank failed before the first training.
-    """
-    make_folder(config.output)
-    path = config.output / RECORDS
-    # found out now and not after the first model
-    with open(path, "ab"):
-        pass
-    before = len(read_records(path))
-
-    def measure_here(chosen: ShardingConfig) -> None:
-        measure(chosen, make_plans(chosen), None)
-
-    if not run_on_ranks(config, settled, measure_here, measure_all):
-        return []
-    records = read_records(path)
-    write_report(records, config.output)
-    return records[before:]
+    """Measure the methods that `config` names, as `run_benchmark` does."""
+    benchmark = Benchmark(
+        "sharding_benchmark.jsonl",
+        "model",
+        settled,
+        make_plans,
+        make_turns,
+        line,
+        write_report,
+        known=predicted,
+    )
+    return run_benchmark(benchmark, config)
 
 
 def make_plans(config: ShardingConfig) -> list[Plan]:
@@ -83,37 +59,17 @@ def make_plans(config: ShardingConfig) -> list[Plan]:
     return [Plan(model, config.methods) for model in config.models]
 
 
-def measure_all(config: ShardingConfig) -> None:
-    """Measure in ranks started for it; where a training ends them, the rest in new ones."""
-    options = {"backend": config.backend, "timeout": config.timeout}
-    start = functools.partial(launch, measure, config.ranks, config, **options)
-    keep = functools.partial(keep_record, config=config)
-    launch_plans(start, make_plans(config), lambda case: case["model"], keep)
+def make_turns(
+    config: ShardingConfig, plan: Plan, groups: Groups, dtype: str, folder: Path | None
+) -> MethodTurns:
+    """The methods of one model."""
+    cases = {name: make_case(config, plan.subject, name, dtype) for name in plan.names}
+    return MethodTurns(config, plan, cases, groups, folder)
 
 
-def measure(config: ShardingConfig, plans: Sequence[Plan], folder: Path | None) -> None:
-    """What each rank does; rank 0 adds the records of each model once it is done.
-
-    Args:
-        folder: where each rank leaves word of what it is doing.
-    """
-
-    def make_turns(plan: Plan, groups: Groups, dtype: str) -> MethodTurns:
-        cases = {name: make_case(config, plan.subject, name, dtype) for name in plan.names}
-        return MethodTurns(config, plan, cases, groups, folder)
-
-    keep = functools.partial(keep_record, config=config)
-    measure_plans(config, plans, make_turns, keep, line)
-
-
-def keep_record(figures: dict[str, Any], case: dict[str, Any], config: ShardingConfig) -> Record:
-    """Add the record of a training to those in `output`."""
-    device = torch.device("cuda" if case["backend"] == "nccl" else "cpu")
-    predicted = predicted_bytes(ShardingCase(**case).predicted)
-    figures = {"predicted": predicted, **figures}
-    record = new_record(figures, config=case, seed=config.seed, device=device)
-    append_record(config.output / RECORDS, record)
-    return record
+def predicted(case: dict[str, Any]) -> dict[str, Any]:
+    """Its memory by formula."""
+    return {"predicted": predicted_bytes(ShardingCase(**case).predicted)}
 
 
 class MethodTurns(Turns):

@@ -28,12 +28,13 @@ from lib.distributed import (
     WorkerError,
     current_device,
     init_from_environment,
+    launch,
     rank,
     world_size,
 )
-from lib.files import write_atomically
+from lib.files import make_folder, write_atomically
 from lib.hardware import keep_freed_memory, pick_dtype
-from lib.report import Record
+from lib.report import Record, append_record, new_record, read_records
 from lib.strict_json import to_dict
 from lib.train_step import numerics
 
@@ -141,80 +142,108 @@ class Turns:
             raise
 
 
-def run_on_ranks(
-    config: Any,
-    settled: Callable[..., Any],
-    measure_here: Callable[[Any], None],
-    measure_all: Callable[[Any], None],
-) -> bool:
-    """Measure as one of the ranks that `torchrun` started, or in ranks started for it.
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark consists of: functions of a file, which its ranks import by their names."""
 
-    Args:
-        settled: gives `config` for so many ranks, on GPUs or not.
-        measure_here: measures as this rank.
-        measure_all: starts ranks that measure.
+    records: str
+    """The file's name in the folder `output`."""
+
+    subject: str
+    """The setting of a case that is the subject of its plan."""
+
+    settled: Callable[..., Any]
+    """`(config, ranks, on_gpu=)`: the config for so many ranks, on GPUs or not."""
+
+    make_plans: Callable[[Any], list[Plan]]
+    """`(config)`: what is measured together."""
+
+    make_turns: Callable[..., Turns]
+    """`(config, plan, groups, dtype, folder)`: a plan's trainings, as one rank takes part."""
+
+    line: Callable[[Record], str]
+    """What is printed of a record."""
+
+    write_report: Callable[[Sequence[Record], Path], Any]
+    """`(records, folder)`: tables and figures."""
+
+    known: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """Figures of a case that need no measurement."""
+
+    def keep(self, figures: dict[str, Any], case: dict[str, Any], config: Any) -> Record:
+        """Add the record of a training to those in `output`."""
+        device = torch.device("cuda" if case["backend"] == "nccl" else "cpu")
+        figures = {**self.known(case), **figures}
+        record = new_record(figures, config=case, seed=config.seed, device=device)
+        append_record(config.output / self.records, record)
+        return record
+
+
+def run_benchmark(benchmark: Benchmark, config: Any) -> list[Record]:
+    """Measure what `config` names, and write tables and figures of all records in its `output`.
+
+    Starts its ranks itself, or is one of those that `torchrun` started, of which rank 0 writes. A
+    training that fails is a record of status `refused`, `oom` or `failed` with its reason; of ranks
+    started here the rest is measured by new ones.
 
     Returns:
-        Whether this process is to report.
-    """
-    if "RANK" in os.environ or dist.is_initialized():
-        with init_from_environment(config.backend, timeout=config.timeout) as device:
-            measure_here(settled(config, world_size(), on_gpu=device.type == "cuda"))
-            return rank() == 0
-    gpus = torch.cuda.device_count() if config.backend != "gloo" else 0
-    ranks = config.ranks or gpus or 2
-    measure_all(settled(config, ranks, on_gpu=config.backend == "nccl" or gpus >= ranks))
-    return True
-
-
-def launch_plans(
-    start: Callable[..., Any],
-    plans: Sequence[Plan],
-    subject_of: Callable[[dict[str, Any]], str],
-    keep: Callable[[dict[str, Any], dict[str, Any]], Any],
-) -> None:
-    """Measure in ranks started for it; where a training ends them, the rest in new ones.
-
-    Args:
-        start: starts ranks that measure plans, given those and the folder for the ranks' notes.
-        subject_of: the plan's subject, from the settings of a training.
-        keep: adds the record of a training that failed, from its figures and settings.
+        The records of this call; under `torchrun` those of rank 0, none elsewhere.
 
     Raises:
+        ValueError: settings that do not fit together or this machine.
+        OSError: `output` cannot be written; found out before anything is measured.
         WorkerError: a rank failed before the first training.
     """
+    make_folder(config.output)
+    path = config.output / benchmark.records
+    # found out now and not after the first plan
+    with open(path, "ab"):
+        pass
+    before = len(read_records(path))
+    if "RANK" in os.environ or dist.is_initialized():
+        with init_from_environment(config.backend, timeout=config.timeout) as device:
+            config = benchmark.settled(config, world_size(), on_gpu=device.type == "cuda")
+            measure(benchmark, config, benchmark.make_plans(config), None)
+            if rank() != 0:
+                return []
+    else:
+        gpus = torch.cuda.device_count() if config.backend != "gloo" else 0
+        ranks = config.ranks or gpus or 2
+        on_gpu = config.backend == "nccl" or gpus >= ranks
+        launch_plans(benchmark, benchmark.settled(config, ranks, on_gpu=on_gpu))
+    records = read_records(path)
+    benchmark.write_report(records, config.output)
+    return records[before:]
+
+
+def launch_plans(benchmark: Benchmark, config: Any) -> None:
+    """Measure in ranks started for it; where a training ends them, the rest in new ones."""
+    plans = benchmark.make_plans(config)
+    options = {"backend": config.backend, "timeout": config.timeout}
     while plans:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             try:
-                start(plans, Path(folder))
+                launch(measure, config.ranks, benchmark, config, plans, Path(folder), **options)
                 return
             except WorkerError as error:
                 note = read_notes(Path(folder), error.rank)
                 if note is None:
                     raise
                 first_line = str(error).splitlines()[0]
-        subject, name = subject_of(note["case"]), note["name"]
+        subject, name = note["case"][benchmark.subject], note["name"]
         status, reason = note.get("status", "failed"), note.get("reason", first_line)
         plans, is_over = after_failure(plans, subject, name, status)
         if is_over:
-            keep({"status": status, "reason": reason}, note["case"])
+            benchmark.keep({"status": status, "reason": reason}, note["case"], config)
         what = f"{subject}, {name or 'one process'}: {status}, {reason}"
         print(what if is_over else f"{what}; again, with less in memory", flush=True)
 
 
-def measure_plans(
-    config: Any,
-    plans: Sequence[Plan],
-    make_turns: Callable[[Plan, Groups, str], Turns],
-    keep: Callable[[dict[str, Any], dict[str, Any]], Record],
-    line: Callable[[Record], str],
-) -> None:
+def measure(benchmark: Benchmark, config: Any, plans: Sequence[Plan], folder: Path | None) -> None:
     """What each rank does; rank 0 keeps and prints the records of each plan once it is done.
 
     Args:
-        make_turns: from plan, groups and the dtype's name.
-        keep: adds the record of a training, from its figures and settings.
-        line: what is printed of it.
+        folder: where each rank leaves word of what it is doing.
     """
     device = current_device()
     if device.type == "cpu":
@@ -224,11 +253,12 @@ def measure_plans(
     started = datetime.now(timezone.utc).isoformat()
     with numerics(tf32=config.tf32, deterministic=False):
         for plan in plans:
-            turns = make_turns(plan, groups, dtype)
+            turns = benchmark.make_turns(config, plan, groups, dtype, folder)
             for name, figures in turns.run(config.timed_epochs).items():
                 if rank() == 0:
-                    record = keep({"launch": started, **figures}, to_dict(turns.cases[name]))
-                    print(line(record), flush=True)
+                    case = to_dict(turns.cases[name])
+                    record = benchmark.keep({"launch": started, **figures}, case, config)
+                    print(benchmark.line(record), flush=True)
             turns.drop()
             if config.compile:
                 torch.compiler.reset()

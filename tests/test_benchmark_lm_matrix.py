@@ -13,9 +13,9 @@ import matplotlib.image
 import pytest
 import torch
 
-import lib.benchmark_lm_matrix as benchmark
+from lib import benchmark_turns
 from lib.__main__ import main
-from lib.benchmark_lm_matrix import benchmark_lm_matrix, measure
+from lib.benchmark_lm_matrix import benchmark_lm_matrix
 from lib.benchmark_lm_matrix_cases import (
     LmMatrixCase,
     fits_together,
@@ -27,7 +27,7 @@ from lib.benchmark_lm_matrix_cases import (
 )
 from lib.benchmark_lm_matrix_report import make_sections, matrix_rows, section_title, write_report
 from lib.benchmark_lm_matrix_training import Training
-from lib.benchmark_turns import Plan, after_failure, leave_note, read_notes
+from lib.benchmark_turns import Plan, after_failure, leave_note, measure, read_notes
 from lib.config_lm_matrix import LmMatrixConfig
 from lib.config_training import DDP_WRAPPERS
 from lib.data import BatchSampler
@@ -188,7 +188,7 @@ def test_memory_full_on_one_rank_ends_its_cell_and_no_other(tmp_path, monkeypatc
         assert fn is measure
         return launch(measure_with_a_full_rank, *arguments, **options)
 
-    monkeypatch.setattr(benchmark, "launch", launch_full)
+    monkeypatch.setattr(benchmark_turns, "launch", launch_full)
     settings = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
     config = LmMatrixConfig(("sdpa",), ("flashddp", "flat"), output=tmp_path, **settings)
     records = benchmark_lm_matrix(config)

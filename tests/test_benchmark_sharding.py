@@ -10,10 +10,10 @@ import pytest
 import torch
 from matplotlib.colors import same_color
 
-import lib.benchmark_sharding as benchmark
+from lib import benchmark_turns
 from lib.__main__ import main
 from lib.benchmark_lm_matrix_training import Training
-from lib.benchmark_sharding import benchmark_sharding, measure
+from lib.benchmark_sharding import benchmark_sharding
 from lib.benchmark_sharding_cases import (
     ShardingCase,
     compared,
@@ -30,6 +30,7 @@ from lib.benchmark_sharding_report import (
     sharding_rows,
     write_report,
 )
+from lib.benchmark_turns import measure
 from lib.config_sharding import SHARDING_METHODS, ShardingConfig
 from lib.distributed import launch, rank
 from lib.model_costs import num_parameters
@@ -199,7 +200,7 @@ def test_memory_full_on_one_rank_ends_its_method_and_no_other(tmp_path, monkeypa
         assert fn is measure
         return launch(measure_with_a_full_rank, *arguments, **options)
 
-    monkeypatch.setattr(benchmark, "launch", launch_full)
+    monkeypatch.setattr(benchmark_turns, "launch", launch_full)
     settings = SMALL | {"tr_batch_size": 1, "trace_steps": 0}
     config = ShardingConfig(methods=("zero1", "flashddp"), output=tmp_path, **settings)
     rows = {r["config"]["method"]: r["figures"] for r in benchmark_sharding(config)}
