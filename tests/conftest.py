@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -34,18 +34,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
+    """Show with a failed test of a page what the page looked like and said."""
+    report = yield
+    view = getattr(item, "funcargs", {}).get("view")
+    if view is not None and call.when == "call" and call.excinfo:
+        report.sections.append((f"page {view.name}", view.evidence()))
+    return report
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
     """Chromium that reaches no network (a Playwright browser), skipped where it is missing."""
-    program = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
-    )
+    names = ("chromium", "google-chrome", "google-chrome-stable", "chrome", "chromium-browser")
+    program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
-        pytest.skip("needs Chromium; .ci/run installs it")
+        pytest.skip(f"needs Chromium: one of {', '.join(names)} on the PATH; .ci/run installs it")
     from playwright.sync_api import sync_playwright
 
     arguments = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
     arguments += ["--disable-background-networking", "--disable-component-update", "--disable-quic"]
+    arguments += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=arguments)
         yield chromium

@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +14,6 @@ from ddp_training import WRAPPERS
 from torch import Tensor, nn
 
 from lib import ddp, distributed, profiling
-
-
-def run_cases(names: list[str]) -> dict[str, Any]:
-    """What each case returns on this rank, or the traceback of what it raised."""
-    results = {}
-    for name in names:
-        try:
-            results[name] = globals()[name]()
-        except Exception:
-            results[name] = traceback.format_exc()
-        gc.collect()
-        distributed.barrier()
-    return results
 
 
 @contextmanager

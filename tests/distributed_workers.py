@@ -1,6 +1,8 @@
 """What the tests of `lib.distributed` run in workers; as a program, what they give to torchrun."""
 
 import argparse
+import gc
+import importlib
 import io
 import json
 import logging
@@ -8,13 +10,29 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lib import distributed
+
+
+def run_cases(module: str, names: list[str]) -> dict[str, Any]:
+    """What each function of a file returns on this rank, or the traceback of what it raised."""
+    results = {}
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            results[name] = getattr(importlib.import_module(module), name)()
+        except Exception:
+            results[name] = traceback.format_exc()
+        gc.collect()
+        distributed.barrier()
+    return results
 
 
 def identity(x: torch.Tensor) -> tuple[int, int, torch.Tensor]:

@@ -1,12 +1,10 @@
 """Single properties of `ShardedOptimizer`, each a function that every rank of two runs."""
 
 import copy
-import gc
 import itertools
 import os
 import signal
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,20 +26,6 @@ LOCAL = {"strategy": "flat", "reduces_gradients": True}
 OVERLAP = LOCAL | {"overlap": True, "bucket_cap_mb": 1e-6}
 REDUCE_SCATTER = "reduce_scatter_single", "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single", "all_gather_into_tensor"
-
-
-def run_cases(names: list[str]) -> dict[str, Any]:
-    """What each case returns on this rank, or the traceback of what it raised."""
-    results = {}
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            results[name] = globals()[name]()
-        except Exception:
-            results[name] = traceback.format_exc()
-        gc.collect()
-        distributed.barrier()
-    return results
 
 
 @contextmanager

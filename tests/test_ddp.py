@@ -4,6 +4,7 @@ import ddp_cases as cases
 import ddp_training as training
 import pytest
 import torch
+from distributed_workers import run_cases
 from torch import nn
 
 from lib import ddp, distributed
@@ -48,7 +49,7 @@ def trained():
 @pytest.fixture(scope="module")
 def two_ranks():
     """What each case gave on each of two ranks: {case: [on rank 0, on rank 1]}."""
-    results = launch(cases.run_cases, 2, TWO_RANKS)
+    results = launch(run_cases, 2, "ddp_cases", TWO_RANKS)
     return {name: [result[name] for result in results] for name in TWO_RANKS}
 
 

@@ -7,6 +7,7 @@ import pytest
 import sharded_optimizer_cases as cases
 import sharded_optimizer_training as training
 import torch
+from distributed_workers import run_cases
 from torch import nn
 
 from lib import distributed, optimizer
@@ -62,7 +63,7 @@ def other_optimizers():
 @pytest.fixture(scope="module")
 def two_ranks():
     """What each case gave on each of two ranks: {case: [on rank 0, on rank 1]}."""
-    results = launch(cases.run_cases, 2, TWO_RANKS)
+    results = launch(run_cases, 2, "sharded_optimizer_cases", TWO_RANKS)
     return {name: [result[name] for result in results] for name in TWO_RANKS}
 
 
