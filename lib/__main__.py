@@ -280,7 +280,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except RuntimeError as error:
         from lib.allocations import is_out_of_memory
+        from lib.distributed import WorkerError
 
+        if isinstance(error, WorkerError) and not is_debug:
+            # whose words hold the rank's own traceback
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
         if is_debug or not is_out_of_memory(error):
             raise
         tell(error, is_debug)

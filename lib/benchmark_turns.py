@@ -170,6 +170,14 @@ class Benchmark:
     known: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Figures of a case that need no measurement."""
 
+    def records_before(self, config: Any) -> int:
+        """How many records are there; it is found out now if they cannot be written."""
+        make_folder(config.output)
+        path = config.output / self.records
+        with open(path, "ab"):
+            pass
+        return len(read_records(path))
+
     def keep(self, figures: dict[str, Any], case: dict[str, Any], config: Any) -> Record:
         """Add the record of a training to those in `output`."""
         device = torch.device("cuda" if case["backend"] == "nccl" else "cpu")
@@ -194,15 +202,10 @@ def run_benchmark(benchmark: Benchmark, config: Any) -> list[Record]:
         OSError: `output` cannot be written; found out before anything is measured.
         WorkerError: a rank failed before the first training.
     """
-    make_folder(config.output)
-    path = config.output / benchmark.records
-    # found out now and not after the first plan
-    with open(path, "ab"):
-        pass
-    before = len(read_records(path))
     if "RANK" in os.environ or dist.is_initialized():
         with init_from_environment(config.backend, timeout=config.timeout) as device:
             config = benchmark.settled(config, world_size(), on_gpu=device.type == "cuda")
+            before = benchmark.records_before(config)
             measure(benchmark, config, benchmark.make_plans(config), None)
             if rank() != 0:
                 return []
@@ -210,8 +213,10 @@ def run_benchmark(benchmark: Benchmark, config: Any) -> list[Record]:
         gpus = torch.cuda.device_count() if config.backend != "gloo" else 0
         ranks = config.ranks or gpus or 2
         on_gpu = config.backend == "nccl" or gpus >= ranks
-        launch_plans(benchmark, benchmark.settled(config, ranks, on_gpu=on_gpu))
-    records = read_records(path)
+        config = benchmark.settled(config, ranks, on_gpu=on_gpu)
+        before = benchmark.records_before(config)
+        launch_plans(benchmark, config)
+    records = read_records(config.output / benchmark.records)
     benchmark.write_report(records, config.output)
     return records[before:]
 

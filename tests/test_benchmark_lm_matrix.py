@@ -441,3 +441,11 @@ def test_a_title_names_sizes_that_are_not_the_presets(case):
     assert section_title(row).startswith("tiny, d_model 32, d_ff 48, num_layers 2, vocab_size 61:")
     gpus = row | {"backend": "nccl", "device": "NVIDIA H200", "dtype": "bfloat16"}
     assert section_title(gpus).endswith("bfloat16, eager; 2 × 2 × 16 tokens; 2 × NVIDIA H200")
+
+
+def test_settings_that_are_refused_leave_no_file(tmp_path):
+    settings = SMALL | {"d_model": 100, "num_heads": 3, "output": tmp_path / "new"}
+    config = LmMatrixConfig(("sdpa",), **settings)
+    with pytest.raises(ValueError, match="d_model 100 is not divisible"):
+        benchmark_lm_matrix(config)
+    assert not config.output.exists()
