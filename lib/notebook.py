@@ -16,6 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Under this type an executed notebook holds what `key_figures` was told.
+KEY_FIGURES = "application/vnd.workbook.key-figures+json"
+
 # The first code cell of every notebook, word for word; `make lint` compares. It stands there in
 # full because nothing can be imported before it has run.
 FIRST_CELL = """\
@@ -61,6 +64,22 @@ def workspace(root: Path = ROOT) -> Path:
     return root if os.access(root, os.W_OK) else Path.cwd()
 
 
+def key_figures(**figures: Any) -> None:
+    """Show two or three results of a notebook, which the report's front page shows too.
+
+    Args:
+        figures: name with unit -> number or text; `bits_per_byte` reads "bits per byte".
+    """
+    from IPython.display import display
+
+    from lib.report import format_value
+
+    # pairs, because notebooks are stored with the keys of mappings sorted
+    shown = [(name.replace("_", " "), format_value(value)) for name, value in figures.items()]
+    line = " · ".join(f"{name}: {value}" for name, value in shown)
+    display({KEY_FIGURES: shown, "text/plain": f"Key figures. {line}"}, raw=True)
+
+
 def run_notebooks(
     notebooks: Sequence[str] = (),
     *,
@@ -73,7 +92,8 @@ def run_notebooks(
     """Run notebooks in parallel processes and write them as web pages with an index.
 
     A notebook whose parameters cell says `# needs: 01` runs after 01 where both are run, and is
-    skipped when 01 failed; all others go on. The index also lists pages of earlier runs.
+    skipped when 01 failed; all others go on. What an earlier run left of them moves into
+    `previous/`, where the newest runs are kept; the index leads to it.
 
     Args:
         notebooks: numbers (`01`, `1`), names (`01_tokenizer`) or file names; all by default.
@@ -89,7 +109,7 @@ def run_notebooks(
     """
     from lib.notebook_runs import find_notebooks, plain, plan, run_all
     from lib.parallel import available_cpus
-    from lib.site import write_index
+    from lib.site_index import write_index
 
     workers = workers or max(1, available_cpus() // 2)
     report = Path(report or workspace(root) / "artifacts/report").resolve()

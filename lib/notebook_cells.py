@@ -99,8 +99,10 @@ def _shown_by(model_id: str, models: dict[str, Any], words: list[str]) -> list[N
 
 
 def _words_of(name: str, state: dict[str, Any]) -> list[str]:
-    """A control's description and value; the value is left out for buttons, bars and pictures."""
-    if "Progress" in name or "Button" in name or "Image" in name:
+    """A control's description and value: of bars and pictures the former alone, of buttons none."""
+    if "Button" in name and "Toggle" not in name:
+        return []
+    if "Progress" in name or "Image" in name:
         value = ""
     elif "_options_labels" in state and isinstance(state.get("index"), int):
         value = state["_options_labels"][state["index"]]

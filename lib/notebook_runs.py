@@ -41,6 +41,20 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Run:
+    """What all notebooks of a run share."""
+
+    report: Path
+    """Folder for the executed notebooks and their pages."""
+
+    parameters: str
+    """Name of the parameter file, for the pages."""
+
+    started: str
+    """When, in UTC; tells runs apart."""
+
+
+@dataclass(frozen=True)
 class Result:
     """How a notebook ended: `status` is done, failed or skipped."""
 
@@ -160,14 +174,15 @@ def _parameters_cell(notebook: Path) -> str:
     return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
 
 
-def run_all(jobs: Sequence[Job], report: Path, label: str, workers: int) -> list[Result]:
+def run_all(jobs: Sequence[Job], report: Path, parameters: str, workers: int) -> list[Result]:
     """Run each job once what it needs is done; show on the terminal how far each one is.
 
     Args:
         report: folder for the executed notebooks and their pages.
-        label: name of the parameters, for the pages.
+        parameters: name of the parameter file, for the pages.
         workers: jobs at a time.
     """
+    run = Run(report, parameters, _now())
     chosen = {job.name for job in jobs}
     waiting, running, results, bars = list(jobs), {}, {}, {}
     # Fresh processes: papermill changes the working folder, and a fork would copy threads.
@@ -183,11 +198,11 @@ def run_all(jobs: Sequence[Job], report: Path, label: str, workers: int) -> list
                 lost = [n for n in sorted(needed) if n in results and results[n].status != "done"]
                 if lost:
                     waiting.remove(job)
-                    results[job.name] = skip(job, f"needs {lost[0]}", report, label)
+                    results[job.name] = skip(job, f"needs {lost[0]}", run)
                     _tell(results[job.name])
                 elif needed <= results.keys():
                     waiting.remove(job)
-                    running[pool.submit(run_one, job, report, label, events)] = job
+                    running[pool.submit(run_one, job, run, events)] = job
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
             while not events.empty():
                 _advance(bars, *events.get())
@@ -195,7 +210,7 @@ def run_all(jobs: Sequence[Job], report: Path, label: str, workers: int) -> list
                 job = running.pop(future)
                 if job.name in bars:
                     bars.pop(job.name).close()
-                results[job.name] = _result_of(future, job, report, label)
+                results[job.name] = _result_of(future, job, run)
                 _tell(results[job.name])
     return [results[job.name] for job in jobs]
 
@@ -209,14 +224,15 @@ def _prepare(threads: int) -> None:
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
 
-def run_one(job: Job, report: Path, label: str, events: Any) -> Result:
-    """Run one notebook in its own folder, and write it and its page into `report`."""
+def run_one(job: Job, run: Run, events: Any) -> Result:
+    """Run one notebook in its own folder, and write it and its page into the report."""
     from papermill import PapermillExecutionError
 
     from lib.notebook_kernel import execute
 
     started, reached, total = time.monotonic(), 0, len(_read(job.source).cells)
-    executed = report / f"{job.name}.ipynb"
+    # until it is done, the pages of an earlier run stay
+    executed = run.report / f".{job.name}.ipynb"
     executed.unlink(missing_ok=True)
 
     def on_cell(count: int) -> None:
@@ -235,28 +251,43 @@ def run_one(job: Job, report: Path, label: str, events: Any) -> Result:
     except Exception as error:  # a kernel that died or did not start, a disk that is full
         text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
         result = Result(job.name, "failed", time.monotonic() - started, text, text)
-    publish(result, executed if executed.exists() else job.source, job, report, label)
+    publish(result, executed if executed.exists() else job.source, job, run)
+    executed.unlink(missing_ok=True)
     return result
 
 
-def publish(result: Result, notebook: Path, job: Job, report: Path, label: str) -> None:
-    """Write `notebook` into the report with a note of how it ended, and its page."""
+def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
+    """Write `notebook` into the report with a note of how it ended, and its page.
+
+    What an earlier run has left of it there moves aside.
+    """
     import nbformat
 
     from lib.hardware import provenance
     from lib.site import write_page
+    from lib.site_history import run_of, set_aside
 
-    content = _read(notebook)
+    content, target = _read(notebook), run.report / f"{job.name}.ipynb"
+    if target.exists():
+        earlier = _read(target).metadata.get("workbook", {})
+        set_aside(run.report, job.name, run_of(earlier))
     content.metadata["workbook"] = {
         "status": result.status,
         "seconds": round(result.seconds, 3),
         "error": result.error,
-        "parameters": label,
-        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "parameters": run.parameters,
+        "run": run.started,
+        "finished": _now(),
         "provenance": provenance(config=job.parameters) | _graphics_cards(),
     }
-    nbformat.write(content, report / f"{job.name}.ipynb")
-    write_page(content, report / f"{job.name}.html", source_folder=job.source.parent)
+    page = target.with_suffix(".html")
+    downloads = write_page(content, page, source_folder=job.source.parent)
+    content.metadata["workbook"]["downloads"] = downloads
+    nbformat.write(content, target)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _graphics_cards() -> dict[str, str]:
@@ -270,10 +301,10 @@ def _graphics_cards() -> dict[str, str]:
     return {"device": ", ".join(f"{count} × {name}" for name, count in counts.items())}
 
 
-def skip(job: Job, error: str, report: Path, label: str) -> Result:
+def skip(job: Job, error: str, run: Run) -> Result:
     """Put the notebook into the report as not run."""
     result = Result(job.name, "skipped", error=f"{error}, which failed")
-    publish(result, job.source, job, report, label)
+    publish(result, job.source, job, run)
     return result
 
 
@@ -282,14 +313,14 @@ def plain(text: str) -> str:
     return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def _result_of(future: Future, job: Job, report: Path, label: str) -> Result:
+def _result_of(future: Future, job: Job, run: Run) -> Result:
     """The job's result; a failed one where its process ended without telling."""
     error = future.exception()
     if error is None:
         return future.result()
     text = f"{type(error).__name__}: {error}"
     result = Result(job.name, "failed", error=text, traceback=text)
-    publish(result, job.source, job, report, label)
+    publish(result, job.source, job, run)
     return result
 
 

@@ -16,16 +16,17 @@ from urllib.parse import urlsplit
 
 from lib.files import write_atomically
 from lib.notebook_cells import static_widgets
-from lib.site_templates import INDEX_TEMPLATE, PAGE_CSS, PAGE_TEMPLATE
+from lib.site_downloads import save_downloads
+from lib.site_templates import PAGE_CSS, PAGE_TEMPLATE
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-MARKS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
 
+def write_page(notebook: NotebookNode, path: Path, *, source_folder: Path) -> list[dict[str, str]]:
+    """Write `notebook` as a web page to `path`, and its figures and tables beside it.
 
-def write_page(notebook: NotebookNode, path: Path, *, source_folder: Path) -> None:
-    """Write `notebook` as a web page to `path`.
+    Those come into the folder `<stem>_files`; returned is what `save_downloads` tells of them.
 
     Args:
         notebook: executed; `metadata.workbook` (see `lib.notebook`) gives the lines on top.
@@ -42,13 +43,16 @@ def write_page(notebook: NotebookNode, path: Path, *, source_folder: Path) -> No
     exporter.source_folder = source_folder
     about = notebook.metadata.get("workbook", {})
     exporter.environment.globals.update(
-        page_css=PAGE_CSS, page_note=_detail(about), page_error=about.get("error")
+        page_css=PAGE_CSS, page_note=page_note(about), page_error=about.get("error")
     )
+    shown = static_widgets(notebook)
+    downloads = save_downloads(shown, path.with_name(f"{path.stem}_files"))
     page, _ = exporter.from_notebook_node(
-        static_widgets(notebook),
+        shown,
         resources={"metadata": {"name": title_of(notebook), "path": str(source_folder)}},
     )
     write_atomically(path, page)
+    return downloads
 
 
 def _exporter_class() -> type:
@@ -149,41 +153,6 @@ def page_link(url: str, source_folder: Path, page_folder: Path) -> str:
     return parts._replace(path=Path(path).as_posix()).geturl()
 
 
-def write_index(folder: Path, names: list[str]) -> Path:
-    """Write `folder/index.html` over the executed notebooks there; return its path.
-
-    Args:
-        names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
-    """
-    import nbformat
-    from jinja2 import Environment
-
-    pages, abouts = [], []
-    for name in names:
-        path = folder / f"{name}.ipynb"
-        if not path.exists():
-            continue
-        notebook = nbformat.read(path, as_version=4)
-        about = notebook.metadata.get("workbook", {})
-        abouts.append(about)
-        pages.append(
-            {
-                "number": name.split("_")[0],
-                "title": re.sub(r"^\d+\W+", "", title_of(notebook)) or name,
-                "href": f"{name}.html",
-                "notebook": f"{name}.ipynb",
-                "status": about.get("status", "skipped"),
-                "label": MARKS[about.get("status", "skipped")],
-                "detail": _detail(about),
-                "error": about.get("error"),
-            }
-        )
-    template = Environment(autoescape=True).from_string(INDEX_TEMPLATE)
-    page = template.render(pages=pages, summary=_summary(abouts), facts=_facts(abouts))
-    write_atomically(folder / "index.html", page)
-    return folder / "index.html"
-
-
 def title_of(notebook: NotebookNode) -> str:
     """The text of the notebook's first heading, without Markdown's marks."""
     for cell in notebook.cells:
@@ -192,40 +161,19 @@ def title_of(notebook: NotebookNode) -> str:
     return ""
 
 
-def _detail(about: dict[str, Any]) -> str:
+def page_note(about: dict[str, Any]) -> str:
+    """Time, device, date and parameters of a run, in a line."""
     if "finished" not in about:
         return ""
-    finished = datetime.fromisoformat(about["finished"]).astimezone()
-    parts = [f"{finished:%d %B %Y, %H:%M}"]
+    parts = [local_date(about["finished"])]
     if about["status"] != "skipped":
-        parts.insert(0, f"{about['seconds']:.1f} s")
+        device = about.get("provenance", {}).get("device")
+        parts = [f"{about['seconds']:.1f} s", *([device] if device else []), *parts]
     if about.get("parameters"):
         parts.append(f"parameters: {about['parameters']}")
     return " · ".join(parts)
 
 
-def _summary(abouts: list[dict[str, Any]]) -> str:
-    counts = {mark: sum(about.get("status") == mark for about in abouts) for mark in MARKS}
-    noun = "notebook" if len(abouts) == 1 else "notebooks"
-    parts = [f"{len(abouts)} {noun}"] + [
-        f"{count} {MARKS[mark].split(' ', 1)[1]}" for mark, count in counts.items() if count
-    ]
-    return " · ".join(parts)
-
-
-def _facts(abouts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What made the newest page: machine, versions and commit, for the index's foot."""
-    abouts = [about for about in abouts if about.get("provenance")]
-    if not abouts:
-        return []
-    made = max(abouts, key=lambda about: about["finished"])["provenance"]
-    versions = " · ".join(f"{name} {v}" for name, v in made["versions"].items() if v)
-    commit = made["commit"] or "not in a git checkout"
-    commit += " with uncommitted changes" if made["dirty"] else ""
-    return [
-        ("Device", made["device"]),
-        ("Processor", f"{made['cpu']}, {made['cores']} cores"),
-        ("Versions", versions),
-        ("System", made["platform"]),
-        ("Commit", commit),
-    ]
+def local_date(text: str) -> str:
+    """An ISO date as people here read it, in their own time zone."""
+    return f"{datetime.fromisoformat(text).astimezone():%d %B %Y, %H:%M}" if text else ""

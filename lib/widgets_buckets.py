@@ -1,0 +1,169 @@
+"""The size of gradient buckets against overlap: a slider through what `lib.scaling` predicts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lib.communication_costs import ScalingPrediction
+from lib.config_training import ModelConfig
+from lib.model_costs import num_parameters
+from lib.model_presets import model_preset
+from lib.plots import BLUE, INK, PAPER, SKY, STYLE, VERMILLION, alt_text
+from lib.scaling import CLUSTERS, GRADIENT_BYTES, predict_step
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+MIB = 2**20
+# Of more buckets, the gaps between would hide them.
+MOST_GAPS = 100
+
+
+def bucket_caps(shape: ModelConfig) -> list[int]:
+    """MiB in a bucket, doubling from 1 on; with the last one, all gradients are in one bucket."""
+    whole = GRADIENT_BYTES * num_parameters(shape) / MIB
+    return [2**power for power in range(math.ceil(math.log2(whole)) + 1)]
+
+
+def bucket_predictions(
+    shape: ModelConfig, tokens: int, ranks: int, network: str, flops_per_s: float
+) -> dict[int, ScalingPrediction]:
+    """MiB in a bucket -> the step with buckets of that size, by `lib.scaling.predict_step`."""
+    settings = (shape, tokens, ranks, CLUSTERS[network])
+    return {
+        cap: predict_step(*settings, flops_per_s=flops_per_s, bucket_caps_mb=(cap,))
+        for cap in bucket_caps(shape)
+    }
+
+
+def draw_buckets(figure: Figure, predictions: dict[int, ScalingPrediction], cap: int) -> None:
+    """Exposed communication by the size of buckets, and backward with buckets of `cap` MiB.
+
+    The axes stand in fixed places, since finding some takes longer than drawing.
+    """
+    found = predictions[cap]
+    _draw_exposed(figure.add_axes((0.07, 0.19, 0.36, 0.55)), predictions, cap)
+    _draw_lanes(figure.add_axes((0.57, 0.19, 0.41, 0.55)), found)
+    count = len(found.buckets)
+    words = f"{count:,} bucket{'s' * (count > 1)} of {cap:,} MiB: exposed {found.exposed_ms:.3g} ms"
+    share = f"of {found.communication_ms:.3g} ms communication, step {found.step_ms:.3g} ms"
+    figure.suptitle(f"{words} {share} (predicted)", x=0.01, y=0.97, ha="left", fontsize=11)
+
+
+def _draw_exposed(axes: Axes, predictions: dict[int, ScalingPrediction], cap: int) -> None:
+    exposed = {size: found.exposed_ms for size, found in predictions.items()}
+    axes.plot(*zip(*exposed.items()), color=BLUE)
+    axes.plot([cap], [exposed[cap]], color=VERMILLION, marker="o", markersize=9, clip_on=False)
+    axes.axvline(cap, color=INK, linewidth=0.8, linestyle=":", marker="")
+    axes.set(xscale="log", ylim=(0, 1.1 * max(exposed.values())))
+    axes.set(xlabel="bucket size (MiB)", ylabel="exposed (ms)")
+    caps = list(exposed)[::3]
+    axes.set_xticks(caps, [f"{size:,}" for size in caps])
+    axes.minorticks_off()
+    axes.set_title("Exposed communication", fontsize=11)
+
+
+def _draw_lanes(axes: Axes, found: ScalingPrediction) -> None:
+    """Backward above; below the all-reduces of its buckets, in another color when exposed."""
+    backward_ms = found.buckets[-1].ready_ms
+    axes.broken_barh([(0, backward_ms)], (0.6, 0.8), color=BLUE, label="backward")
+    few = len(found.buckets) <= MOST_GAPS
+    for name, color, hides in (("hidden", SKY, True), ("exposed", VERMILLION, False)):
+        spans = []
+        for bucket in found.buckets:
+            cut = min(max(bucket.start_ms, backward_ms), bucket.end_ms)
+            start, end = (bucket.start_ms, cut) if hides else (cut, bucket.end_ms)
+            spans += [(start, end - start)] if end > start else []
+        edge = {"edgecolor": PAPER, "linewidth": 0.6} if few else {"linewidth": 0}
+        axes.broken_barh(spans, (-0.4, 0.8), facecolor=color, label=f"all-reduce, {name}", **edge)
+    axes.set_yticks([1, 0], ["compute", "communicate"])
+    axes.set(xlabel="time from the start of backward (ms)", ylim=(-0.6, 1.6))
+    axes.set_xlim(0, max(backward_ms, found.buckets[-1].end_ms) * 1.03)
+    axes.grid(visible=False, axis="y")
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(fontsize=9, ncols=3, columnspacing=1.0, handlelength=1.2, **place)
+
+
+def bucket_slider(
+    *,
+    model: str = "medium",
+    tokens: int = 4096,
+    ranks: int = 16,
+    network: str = "8 × 400 Gbit/s",
+    flops_per_s: float,
+    still: Sequence[int] = (1, 1024),
+) -> VBox:
+    """Sliders for the size of buckets and the network; what of an all-reduce hides behind backward.
+
+    Args:
+        model: a preset of `lib.model_presets`.
+        tokens: of each rank in a step.
+        flops_per_s: what one GPU does alone.
+        still: sizes, in MiB, that are also shown where nobody can move the slider.
+
+    Raises:
+        ValueError: `still` has a size that is not on the slider.
+    """
+    import ipywidgets
+
+    shape = model_preset(model)
+    caps = bucket_caps(shape)
+    if unknown := [cap for cap in still if cap not in caps]:
+        raise ValueError(f"still has {unknown}; right are some of: {', '.join(map(str, caps))}")
+
+    def slider(description: str, options: Sequence[Any], value: Any) -> Any:
+        look = {"layout": ipywidgets.Layout(width="min(100%, 34rem)")}
+        look["style"] = {"description_width": "7.5em"}
+        return ipywidgets.SelectionSlider(
+            options=options, value=value, description=description, **look
+        )
+
+    names = [(f"{cap:,}", cap) for cap in caps]
+    sizes = slider("Bucket (MiB)", names, min(caps, key=lambda cap: abs(cap - 25)))
+    networks = slider("Network", list(CLUSTERS), network)
+
+    # all at once: some take longer than a picture
+    predictions = {
+        name: bucket_predictions(shape, tokens, ranks, name, flops_per_s) for name in CLUSTERS
+    }
+
+    def picture(cap: int) -> dict[str, Any]:
+        with plt.rc_context(STYLE):
+            figure = Figure(figsize=(9.6, 3.2), dpi=150, layout="none")
+            draw_buckets(figure, predictions[networks.value], cap)
+            return _output(figure, f"{networks.value}, {ranks} ranks")
+
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="3.2in"))
+    others = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
+
+    def show(change: Any = None) -> None:
+        view.outputs = (picture(sizes.value),)
+
+    for each in (sizes, networks):
+        each.observe(show, "value")
+    show()
+    others.outputs = tuple(picture(cap) for cap in still)
+    return ipywidgets.VBox([sizes, networks, view, others])
+
+
+def _output(figure: Figure, reading: str) -> dict[str, Any]:
+    """The figure as a notebook's output, hardly compressed: it follows a slider."""
+    image = io.BytesIO()
+    # `savefig` would draw it twice
+    FigureCanvasAgg(figure).print_png(image, pil_kwargs={"compress_level": 1})
+    width, height = (int(100 * inches) for inches in figure.get_size_inches())
+    words = f"{reading}. {alt_text(figure)}"
+    return {
+        "output_type": "display_data",
+        "data": {"image/png": base64.b64encode(image.getvalue()).decode(), "text/plain": words},
+        "metadata": {"image/png": {"width": width, "height": height, "alt": words}},
+    }

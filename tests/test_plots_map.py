@@ -1,0 +1,65 @@
+"""The map of the workbook: all notebooks, as they call themselves, and no word outside its card."""
+
+import io
+import json
+import re
+
+import pytest
+from matplotlib.patches import FancyBboxPatch
+from PIL import Image
+
+from lib.hardware import ROOT
+from lib.plots import house_figure
+from lib.plots_map import HEIGHT, PICTURES, STOPS, WIDTH, draw_map, map_words, show_map
+
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("0[0-9]_*.ipynb"))}
+# How the first cell of a notebook puts the minutes on the map.
+TIMES = {
+    "½": "half a minute",
+    "1": r"(about |less than )?a minute",
+    "1–2": "one or two minutes",
+    "2–3": "between two and three minutes",
+}
+
+
+def test_every_notebook_is_on_the_map_in_order():
+    assert [stop.name for stop in STOPS if stop.name in NOTEBOOKS] == list(NOTEBOOKS)
+    assert len(PICTURES) == len(STOPS)
+
+
+@pytest.mark.parametrize("stop", [stop for stop in STOPS if stop.name in NOTEBOOKS])
+def test_a_stop_says_what_its_notebook_says(stop):
+    opening = "".join(json.loads(NOTEBOOKS[stop.name].read_text())["cells"][0]["source"])
+    title, takes = opening.splitlines()[0], opening.split("**It takes**")[1]
+    assert title.startswith(f"# {stop.name[:2]} · {stop.title}")
+    assert re.search(TIMES[stop.minutes], takes.split("**It needs**")[0].replace("\n", " "))
+
+
+def test_words_stay_inside_of_their_cards():
+    with house_figure(width=9.5, height=6) as (figure, axes):
+        figure.set_layout_engine("none")
+        axes.set_position((0, 0, 1, 1))
+        axes.set(xlim=(0, 9.5), ylim=(6, 0))
+        draw_map(axes)
+        figure.canvas.draw()
+        cards = [p.get_window_extent() for p in axes.patches if isinstance(p, FancyBboxPatch)]
+        assert len(cards) == len(STOPS)
+        assert cards[0].width == pytest.approx(100 * WIDTH, rel=0.01)
+        assert cards[0].height == pytest.approx(100 * HEIGHT, rel=0.01)
+        for text in filter(lambda text: text.get_text(), axes.texts):
+            box = text.get_window_extent()
+            touched = [card for card in cards if card.overlaps(box)]
+            assert len(touched) <= 1, text.get_text()
+            for card in touched:
+                assert card.x0 <= box.x0, text.get_text()
+                assert box.x1 <= card.x1, text.get_text()
+
+
+def test_the_picture_is_opaque_and_has_words():
+    image = show_map()
+    picture = Image.open(io.BytesIO(image.data)).convert("RGBA")
+    assert picture.getextrema()[3] == (255, 255)
+    assert picture.width > 1800
+    assert image._repr_mimebundle_()[1]["image/png"]["alt"] == map_words()
+    for stop in STOPS:
+        assert f"{stop.name[:2]} {stop.title}, " in map_words()
