@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lib.communication_costs import ScalingPrediction
 from lib.config_training import ModelConfig
 from lib.model_costs import num_parameters
 from lib.model_presets import model_preset
-from lib.plots import BLUE, INK, PAPER, SKY, STYLE, VERMILLION, alt_text
+from lib.plots import BLUE, INK, PAPER, SKY, STYLE, VERMILLION
 from lib.scaling import CLUSTERS, GRADIENT_BYTES, predict_step
+from lib.widgets_model import picture_of
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -140,7 +138,7 @@ def bucket_slider(
         with plt.rc_context(STYLE):
             figure = Figure(figsize=(9.6, 3.2), dpi=150, layout="none")
             draw_buckets(figure, predictions[networks.value], cap)
-            return _output(figure, f"{networks.value}, {ranks} ranks")
+            return picture_of(figure, f"{networks.value}, {ranks} ranks", dpi=150)
 
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="3.2in"))
     others = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
@@ -153,17 +151,3 @@ def bucket_slider(
     show()
     others.outputs = tuple(picture(cap) for cap in still)
     return ipywidgets.VBox([sizes, networks, view, others])
-
-
-def _output(figure: Figure, reading: str) -> dict[str, Any]:
-    """The figure as a notebook's output, hardly compressed: it follows a slider."""
-    image = io.BytesIO()
-    # `savefig` would draw it twice
-    FigureCanvasAgg(figure).print_png(image, pil_kwargs={"compress_level": 1})
-    width, height = (int(100 * inches) for inches in figure.get_size_inches())
-    words = f"{reading}. {alt_text(figure)}"
-    return {
-        "output_type": "display_data",
-        "data": {"image/png": base64.b64encode(image.getvalue()).decode(), "text/plain": words},
-        "metadata": {"image/png": {"width": width, "height": height, "alt": words}},
-    }

@@ -18,7 +18,7 @@ from lib.plots_distributed import draw_overlap
 from lib.report import Record
 from lib.ring import ring_all_reduce
 from lib.scaling import CLUSTERS, predict_step
-from lib.widgets_model import _picture, figure_slider
+from lib.widgets_model import figure_slider, picture_of
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -153,7 +153,7 @@ def scaling_explorer(
                 flops_per_s=flops_per_s[model],
                 measured=measured.get(model, {}),
             )
-            return (_picture(figure, "Predicted scaling"),)
+            return (picture_of(figure, "Predicted scaling"),)
 
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="4in"))
     view.outputs = picture()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -58,7 +59,7 @@ def figure_slider(
         with house_figure(width=width, height=height, squeeze=False) as (figure, _):
             figure.clear()
             draw(figure, values[name])
-            return _picture(figure, f"{description} {name}")
+            return picture_of(figure, f"{description} {name}")
 
     first, *_ = values
     slider = ipywidgets.SelectionSlider(
@@ -80,20 +81,23 @@ def figure_slider(
     return ipywidgets.VBox([slider, view, others])
 
 
-def _picture(figure: Figure, reading: str) -> dict[str, Any]:
-    """The figure as a notebook's output, with twice the pixels of its size on the page.
+def picture_of(figure: Figure, reading: str, *, dpi: int = 200) -> dict[str, Any]:
+    """The figure as a notebook's output, by default with twice the pixels of its size on the page.
 
-    Its words begin with `reading`, where the slider stands.
+    It follows a slider, and is hardly compressed. Its words begin with `reading`, where the slider
+    stands.
     """
+    figure.set_dpi(dpi)
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=200)
+    # `savefig` would draw it twice
+    FigureCanvasAgg(figure).print_png(image, pil_kwargs={"compress_level": 1})
     encoded = base64.b64encode(image.getvalue()).decode()
-    words = alt_text(figure)
+    words = f"{reading}. {alt_text(figure)}"
     width, height = (int(100 * inches) for inches in figure.get_size_inches())
     return {
         "output_type": "display_data",
-        "data": {"image/png": encoded, "text/plain": f"{reading}. {words}"},
-        "metadata": {"image/png": {"width": width, "height": height}},
+        "data": {"image/png": encoded, "text/plain": words},
+        "metadata": {"image/png": {"width": width, "height": height, "alt": words}},
     }
 
 

@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from lib.plots import BLUE, SKY, house_figure
 from lib.report import Record, read_records
 from lib.widgets import show_table
-from lib.widgets_model import _picture
+from lib.widgets_model import picture_of
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ def step_explorer(
         with house_figure(width=9.0, height=height) as (figure, axes):
             axes.remove()
             draw_estimates(figure, estimates)
-            return (_picture(figure, "Predicted and measured"),)
+            return (picture_of(figure, "Predicted and measured"),)
 
     batch, context, dtype = sliders = [
         ipywidgets.SelectionSlider(
