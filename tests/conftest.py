@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
     """Show with a failed test of a page what the page looked like and said."""
     report = yield
-    view = getattr(item, "funcargs", {}).get("view")
-    if view is not None and call.when == "call" and call.excinfo:
-        report.sections.append((f"page {view.name}", view.evidence()))
+    if call.when == "call" and call.excinfo:
+        views = [arg for arg in item.funcargs.values() if hasattr(arg, "evidence")]
+        report.sections += [(f"page {view.name}", view.evidence()) for view in views]
     return report
 
 

@@ -3,9 +3,8 @@
 Each test leaves a picture of what it saw in artifacts/screenshots.
 """
 
+import functools
 import json
-import os
-import queue
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 
-from lib.notebook_cells import clean
+from lib.notebook_cells import clean, static_widgets
 
 ROOT = Path(__file__).resolve().parent.parent
 SCREENSHOTS = ROOT / "artifacts/screenshots"
@@ -120,7 +119,7 @@ def server_address(server: subprocess.Popen, folder: Path, log: Path) -> str:
 
 
 @pytest.fixture
-def view(browser, jupyterlab) -> Iterator[View]:
+def lab(browser, jupyterlab) -> Iterator[View]:
     with opened(browser, "lab") as view:
         view.tab.goto(jupyterlab)
         yield view
@@ -138,12 +137,15 @@ const errors = outputs.filter(output => output.type === "error").map(output => o
 """
 HAS_RUN = f"() => {{ {CODE} return errors.length || code.every(model => model.executionCount) }}"
 ERRORS = f"() => {{ {CODE} return errors.map(error => `${{error.ename}}: ${{error.evalue}}`) }}"
+VISIBLE = "[...cell.querySelectorAll('img')].find(image => image.offsetWidth)"
+PICTURE = f"cell => {VISIBLE}?.src"
+SIZE = (
+    f"async cell => {{ const i = {VISIBLE}; await i.decode(); return [i.naturalWidth, i.height] }}"
+)
 
 
-def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(view):
-    from playwright.sync_api import expect
-
-    tab = view.tab
+def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
+    tab = lab.tab
     tab.wait_for_function(KERNEL_IS_IDLE)
     tab.get_by_role("menuitem", name="Run", exact=True).click()
     tab.get_by_role("menuitem", name="Run All Cells", exact=True).click()
@@ -153,19 +155,170 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(view):
     assert tab.evaluate(ERRORS) == []
 
     cell = tab.locator(".jp-CodeCell").filter(has=tab.get_by_role("slider")).first
-    slider, figure = cell.get_by_role("slider"), cell.locator("img:visible")
-    expect(figure).to_have_count(1)
     cell.locator(".jp-InputPrompt").click()
-    tab.keyboard.press("Tab")
-    expect(slider).to_be_focused()
-    first = figure.get_attribute("src")
-    assert figure.evaluate("image => image.naturalWidth") > 300
-    view.screenshot("_before")
+    # the buttons of the cell may come first
+    for _ in range(10):
+        tab.keyboard.press("Tab")
+        if has_focus := cell.evaluate("c => c.querySelector('[role=slider]:focus') !== null"):
+            break
+    assert has_focus, "the Tab key does not reach the slider"
+    first = cell.evaluate(PICTURE)
+    lab.screenshot("_before")
+    changed = f"([cell, first]) => ![undefined, first].includes(({PICTURE})(cell))"
     tab.keyboard.press("ArrowRight")
-    expect(figure).not_to_have_attribute("src", first)
-    assert figure.evaluate("image => image.decode().then(() => image.naturalWidth)") > 300
-    view.screenshot("_after")
+    tab.wait_for_function(changed, arg=[cell.element_handle(), first])
+    assert min(cell.evaluate(SIZE)) > 200
+    lab.screenshot("_after")
+    second = cell.evaluate(PICTURE)
     tab.keyboard.press("ArrowLeft")
-    expect(figure).to_have_attribute("src", first)
+    tab.wait_for_function(changed, arg=[cell.element_handle(), second])
+    assert cell.evaluate(PICTURE) == first, "back at the start, another figure"
     here = re.match(r"http://[^/]+/", tab.url)[0]
-    assert [url for url in view.requests if not url.startswith((here, "data:", "blob:"))] == []
+    assert [url for url in lab.requests if not url.startswith((here, "data:", "blob:"))] == []
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory, make_notebook) -> Path:
+    """A report: every notebook with the outputs that it is committed with, and one run twice."""
+    from lib.notebook_kernel import execute
+    from lib.notebook_runs import Job, Result, Run, publish
+    from lib.site_index import write_index
+
+    folder = tmp_path_factory.mktemp("report")
+    own = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom lib import widgets_model"
+    figures = ("%md $$\\frac{q \\cdot k}{\\sqrt{d}}$$", "widgets_model.scale_slider()")
+    widgets = make_notebook(folder / "notebooks/99_widgets.ipynb", "steps = 3", *figures, first=own)
+    executed = folder / "executed.ipynb"
+    execute(widgets, executed)
+    runs = [("first", widgets, executed)]
+    runs += [("second", path, path) for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
+    runs += [("second", widgets, executed)]
+    for run, source, notebook in runs:
+        result = Result(source.stem, "done", 1.0)
+        publish(result, notebook, Job(source, {}, ()), Run(folder / "pages", "", run))
+    write_index(folder / "pages", [source.stem for _, source, _ in runs[1:]])
+    return folder / "pages"
+
+
+NOTEBOOKS = [path.stem for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
+PAGES = ["index", *NOTEBOOKS, "99_widgets", "previous/first/index", "previous/first/99_widgets"]
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def page(request, browser, report) -> Iterator[View]:
+    """Each page of the report, opened from disk without a network, all folds open."""
+    with opened(browser, f"report_{request.param}", offline=True) as view:
+        view.tab.goto((report / f"{request.param}.html").as_uri())
+        view.tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        yield view
+
+
+def source_of(page: View):
+    """The notebook that the page was made from, its widgets static; None for a front page."""
+    path = Path(unquote(urlsplit(page.tab.url).path)).with_suffix(".ipynb")
+    return static_widgets(nbformat.read(path, as_version=4)) if path.exists() else None
+
+
+def test_a_page_asks_nothing_of_the_network_and_complains_of_nothing(page):
+    assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+    assert page.console == []
+
+
+def test_every_picture_is_on_its_page_with_a_text(page):
+    width = "image => image.decode().then(() => image.naturalWidth, error => 0)"
+    widths = page.tab.evaluate(f"() => Promise.all([...document.images].map({width}))")
+    assert min(widths, default=99) > 10
+    assert page.tab.evaluate("[...document.images].filter(i => !i.alt).map(i => i.outerHTML)") == []
+    cells = source_of(page).cells if source_of(page) else []
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert len(widths) >= sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+RAW_FORMULAS = """() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    const text = walker.currentNode;
+    if (/\\$\\$|\\\\[a-z]+\\{/.test(text.data) && !text.parentElement.closest("pre, code, style"))
+      found.push(text.data);
+  }
+  return found;
+}"""
+
+
+def test_formulas_are_set(page):
+    assert page.tab.evaluate(RAW_FORMULAS) == []
+    widths = "[...document.querySelectorAll('math')].map(m => m.getBoundingClientRect().width)"
+    assert min(page.tab.evaluate(widths), default=99) > 3
+    cells = source_of(page).cells if source_of(page) else []
+    prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    without_code = re.sub(r"```.*?```|`[^`]*`", "", "\n\n".join(prose), flags=re.DOTALL)
+    formulas = re.findall(r"(?<!\\)(\$\$?)[^$]+\1", without_code)
+    assert page.tab.locator("math").count() >= len(formulas)
+
+
+# of each cell with controls: what they say, and what stands there beside
+WIDGETS = """() => [...document.querySelectorAll(".jp-Cell:has(.report-widget)")].map(cell => {
+  const said = cell.querySelector(".report-widget").innerText;
+  const outputs = [...cell.querySelectorAll(".jp-OutputArea-output")];
+  const others = outputs.filter(output => !output.querySelector(".report-widget"));
+  return [said, others.filter(o => o.querySelector("img") || o.innerText.trim()).length];
+})"""
+
+
+def test_widgets_show_what_they_last_showed(page):
+    widgets = page.tab.evaluate(WIDGETS)
+    # a bar tells how far something is, and shows nothing else
+    assert [said for said, shown in widgets if not shown and "/s]" not in said] == []
+    if page.name.endswith("99_widgets"):
+        assert widgets == [["head_dim: 4", 3]]
+
+
+def test_links_lead_somewhere(page):
+    dead = []
+    for address in page.tab.evaluate("[...document.querySelectorAll('a[href]')].map(a => a.href)"):
+        parts = urlsplit(address)
+        path = Path(unquote(parts.path))
+        if parts.scheme != "file":
+            assert parts.scheme == "https", address
+            continue
+        names = {parts.fragment, unquote(parts.fragment)}
+        if not path.exists() or (parts.fragment and not names & ids_on(path)):
+            dead.append(address)
+    assert dead == []
+
+
+@functools.cache
+def ids_on(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r'\bid="([^"]+)"', path.read_text()))
+
+
+# text whose colour is too close to what is behind it: the contrast of WCAG 2.2, from 1 to 21
+FAINT = """() => {
+  const channels = color => color.match(/[\\d.]+/g).map(Number);
+  const linear = v => v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const color = channels(getComputedStyle(element).backgroundColor);
+      if (color.length < 4 || color[3] > 0.5) return color;
+    }
+    return [255, 255, 255];
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = new Map();
+  while (walker.nextNode()) {
+    const text = walker.currentNode, element = text.parentElement;
+    if (!text.data.trim() || !element.getClientRects().length) continue;
+    const color = getComputedStyle(element).color;
+    const lights = [light(channels(color)), light(behind(element))];
+    const contrast = (Math.max(...lights) + 0.05) / (Math.min(...lights) + 0.05);
+    if (contrast < 3) found.set(color + behind(element), text.data.trim().slice(0, 60));
+  }
+  return [...found];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(page, scheme):
+    page.tab.emulate_media(color_scheme=scheme)
+    page.screenshot(f"_{scheme}")
+    assert page.tab.evaluate(FAINT) == []
