@@ -34,6 +34,10 @@ MISSING = object()
 NOT_FINISHED = object()
 
 
+# What an untouched stub gets.
+NOT_ATTEMPTED = "not attempted: replace the line with `raise`, and run this cell again"
+
+
 @dataclass(frozen=True)
 class Exercise:
     """A task for which right answers can be computed."""
@@ -76,7 +80,7 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
         try:
             results.append(_call(attempt, arguments))
         except NotImplementedError:
-            return "not attempted"
+            return NOT_ATTEMPTED
         if not _equal(results[-1], right):
             break
     else:

@@ -204,6 +204,7 @@ def step_explorer(
             ("Batch", "Context", "dtype"), (batch_sizes, contexts, dtypes), chosen[-1]
         )
     ]
+    note = ipywidgets.Label()
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="20em"))
     view.outputs = picture()
 
@@ -212,8 +213,11 @@ def step_explorer(
         if setting in chosen:
             chosen.remove(setting)
         chosen.append(setting)
+        # which takes seconds where it is new
+        note.value = "measuring…"
         view.outputs = picture()
+        note.value = ""
 
     for slider in sliders:
         slider.observe(show, "value")
-    return ipywidgets.VBox([*sliders, view])
+    return ipywidgets.VBox([*sliders, note, view])

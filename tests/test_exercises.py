@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lib import exercises
-from lib.exercises import Exercise, verdict
+from lib.exercises import NOT_ATTEMPTED, Exercise, verdict
 from lib.exercises_tokenizer import COUNT_PAIRS, ENCODE_PRETOKEN, MERGE_PAIR
 from lib.tokenizer import merge_pair
 
@@ -53,7 +53,7 @@ def run(code: str) -> None:
 @pytest.mark.parametrize(("stub", "help_text"), EXERCISES)
 def test_an_untouched_stub_is_not_attempted(stub, help_text, capsys):
     run(stub)
-    assert capsys.readouterr().out == "not attempted\n"
+    assert capsys.readouterr().out == f"{NOT_ATTEMPTED}\n"
 
 
 @pytest.mark.parametrize(("stub", "help_text"), EXERCISES)
@@ -66,7 +66,9 @@ def test_the_folded_solution_passes(stub, help_text, capsys):
     assert capsys.readouterr().out.startswith("right")
 
 
-@pytest.mark.parametrize("notebook", ["01_tokenizer", "02_model", "05_flash_attention", "06_ddp"])
+@pytest.mark.parametrize(
+    "notebook", ["01_tokenizer", "02_model", "05_flash_attention", "06_ddp", "07_zero1"]
+)
 def test_a_notebook_has_its_exercises(notebook):
     assert sum(notebook in case.id for case in EXERCISES) == 3
 
@@ -205,7 +207,7 @@ def test_a_stub_that_is_half_done_is_not_attempted():
             return merge_pair(ids, pair, new_id)
         raise NotImplementedError
 
-    assert verdict(MERGE_PAIR, attempt) == "not attempted"
+    assert verdict(MERGE_PAIR, attempt) == NOT_ATTEMPTED
 
 
 def test_inputs_are_fresh_and_can_be_repeated():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lib.ddp_buckets import fill_buckets
-from lib.exercises import verdict
+from lib.exercises import NOT_ATTEMPTED, verdict
 from lib.exercises_ddp import (
     ADD_HOOKS,
     ALL_REDUCE_MS,
@@ -76,7 +76,7 @@ def test_an_unwritten_answer_is_not_attempted(exercise):
     def attempt(*arguments):
         raise NotImplementedError
 
-    assert verdict(exercise, attempt) == "not attempted"
+    assert verdict(exercise, attempt) == NOT_ATTEMPTED
 
 
 def test_unwritten_hooks_are_not_attempted(capsys):
@@ -84,7 +84,7 @@ def test_unwritten_hooks_are_not_attempted(capsys):
         raise NotImplementedError
 
     check_add_hooks(attempt)
-    assert capsys.readouterr().out == "not attempted\n"
+    assert capsys.readouterr().out == f"{NOT_ATTEMPTED}\n"
 
 
 def test_hooks_that_do_nothing_are_told_what_should_have_started():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lib.exercises import TRIALS, verdict
+from lib.exercises import NOT_ATTEMPTED, TRIALS, verdict
 from lib.exercises_flash_attention import ATTEND, GRAD_SCORES, ONLINE_SOFTMAX
 
 CHECKED = {"online softmax": ONLINE_SOFTMAX, "attend": ATTEND, "gradient": GRAD_SCORES}
@@ -50,7 +50,7 @@ def test_an_unwritten_answer_is_not_attempted(exercise):
     def attempt(*arguments):
         raise NotImplementedError
 
-    assert verdict(exercise, attempt) == "not attempted"
+    assert verdict(exercise, attempt) == NOT_ATTEMPTED
 
 
 @pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.exercises import verdict
+from lib.exercises import NOT_ATTEMPTED, verdict
 from lib.exercises_profiling import IDLE_TIME, INTENSITY, TIME_RUNS, ToyGPU
 from lib.roofline import product_cost
 
@@ -56,7 +56,7 @@ def test_an_unwritten_answer_is_not_attempted(exercise):
     def attempt(*arguments):
         raise NotImplementedError
 
-    assert verdict(exercise, attempt) == "not attempted"
+    assert verdict(exercise, attempt) == NOT_ATTEMPTED
 
 
 def test_intensity_is_that_of_the_roofline():

@@ -163,10 +163,13 @@ def test_what_ran_out_of_memory_says_so():
 def test_a_setting_is_measured_when_it_is_chosen_and_only_once():
     measured = []
     box = explorer(measured)
-    batch, context, _, _ = box.children
+    batch, context, _, note, _ = box.children
     assert measured == [(1, 64, "float32"), (8, 64, "float32")]
+    said = []
+    note.observe(lambda change: said.append(change["new"]), "value")
     context.value = 128
     assert measured[-1] == (8, 128, "float32")
+    assert said == ["measuring…", ""]
     count = len(measured)
     context.value = 64
     batch.value = 1

@@ -1,0 +1,164 @@
+"""What is under way when in a training step of notebook 07, sharded or not: traces of its ranks."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lib import intervals, profiling
+from lib.allocations import synchronise, without_stderr
+from lib.config_training import ModelConfig, TrainConfig
+from lib.demo_ddp import batch, make_model
+from lib.distributed import barrier, current_device, mean_over_ranks, rank
+from lib.hardware import keep_freed_memory
+from lib.profiling import annotate
+from lib.trace_file import Trace, read_trace
+from lib.trace_timeline import Intervals, Timeline, timelines
+from lib.train_optimizer import AveragedByOptimizer, gather_under_forward, parallelise
+
+# What a collective is for, by the names of its kernels and operators. gloo makes a reduce-scatter
+# of an all-reduce, so that they cannot be told apart.
+PURPOSES = {
+    "gradients": re.compile("all_?reduce|reduce_?scatter", re.IGNORECASE),
+    "weights": re.compile("all_?gather|broadcast", re.IGNORECASE),
+}
+# The host's request for it.
+REQUEST = "c10d::"
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """From the start of backward to the end of the next forward pass, as a trace shows it."""
+
+    timeline: Timeline
+
+    collectives: dict[str, Intervals]
+    """When something is under way for each of `PURPOSES`, in ms from the start."""
+
+
+@dataclass(frozen=True)
+class WayTimes:
+    """What `time_ways` found of one way to train, on one rank."""
+
+    times_ms: list[float]
+    """Of each cycle, without a profiler; the mean over ranks."""
+
+    cycles: list[Cycle]
+    """Of further ones, from a trace; on rank 0 alone."""
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+    @property
+    def cycle(self) -> Cycle:
+        """The quickest, which other programs disturbed least."""
+        return min(self.cycles, key=lambda cycle: cycle.timeline.step_ms)
+
+
+def time_ways(
+    shape: ModelConfig, ways: Mapping[str, Mapping[str, Any]], batch_size: int, turns: int
+) -> dict[str, WayTimes]:
+    """Cycles of `ways`, each a name and fields of `TrainConfig`, in turns.
+
+    Each begins with backward and ends with the next forward pass, under which weights may come.
+    """
+    device = current_device()
+    if device.type == "cpu":
+        keep_freed_memory()
+    runs = {name: _Run(shape, fields, batch_size) for name, fields in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    # the first steps make state, and agree on the order of buckets
+    for turn in range(-3, turns):
+        for name, run in runs.items():
+            barrier()
+            start = time.perf_counter()
+            run.cycle()
+            synchronise(device)
+            if turn >= 0:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    every = mean_over_ranks(torch.tensor(list(times.values()))).tolist()
+    found = _trace(runs, turns, device)
+    return {name: WayTimes(mean, found[name]) for name, mean in zip(runs, every)}
+
+
+class _Run:
+    """Training steps of one way, again and again on the same windows."""
+
+    def __init__(self, shape: ModelConfig, fields: Mapping[str, Any], batch_size: int) -> None:
+        loss = make_model(shape)
+        self.batch = batch(shape, batch_size, 0, [rank()])
+        lr = torch.tensor(1e-3, device=current_device())
+        config = TrainConfig(model=shape, **fields)
+        self.parallel, self.optimizer = parallelise(loss, config, lr, None)
+        if isinstance(self.parallel, AveragedByOptimizer):
+            gather_under_forward(self.optimizer, loss, starts_there=False)
+        self.loss = self.parallel(*self.batch)
+
+    def cycle(self) -> None:
+        with annotate("backward"):
+            self.loss.backward()
+        self.parallel.finish_gradient_synchronization()
+        with annotate("optimizer"):
+            self.optimizer.grad_norm()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        with annotate("forward"):
+            self.loss = self.parallel(*self.batch)
+
+
+def _trace(runs: Mapping[str, _Run], turns: int, device: torch.device) -> dict[str, list[Cycle]]:
+    """Cycles of each of `runs`; none on ranks other than 0."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # the first cycles that are watched are slow, and do not count
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with tempfile.TemporaryDirectory() as folder, without_stderr():
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+            for run in runs.values():
+                run.cycle()
+            synchronise(device)
+            profiler.step()
+            with profiling.enabled():
+                for name, run in [*runs.items()] * turns:
+                    barrier()
+                    with annotate(f"cycle of {name}"):
+                        run.cycle()
+                    synchronise(device)
+            profiler.step()
+        if rank() > 0:
+            return {name: [] for name in runs}
+        profiler.export_chrome_trace(str(path))
+        trace = read_trace(path)
+    return {name: cycles(trace, f"cycle of {name}") for name in runs}
+
+
+def cycles(trace: Trace, name: str) -> list[Cycle]:
+    """Those of all ranges called `name`, in their order.
+
+    Raises:
+        ValueError: there is no such range, or no backward pass in one.
+    """
+    ranges = [span for span in trace.ranges if span.name == name]
+    spans = [s for s in trace.kernels or trace.operators if not s.name.startswith(REQUEST)]
+    found = []
+    for line, cycle in zip(timelines(trace, name), ranges):
+        inside = [span for span in spans if cycle.start <= span.start < cycle.end]
+        collectives = {}
+        for purpose, pattern in PURPOSES.items():
+            edges = [(span.start, span.end) for span in inside if pattern.search(span.name)]
+            times = (np.array(edges, dtype=np.float64).reshape(-1, 2) - cycle.start) / 1e3
+            collectives[purpose] = tuple(map(tuple, intervals.union(times).tolist()))
+        found.append(Cycle(line, collectives))
+    return found
