@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lib.distributed import barrier, current_device, mean_over_ranks, rank, worl
 from lib.hardware import device_name, keep_freed_memory
 from lib.model import TransformerLM
 from lib.profiling import annotate
-from lib.trace_file import read_trace
+from lib.trace_file import Trace, read_trace
 from lib.trace_timeline import Timeline, timelines
 from lib.train_step import MeanLoss
 
@@ -243,29 +243,40 @@ class _Step:
 
 def _trace(steps: Sequence[_Step], traced_pairs: int, device: torch.device) -> list[list[Timeline]]:
     """Timelines of each of `steps`; none on ranks other than 0."""
+    runs = {f"step of setup {number}": step.run for number, step in enumerate(steps)}
+    # the second of a pair finds memory that fits, after steps of another setup
+    trace = trace_of(runs, traced_pairs, device, at_once=2)
+    return [timelines(trace, name) if trace else [] for name in runs]
+
+
+def trace_of(
+    runs: Mapping[str, Callable[[], Any]], turns: int, device: torch.device, *, at_once: int = 1
+) -> Trace | None:
+    """The trace of functions that take turns, each call in a range of its name; None but on rank 0.
+
+    Args:
+        at_once: how often a function is called in its turn.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # the first steps that are watched are slow, and do not count
+    # the first calls that are watched are slow, and do not count
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     with tempfile.TemporaryDirectory() as folder, without_stderr():
         path = Path(folder) / "trace.json"
         with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
-            for step in steps:
-                step.run()
+            for run in runs.values():
+                run()
             synchronise(device)
             profiler.step()
             with profiling.enabled():
-                for number in [n for _ in range(traced_pairs) for n in range(len(steps))]:
-                    # the second finds memory that fits, after steps of another setup
-                    for _ in range(2):
-                        barrier()
-                        with annotate(f"step of setup {number}"):
-                            steps[number].run()
-                        synchronise(device)
+                for name in [name for _ in range(turns) for name in runs for _ in range(at_once)]:
+                    barrier()
+                    with annotate(name):
+                        runs[name]()
+                    synchronise(device)
             profiler.step()
         if rank() > 0:
-            return [[] for _ in steps]
+            return None
         profiler.export_chrome_trace(str(path))
-        trace = read_trace(path)
-    return [timelines(trace, f"step of setup {number}") for number in range(len(steps))]
+        return read_trace(path)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from lib import intervals, profiling
-from lib.allocations import synchronise, without_stderr
+from lib import intervals
+from lib.allocations import synchronise
 from lib.config_training import ModelConfig, TrainConfig
-from lib.demo_ddp import batch, make_model
+from lib.demo_ddp import batch, make_model, trace_of
 from lib.distributed import barrier, current_device, mean_over_ranks, rank
 from lib.hardware import keep_freed_memory
 from lib.profiling import annotate
-from lib.trace_file import Trace, read_trace
+from lib.trace_file import Trace
 from lib.trace_timeline import Intervals, Timeline, timelines
 from lib.train_optimizer import AveragedByOptimizer, gather_under_forward, parallelise
 
@@ -87,7 +85,8 @@ def time_ways(
             if turn >= 0:
                 times[name].append(1e3 * (time.perf_counter() - start))
     every = mean_over_ranks(torch.tensor(list(times.values()))).tolist()
-    found = _trace(runs, turns, device)
+    trace = trace_of({name: run.cycle for name, run in runs.items()}, turns, device)
+    found = {name: cycles(trace, name) if trace else [] for name in runs}
     return {name: WayTimes(mean, found[name]) for name, mean in zip(runs, every)}
 
 
@@ -114,34 +113,6 @@ class _Run:
         self.optimizer.zero_grad()
         with annotate("forward"):
             self.loss = self.parallel(*self.batch)
-
-
-def _trace(runs: Mapping[str, _Run], turns: int, device: torch.device) -> dict[str, list[Cycle]]:
-    """Cycles of each of `runs`; none on ranks other than 0."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # the first cycles that are watched are slow, and do not count
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-    with tempfile.TemporaryDirectory() as folder, without_stderr():
-        path = Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
-            for run in runs.values():
-                run.cycle()
-            synchronise(device)
-            profiler.step()
-            with profiling.enabled():
-                for name, run in [*runs.items()] * turns:
-                    barrier()
-                    with annotate(f"cycle of {name}"):
-                        run.cycle()
-                    synchronise(device)
-            profiler.step()
-        if rank() > 0:
-            return {name: [] for name in runs}
-        profiler.export_chrome_trace(str(path))
-        trace = read_trace(path)
-    return {name: cycles(trace, f"cycle of {name}") for name in runs}
 
 
 def cycles(trace: Trace, name: str) -> list[Cycle]:

@@ -200,7 +200,8 @@ def run_all(jobs: Sequence[Job], report: Path, parameters: str, workers: int) ->
                     waiting.remove(job)
                     results[job.name] = skip(job, f"needs {lost[0]}", run)
                     _tell(results[job.name])
-                elif needed <= results.keys():
+                # no more than there are workers, so that a long one is not behind those after it
+                elif needed <= results.keys() and len(running) < workers:
                     waiting.remove(job)
                     running[pool.submit(run_one, job, run, events)] = job
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)

@@ -22,9 +22,9 @@ from lib.plots import (
     SKY,
     VERMILLION,
 )
+from lib.plots_ddp import GREY
 from lib.trace_timeline import Intervals, Timeline
 
-GREY = "#BBB6A8"
 # From the left of a bar: what each kind of bytes is called, and its colour.
 KINDS = {
     "weights": BLUE,

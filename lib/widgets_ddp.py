@@ -18,7 +18,7 @@ from lib.plots_distributed import draw_overlap
 from lib.report import Record
 from lib.ring import ring_all_reduce
 from lib.scaling import CLUSTERS, predict_step
-from lib.widgets_model import figure_slider, picture_of
+from lib.widgets_model import choice_slider, figure_slider, picture_of
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -126,19 +126,9 @@ def scaling_explorer(
 
     measured = measured_scaling(matrix_rows(records))
 
-    def slider(description: str, options: Sequence[Any], value: Any) -> Any:
-        return ipywidgets.SelectionSlider(
-            options=list(options),
-            value=value,
-            description=description,
-            continuous_update=False,
-            style={"description_width": "7em"},
-            layout=ipywidgets.Layout(width="min(100%, 34rem)"),
-        )
-
     choices = (list(flops_per_s), tokens, list(CLUSTERS), [2**power for power in range(7)])
     names = ("Model", "Tokens a rank", "Network", "Ranks")
-    sliders = [slider(*each) for each in zip(names, choices, start)]
+    sliders = [choice_slider(*each) for each in zip(names, choices, start)]
 
     def picture() -> tuple[dict[str, Any]]:
         model, size, network, ranks = (each.value for each in sliders)

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from lib.plots import BLACK, BLUE, GRID, PAPER, VERMILLION, alt_text, house_figure
 
 if TYPE_CHECKING:
-    from ipywidgets import VBox
+    from ipywidgets import SelectionSlider, VBox
 
 # From the paper of the page to the house's blue, getting darker all the way.
 SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#00304D"])
@@ -79,6 +79,20 @@ def figure_slider(
     others = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
     others.outputs = tuple(picture(name) for name in still if name != first)
     return ipywidgets.VBox([slider, view, others])
+
+
+def choice_slider(description: str, options: Sequence[Any], value: Any) -> SelectionSlider:
+    """A slider over `options`, for figures with several: it speaks once it is let go."""
+    import ipywidgets
+
+    return ipywidgets.SelectionSlider(
+        options=list(options),
+        value=value,
+        description=description,
+        continuous_update=False,
+        style={"description_width": "7em"},
+        layout=ipywidgets.Layout(width="min(100%, 34rem)"),
+    )
 
 
 def picture_of(figure: Figure, reading: str, *, dpi: int = 200) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from lib.plots import BLUE, SKY, house_figure
 from lib.report import Record, read_records
 from lib.widgets import show_table
-from lib.widgets_model import picture_of
+from lib.widgets_model import choice_slider, picture_of
 
 if TYPE_CHECKING:
     import torch
@@ -192,17 +192,8 @@ def step_explorer(
             return (picture_of(figure, "Predicted and measured"),)
 
     batch, context, dtype = sliders = [
-        ipywidgets.SelectionSlider(
-            options=list(options),
-            value=value,
-            description=description,
-            continuous_update=False,
-            style={"description_width": "6.5em"},
-            layout=ipywidgets.Layout(width="min(100%, 30rem)"),
-        )
-        for description, options, value in zip(
-            ("Batch", "Context", "dtype"), (batch_sizes, contexts, dtypes), chosen[-1]
-        )
+        choice_slider(*each)
+        for each in zip(("Batch", "Context", "dtype"), (batch_sizes, contexts, dtypes), chosen[-1])
     ]
     note = ipywidgets.Label()
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="20em"))

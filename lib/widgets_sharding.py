@@ -6,7 +6,7 @@ As in `lib.widgets`, where nobody can move a slider one setting is shown instead
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
@@ -21,7 +21,7 @@ from lib.plots import STYLE
 from lib.plots_lm_matrix import Section
 from lib.plots_zero import CARDS, KINDS, draw_kinds, kinds_legend
 from lib.report import Record
-from lib.widgets_model import picture_of
+from lib.widgets_model import choice_slider, picture_of
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -126,23 +126,13 @@ def memory_explorer(*, start: tuple[str, int, str, str, int]) -> VBox:
     """
     import ipywidgets
 
-    def slider(description: str, options: Sequence[Any], value: Any) -> Any:
-        return ipywidgets.SelectionSlider(
-            options=list(options),
-            value=value,
-            description=description,
-            continuous_update=False,
-            style={"description_width": "7em"},
-            layout=ipywidgets.Layout(width="min(100%, 34rem)"),
-        )
-
     names = ("Model", "Ranks", "Precision", "Stage", "Windows")
     windows = [2**power for power in range(7)]
     choices = ([*SIZES, OWN], range(1, MOST_RANKS + 1), PRECISIONS, STAGES, windows)
-    model, *others = (slider(*each) for each in zip(names, choices, start))
+    model, *others = (choice_slider(*each) for each in zip(names, choices, start))
     own = [
-        slider("Width", range(256, 8193, 256), 4096),
-        slider("Layers", range(4, 97, 4), 32),
+        choice_slider("Width", range(256, 8193, 256), 4096),
+        choice_slider("Layers", range(4, 97, 4), 32),
     ]
 
     def picture() -> tuple[dict[str, Any]]:
