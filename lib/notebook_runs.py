@@ -221,7 +221,9 @@ def _prepare(threads: int) -> None:
 
     And let PyTorch take `threads` threads there: more than there are cores slow all of them down.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # a notebook that has all cores shares them out among its own processes
+    if threads < available_cpus():
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
 
