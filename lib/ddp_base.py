@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp_buckets import MeanReduction
+from lib.ddp_buckets import GradientSync, MeanReduction
 from lib.distributed import broadcast_module, check_same, world_size
 from lib.profiling import annotate
 
@@ -29,7 +28,7 @@ class Wrapper(nn.Module):
         return inner_module(self.module).load_state_dict(*args, **kwargs)
 
 
-class DataParallel(Wrapper):
+class DataParallel(GradientSync, Wrapper):
     """What the wrappers share; alone, the wrapper `none` of a single rank.
 
     Parameters and buffers start as those of the group's rank 0. Buffers that change in training
@@ -64,7 +63,7 @@ class DataParallel(Wrapper):
         self.frozen = [(name, param) for name, param in named if not param.requires_grad]
         # gradients that are there since the last synchronization, in order of arrival
         self.arrived: dict[int, None] = {}
-        self.is_syncing, self.is_in_backward = True, False
+        self.is_in_backward = False
         if world_size(group) > 1:
             facts = {"ddp_wrapper": type(self).__name__, "reduce_dtype": str(reduce_dtype)}
             check_same(facts, group)
@@ -108,15 +107,6 @@ class DataParallel(Wrapper):
                 self._synchronize()
         self.arrived.clear()
         self.is_in_backward = False
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """In the block, backward passes only add up gradients on this rank."""
-        before, self.is_syncing = self.is_syncing, False
-        try:
-            yield
-        finally:
-            self.is_syncing = before
 
     def _synchronize(self) -> None:
         """Make every gradient its mean, in a group of several ranks."""

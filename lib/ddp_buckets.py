@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,21 @@ from torch import Tensor
 ALIGNMENT = 16
 # So that the first all-reduce starts early in backward.
 FIRST_BUCKET_BYTES = 2**20
+
+
+class GradientSync:
+    """Something that averages gradients in backward, as long as `is_syncing`."""
+
+    is_syncing = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the block, backward passes only add up gradients on this rank."""
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
 
 
 class MeanReduction:

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from lib.config_training import ModelConfig
 from lib.ddp import wrap
 from lib.demo_ddp import batch, make_model
-from lib.distributed import broadcast_module, current_device, rank, world_size
+from lib.distributed import (
+    all_gather,
+    broadcast_module,
+    current_device,
+    rank,
+    reduce_scatter,
+    world_size,
+)
 from lib.optimizer import AdamW, clip_grad_norm, grad_norm
 from lib.sharded_optimizer import ShardedOptimizer, load_unsharded
 from lib.sharded_optimizer_parts import balanced_owners
@@ -29,9 +36,6 @@ SETTINGS = {"lr": 1e-2, "eps": 1e-6}
 MAX_NORM = 0.5
 # How `ShardedOptimizer` needs no wrapper.
 ALONE = {"strategy": "flat", "reduces_gradients": True, "overlap": True}
-# PyTorch 2.13 gave them other names
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)

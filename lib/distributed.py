@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.distributed_group import (
+    all_gather,
     barrier,
     checked_backend,
     current_device,
     join_group,
     rank,
+    reduce_scatter,
     world_size,
 )
 from lib.distributed_launch import WorkerError, launch
@@ -31,6 +33,7 @@ from lib.hardware import pick_device
 
 __all__ = [
     "WorkerError",
+    "all_gather",
     "barrier",
     "broadcast_module",
     "check_same",
@@ -41,6 +44,7 @@ __all__ = [
     "print_once",
     "progress",
     "rank",
+    "reduce_scatter",
     "world_size",
 ]
 # What torchrun tells each of its workers.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lib.parallel import available_cpus
 
@@ -50,6 +51,18 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group, device_ids=[device.index] if device.type == "cuda" else None)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def reduce_scatter(output: Tensor, tensor: Tensor, **options: Any) -> Any:
+    """`torch.distributed.reduce_scatter_tensor`, which PyTorch 2.13 gave another name."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, tensor, **options)
+
+
+def all_gather(output: Tensor, tensor: Tensor, **options: Any) -> Any:
+    """`torch.distributed.all_gather_into_tensor`, which PyTorch 2.13 gave another name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, tensor, **options)
 
 
 def checked_backend(backend: str | None, local_world_size: int) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp_buckets import ALIGNMENT, has_average
-from lib.distributed import rank, world_size
+from lib.distributed import all_gather, rank, reduce_scatter, world_size
 from lib.sharded_optimizer_parts import Shard, make_shard
 
 
@@ -98,9 +98,9 @@ class FlatBucket:
             param.grad = None
         self.mean = self.sent.new_empty(self.slice_length)
         op = dist.ReduceOp.AVG if has_average(self.sent, self.group) else dist.ReduceOp.SUM
-        # PyTorch 2.13 gave it another name
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self.reduction = scatter(self.mean, self.sent, op=op, group=self.group, async_op=True)
+        self.reduction = reduce_scatter(
+            self.mean, self.sent, op=op, group=self.group, async_op=True
+        )
 
     def free_sent(self) -> None:
         """Wait until the mean is there, on a GPU as its next kernel, and free what was sent."""
@@ -124,9 +124,8 @@ class FlatBucket:
         self.arrived.clear()
 
     def start_gathering(self) -> None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         mine = self.flat[self.begin : self.begin + self.slice_length]
-        self.gathering = gather(self.flat, mine, group=self.group, async_op=True)
+        self.gathering = all_gather(self.flat, mine, group=self.group, async_op=True)
 
     def finish_gathering(self) -> None:
         if self.gathering is not None:

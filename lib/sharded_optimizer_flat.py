@@ -7,23 +7,22 @@ all-gather puts the slices together again: the two halves of a ring all-reduce, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp_buckets import fill_buckets
+from lib.ddp_buckets import GradientSync, fill_buckets
 from lib.profiling import annotate
 from lib.sharded_optimizer_bucket import FlatBucket
 from lib.sharded_optimizer_parts import Shard
 
 
-class FlatSlices:
+class FlatSlices(GradientSync):
     """The strategy of flat shards: a slice of every bucket for each rank.
 
     Args:
@@ -54,7 +53,7 @@ class FlatSlices:
         # numbers of buckets that became full, in that order
         self.filled: list[int] = []
         self.num_started = 0
-        self.is_syncing, self.is_reduced = True, False
+        self.is_reduced = False
         self.waits_later: set[int] = set()
         # whether forward passes start the gathering too, and whether it is theirs to start
         self.starts_later, self.is_stale = False, False
@@ -140,15 +139,6 @@ class FlatSlices:
         for bucket in self.buckets:
             if all(id(param) in covered for param in bucket.params):
                 self.waits_later.add(id(bucket))
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """In the block, backward passes only add up gradients on this rank."""
-        before, self.is_syncing = self.is_syncing, False
-        try:
-            yield
-        finally:
-            self.is_syncing = before
 
     def _gather(self) -> None:
         order = self.order or self.buckets

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lib.distributed import broadcast_module, current_device, rank, world_size
+from lib.distributed import broadcast_module, current_device, rank, reduce_scatter, world_size
 from lib.model import TransformerLM
 
 if TYPE_CHECKING:
@@ -94,11 +94,9 @@ def _check_average(group: dist.ProcessGroup | None) -> None:
     """
     ranks, device = world_size(group), current_device(group)
     mean, ones = torch.zeros(1, device=device), torch.ones(ranks, device=device)
-    # PyTorch 2.13 gave it another name
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     problem, cause = "", None
     try:
-        scatter(mean, ones, op=dist.ReduceOp.AVG, group=group)
+        reduce_scatter(mean, ones, op=dist.ReduceOp.AVG, group=group)
     except (RuntimeError, ValueError) as error:
         problem, cause = str(error), error
     if not cause and abs(mean.item() - 1) > 1e-3:
