@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +66,36 @@ def save_throughput_figure(sections: Sequence[Section], path: str | os.PathLike)
     return _save_bars(sections, path, "tokens_per_s", "tokens/s of all ranks", _mark_efficiency)
 
 
+@contextlib.contextmanager
+def _panels(count: int, *, most: int, width: float, parts: int = 1) -> Iterator[tuple]:
+    """A figure for so many sections, from four on side by side; the places left over are blank.
+
+    Args:
+        most: sections in a row, where there are more than three.
+        width: inches, of one section in a row.
+        parts: panels of a section.
+    """
+    across = most if count > 3 else 1
+    down = -(-count // across)
+    # side by side, a section has half the width and more, so that its words stay legible
+    size = {"width": width * (1 + 0.65 * (across - 1)), "height": 3.2 * down + 0.7}
+    with house_figure(nrows=down, ncols=across * parts, squeeze=False, **size) as (figure, grid):
+        for axes in grid.flat[count * parts :]:
+            axes.set_axis_off()
+        yield figure, grid
+
+
+def _title(axes: Axes, section: Section) -> None:
+    lines = [textwrap.fill(part, 75) for part in section.title.split("; ", 1)]
+    axes.set_title("\n".join(lines), fontsize=9)
+
+
 def _save_bars(
     sections: Sequence[Section], path: str | os.PathLike, key: str, label: str, mark: Any
 ) -> Path:
     """Groups of bars by kernel, one for each wrapper; a word where there is no figure."""
-    size = {"width": 9.5, "height": 3.1 * len(sections) + 0.6}
-    with house_figure(nrows=len(sections), squeeze=False, **size) as (figure, grid):
-        for axes, section in zip(grid[:, 0], sections):
+    with _panels(len(sections), most=3, width=9.5) as (figure, grid):
+        for axes, section in zip(grid.flat, sections):
             kernels = list(dict.fromkeys(row["kernel"] for row in section.rows))
             wrappers = _wrappers([section])
             width = 0.86 / len(wrappers)
@@ -86,7 +111,7 @@ def _save_bars(
             axes.set_xticks(range(len(kernels)), kernels)
             axes.set_xlim(-0.5, len(kernels) - 0.5)
             axes.set(xlabel="attention kernel", ylabel=label)
-            axes.set_title(section.title.replace("; ", "\n", 1), fontsize="medium")
+            _title(axes, section)
             axes.grid(visible=False, axis="x")
             axes.yaxis.set_major_formatter("{x:,.4g}" if key == "median_ms" else "{x:,.0f}")
             axes.margins(y=0.17)
@@ -127,19 +152,20 @@ def _write(axes: Axes, x: float, width: float, y: float, text: str) -> None:
 
 
 def save_losses_figure(sections: Sequence[Section], path: str | os.PathLike) -> Path:
-    """Losses of the first steps over those of one process, and how far they are apart."""
-    size = {"width": 11.0, "height": 3.2 * len(sections) + 0.7}
+    """Losses of the first steps over those of one process, and how far they are apart.
+
+    Of the sections where losses were kept; one without any stands for all if no other does.
+    """
+    sections = [s for s in sections if any(row.get("losses") for row in s.rows)] or sections[:1]
     drawn: list[list[Mapping[str, Any]]] = []
-    with house_figure(nrows=len(sections), ncols=2, squeeze=False, **size) as (figure, grid):
-        for (left, right), section in zip(grid, sections):
+    with _panels(len(sections), most=2, width=11.0, parts=2) as (figure, grid):
+        for (left, right), section in zip(grid.reshape(-1, 2), sections):
             rows = [row for row in section.rows if row.get("losses")]
             drawn.append(rows)
             _draw_losses(left, rows)
             _draw_differences(right, rows)
-            left.set_title(section.title.replace("; ", "\n", 1), fontsize="medium")
-            right.set_title(
-                "difference to one process\non the batches of all ranks", fontsize="medium"
-            )
+            _title(left, section)
+            right.set_title("difference to one process\non the batches of all ranks", fontsize=9)
         names = [n for n in COLORS if any(r["wrapper"] == n for rows in drawn for r in rows)]
         handles = [Line2D([], [], color=COLORS[name], label=name) for name in names]
         handles.insert(0, Line2D([], [], color=GREY, linewidth=7, label="one process"))

@@ -422,6 +422,19 @@ def test_the_report_compares_with_peers_of_the_same_launch_alone(planted, case):
     assert "flashddp against" not in (planted / "lm_matrix_report.md").read_text()
 
 
+def test_a_line_says_how_flashddp_stands_on_gpus_and_none_on_a_cpu(tmp_path, planted, case):
+    assert "How flashddp stands" not in (planted / "lm_matrix_report.md").read_text()
+    path, on_gpus = tmp_path / "gpus.jsonl", dataclasses.replace(case, backend="nccl", ranks=2)
+    for wrapper, milliseconds in (("torch_ddp", 12.0), ("naive", 15.0), ("flashddp", 10.0)):
+        plant(path, dataclasses.replace(on_gpus, wrapper=wrapper), milliseconds)
+    write_report(read_records(path), tmp_path)
+    report = (tmp_path / "lm_matrix_report.md").read_text()
+    table = report.split("turn by turn.\n\n")[1].split("\n\n")[0].splitlines()
+    (line,) = table[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:] == ["1.20", "0", "1.50", "50.0", "0.100"]
+
+
 def test_a_cell_that_failed_is_a_row_with_its_reason(planted):
     report = (planted / "lm_matrix_report.md").read_text()
     assert "- sdpa, naive: oom: memory is full" in report
