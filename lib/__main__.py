@@ -332,8 +332,7 @@ def parse(cls: type[T], command: str, arguments: list[str]) -> T:
 def parse_alone(cls: type[T], command: str, arguments: list[str]) -> T:
     """`parse` in this process, whatever becomes of it in others."""
     import argparse
-
-    import tyro
+    import importlib.util
 
     from lib.strict_json import from_json
 
@@ -349,6 +348,12 @@ def parse_alone(cls: type[T], command: str, arguments: list[str]) -> T:
             raise FileNotFoundError(f"--config {path}: no such file, and the presets are: {known}")
         default["default"] = from_json(cls, path)
     flags = [full_flag(cls, flag) for flag in flags]
+    if importlib.util.find_spec("tyro") is None:
+        from lib.plain_flags import with_flags
+
+        return with_flags(default.get("default") or cls(), flags)
+    import tyro
+
     note = (
         "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks.\n"
         "A flag may leave out what stands before its last dot."

@@ -18,8 +18,8 @@ INPUT = "/kaggle/input"
 # Those that this workbook's notebooks import, directly or through what they import. Kaggle's image
 # is Colab's (googlecolab/backend-info, pip-freeze.gpu.txt) with further packages
 # (Kaggle/docker-python, kaggle_requirements.txt); both list these, in versions that
-# requirements.txt allows. It has no tyro, which only the command line needs, and no math-core,
-# which only the report needs.
+# requirements.txt allows. It has no tyro, without which the command line has no help, and no
+# math-core, which only the report needs.
 IMAGE_PACKAGES = (
     "filelock",
     "ipykernel",
@@ -99,10 +99,12 @@ def check_kernel(bundle: Path, kernel: str, dataset: str) -> tuple[float, list[s
         place = Path(name)
         attached, working = place / "input" / dataset, place / "working"
         shutil.copytree(bundle / "dataset", attached)
-        before = _hashes(attached)
         for folder in ("working", "home", "site"):
             (place / folder).mkdir()
-        (place / "site/sitecustomize.py").write_text(SITE.format(absent=absent_modules()))
+        # also beside lib, for processes that the notebook starts with a PYTHONPATH of its own
+        for folder in (place / "site", attached):
+            (folder / "sitecustomize.py").write_text(SITE.format(absent=absent_modules()))
+        before = _hashes(attached)
         source = (bundle / "kernels" / kernel / f"{kernel}.ipynb").read_text(encoding="utf-8")
         notebook = place / f"{kernel}.ipynb"
         notebook.write_text(source.replace(INPUT, str(place / "input")), encoding="utf-8")
