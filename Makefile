@@ -34,6 +34,9 @@ TEST_READY := $(STATE)/.workbook-test-$(KEY)
 # Jupyter takes kernels and settings from the environment above, not from the user's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 
+# JupyterLab's defaults from there ask for no news; the reader's own settings win.
+ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))"
+
 # Two tests run at a time, each with one thread: more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
@@ -49,7 +52,7 @@ run: $(RUN_READY) ## run the notebooks and write the report to artifacts/report/
 	@$(PY) -m lib run $(if $(PARAMETERS),--parameters $(PARAMETERS)) $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
 lab: $(RUN_READY) ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
+	@$(ASK_NOTHING) $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
 		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 test: lint ## check everything that needs no GPU and little time

@@ -17,6 +17,9 @@ class KaggleBuildConfig:
     notebooks: tuple[str, ...] = ("08",)
     """Numbers (`08`) or names (`08_speedrun`)."""
 
+    parameters: str = "kaggle"
+    """Sizes for Kaggle's GPUs: a file in notebooks/parameters/. Empty: each notebook's own."""
+
     user: str = ""
     """Your name on Kaggle; `kaggle push` can also fill it in."""
 
@@ -30,7 +33,7 @@ class KaggleBuildConfig:
     """Whether the notebooks may use the network."""
 
     verify: bool = True
-    """Whether each notebook is then run as Kaggle would: about a minute each."""
+    """Whether each notebook is then run as Kaggle would, with small sizes: a minute each."""
 
     output: Path = Path("artifacts/kaggle")
     """The folder, which is made anew."""

@@ -25,7 +25,7 @@ from lib.files import sha256_file
 from lib.hardware import provenance
 from lib.kaggle_leaks import find_leaks
 from lib.notebook import ROOT
-from lib.notebook_runs import find_notebooks
+from lib.notebook_runs import Job, find_notebooks, plan
 
 # What stands where a name on Kaggle is missing.
 NOBODY = "INSERT_USERNAME"
@@ -39,27 +39,27 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
     """Write the bundle and, if asked, run its notebooks as Kaggle would; return its folder.
 
     Raises:
-        ValueError: an unknown notebook, an `output` that holds something else, something that
-            should not leave this machine, or a notebook that does not run there.
+        ValueError: an unknown notebook or parameter, an `output` that holds something else,
+            something that should not leave this machine, or a notebook that does not run there.
     """
-    notebooks = find_notebooks(config.notebooks, root)
+    jobs = plan(find_notebooks(config.notebooks, root), config.parameters, None, root)
     output = config.output.absolute()
     is_ours = (output / "dataset/dataset-metadata.json").is_file()
     if output.exists() and not is_ours and any(output.iterdir()):
         raise ValueError(f"output {config.output} holds something else; right is: a new folder")
     shutil.rmtree(output, ignore_errors=True)
     write_dataset(output / "dataset", config, root)
-    for notebook in notebooks:
-        write_kernel(output / "kernels" / notebook.stem, notebook, config)
+    for job in jobs:
+        write_kernel(output / "kernels" / job.name, job, config)
     leaks = find_leaks(output)
     require(not leaks, f"the bundle holds what should stay here: {'; '.join(leaks)}")
     if config.verify:
         from lib.kaggle_check import check_kernel
 
-        for notebook in notebooks:
-            print(f"running {notebook.stem} as Kaggle would", flush=True)
-            seconds, written = check_kernel(output, notebook.stem, config.dataset)
-            print(f"{notebook.stem} runs there: {seconds:.0f} s, and leaves {len(written)} files")
+        for job in jobs:
+            print(f"running {job.name} as Kaggle would", flush=True)
+            seconds, written = check_kernel(output, job.name, config.dataset)
+            print(f"{job.name} runs there: {seconds:.0f} s, and leaves {len(written)} files")
     return output
 
 
@@ -87,14 +87,15 @@ def write_dataset(folder: Path, config: KaggleBuildConfig, root: Path) -> None:
     _write_json(folder / "dataset-metadata.json", metadata)
 
 
-def write_kernel(folder: Path, notebook: Path, config: KaggleBuildConfig) -> None:
-    """The notebook without outputs, and what Kaggle wants to know about it."""
+def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
+    """The notebook with its sizes and without outputs, and what Kaggle wants to know about it."""
     import nbformat
 
-    content = nbformat.read(notebook, as_version=4)
+    content = nbformat.read(job.source, as_version=4)
     for cell in content.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    _insert_sizes(content.cells, job.parameters)
     has_gpu = bool(config.accelerator)
     # for those who upload the file in the browser
     content.metadata["kaggle"] = {
@@ -105,13 +106,13 @@ def write_kernel(folder: Path, notebook: Path, config: KaggleBuildConfig) -> Non
         "sourceType": "notebook",
     }
     folder.mkdir(parents=True)
-    nbformat.write(content, folder / notebook.name)
-    title = f"Workbook {notebook.stem.replace('_', ' ')}"
+    nbformat.write(content, folder / job.source.name)
+    title = f"Workbook {job.name.replace('_', ' ')}"
     slug = title.lower().replace(" ", "-")
     metadata = {
         "id": f"{config.user or NOBODY}/{slug}",
         "title": title,
-        "code_file": notebook.name,
+        "code_file": job.source.name,
         "language": "python",
         "kernel_type": "notebook",
         "is_private": True,
@@ -125,6 +126,21 @@ def write_kernel(folder: Path, notebook: Path, config: KaggleBuildConfig) -> Non
         "model_sources": [],
     }
     _write_json(folder / "kernel-metadata.json", metadata)
+
+
+def _insert_sizes(cells: list, parameters: dict[str, Any]) -> None:
+    """Put a cell that sets `parameters` behind the one tagged so, as papermill does."""
+    from nbformat.v4 import new_code_cell
+
+    if not parameters:
+        return
+    values = "\n".join(f"    {name} = {value!r}" for name, value in parameters.items())
+    source = (
+        f"# Sizes for this machine, except in a quick test.\nif not lib.notebook.small():\n{values}"
+    )
+    tags = [cell.metadata.get("tags", ()) for cell in cells]
+    place = next(number for number, found in enumerate(tags) if "parameters" in found)
+    cells.insert(place + 1, new_code_cell(source, metadata={"tags": ["injected-parameters"]}))
 
 
 def push(config: KagglePushConfig) -> None:

@@ -149,7 +149,9 @@ def parameter_names(notebook: Path) -> set[str]:
     names = set()
     for statement in ast.parse(_parameters_cell(notebook)).body:
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        # a, b = 1, 2 sets two
+        parts = [part for target in targets for part in getattr(target, "elts", [target])]
+        names |= {part.id for part in parts if isinstance(part, ast.Name)}
     return names
 
 

@@ -1,17 +1,35 @@
-"""The map of the workbook: its notebooks as stations from raw text to several GPUs."""
+"""The map of the workbook: its notebooks as stations from raw text to several GPUs.
+
+`python -m lib.plots_map` draws it for the README, into artifacts/map.svg.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, Polygon, Rectangle
 
-from lib.plots import BLACK, BLUE, COLORS, GREEN, INK, PAPER, VERMILLION, house_figure
+from lib.plots import (
+    BLACK,
+    BLUE,
+    COLORS,
+    GREEN,
+    INK,
+    PAPER,
+    VERMILLION,
+    house_figure,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from IPython.display import Image
@@ -56,6 +74,20 @@ def show_map() -> Image:
     from IPython.display import Image
 
     file = io.BytesIO()
+    with map_figure() as figure:
+        figure.savefig(file, format="png")
+    return Image(file.getvalue(), format="png", retina=True, alt=map_words())
+
+
+def save_map(path: str | os.PathLike) -> Path:
+    """Write the map to `path`, a .svg or a .png; its words are in the file."""
+    with map_figure() as figure:
+        return save_figure(figure, path, alt=map_words())
+
+
+@contextmanager
+def map_figure() -> Iterator[Figure]:
+    """The map as a figure, closed at the end."""
     rows = math.ceil(len(STOPS) / COLUMNS)
     width = ACROSS * (COLUMNS - 1) + WIDTH + 2 * MARGIN
     height = DOWN * (rows - 1) + HEIGHT + 2 * MARGIN
@@ -65,8 +97,7 @@ def show_map() -> Image:
         axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
         axes.axis("off")
         draw_map(axes)
-        figure.savefig(file, format="png")
-    return Image(file.getvalue(), format="png", retina=True, alt=map_words())
+        yield figure
 
 
 def map_words() -> str:
@@ -227,3 +258,6 @@ PICTURES: tuple[Any, ...] = (
     _shares,
     _stopwatch,
 )
+
+if __name__ == "__main__":
+    print(save_map("artifacts/map.svg"))

@@ -47,6 +47,23 @@ def test_make_run_passes_its_settings_on():
     assert "-m lib run --parameters laptop --notebooks 01 02" in dry
 
 
+def test_make_lab_asks_for_no_news(tmp_path):
+    dry = make("-n", "lab", JUPYTER_CONFIG_PATH="/etc/own").stdout
+    folders = re.search(r'JUPYTER_CONFIG_PATH="(.+?)"', dry)[1]
+    assert folders.endswith(":/etc/own")
+    # where JupyterLab's server looks for defaults
+    program = (
+        "from jupyterlab_server.config import ConfigManager\n"
+        "found = ConfigManager(config_dir_name='labconfig').get('default_setting_overrides')\n"
+        "print(found['@jupyterlab/apputils-extension:notification']['fetchNews'])"
+    )
+    environment = os.environ | {"JUPYTER_CONFIG_PATH": folders, "JUPYTER_CONFIG_DIR": str(tmp_path)}
+    environment.pop("JUPYTER_NO_CONFIG", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "false"
+
+
 @pytest.mark.parametrize("version", ["3.9", "3.14"])
 def test_another_python_is_refused_with_what_to_do(tmp_path, version):
     fake = tmp_path / "python3"

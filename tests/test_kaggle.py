@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import lib.notebook
 from lib import kaggle_check, kaggle_leaks
 from lib.config_kaggle import KaggleBuildConfig, KagglePushConfig
 from lib.kaggle import build, push
@@ -31,6 +32,9 @@ def workbook(tmp_path, make_notebook):
 
     def add(*cells, name="08_try"):
         make_notebook(root / f"notebooks/{name}.ipynb", "steps = 3", *cells)
+        sizes = root / "notebooks/parameters/kaggle.yaml"
+        sizes.parent.mkdir(exist_ok=True)
+        sizes.write_text(f"{name}:\n  steps: 400\n")
         return root
 
     return add
@@ -80,6 +84,32 @@ def test_notebooks_go_without_outputs(workbook, tmp_path):
     nbformat.write(notebook, path)
     built(root, tmp_path)
     assert "very long" not in (tmp_path / "bundle/kernels/08_try/08_try.ipynb").read_text()
+
+
+def steps_of(bundle, *, is_small, monkeypatch):
+    """`steps` after the cells of sizes have run."""
+    monkeypatch.setenv("WORKBOOK_SMALL", str(int(is_small)))
+    values = {"lib": lib}
+    notebook = nbformat.read(bundle / "kernels/08_try/08_try.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if {"parameters", "injected-parameters"}.intersection(cell.metadata.get("tags", ())):
+            exec(cell.source, values)
+    return values["steps"]
+
+
+def test_kaggle_gets_its_sizes_and_the_test_here_the_small_ones(workbook, tmp_path, monkeypatch):
+    bundle = built(workbook("steps"), tmp_path)
+    assert steps_of(bundle, is_small=False, monkeypatch=monkeypatch) == 400
+    assert steps_of(bundle, is_small=True, monkeypatch=monkeypatch) == 3
+    bundle = built(workbook("steps"), tmp_path, parameters="")
+    assert steps_of(bundle, is_small=False, monkeypatch=monkeypatch) == 3
+
+
+def test_sizes_that_the_notebook_does_not_have_are_refused(workbook, tmp_path):
+    root = workbook("steps")
+    (root / "notebooks/parameters/kaggle.yaml").write_text("08_try:\n  step: 4\n")
+    with pytest.raises(ValueError, match="08_try has no parameter 'step'"):
+        built(root, tmp_path)
 
 
 def test_a_folder_with_something_else_is_left_alone(workbook, tmp_path):
@@ -132,6 +162,17 @@ def test_a_notebook_that_does_not_run_there_ends_the_build(workbook, tmp_path):
     root = workbook("import tyro")
     with pytest.raises(ValueError, match=r"08_try does not run on Kaggle(.|\n)*named 'tyro'"):
         built(root, tmp_path, verify=True)
+
+
+def test_processes_that_a_notebook_starts_meet_the_same(workbook, tmp_path):
+    start = (
+        "import os, subprocess, sys\n"
+        "environment = os.environ | {'PYTHONPATH': str(root)}\n"
+        "subprocess.run([sys.executable, '-c', 'import tyro'], env=environment, check=True)"
+    )
+    bundle = built(workbook(start), tmp_path)
+    with pytest.raises(ValueError, match="CalledProcessError"):
+        kaggle_check.check_kernel(bundle, "08_try", "training-workbook")
 
 
 def test_what_the_lessons_import_is_in_kaggles_image():

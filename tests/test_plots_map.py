@@ -10,7 +10,16 @@ from PIL import Image
 
 from lib.hardware import ROOT
 from lib.plots import house_figure
-from lib.plots_map import HEIGHT, PICTURES, STOPS, WIDTH, draw_map, map_words, show_map
+from lib.plots_map import (
+    HEIGHT,
+    PICTURES,
+    STOPS,
+    WIDTH,
+    draw_map,
+    map_words,
+    save_map,
+    show_map,
+)
 
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("0[0-9]_*.ipynb"))}
 # How the first cell of a notebook puts the minutes on the map.
@@ -63,3 +72,20 @@ def test_the_picture_is_opaque_and_has_words():
     assert image._repr_mimebundle_()[1]["image/png"]["alt"] == map_words()
     for stop in STOPS:
         assert f"{stop.name[:2]} {stop.title}, " in map_words()
+
+
+def test_the_committed_map_is_the_one_that_is_drawn_now(tmp_path):
+    kept = (ROOT / "artifacts/map.svg").read_text(encoding="utf-8")
+    made = save_map(tmp_path / "map.svg").read_text(encoding="utf-8")
+    assert map_words() in kept, "right is: python -m lib.plots_map"
+    # another version of Matplotlib writes the same picture in other words
+    version = re.search(r"Matplotlib v[\d.]+", made)[0]
+    assert kept == made or version not in kept, "right is: python -m lib.plots_map"
+
+
+def test_the_readme_shows_the_map_and_its_times():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](artifacts/map.svg)" in readme
+    for stop in STOPS:
+        row = re.search(rf"^\| \[`{stop.name}`\].*$", readme, re.MULTILINE)[0]
+        assert re.search(TIMES[stop.minutes], row.split("|")[3]), row

@@ -1,0 +1,58 @@
+"""Every file of notebooks/parameters: names that the notebooks have, and values of their types."""
+
+from typing import Any
+
+import nbformat
+import pytest
+
+from lib.hardware import ROOT
+from lib.notebook_runs import find_notebooks, plan
+
+FILES = sorted(path.stem for path in (ROOT / "notebooks/parameters").glob("*.yaml"))
+NOTEBOOKS = find_notebooks((), ROOT)
+
+
+def defaults(notebook) -> dict[str, Any]:
+    """What the notebook's cell tagged `parameters` sets."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    values: dict[str, Any] = {}
+    for cell in cells:
+        if "parameters" in cell.metadata.get("tags", ()):
+            exec(cell.source, values)
+    return values
+
+
+def fits(value, default) -> bool:
+    """Whether `value` may stand where `default` does."""
+    if isinstance(default, list | tuple):
+        return isinstance(value, list) and all(any(fits(v, d) for d in default) for v in value)
+    if isinstance(default, float):
+        return type(value) in (int, float)
+    return default is None or type(value) is type(default)
+
+
+def test_there_is_a_file_for_each_kind_of_machine():
+    assert {"laptop", "one_gpu", "several_gpus", "kaggle"} <= set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_sets_what_its_notebooks_have(name):
+    for job in plan(NOTEBOOKS, name, None, ROOT):
+        found = defaults(job.source)
+        wrong = {key: v for key, v in job.parameters.items() if not fits(v, found[key])}
+        assert not wrong, f"{job.name}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("value", "default"), [(1.5, 1), ("8", 8), (True, 8), ([1, "2"], [1]), (2, [1]), ([[1]], [1])]
+)
+def test_a_value_of_another_type_is_noticed(value, default):
+    assert not fits(value, default)
+
+
+@pytest.mark.parametrize(
+    ("value", "default"),
+    [(2, 1.5), ([1, 2.5], [0.5, 25]), ([[4, 128, "float32"]], [[1, 64, "bfloat16"]]), (20, None)],
+)
+def test_a_value_of_the_same_type_fits(value, default):
+    assert fits(value, default)
