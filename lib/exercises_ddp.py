@@ -65,6 +65,16 @@ def _assign_buckets(
     return full
 
 
+def _written(name: str, write: Callable[[list[int], Sequence[int]], list[int]]) -> Callable:
+    """Right buckets, each written down in another way: `write(bucket, sizes)`."""
+
+    def mistaken(sizes, cap, first_cap):
+        return [write(bucket, sizes) for bucket in _assign_buckets(sizes, cap, first_cap)]
+
+    mistaken.__name__ = name
+    return mistaken
+
+
 ASSIGN_BUCKETS = Exercise(
     solve=_assign_buckets,
     draw=_draw_sizes,
@@ -96,6 +106,15 @@ ASSIGN_BUCKETS = Exercise(
         ),
         "there is an empty bucket before a parameter that is larger than the cap": (
             _like(_assign_buckets, "leaves_empty", leaves_empty=True)
+        ),
+        "parameters are numbered as their gradients arrive; a number is the place in `sizes`": (
+            _written("from_the_end", lambda bucket, sizes: [len(sizes) - 1 - i for i in bucket])
+        ),
+        "the numbers in a bucket are sorted; they stand in the order in which gradients arrive": (
+            _written("sorted_numbers", lambda bucket, sizes: sorted(bucket))
+        ),
+        "buckets hold the sizes of parameters; they are to hold their numbers": (
+            _written("sizes", lambda bucket, sizes: [sizes[i] for i in bucket])
         ),
     },
 )

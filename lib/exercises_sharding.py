@@ -40,6 +40,8 @@ def weighed(assign: Callable) -> Callable[[Sequence[int], int], dict[str, int]]:
     def weighing(sizes: Sequence[int], ranks: int) -> dict[str, int]:
         bound = _largest_load(balanced_owners(sizes, [0] * ranks), sizes, ranks)
         owners = assign(sizes, ranks)
+        if strange := [owner for owner in owners if hasattr(owner, "__len__")]:
+            raise TypeError(f"an owner is {strange[0]!r}; right is: the number of a rank")
         owners = [int(owner) for owner in owners]
         owned = sum(owner in range(ranks) for owner in owners[: len(sizes)])
         found = {"parameters with an owner": owned, "owners": len(owners)}
@@ -78,6 +80,12 @@ def _largest_first(indices: list[int], sizes: Sequence[int]) -> list[int]:
     return sorted(indices, key=lambda index: -sizes[index])
 
 
+def _in_sorted_order(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owners of largest first, in the order in which they were dealt."""
+    owners = balanced_owners(sizes, [0] * ranks)
+    return [owners[index] for index in _largest_first(list(range(len(sizes))), sizes)]
+
+
 def _mistaken_owners(name: str, **how: Any) -> Callable:
     return weighed(_like(_assign, name, **how))
 
@@ -106,6 +114,8 @@ BALANCED_OWNERS = Exercise(
                 ),
             )
         ),
+        "the owners stand in the order in which they were dealt; they are to stand in the order of "
+        "`sizes`": weighed(_in_sorted_order),
         "the list is not sorted first; a large one that comes late finds no room": (
             _mistaken_owners("unsorted")
         ),
@@ -186,9 +196,8 @@ SHARD_BOUNDARIES = Exercise(
                 ),
             )
         ),
-        "the last slice ends with the elements and is shorter; the padding belongs to it": (
-            _like(_boundaries, "short_last", stop=_unpadded_stop)
-        ),
+        "slices end with the elements, so that the last ones are shorter; the padding belongs to "
+        "them": (_like(_boundaries, "short_last", stop=lambda rank, ranks, stop, n: min(stop, n))),
         "stops are off by one: a slice ends before its stop, as in Python": (
             _like(_boundaries, "inclusive", stop=lambda rank, ranks, stop, n: stop - 1)
         ),
@@ -224,6 +233,12 @@ def _sent(
     return np.float64(passes[method] * share(ranks) * num_bytes)
 
 
+def _own_part_alone(method: str, num_bytes: int, ranks: int) -> np.float64:
+    if method != "zero1_parameters":
+        return _sent(method, num_bytes, ranks)
+    return np.float64(_sent("ddp", num_bytes, ranks) + num_bytes / ranks)
+
+
 def _right_volume(method: str, num_bytes: int, ranks: int) -> np.float64:
     return np.float64(sent_bytes(method, num_bytes, ranks))
 
@@ -256,6 +271,8 @@ SENT_BYTES = Exercise(
         "zero1_parameters lacks the all-reduce of the gradients": (
             _like(_sent, "broadcast_alone", factors={"zero1_parameters": 1})
         ),
+        "of the broadcasts only a rank's own part counts; on a ring it also passes on the parts of "
+        "others": _own_part_alone,
         "zero1_flat lacks one of its halves, the reduce-scatter or the all-gather": (
             _like(_sent, "half_flat", factors={"zero1_flat": 1})
         ),

@@ -89,13 +89,21 @@ def _shown_by(model_id: str, models: dict[str, Any], words: list[str]) -> list[N
         return []
     state = model["state"]
     if model["model_name"] == "OutputModel":
-        return [from_dict(output) for output in state.get("outputs", [])]
+        return [from_dict(_once(output)) for output in state.get("outputs", [])]
     if "children" not in state:
         words += _words_of(model["model_name"], state)
     shown = []
     for child in state.get("children", []):
         shown += _shown_by(child.removeprefix("IPY_MODEL_"), models, words)
     return shown
+
+
+def _once(output: dict[str, Any]) -> dict[str, Any]:
+    """`output` without the HTML of a picture, which is there only for a running JupyterLab."""
+    data = output.get("data", {})
+    if "image/png" not in data:
+        return output
+    return output | {"data": {kind: data[kind] for kind in data if kind != "text/html"}}
 
 
 def _words_of(name: str, state: dict[str, Any]) -> list[str]:

@@ -41,6 +41,8 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    # logarithmic axes say 0.1, 1, 10 and 100 in plain digits
+    "axes.formatter.min_exponent": 4,
     "axes.axisbelow": True,
     "axes.prop_cycle": cycler(color=COLORS) + cycler(marker=MARKERS),
     "grid.color": GRID,

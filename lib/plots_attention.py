@@ -115,7 +115,7 @@ def _draw_bars(
         for at, tier in zip(x, tiers):
             status = found.get(tier, {}).get("status", "ok")
             if status != "ok":
-                axes.text(at, 0, f" {status}", rotation=90, ha="center", va="bottom", fontsize=6)
+                axes.text(at, 0, f" {status}", rotation=90, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(tiers)), [f"{q:,} × {k:,}" for q, k in tiers])
     axes.grid(visible=False, axis="x")
 
@@ -129,8 +129,8 @@ def save_heatmap_figure(rows: Sequence[Row], path: str | os.PathLike) -> Path:
     peers = list(dict.fromkeys(row["kernel"] for row in rows if row["kernel"] != ours)) or [ours]
     columns = min(2, len(panels))
     height = (0.36 * len(peers) + 1.7) * math.ceil(len(panels) / columns)
-    size = {"width": (0.5 * len(tiers) + 2.4) * columns, "height": height}
-    grid_shape = {"nrows": math.ceil(len(panels) / columns), "ncols": columns}
+    size = {"width": 0.5 * len(tiers) * columns + 2.4, "height": height}
+    grid_shape = {"nrows": math.ceil(len(panels) / columns), "ncols": columns, "sharey": True}
     with house_figure(squeeze=False, **grid_shape, **size) as (figure, grid):
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
@@ -139,6 +139,8 @@ def save_heatmap_figure(rows: Sequence[Row], path: str | os.PathLike) -> Path:
             _draw_map(axes, chosen, ours, peers, tiers)
             axes.set_title(f"{panel[0]}, {panel_title(panel[1:])}")
             axes.set(xlabel="queries × keys", ylabel=f"time over that of\n{ours}")
+            # the first of a row speaks for the others
+            axes.yaxis.label.set_visible(axes.get_subplotspec().is_first_col())
         return save_figure(figure, path)
 
 
@@ -167,11 +169,11 @@ def _draw_map(
         for x, word in enumerate(line):
             value = colors[y][x]
             is_dark = math.isfinite(value) and (value > 1.6 or value < -0.7)
-            style = {"ha": "center", "va": "center", "fontsize": 7}
+            style = {"ha": "center", "va": "center", "fontsize": 9.5}
             axes.text(x, y, word, color="white" if is_dark else "#222222", **style)
     names = [f"{q:,}" if q == k else f"{q:,} × {k:,}" for q, k in tiers]
-    axes.set_xticks(range(len(tiers)), names, rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(peers)), peers, fontsize=8)
+    axes.set_xticks(range(len(tiers)), names, rotation=45, ha="right", fontsize=9.5)
+    axes.set_yticks(range(len(peers)), peers, fontsize=9.5)
     axes.grid(visible=False)
 
 
@@ -209,7 +211,7 @@ def _draw_growth(axes: Axes, rows: Sequence[Row], kernels: Sequence[str], key: s
         line = "--" if is_second else "-"
         axes.plot(*(zip(*points) if points else ([], [])), line, label=kernel, **style)
     lengths = sorted({row["queries"] for row in rows})
-    axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30, ha="right", fontsize=8)
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30, ha="right", fontsize=9)
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.yaxis.set_major_formatter("{x:g}")

@@ -19,7 +19,17 @@ from lib.communication_costs import (
     fit_link,
     predicted_ms,
 )
-from lib.plots import BLUE, COLORS, INK, MARKERS, SKY, VERMILLION, house_figure, save_figure
+from lib.plots import (
+    BLUE,
+    COLORS,
+    INK,
+    MARKERS,
+    PAPER,
+    SKY,
+    VERMILLION,
+    house_figure,
+    save_figure,
+)
 
 # In the order in which series are drawn.
 NAMES = {
@@ -29,6 +39,8 @@ NAMES = {
     "broadcast": "broadcast",
 }
 GROUP = ("backend", "ranks", "hosts", "dtype")
+# Of more buckets, the gaps between would hide them.
+MOST_GAPS = 100
 
 
 def group_of(record: Mapping[str, Any]) -> tuple:
@@ -117,7 +129,7 @@ def draw_communication(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None
         title += f"\n{first['device']}"
     axes.set(ylim=(0, max(highest, peak or 0) * 1.08), title=title)
     axes.set(xlabel="size of the whole tensor", ylabel="bus bandwidth (GB/s)")
-    words = "points: measured, lines: formula with\nlatency a message and bandwidth of"
+    words = "points: measured; lines: the formula,\nwith a message's latency and a bandwidth of"
     where = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.91)}
     legend = axes.legend(title=words, fontsize="small", title_fontsize="small", **where)
     legend.set_alignment("left")
@@ -154,7 +166,8 @@ def draw_overlap(axes: Axes, prediction: ScalingPrediction, *, backward_ms: floa
 
     `prediction` is of `lib.communication_costs.predict_scaling` with the same `backward_ms`.
     """
-    edge = {"edgecolor": "white", "linewidth": 0.6}
+    few = len(prediction.buckets) <= MOST_GAPS
+    edge = {"edgecolor": PAPER, "linewidth": 0.6} if few else {"linewidth": 0}
     axes.broken_barh([(0, backward_ms)], (0.6, 0.8), color=BLUE, label="backward")
     hidden, exposed = [], []
     for bucket in prediction.buckets:
@@ -166,10 +179,10 @@ def draw_overlap(axes: Axes, prediction: ScalingPrediction, *, backward_ms: floa
         (exposed, VERMILLION, "all-reduce, exposed"),
     ):
         spans = [span for span in spans if span[1] > 0]
-        if spans:
-            axes.broken_barh(spans, (-0.4, 0.8), facecolor=color, label=label, **edge)
+        axes.broken_barh(spans, (-0.4, 0.8), facecolor=color, label=label, **edge)
     axes.set_yticks([1, 0], ["compute", "communicate"])
-    axes.set(xlabel="time from the start of backward (ms)", ylabel="lane", ylim=(-0.6, 1.6))
+    axes.set(xlabel="time from the start of backward (ms)", ylim=(-0.6, 1.6))
     axes.set_xlim(0, max(backward_ms, prediction.buckets[-1].end_ms) * 1.03)
     axes.grid(visible=False, axis="y")
-    axes.legend(fontsize="small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(fontsize=9, ncols=3, columnspacing=1.0, handlelength=1.2, **place)

@@ -84,7 +84,7 @@ def draw_steps(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
             where = np.add(places, offset)
             bars = axes.barh(where, speeds, height, color=color, label=label)
             words = [f"{x:.0f}" if x else found[steps[p]]["status"] for p, x in zip(places, speeds)]
-            axes.bar_label(bars, words, padding=2, fontsize=7.5)
+            axes.bar_label(bars, words, padding=2, fontsize=9)
         axes.set_yticks(range(len(steps)), [NAMES[step] for step in steps])
         axes.set(ylim=(len(steps) - 0.4, -0.6), title=direction)
         axes.set(xlabel="speed (TFLOP/s)", ylabel="step")
@@ -257,6 +257,9 @@ def draw_timeline(figure: Figure, setting: Mapping[str, Any]) -> None:
         if span.what in LOADED:
             height = lane
             row = warpgroups + 1 + (span.who - (warpgroups - 1) / 2) * lane
+        elif span.who < 0:
+            # in two lanes, as the letters of neighbours would touch
+            row, height = (-0.2 if span.what == "load K" else 0.2), 0.4
         style = {"color": color, "edgecolor": PAPER, "linewidth": 0.8}
         # the product with the values is paler than the scores
         style["alpha"] = 0.55 if span.what == "values" else 1.0
@@ -264,7 +267,7 @@ def draw_timeline(figure: Figure, setting: Mapping[str, Any]) -> None:
         text = f"{name[span.what]}{span.tile}"
         middle = (span.start + span.end) / 2
         ink = "#222222" if span.who < 0 or span.what == "values" else "white"
-        axes.text(middle, row, text, ha="center", va="center", fontsize=7, color=ink)
+        axes.text(middle, row, text, ha="center", va="center", fontsize=8.5, color=ink)
     axes.set_yticks(range(len(rows)), rows)
     axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, max(span.end for span in spans)))
     axes.set(xlabel="time (one product of a tile alone = 1)", ylabel="who")

@@ -74,10 +74,12 @@ def draw_kinds(
             left += width
         ends.append(left)
         if not percent:
-            style = {"textcoords": "offset points", "va": "center"}
-            # so that a limit's line does not run through it
-            style["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
-            axes.annotate(f"{left:.3g}", (left, place), (5, 0), **style)
+            # in a column of their own, where no limit's line runs through them
+            where = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right"}
+            axes.text(1.08, place, f"{left:.3g}", **where)
+    if not percent:
+        where = {"transform": axes.transAxes, "va": "bottom", "ha": "right", "fontsize": 9}
+        axes.text(1.08, 1.02, "sum\n(GB)", **where)
     for place, name in enumerate(bars):
         if peaks:
             peak = peaks[name] / 1e9
@@ -135,7 +137,7 @@ def draw_partition(
     axes.set_ylim(ranks - 0.45, -0.55)
     axes.grid(visible=False, axis="y")
     axes.set(xlabel="elements (millions)", ylabel="owner")
-    axes.set_title(f"{title}: largest load {max(loads) / share:.2f} of the share", fontsize=11)
+    axes.set_title(f"{title}: largest load {max(loads) / share:.2f} × an equal share", fontsize=11)
 
 
 def draw_flat(axes: Axes, sizes: Sequence[int], boundaries: Sequence[tuple[int, int]]) -> None:

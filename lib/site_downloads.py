@@ -26,17 +26,23 @@ def save_downloads(notebook: NotebookNode, folder: Path) -> list[dict[str, str]]
     `metadata["download"]`, for the link on the page.
 
     Returns:
-        For each file `href` (its name, with the folder's), `kind` (PNG or CSV) and `title`.
+        For each file `href` (its name, with the folder's), `kind` (PNG or CSV) and `title`: of a
+        picture what it shows, of a table the heading above it and its columns.
     """
     shutil.rmtree(folder, ignore_errors=True)
     found: list[dict[str, str]] = []
+    heading = ""
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            heading = _last_heading(cell.source) or heading
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
                 content, kind, title = base64.b64decode(data["image/png"]), "PNG", _words(output)
             elif rows := table_rows(data.get("text/markdown", "")):
-                content, kind, title = _csv(rows), "CSV", ", ".join(filter(None, rows[0]))
+                columns = ", ".join(filter(None, rows[0]))
+                title = f"{heading}: {columns}" if heading else columns
+                content, kind = _csv(rows), "CSV"
             else:
                 continue
             number = 1 + sum(other["kind"] == kind for other in found)
@@ -64,6 +70,13 @@ def table_rows(markdown: str) -> list[list[str]]:
         cells = re.split(r"(?<!\\)\|", line.removeprefix("|").removesuffix("|"))
         rows.append([_plain(cell) for cell in cells])
     return rows
+
+
+def _last_heading(source: str) -> str:
+    """The last heading of a Markdown cell without its number, or nothing; code has none."""
+    text = re.sub(r"^```.*?^```", "", source, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(?:\d+[.·] *)?(.+)$", text, flags=re.MULTILINE)
+    return re.sub(r"[`*]", "", headings[-1]).strip() if headings else ""
 
 
 def _plain(cell: str) -> str:

@@ -19,6 +19,17 @@ STARTS = (0.0, 0.25, 0.5)
 EXPONENTS = np.arange(0.05, 2.01, 0.05)
 
 
+# What is in a results card -> how a table says it.
+WORDS = {
+    "full_steps": "steps of the full training",
+    "tokens_per_s": "tokens/s",
+    "validation_loss": "validation loss (nats per token)",
+    "bits_per_byte": "bits per byte",
+    "extrapolated_loss_low": "extrapolated loss, lowest (nats per token)",
+    "extrapolated_loss_high": "extrapolated loss, highest (nats per token)",
+}
+
+
 class Range(NamedTuple):
     """From the lowest to the highest of several estimates."""
 
@@ -65,6 +76,17 @@ def _power_law(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
             a, b = 0.0, (power @ y) / (power @ power)
         fits.append((float(np.sum((a + b * power - y) ** 2)), float(a), float(b), float(c)))
     return min(fits)[1:]
+
+
+def card_rows(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The figures of a results card, in words; of `seconds_story` they are "story (s)"."""
+    rows = []
+    for key, value in figures.items():
+        name = WORDS.get(key, key.replace("_", " "))
+        if key.startswith("seconds_"):
+            name = f"{name.removeprefix('seconds ')} (s)"
+        rows.append({"speedrun": name, "result": value})
+    return rows
 
 
 def memory_rows(memory_bytes: int, ranks: int, *, dtype: str = "float16") -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ BOX = (
     "display:inline-block;margin:1px 0;padding:1px 3px;border:1px solid #8a8f98;border-radius:4px;"
     "color:#1b1f24;font:13px/1.35 ui-monospace,monospace;white-space:pre;background:"
 )
+TEXT = "white-space:pre-wrap;max-width:40rem;margin:.3em 0 1em"
 NEW = ";border-color:#D55E00;box-shadow:0 0 0 1px #D55E00;font-weight:700"
 
 
@@ -162,6 +163,35 @@ def show_encoding(text: str, tokenizer: Tokenizer) -> HTML:
     """The tokens of `text` as boxes; the ids show when the mouse rests on one."""
     ids = tokenizer.encode(text)
     return show_tokens([tokenizer.vocab[i] for i in ids], [f"id {i}" for i in ids])
+
+
+@dataclass(frozen=True, repr=False)
+class WrappedText:
+    """A text whose lines break between words, however narrow the page; printed ones need not."""
+
+    text: str
+
+    def _repr_html_(self) -> str:
+        return f'<div style="{TEXT}">{html.escape(self.text)}</div>'
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def show_growing(text: str) -> Callable[[int, str], None]:
+    """Display `text`; what is returned adds to it, as `on_text` of `lib.generate.generate_text`."""
+    from IPython.display import display
+
+    handle = display(WrappedText(text), display_id=True)
+
+    def add(row: int, piece: str) -> None:
+        nonlocal text
+        text += piece
+        # outside of a notebook there is none
+        if handle is not None:
+            handle.update(WrappedText(text))
+
+    return add
 
 
 def show_table(

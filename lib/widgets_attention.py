@@ -6,11 +6,10 @@ slider; matplotlib would take a tenth of a second and more.
 
 from __future__ import annotations
 
-import base64
 import functools
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from lib.plots import GRID, INK, PAPER
 from lib.pretokenize import SEPARATOR
 from lib.widgets import visible
-from lib.widgets_model import SHADES
+from lib.widgets_model import SHADES, picture_output, picture_slider
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -121,13 +120,37 @@ def _font(name: str, size: int) -> FreeTypeFont:
     return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf", name), 2 * size)
 
 
-def pattern_words(weights: np.ndarray, tokens: Sequence[str], layer: int, head: int) -> str:
+def pattern_words(weights: np.ndarray, tokens: Sequence[str], title: str) -> str:
     """What a pattern shows, in words: where its tokens look most."""
     looks = []
     for query in range(1, len(tokens)):
         key = int(weights[query].argmax())
         looks.append(f"{tokens[query]} at {tokens[key]} ({weights[query, key]:.0%})")
-    return f"Layer {layer}, head {head}. Each token looks most: {', '.join(looks)}."
+    return f"{title}. Each token looks most: {', '.join(looks)}."
+
+
+def pattern_output(weights: np.ndarray, tokens: Sequence[str], title: str) -> dict[str, Any]:
+    """`pattern_picture` as a notebook's output, with `pattern_words`."""
+    png = pattern_picture(weights, tokens, title)
+    # a PNG's width and height stand behind its first 16 bytes
+    size = (int.from_bytes(png[at : at + 4], "big") // 2 for at in (16, 20))
+    return picture_output(png, pattern_words(weights, tokens, title), *size)
+
+
+def pattern_slider(patterns: Mapping[str, np.ndarray], tokens: Sequence[str]) -> VBox:
+    """The attention of one head after the other on the same text.
+
+    Args:
+        patterns: the head's name -> its weights, (queries, keys).
+        tokens: the text's tokens, as they are to be read.
+    """
+    names = list(patterns)
+
+    def picture(name: str) -> dict[str, Any]:
+        return pattern_output(patterns[name], tokens, name)
+
+    still = (names[len(names) // 2], names[-1])
+    return picture_slider(picture, names, description="head", still=still)
 
 
 def attention_explorer(
@@ -162,16 +185,8 @@ def attention_explorer(
 
     def output(layer: int, head: int) -> dict[str, Any]:
         weights, tokens = patterns(box.value)
-        shown = weights[layer - 1, head - 1]
-        png = pattern_picture(shown, tokens, f"Layer {layer}, head {head}")
-        # a PNG's width and height stand behind its first 16 bytes
-        width, height = (int.from_bytes(png[at : at + 4], "big") // 2 for at in (16, 20))
-        words = pattern_words(shown, tokens, layer, head)
-        return {
-            "output_type": "display_data",
-            "data": {"image/png": base64.b64encode(png).decode(), "text/plain": words},
-            "metadata": {"image/png": {"width": width, "height": height, "alt": words}},
-        }
+        title = f"Layer {layer}, head {head}"
+        return pattern_output(weights[layer - 1, head - 1], tokens, title)
 
     view, still = ipywidgets.Output(), ipywidgets.Output(layout={"display": "none"})
 

@@ -14,7 +14,8 @@ from lib.communication_costs import ScalingPrediction
 from lib.config_training import ModelConfig
 from lib.model_costs import num_parameters
 from lib.model_presets import model_preset
-from lib.plots import BLUE, INK, PAPER, SKY, STYLE, VERMILLION
+from lib.plots import BLUE, INK, STYLE, VERMILLION
+from lib.plots_distributed import draw_overlap
 from lib.scaling import CLUSTERS, GRADIENT_BYTES, predict_step
 from lib.widgets_model import picture_of
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from ipywidgets import VBox
 
 MIB = 2**20
-# Of more buckets, the gaps between would hide them.
-MOST_GAPS = 100
 
 
 def bucket_caps(shape: ModelConfig) -> list[int]:
@@ -50,7 +49,8 @@ def draw_buckets(figure: Figure, predictions: dict[int, ScalingPrediction], cap:
     """
     found = predictions[cap]
     _draw_exposed(figure.add_axes((0.07, 0.19, 0.36, 0.55)), predictions, cap)
-    _draw_lanes(figure.add_axes((0.57, 0.19, 0.41, 0.55)), found)
+    lanes = figure.add_axes((0.57, 0.19, 0.41, 0.55))
+    draw_overlap(lanes, found, backward_ms=found.buckets[-1].ready_ms)
     count = len(found.buckets)
     words = f"{count:,} bucket{'s' * (count > 1)} of {cap:,} MiB: exposed {found.exposed_ms:.3g} ms"
     share = f"of {found.communication_ms:.3g} ms communication, step {found.step_ms:.3g} ms"
@@ -68,27 +68,6 @@ def _draw_exposed(axes: Axes, predictions: dict[int, ScalingPrediction], cap: in
     axes.set_xticks(caps, [f"{size:,}" for size in caps])
     axes.minorticks_off()
     axes.set_title("Exposed communication", fontsize=11)
-
-
-def _draw_lanes(axes: Axes, found: ScalingPrediction) -> None:
-    """Backward above; below the all-reduces of its buckets, in another color when exposed."""
-    backward_ms = found.buckets[-1].ready_ms
-    axes.broken_barh([(0, backward_ms)], (0.6, 0.8), color=BLUE, label="backward")
-    few = len(found.buckets) <= MOST_GAPS
-    for name, color, hides in (("hidden", SKY, True), ("exposed", VERMILLION, False)):
-        spans = []
-        for bucket in found.buckets:
-            cut = min(max(bucket.start_ms, backward_ms), bucket.end_ms)
-            start, end = (bucket.start_ms, cut) if hides else (cut, bucket.end_ms)
-            spans += [(start, end - start)] if end > start else []
-        edge = {"edgecolor": PAPER, "linewidth": 0.6} if few else {"linewidth": 0}
-        axes.broken_barh(spans, (-0.4, 0.8), facecolor=color, label=f"all-reduce, {name}", **edge)
-    axes.set_yticks([1, 0], ["compute", "communicate"])
-    axes.set(xlabel="time from the start of backward (ms)", ylim=(-0.6, 1.6))
-    axes.set_xlim(0, max(backward_ms, found.buckets[-1].end_ms) * 1.03)
-    axes.grid(visible=False, axis="y")
-    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(fontsize=9, ncols=3, columnspacing=1.0, handlelength=1.2, **place)
 
 
 def bucket_slider(

@@ -5,14 +5,16 @@ As in `lib.widgets`, where nobody can move a slider a few settings are shown ins
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
 from lib.model_presets import model_preset
-from lib.plots import INK, house_figure
+from lib.plots import INK, STYLE
 from lib.plots_ddp import draw_ring, draw_scaling
 from lib.plots_distributed import draw_overlap
 from lib.report import Record
@@ -23,7 +25,8 @@ from lib.widgets_model import choice_slider, figure_slider, picture_of
 if TYPE_CHECKING:
     from ipywidgets import VBox
 
-MOST_RANKS = 64
+# Where curves are predicted: closely where a second host joins, and sparsely beyond.
+RANKS = (*range(1, 11), 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 # One wrapper's points are enough to hold a prediction against.
 MEASURED_WRAPPER = "flashddp"
 
@@ -56,7 +59,8 @@ def measured_scaling(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, l
             continue
         tokens = row["tr_batch_size"] * row["context_length"]
         how = "compiled" if row["compile"] else "eager"
-        name = f"measured: {tokens:,} tokens, {row['dtype']}, {how}, {row['device']}"
+        device = row["device"].removeprefix("NVIDIA ")
+        name = f"measured: {tokens:,} tokens, {row['dtype']}, {how}, {device}"
         points = found.setdefault(row["model"], {}).setdefault(name, [])
         # several kernels: the best, as a reader would take it
         best = max([efficiency, *(e for ranks, e in points if ranks == row["ranks"])])
@@ -64,16 +68,17 @@ def measured_scaling(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, l
     return found
 
 
+@functools.cache
 def scaling_curve(
     model: str, tokens: int, network: str, flops_per_s: float, *, overlap: bool = True
-) -> list[tuple[int, float]]:
-    """Predicted (ranks, efficiency) for 1 to 64 ranks."""
+) -> tuple[tuple[int, float], ...]:
+    """Predicted (ranks, efficiency) for `RANKS`."""
     shape, cluster = model_preset(model), CLUSTERS[network]
     options = {"flops_per_s": flops_per_s, "overlap": overlap}
-    return [
+    return tuple(
         (ranks, predict_step(shape, tokens, ranks, cluster, **options).efficiency)
-        for ranks in range(1, MOST_RANKS + 1)
-    ]
+        for ranks in RANKS
+    )
 
 
 def draw_scaling_setting(
@@ -86,8 +91,12 @@ def draw_scaling_setting(
     flops_per_s: float,
     measured: Mapping[str, Sequence[tuple[int, float]]],
 ) -> None:
-    """Efficiency by ranks, and for `ranks` of them backward and the all-reduces of its buckets."""
-    left, right = figure.subplots(ncols=2, width_ratios=(1, 1.15))
+    """Efficiency by ranks, and for `ranks` of them backward and the all-reduces of its buckets.
+
+    The axes stand in fixed places, since finding some takes longer than drawing.
+    """
+    left = figure.add_axes((0.065, 0.27, 0.36, 0.54))
+    right = figure.add_axes((0.56, 0.27, 0.42, 0.54))
     curves = {
         name: scaling_curve(model, tokens, network, flops_per_s, overlap=overlap)
         for name, overlap in (("predicted, overlapped", True), ("predicted, after backward", False))
@@ -95,7 +104,7 @@ def draw_scaling_setting(
     draw_scaling(left, curves, measured)
     left.axvline(ranks, color=INK, linewidth=0.8, linestyle=":", marker="")
     left.set_title(f"{model}, {tokens:,} tokens a rank", fontsize=11)
-    figure.legend(*left.get_legend_handles_labels(), fontsize=9, ncols=2, loc="outside lower left")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=3, loc="lower left")
     shape, cluster = model_preset(model), CLUSTERS[network]
     found = predict_step(shape, tokens, ranks, cluster, flops_per_s=flops_per_s)
     draw_overlap(right, found, backward_ms=found.buckets[-1].ready_ms)
@@ -103,7 +112,8 @@ def draw_scaling_setting(
     words = (
         f"{ranks} ranks, {where}: step {found.step_ms:.3g} ms, exposed {found.exposed_ms:.2g} ms"
     )
-    figure.suptitle(f"{words}, efficiency {found.efficiency:.0%} (predicted)", x=0.01, ha="left")
+    text = f"{words}, efficiency {found.efficiency:.0%} (predicted)"
+    figure.suptitle(text, x=0.01, y=0.98, ha="left")
 
 
 def scaling_explorer(
@@ -126,14 +136,16 @@ def scaling_explorer(
 
     measured = measured_scaling(matrix_rows(records))
 
+    # with commas, as everywhere
+    tokens = [(f"{count:,}", count) for count in tokens]
     choices = (list(flops_per_s), tokens, list(CLUSTERS), [2**power for power in range(7)])
     names = ("Model", "Tokens a rank", "Network", "Ranks")
     sliders = [choice_slider(*each) for each in zip(names, choices, start)]
 
     def picture() -> tuple[dict[str, Any]]:
         model, size, network, ranks = (each.value for each in sliders)
-        with house_figure(width=10.0, height=4.0, squeeze=False) as (figure, _):
-            figure.clear()
+        with plt.rc_context(STYLE):
+            figure = Figure(figsize=(10.0, 4.2), layout="none")
             draw_scaling_setting(
                 figure,
                 model,
@@ -143,9 +155,9 @@ def scaling_explorer(
                 flops_per_s=flops_per_s[model],
                 measured=measured.get(model, {}),
             )
-            return (picture_of(figure, "Predicted scaling"),)
+            return (picture_of(figure, "Predicted scaling", dpi=150),)
 
-    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="4in"))
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="4.2in"))
     view.outputs = picture()
 
     def show(change: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Figures of the model notebook that a slider moves: RoPE, the width of a head, attention patterns.
+"""Pictures that a slider moves, and those of the model notebook: RoPE, the width of a head.
 
 As in `lib.widgets`, some further pictures are hidden while the slider is alive and are shown where
 nobody can move it.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import base64
 import functools
+import html
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from lib.plots import BLACK, BLUE, GRID, PAPER, VERMILLION, alt_text, house_figure
+from lib.plots import BLACK, BLUE, GRID, PAPER, STYLE, VERMILLION, alt_text
 
 if TYPE_CHECKING:
     from ipywidgets import SelectionSlider, VBox
@@ -48,36 +50,56 @@ def figure_slider(
     Raises:
         ValueError: there are no values, or `still` has a reading that is none of them.
     """
-    import ipywidgets
 
-    unknown = [name for name in still if name not in values]
-    if not values or unknown:
-        raise ValueError(f"still has {unknown}; right are some of: {', '.join(values)}")
-
-    @functools.cache
     def picture(name: str) -> dict[str, Any]:
-        with house_figure(width=width, height=height, squeeze=False) as (figure, _):
-            figure.clear()
+        # by itself a figure is ready sooner than with axes to be taken away again
+        with plt.rc_context(STYLE):
+            figure = Figure(figsize=(width, height))
             draw(figure, values[name])
             return picture_of(figure, f"{description} {name}")
 
-    first, *_ = values
+    return picture_slider(picture, list(values), description=description, still=still)
+
+
+def picture_slider(
+    picture: Callable[[str], dict[str, Any]],
+    names: Sequence[str],
+    *,
+    description: str,
+    still: Sequence[str] = (),
+) -> VBox:
+    """A slider over `names` above the picture of the one it points to; see `figure_slider`.
+
+    Args:
+        picture: name -> a notebook's output, from `picture_output`; asked for once.
+
+    Raises:
+        ValueError: there are no names, or `still` has one that is none of them.
+    """
+    import ipywidgets
+
+    unknown = [name for name in still if name not in names]
+    if not names or unknown:
+        raise ValueError(f"still has {unknown}; right are some of: {', '.join(names)}")
+    picture = functools.cache(picture)
+    first = picture(names[0])
     slider = ipywidgets.SelectionSlider(
-        options=list(values),
+        options=list(names),
         description=description,
         style={"description_width": "initial"},
         layout=ipywidgets.Layout(width="min(100%, 40rem)"),
     )
-    # as tall as the figure, so that what follows does not jump
-    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height=f"{height:g}in"))
-    view.outputs = (picture(first),)
+    # as tall as the picture, so that what follows does not jump
+    height = first["metadata"]["image/png"]["height"]
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height=f"{height}px"))
+    view.outputs = (first,)
 
     def show(change: Mapping[str, Any]) -> None:
         view.outputs = (picture(change["new"]),)
 
     slider.observe(show, "value")
     others = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
-    others.outputs = tuple(picture(name) for name in still if name != first)
+    others.outputs = tuple(picture(name) for name in still if name != names[0])
     return ipywidgets.VBox([slider, view, others])
 
 
@@ -105,12 +127,25 @@ def picture_of(figure: Figure, reading: str, *, dpi: int = 200) -> dict[str, Any
     image = io.BytesIO()
     # `savefig` would draw it twice
     FigureCanvasAgg(figure).print_png(image, pil_kwargs={"compress_level": 1})
-    encoded = base64.b64encode(image.getvalue()).decode()
-    words = f"{reading}. {alt_text(figure)}"
-    width, height = (int(100 * inches) for inches in figure.get_size_inches())
+    size = (int(100 * inches) for inches in figure.get_size_inches())
+    return picture_output(image.getvalue(), f"{reading}. {alt_text(figure)}", *size)
+
+
+def picture_output(png: bytes, words: str, width: int, height: int) -> dict[str, Any]:
+    """A picture as a notebook's output, with `words` for those who cannot see it.
+
+    JupyterLab shows a PNG without its words, so it gets HTML that has them. What is stored does
+    without (`lib.notebook_cells`).
+
+    Args:
+        width, height: on the page, in pixels.
+    """
+    encoded = base64.b64encode(png).decode()
+    size = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
+    markup = f'<img alt="{html.escape(words)}" {size} src="data:image/png;base64,{encoded}">'
     return {
         "output_type": "display_data",
-        "data": {"image/png": encoded, "text/plain": words},
+        "data": {"image/png": encoded, "text/html": markup, "text/plain": words},
         "metadata": {"image/png": {"width": width, "height": height, "alt": words}},
     }
 
@@ -198,28 +233,6 @@ def draw_scale(figure: Figure, head_dim: int, *, num_keys: int = 16) -> None:
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top", color=BLACK)
         axes.grid(visible=False, axis="x")
     all_axes[0].set_ylabel("attention weight")
-
-
-def pattern_slider(patterns: Mapping[str, np.ndarray], tokens: Sequence[str]) -> VBox:
-    """The attention of one head after the other on the same text.
-
-    Args:
-        patterns: the head's name -> its weights, (queries, keys).
-        tokens: the text's tokens, as they are to be read.
-    """
-    names = list(patterns)
-    still = (names[len(names) // 2], names[-1])
-
-    def draw(figure: Figure, name: str) -> None:
-        axes = figure.subplots()
-        draw_pattern(axes, patterns[name], tokens)
-        axes.set_title(name)
-
-    size = min(8.0, 2.2 + 0.2 * len(tokens))
-    values = dict(zip(names, names))
-    return figure_slider(
-        draw, values, description="head", still=still, width=size + 0.6, height=size
-    )
 
 
 def draw_pattern(axes: Axes, weights: np.ndarray, tokens: Sequence[str]) -> None:

@@ -98,7 +98,7 @@ def draw_setting(
         bars[each] = memory_kinds(config, memory, ranks, is_sharded=each != "none")
         peaks[each] = memory.peak
     # a fixed place, since to find one takes as long as to draw
-    axes = figure.add_axes((0.21, 0.3, 0.77, 0.44))
+    axes = figure.add_axes((0.21, 0.3, 0.7, 0.44))
     draw_kinds(axes, bars, peaks=peaks, limits=list(CARDS))
     axes.set_ylabel("sharding")
     kinds_legend(figure, list(KINDS), peak=True, loc="lower center")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
+from lib.widgets import TEXT
+
 if TYPE_CHECKING:
     from ipywidgets import VBox
 
@@ -86,9 +88,8 @@ def story_teller(
 def _story(prompt: str, told: str, caption: str) -> dict[str, Any]:
     head = f"<div>{html.escape(caption)}</div>" if caption else ""
     text = f"<b>{html.escape(prompt)}</b>{html.escape(told)}"
-    style = "white-space:pre-wrap;max-width:40rem;margin:.3em 0 1em"
     data = {
-        "text/html": f'{head}<div style="{style}">{text}</div>',
+        "text/html": f'{head}<div style="{TEXT}">{text}</div>',
         "text/plain": f"{caption}\n{prompt}{told}".strip(),
     }
     return {"output_type": "display_data", "data": data, "metadata": {}}

@@ -15,7 +15,7 @@ from lib.generate import next_token_probabilities
 from lib.widgets import visible
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from IPython.display import Image, Markdown
     from ipywidgets import VBox
 
     from lib.tokenizer import Tokenizer
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 # Drawing takes at most this share of the time, and at most one figure a second.
 DRAWING_SHARE = 0.03
 SECONDS_APART = 1.0
+
+# What a line of metrics holds -> its name and its looks in a figure.
+SERIES = {
+    "loss": ("training", {"marker": "", "color": plots.BLUE}),
+    "validation_loss": ("validation", {"linestyle": "--", "color": plots.VERMILLION}),
+}
 
 ROW = "display:grid;grid-template-columns:7.5em 12em 4em;align-items:center;gap:.5em;height:1.45em"
 TOKEN = "text-align:right;font:13px ui-monospace,monospace;white-space:pre;overflow:hidden"
@@ -35,7 +41,8 @@ STILL_SETTINGS = ((1.0, 1.0), (0.0, 1.0), (2.0, 1.0), (1.0, 0.9), (1.0, 0.65), (
 class LossCurve:
     """A figure of the losses, drawn anew in the same place while a run goes on.
 
-    The last drawing stays, also in a stored notebook, and also when the run is stopped.
+    Until the first loss there is a line of text. The last drawing stays, also in a stored notebook,
+    and also when the run is stopped.
 
     Args:
         steps: of the whole run.
@@ -61,7 +68,7 @@ class LossCurve:
     def __enter__(self) -> LossCurve:
         from IPython.display import display
 
-        self.handle = display(self._image(), display_id=True)
+        self.handle = display(self._shown(), display_id=True)
         self.next_drawing = self.clock()
         return self
 
@@ -85,11 +92,13 @@ class LossCurve:
 
     def _show(self) -> None:
         if self.handle is not None:
-            self.handle.update(self._image())
+            self.handle.update(self._shown())
 
-    def _image(self) -> Image:
-        from IPython.display import Image
+    def _shown(self) -> Image | Markdown:
+        from IPython.display import Image, Markdown
 
+        if not any(key in record for record in self.records for key in SERIES):
+            return Markdown("*No loss yet.*")
         file = io.BytesIO()
         with plots.house_figure(width=7.0, height=3.6) as (figure, axes):
             draw_losses(axes, self.records, self.steps, self.references)
@@ -105,12 +114,8 @@ def draw_losses(
     references: Mapping[str, float] | None = None,
 ) -> None:
     """Training and validation loss of metrics `records` against steps, on matplotlib's `axes`."""
-    series = {
-        "loss": ("training", {"marker": "", "color": plots.BLUE}),
-        "validation_loss": ("validation", {"linestyle": "--", "color": plots.VERMILLION}),
-    }
     records = list(records)
-    for key, (name, style) in series.items():
+    for key, (name, style) in SERIES.items():
         points = [(record["step"], record[key]) for record in records if key in record]
         axes.plot(*(zip(*points) if points else ((), ())), label=name, **style)
     for name, loss in (references or {}).items():

@@ -169,6 +169,7 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
     tab.wait_for_function(changed, arg=[cell.element_handle(), first])
     assert min(cell.evaluate(SIZE)) > 200
     lab.screenshot("_after")
+    assert "head_dim 16" in cell.evaluate(f"cell => {VISIBLE}.alt")
     second = cell.evaluate(PICTURE)
     tab.keyboard.press("ArrowLeft")
     tab.wait_for_function(changed, arg=[cell.element_handle(), second])

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -72,6 +73,20 @@ def test_house_figure_leaves_other_settings_as_they_were():
         assert axes.get_facecolor() == matplotlib.colors.to_rgba(PAPER)
     assert dict(matplotlib.rcParams) == before
     assert len(plt.get_fignums()) == count
+
+
+def test_a_logarithmic_axis_has_plain_digits():
+    # less than a decade, which labels the ticks between, and several
+    for top in (9, 900):
+        with house_figure() as (figure, axes):
+            axes.semilogy([0.8, top])
+            figure.canvas.draw()
+            shown = [
+                t for t in axes.get_yticklabels(which="both") if 0.8 <= t.get_position()[1] <= top
+            ]
+            texts = {re.sub(r"[^\d^.]", "", label.get_text()) for label in shown} - {""}
+        assert texts >= {"1"}
+        assert not any("^" in text for text in texts)
 
 
 def test_an_axis_without_a_label_is_refused_by_name(tmp_path):

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lib.notebook import KEY_FIGURES
 from lib.notebook_kernel import execute
@@ -151,7 +151,7 @@ def test_figures_and_tables_are_there_as_files(reports):
     assert base64.b64decode(shown.split(",")[1]) == (reports / links["PNG"]).read_bytes()
     listed = entry(soup(reports / "index.html"), "01").select("details li")
     assert [li.text.strip() for li in listed] == [
-        "CSV size, speed",
+        "CSV Notebook 01_good: size, speed",
         "PNG Speed: time against size.",
     ]
 
@@ -193,6 +193,20 @@ def test_a_table_of_records_comes_back_as_numbers():
         ["a | b", "1234567", "-0.500"],
         ["–", "3", "–"],
     ]
+
+
+def test_a_table_is_titled_by_the_last_heading_above_it(tmp_path):
+    def cell(kind):
+        data = {"image/png": "iVBORw==", "text/plain": "a loss"}
+        table = {"text/markdown": "| step | ms |\n|--|--:|\n| a | 1 |"}
+        outputs = [new_output("display_data", data if kind == "figure" else table)]
+        return new_code_cell("x", outputs=outputs)
+
+    source = "# 04 · Title\n\n## 2. Not `one` number\n\nwords\n\n```python\n# a comment\n```"
+    cells = [cell("table"), new_markdown_cell(source), cell("figure"), new_markdown_cell("more")]
+    found = save_downloads(new_notebook(cells=[*cells, cell("table")]), tmp_path / "files")
+    titles = [each["title"] for each in found]
+    assert titles == ["step, ms", "a loss", "Not one number: step, ms"]
 
 
 def test_long_titles_end_at_a_word(tmp_path):

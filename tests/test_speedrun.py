@@ -14,7 +14,7 @@ from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.memory_accounting import rank_memory
 from lib.pipeline import tokenize_corpus
 from lib.speedrun import H100, TWO_T4, Machine, choose, compile_gain_of
-from lib.speedrun_results import extrapolate, memory_rows
+from lib.speedrun_results import card_rows, extrapolate, memory_rows
 from lib.speedrun_run import run_training
 
 CPU = Machine("cpu", "a processor")
@@ -197,6 +197,18 @@ def test_too_few_points_or_nothing_left_give_none():
     assert extrapolate(lines[:7], 10**6) is None
     assert extrapolate(lines, 190_000) is None
     assert extrapolate([{"tokens": 5, "validation_loss": 3.0}], 10**6) is None
+
+
+def test_a_results_card_is_in_words():
+    figures = {"status": "done", "tokens_per_s": 3.0, "bits_per_byte": 1.0, "seconds_in_all": 60.0}
+    rows = card_rows(figures)
+    assert [row["speedrun"] for row in rows] == [
+        "status",
+        "tokens/s",
+        "bits per byte",
+        "in all (s)",
+    ]
+    assert [row["result"] for row in rows] == list(figures.values())
 
 
 def test_sharding_lets_two_t4_train_a_larger_model():

@@ -1,9 +1,11 @@
 """What notebooks show: boxes, the merge slider with its still form, excerpts, progress."""
 
+import html
 import random
 import re
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,10 +15,12 @@ from lib.notebook_cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
 from lib.pretokenize import SEPARATOR
 from lib.tokenizer import Tokenizer, count_pretokens, train_from_counts
 from lib.widgets import (
+    WrappedText,
     merge_stepper,
     merge_steps,
     progress_bar,
     show_encoding,
+    show_growing,
     show_source,
     show_table,
     show_tokens,
@@ -175,6 +179,33 @@ def test_an_excerpt_that_is_not_there_is_named(first, last):
 
 def test_the_excerpts_of_the_notebook_are_there():
     assert "heappop" in show_source(train_from_counts, "heap = ", "return vocab").data
+
+
+def test_a_wrapped_text_is_the_same_text_in_html_and_in_print():
+    text = 'He said: "1 < 2 & 3"\n\n  Then\u00a0he left.'
+    shown = WrappedText(text)
+    assert repr(shown) == text
+    markup = re.fullmatch(
+        r'<div style="[^"]*white-space:pre-wrap[^"]*">(.*)</div>', shown._repr_html_(), re.DOTALL
+    )
+    assert html.unescape(markup[1]) == text
+    assert "<" not in markup[1]
+
+
+def test_a_growing_text_is_shown_with_each_piece(monkeypatch):
+    shown = []
+    handle = SimpleNamespace(update=lambda text: shown.append(repr(text)))
+
+    def display(text, *, display_id):
+        assert display_id
+        shown.append(repr(text))
+        return handle
+
+    monkeypatch.setattr("IPython.display.display", display)
+    add = show_growing("Once")
+    for piece in (" upon", " a"):
+        add(0, piece)
+    assert shown == ["Once", "Once upon", "Once upon a"]
 
 
 def test_a_table_is_markdown():

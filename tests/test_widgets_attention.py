@@ -19,6 +19,7 @@ from lib.widgets_attention import (
     attention_explorer,
     attention_patterns,
     pattern_picture,
+    pattern_slider,
     pattern_words,
 )
 
@@ -103,8 +104,26 @@ def test_a_picture_is_opaque_and_holds_the_longest_token():
 
 def test_words_name_the_token_looked_at_most():
     weights = np.array([[1, 0, 0], [0.3, 0.7, 0], [0.6, 0.3, 0.1]])
-    words = pattern_words(weights, ["The", "·fox", "·ran"], 2, 1)
+    words = pattern_words(weights, ["The", "·fox", "·ran"], "Layer 2, head 1")
     assert words == "Layer 2, head 1. Each token looks most: ·fox at ·fox (70%), ·ran at The (60%)."
+
+
+def test_a_slider_goes_through_the_heads_and_says_where_each_looks():
+    weights = np.tril(np.random.default_rng(0).random((3, 4, 4)))
+    patterns = dict(zip(("one", "two", "three"), weights))
+    tokens = ["the", "·cat", "·sat", "."]
+    slider, view, still = pattern_slider(patterns, tokens).children
+    seen, times = set(), []
+    for name in ("two", "three", "one"):
+        started = time.perf_counter()
+        slider.value = name
+        times.append(time.perf_counter() - started)
+        (output,) = view.outputs
+        seen.add(output["data"]["image/png"])
+        assert output["data"]["text/plain"] == pattern_words(patterns[name], tokens, name)
+    assert len(seen) == 3
+    assert min(times[:2]) < 0.1
+    assert [output["data"]["text/plain"][:3] for output in still.outputs] == ["two", "thr"]
 
 
 def shown(explorer) -> dict:

@@ -6,20 +6,20 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib.benchmark_lm_matrix_report import matrix_rows
 from lib.notebook_cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
-from lib.widgets_ddp import measured_scaling, ring_stepper, scaling_curve, scaling_explorer
+from lib.widgets_ddp import RANKS, measured_scaling, ring_stepper, scaling_curve, scaling_explorer
 
 
 def row(**changed):
     values = {"model": "small", "wrapper": "flashddp", "backend": "nccl", "status": "ok"}
     values |= {"ranks": 2, "tr_batch_size": 4, "context_length": 256, "compile": True}
-    values |= {"dtype": "bfloat16", "device": "GPU A", "scaling_efficiency": 0.9}
+    values |= {"dtype": "bfloat16", "device": "NVIDIA A", "scaling_efficiency": 0.9}
     return values | changed
 
 
 def test_measured_points_are_those_of_our_wrapper_on_gpus():
     rows = [row(), row(ranks=4, scaling_efficiency=0.8), row(wrapper="naive")]
     rows += [row(backend="gloo"), row(status="oom"), row(scaling_efficiency=None)]
-    name = "measured: 1,024 tokens, bfloat16, compiled, GPU A"
+    name = "measured: 1,024 tokens, bfloat16, compiled, A"
     assert measured_scaling(rows) == {"small": {name: [(2, 0.9), (4, 0.8)]}}
 
 
@@ -42,7 +42,8 @@ def test_a_curve_begins_with_one_rank_at_full_speed_and_overlap_helps():
     settings = ("small", 4096, "8 × 400 Gbit/s", 2e14)
     ours, plain = scaling_curve(*settings), scaling_curve(*settings, overlap=False)
     assert ours[0] == plain[0] == (1, 1.0)
-    assert [ranks for ranks, _ in ours] == list(range(1, 65))
+    assert [ranks for ranks, _ in ours] == sorted(RANKS)
+    assert {1, 2, 4, 8, 9, 16, 32, 64} <= set(RANKS)
     assert all(a >= b for (_, a), (_, b) in zip(ours, plain))
 
 
@@ -84,8 +85,12 @@ def test_each_slider_changes_the_picture(explorer):
     *sliders, view = explorer.children
     for slider in sliders:
         before = view.outputs[0]["data"]["image/png"]
-        slider.value = next(option for option in slider.options if option != slider.value)
+        slider.index = (slider.index + 1) % len(slider.options)
         assert view.outputs[0]["data"]["image/png"] != before
+
+
+def test_tokens_are_read_with_a_comma(explorer):
+    assert [label for label, _ in explorer.children[1].options] == ["1,024", "4,096"]
 
 
 def test_without_sliders_the_chosen_setting_is_shown(explorer):

@@ -106,7 +106,7 @@ def test_kinds_are_drawn_behind_one_another_in_gb():
     with house_figure() as (_, axes):
         draw_kinds(axes, {"a": {"weights": 1e9, "gradients": 3e9}}, peaks={"a": 3.5e9})
         assert bars_of(axes) == [(KINDS["weights"], 0, 1), (KINDS["gradients"], 1, 3)]
-        assert [text.get_text() for text in axes.texts] == ["4"]
+        assert [text.get_text() for text in axes.texts] == ["4", "sum\n(GB)"]
         assert list(axes.lines[0].get_xdata()) == [3.5, 3.5]
 
 
@@ -125,10 +125,20 @@ def test_limits_are_those_within_reach_and_the_next_one(longest, count):
         assert axes.get_xlim()[1] > max(longest, list(CARDS)[count - 1])
 
 
+def test_no_limit_runs_through_a_sum():
+    with house_figure() as (figure, axes):
+        draw_kinds(axes, {"a": {"weights": 7.9e9}, "b": {"weights": 90e9}}, limits=list(CARDS))
+        figure.canvas.draw()
+        sums = [text for text in axes.texts if text.get_text() in ("7.9", "90")]
+        assert len(sums) == 2
+        assert all(text.get_window_extent().x0 > axes.bbox.x1 for text in sums)
+        assert all(text.get_window_extent().x1 < figure.bbox.x1 for text in sums)
+
+
 def test_a_partition_says_the_largest_load():
     with house_figure() as (_, axes):
         draw_partition(axes, [4, 2, 2], [0, 1, 0], 2, title="so")
-        assert axes.get_title(loc="left") == "so: largest load 1.50 of the share"
+        assert axes.get_title(loc="left") == "so: largest load 1.50 × an equal share"
         rows = [(patch.get_y() + 0.35, patch.get_width() * 1e6) for patch in axes.patches]
     assert rows == [pytest.approx(row) for row in [(0, 4), (1, 2), (0, 2)]]
 

@@ -51,6 +51,14 @@ def test_the_curve_is_drawn_first_empty_and_last_with_everything(handle):
     assert handle.shown[-1].data.startswith(b"\x89PNG")
 
 
+def test_before_the_first_loss_there_are_words_in_place_of_an_empty_figure(handle):
+    with LossCurve(10) as curve:
+        curve({"step": 5, "learning_rate": 0.1})
+        assert [shown.data for shown in handle.shown] == ["*No loss yet.*"] * 2
+        curve({"step": 5, "validation_loss": 3.0})
+    assert handle.shown[-1].data.startswith(b"\x89PNG")
+
+
 def test_the_last_drawing_comes_also_when_the_run_fails(handle):
     counts = []
 
@@ -72,7 +80,7 @@ def test_drawing_waits_at_least_a_second(handle):
         for step in range(1, 101):
             now += 0.1
             curve({"step": step, "loss": 1.0})
-    # the empty one, ten in ten seconds, and the last
+    # the words, ten in ten seconds, and the last
     assert 10 <= len(handle.shown) <= 13
 
 
@@ -83,7 +91,7 @@ def test_slow_drawing_takes_a_small_share_of_the_time(handle, monkeypatch):
         nonlocal now
         now += 1.0
 
-    monkeypatch.setattr(LossCurve, "_image", slow_image)
+    monkeypatch.setattr(LossCurve, "_shown", slow_image)
     with LossCurve(1000, clock=lambda: now) as curve:
         for step in range(1, 1001):
             now += 0.1
