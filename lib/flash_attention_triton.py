@@ -584,6 +584,16 @@ def flash_backward(
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     if not num_keys or not q.numel():
         return tuple(grad.zero_() for grad in grads)
+    if is_causal and num_keys > num_queries:
+        # no query sees the keys after the last query; to say so costs a program for each tile more
+        # than to write zeros
+        for grad in grads[1:]:
+            grad[:, :, num_queries:].zero_()
+        k, v, *seen = (x[:, :, :num_queries] for x in (k, v, *grads[1:]))
+        settings = {"precision": precision, "tiles": tiles, "angles": angles}
+        tensors = (grad_out, q, k, v, out, lse)
+        flash_backward(*tensors, True, scale, grads=(grads[0], *seen), **settings)
+        return grads
     if tiles is None and _uses_hopper(q, k, v, *grads):
         tensors = (grad_out, q, k, v, out, lse)
         return hopper.flash_backward(*tensors, is_causal, scale, grads=grads, angles=angles)
