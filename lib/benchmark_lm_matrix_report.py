@@ -84,7 +84,9 @@ def write_report(records: Sequence[Record], output: Path) -> None:
     sections = make_sections(matrix_rows(records))
     stem = output / "lm_matrix"
     text = f"# Attention kernels and data-parallel wrappers\n\n{NOTE}"
-    text += standing_report(sections) + "".join(map(section_report, sections))
+    lines = standing(sections)
+    text += f"{STANDING}\n{to_markdown(lines)}" if lines else ""
+    text += "".join(map(section_report, sections))
     write_atomically(f"{stem}_report.md", text)
     lists = ("times_ms", "losses", "reference_losses")
     rows = [row for section in sections for row in section.rows]
@@ -181,8 +183,8 @@ def section_report(section: Section) -> str:
     return text + ("\n" + "".join(reasons) if reasons else "")
 
 
-def standing_report(sections: Sequence[Section]) -> str:
-    """How `flashddp` stands on GPUs, a line for each section and kernel; nothing without GPUs."""
+def standing(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """How `flashddp` stands on GPUs: a line for each section and kernel."""
     lines = []
     for section in sections:
         rows = section.rows if section.rows[0]["backend"] == "nccl" else ()
@@ -202,7 +204,7 @@ def standing_report(sections: Sequence[Section]) -> str:
                     "memory overhead (%)": row["overhead_percent"],
                 }
             )
-    return f"{STANDING}\n{to_markdown(lines)}" if lines else ""
+    return lines
 
 
 def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

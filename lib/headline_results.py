@@ -21,6 +21,8 @@ def headline_rows(artifacts: str | os.PathLike) -> list[Row]:
         "tokenizer_benchmark": tokenizer_rows,
         "training_benchmark": training_rows,
         "attention_sweep": attention_rows,
+        "lm_matrix": data_parallel_rows,
+        "sharding_benchmark": sharding_rows,
     }
     rows = []
     for name, make in makers.items():
@@ -81,6 +83,28 @@ def attention_rows(records: Iterable[Record]) -> list[Row]:
             device = found[-1]["device"]
             rows.append(row(words, speeds, "TFLOP/s", best, device, "attention_sweep_report"))
     return rows
+
+
+def data_parallel_rows(records: Iterable[Record]) -> list[Row]:
+    """`large` on two GPUs, against PyTorch's DDP."""
+    case = {"model": "large", "tr_batch_size": 128, "low_precision_weights": True, "ranks": 2}
+    found = {r["config"]["wrapper"]: r for r in records if case.items() <= r["config"].items()}
+    ours, peer = found["flashddp"], found["torch_ddp"]
+    share = ours["figures"]["scaling_efficiency"]
+    words = f"data parallelism, 969 million parameters, {share:.1%} of two alone"
+    speeds = [record["figures"]["tokens_per_s"] for record in (ours, peer)]
+    device = f"2 × {ours['device']}"
+    return [row(words, speeds, "tokens/s", "PyTorch's DDP", device, "lm_matrix_report")]
+
+
+def sharding_rows(records: Iterable[Record]) -> list[Row]:
+    """`xl` with a sharded optimizer on two GPUs, against PyTorch's ZeRO under its DDP."""
+    found = {r["config"]["method"]: r for r in records if r["config"]["model"] == "xl"}
+    ours, peer = found["zero1"], found["torch_ddp+torch_zero"]
+    speeds = [record["figures"]["tokens_per_s"] for record in (ours, peer)]
+    words = "sharded optimizer, 2.0 billion parameters"
+    device = f"2 × {ours['device']}"
+    return [row(words, speeds, "tokens/s", "PyTorch's ZeRO", device, "sharding_benchmark")]
 
 
 def row(what: str, speeds: list[float], unit: str, peer: str, device: str, record: str) -> Row:
