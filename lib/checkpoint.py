@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lib import files
+from lib.checkpoint_optimizer import SHARDS, is_sharded, pack_optimizer, unpack_optimizer
 from lib.config import require
-from lib.sharded_optimizer_state import load_unsharded
 from lib.strict_json import from_json, to_json
 
-# What each rank of a sharded optimizer writes.
-SHARDS = "shard-*-of-*.pt"
 # The second form is one that stands aside while it is being replaced.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
 
@@ -91,8 +88,8 @@ def save_checkpoint(
     packed = None
     if optimizer is not None:
         message = "optimizer is sharded; right is: shards, a folder that its save_shard filled"
-        require(not _is_sharded(optimizer), message)
-        packed = _pack_optimizer(optimizer, model, parts["optimizer"])
+        require(not is_sharded(optimizer), message)
+        packed = pack_optimizer(optimizer, model, parts["optimizer"])
     state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
     for part, content in parts.items():
         for name, value in content.items():
@@ -150,7 +147,7 @@ def load_checkpoint(
         _check_model(path, model, weights, strict)
     if optimizer is not None:
         # before the model, since this takes memory and so can still fail
-        _load_optimizer(path, optimizer, model, state["optimizer"])
+        load_optimizer(path, optimizer, model)
     if model is not None:
         model.load_state_dict(weights, strict=strict)
     return Checkpoint(state["step"], state["extra"], tensors, path)
@@ -175,14 +172,18 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     return newest
 
 
-def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module) -> None:
+def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) -> None:
     """Read the state of `model`'s optimizer alone from the checkpoint `path`, verified before.
+
+    Args:
+        model: names the parameters; when None, their names are not compared.
 
     Raises:
         ValueError: as `load_checkpoint`.
     """
     packed = json.loads((path / "state.json").read_bytes())["optimizer"]
-    _load_optimizer(path, optimizer, model, packed)
+    tensors = _load_tensors(path / "optimizer.safetensors")
+    unpack_optimizer(path, packed, tensors, optimizer, model)
 
 
 def read_extra(path: Path) -> dict[str, Any]:
@@ -353,84 +354,3 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor], strict:
         wrong += [f"{name} is missing" for name in own if name not in saved]
         wrong += [f"{name} is not in the model" for name in saved if name not in own]
     require(not wrong, f"checkpoint {path} does not fit the model: {'; '.join(wrong)}")
-
-
-def _pack_optimizer(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> dict:
-    """The state of `optimizer` as JSON values; its tensors go into `tensors`."""
-    state = _pack(optimizer.state_dict(), "optimizer", tensors)
-    on_cpu = [name for name, tensor in tensors.items() if tensor.is_cpu]
-    return {"parameters": _parameters(optimizer, model), "state": state, "on_cpu": on_cpu}
-
-
-def _load_optimizer(
-    path: Path, optimizer: Optimizer, model: nn.Module | None, packed: dict | None
-) -> None:
-    is_sharded = _is_sharded(optimizer)
-    if packed is None and any(path.glob(SHARDS)):
-        if is_sharded:
-            optimizer.load_shards(path)
-        else:
-            load_unsharded(path, optimizer)
-        return
-    require(packed is not None, f"checkpoint {path} holds no optimizer state")
-    for there, here in zip_longest(packed["parameters"], _parameters(optimizer, model)):
-        # names are known only where the model is given
-        same = there == here or (model is None and there and here and there[1:] == here[1:])
-        require(same, f"checkpoint {path} does not fit the optimizer: {there} in place of {here}")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # What was on an accelerator goes to that of the parameters; the rest, such as the step counts
-    # of torch's AdamW, stays on the CPU unless the optimizer moves it.
-    tensors = _load_tensors(path / "optimizer.safetensors")
-    if is_sharded:
-        # which copies its part of it
-        optimizer.load_state_dict(_unpack(packed["state"], tensors))
-        return
-    tensors = {
-        name: tensor.to("cpu" if name in packed["on_cpu"] else parameters[0].device, copy=True)
-        for name, tensor in tensors.items()
-    }
-    state = _unpack(packed["state"], tensors)
-    optimizer.load_state_dict(state)
-    # which rounds the state of a bfloat16 parameter to bfloat16, also where it was float32
-    for index, saved in state["state"].items():
-        loaded = optimizer.state[parameters[index]]
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
-                loaded[name] = value.to(loaded[name].device)
-
-
-def _parameters(optimizer: Optimizer, model: nn.Module | None) -> list[list]:
-    """Name in `model` (empty when unknown), optimizer class and shape of each parameter."""
-    names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # that of the shards, so that sharding makes no difference
-    kind = type(getattr(optimizer, "inner", optimizer)).__name__
-    return [[names.get(id(p), ""), kind, list(p.shape)] for p in parameters]
-
-
-def _is_sharded(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer, "load_shards")
-
-
-def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON values that `_unpack` knows; its tensors go into `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, dict):
-        return {"dict": [[k, _pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        items = [_pack(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
-    return value
-
-
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _unpack(item, tensors) for key, item in content}
-    return {"list": list, "tuple": tuple}[kind](_unpack(item, tensors) for item in content)

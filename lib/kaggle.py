@@ -25,7 +25,7 @@ from lib.files import sha256_file
 from lib.hardware import provenance
 from lib.kaggle_leaks import find_leaks
 from lib.notebook import ROOT
-from lib.notebook_runs import Job, find_notebooks, plan
+from lib.notebook_plan import Job, find_notebooks, plan
 
 # What stands where a name on Kaggle is missing.
 NOBODY = "INSERT_USERNAME"

@@ -107,7 +107,8 @@ def run_notebooks(
     Returns:
         The exit code: 0, 1 when a notebook failed, 2 when what was asked for makes no sense.
     """
-    from lib.notebook_runs import find_notebooks, plain, plan, run_all
+    from lib.notebook_plan import find_notebooks, plan
+    from lib.notebook_runs import plain, run_all
     from lib.parallel import available_cpus
     from lib.site_index import write_index
 
@@ -141,7 +142,8 @@ def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> in
 
     from lib.notebook_cells import clean, static_widgets
     from lib.notebook_kernel import execute
-    from lib.notebook_runs import find_notebooks, plain
+    from lib.notebook_plan import find_notebooks
+    from lib.notebook_runs import plain
 
     failed = 0
     for path in find_notebooks(notebooks, root):
@@ -162,7 +164,7 @@ def clean_notebooks(root: Path = ROOT) -> int:
     import nbformat
 
     from lib.notebook_cells import clean
-    from lib.notebook_runs import find_notebooks
+    from lib.notebook_plan import find_notebooks
 
     for path in find_notebooks((), root):
         notebook = nbformat.read(path, as_version=4)

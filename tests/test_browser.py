@@ -182,7 +182,8 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
 def report(tmp_path_factory, make_notebook) -> Path:
     """A report: every notebook with the outputs that it is committed with, and one run twice."""
     from lib.notebook_kernel import execute
-    from lib.notebook_runs import Job, Result, Run, publish
+    from lib.notebook_plan import Job
+    from lib.notebook_runs import Result, Run, publish
     from lib.site_index import write_index
 
     folder = tmp_path_factory.mktemp("report")

@@ -67,7 +67,16 @@ def test_the_folded_solution_passes(stub, help_text, capsys):
 
 
 @pytest.mark.parametrize(
-    "notebook", ["01_tokenizer", "02_model", "05_flash_attention", "06_ddp", "07_zero1"]
+    "notebook",
+    [
+        "01_tokenizer",
+        "02_model",
+        "03_training",
+        "04_profiling",
+        "05_flash_attention",
+        "06_ddp",
+        "07_zero1",
+    ],
 )
 def test_a_notebook_has_its_exercises(notebook):
     assert sum(notebook in case.id for case in EXERCISES) == 3

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from lib.hardware import ROOT
-from lib.notebook_runs import find_notebooks, plan
+from lib.notebook_plan import find_notebooks, plan
 
 FILES = sorted(path.stem for path in (ROOT / "notebooks/parameters").glob("*.yaml"))
 NOTEBOOKS = find_notebooks((), ROOT)

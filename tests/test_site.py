@@ -157,7 +157,8 @@ def test_figures_and_tables_are_there_as_files(reports):
 
 
 def test_an_interrupted_run_leaves_the_pages_of_the_one_before(reports):
-    from lib.notebook_runs import Job, Run, run_one
+    from lib.notebook_plan import Job
+    from lib.notebook_runs import Run, run_one
 
     class Full:
         def put(self, event):
