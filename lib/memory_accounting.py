@@ -160,9 +160,9 @@ def rank_memory(
             and on the updates' denominators, 8 bytes for each weight that it updates.
 
     Raises:
-        ValueError: an unknown stage, dtype or wrapper, or fewer than one rank.
+        ValueError: an unknown stage, dtype or wrapper, or fewer than one rank or window.
     """
-    _check(ranks, stage, dtype, ddp_wrapper, bucket_cap_mb)
+    _check(ranks, batch_size, stage, dtype, ddp_wrapper, bucket_cap_mb)
     short = ELEMENT_BYTES[dtype]
     stage = stage if ranks > 1 else 0
 
@@ -260,8 +260,11 @@ def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int, *, 
     return max(logits, elements * (4 * config.d_model + 3 * config.ff_width))
 
 
-def _check(ranks: int, stage: int, dtype: str, ddp_wrapper: str, bucket_cap_mb: float) -> None:
-    require(ranks > 0, f"ranks is {ranks}; right is: at least 1")
+def _check(
+    ranks: int, batch_size: int, stage: int, dtype: str, ddp_wrapper: str, bucket_cap_mb: float
+) -> None:
+    for name, value in {"ranks": ranks, "batch_size": batch_size}.items():
+        require(value >= 1, f"{name} is {value}; right is: at least 1")
     require(stage in range(4), f"stage is {stage}; right is: 0, 1, 2 or 3")
     known = ", ".join(ELEMENT_BYTES)
     require(dtype in ELEMENT_BYTES, f"dtype is {dtype!r}; right is: one of {known}")

@@ -37,6 +37,11 @@ and one of `flat`, which needs no wrapper:
 unsharded optimizer. With `reduces_gradients` one that some rank used gets the mean, in which the
 other ranks count as zero.
 
+**With `reduces_gradients`** `torch.amp.GradScaler` looks at the wrong gradients: each rank at its
+own, some of which have moved on. Ranks whose backward pass an exception ended call `zero_grad` and
+go on, where each had a gradient by then. Two optimizers that overlap need a group each, unless
+every rank uses the same parameters.
+
 **Memory of `flat`.** Parameters become views of the buffers, at other addresses than before: make
 CUDA graphs later, and convert and move the module before. They are contiguous from then on. With
 `reduces_gradients` a gradient moves into the shards when it is averaged; the parameter's `.grad` is
@@ -46,6 +51,7 @@ None afterwards.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -118,13 +124,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master_weights: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_strategy(strategy, reduces_gradients, overlap, bucket_cap_mb, optimizer_cls)
+        _check_strategy(strategy, reduces_gradients, overlap, bucket_cap_mb)
+        right = "a class, such as torch.optim.AdamW"
+        require(callable(optimizer_cls), f"optimizer_cls is {optimizer_cls!r}; right is: {right}")
         self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
         facts = {"strategy": strategy, "reduces_gradients": reduces_gradients, "overlap": overlap}
         facts |= {"bucket_cap_mb": bucket_cap_mb, "master_weights": master_weights}
         check_same({name: str(value) for name, value in facts.items()}, group)
         # made of no parameters, it tells the defaults
         empty = self._make_inner([{"params": []}])
+        _check_elementwise(type(empty), strategy)
         masters = master_weights and not isinstance(empty, AdamW)
         if strategy == "fsdp2":
             from lib.sharded_optimizer_fsdp import ShardedParameters
@@ -224,7 +233,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             norm = grad_norm(shard for shard in self.shards if shard.grad is not None)
         if world_size(self.group) == 1:
             return norm
-        square = norm.to(self.param_groups[0]["params"][0].device, torch.float64).square()
+        # a rank without shards has it on its CPU
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        device = next((param.device for param in params), norm.device)
+        square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt().float()
 
@@ -314,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             FileNotFoundError: a file is missing; on all ranks, as the others.
             ValueError: the files do not fit the parameters, or are not of one save.
         """
-        self._load(on_each_rank(lambda: read_shards(folder), self.group), folder)
+        on_each_rank(lambda: self._load(read_shards(folder), folder), self.group)
 
     def _load(self, state_dicts: list[dict[str, Any]], what: str | os.PathLike) -> None:
         unpack_shards(state_dicts, what, self.shards, self.inner, self.param_groups)
@@ -344,7 +356,6 @@ def _check_strategy(
     reduces_gradients: bool,
     overlap: bool,
     bucket_cap_mb: float,
-    optimizer_cls: Callable[..., torch.optim.Optimizer],
 ) -> None:
     known = ", ".join(STRATEGIES)
     require(strategy in STRATEGIES, f"strategy is {strategy!r}; right is: one of {known}")
@@ -356,10 +367,14 @@ def _check_strategy(
     if overlap and not reduces_gradients:
         raise ValueError("overlap is True, reduces_gradients False; right is: both True")
     require(bucket_cap_mb > 0, f"bucket_cap_mb is {bucket_cap_mb}; right is: above 0")
-    name = getattr(optimizer_cls, "__name__", "")
-    if name in NOT_ELEMENTWISE[strategy]:
-        others = "strategy 'parameters'" if name not in NOT_ELEMENTWISE["parameters"] else "another"
+
+
+def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: str) -> None:
+    names = {cls.__name__ for cls in optimizer_cls.__mro__}
+    if names & set(NOT_ELEMENTWISE[strategy]):
+        is_whole = names.isdisjoint(NOT_ELEMENTWISE["parameters"])
+        others = "strategy 'parameters'" if is_whole else "another"
         raise ValueError(
-            f"optimizer_cls is {name}, whose update of an element needs others that may be on "
-            f"another rank; right is: {others}"
+            f"optimizer_cls is {optimizer_cls.__name__}, whose update of an element needs others "
+            f"that may be on another rank; right is: {others}"
         )

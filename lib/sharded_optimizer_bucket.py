@@ -42,6 +42,8 @@ class FlatBucket:
         self.num_expected = 0
         # the parameters without a gradient when the others were sent
         self.absent: list[nn.Parameter] = []
+        # whether shards have gradients, on whichever ranks
+        self.has_means = False
         self.sent: Tensor | None = None
         self.mean: Tensor | None = None
         self.reduction: Any = None
@@ -63,7 +65,9 @@ class FlatBucket:
 
     @property
     def is_trained(self) -> bool:
-        return any(param.requires_grad for param in self.params)
+        # one that was frozen since is still updated where it has a gradient
+        used = (param.requires_grad or param.grad is not None for param in self.params)
+        return self.has_means or any(used)
 
     @property
     def is_full(self) -> bool:
@@ -120,6 +124,7 @@ class FlatBucket:
             start = places[id(shard.param)] + shard.start - self.begin
             grad = self.mean[start : start + shard.stop - shard.start].view(shard.weight.shape)
             shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        self.has_means |= any(id(param) not in unused for param in self.params)
         self.mean = self.reduction = None
         self.arrived.clear()
 

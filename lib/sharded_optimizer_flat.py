@@ -109,6 +109,9 @@ class FlatSlices(GradientSync):
         """Forget the gradients; first ends what a backward pass began that no step followed."""
         self._finish_begun()
         self.is_reduced = False
+        if set_to_none:
+            for bucket in self.buckets:
+                bucket.has_means = False
         for shard in self.shards:
             if set_to_none or not self.reduces_gradients:
                 shard.grad = None
@@ -214,7 +217,7 @@ class FlatSlices(GradientSync):
         if self.order is not None:
             return
         order = [*self.filled, *(n for n in range(len(self.buckets)) if n not in self.filled)]
-        if self.overlap:
+        if self.overlap and self.buckets:
             first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
             device = self.buckets[0].flat.device
             numbers = torch.tensor(order, device=device)

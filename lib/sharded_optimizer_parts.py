@@ -163,7 +163,8 @@ class WholeParameters:
 
     def _send(self, owner: int, message: list[nn.Parameter]) -> tuple[Tensor | None, Any]:
         """Start a broadcast; the tensor to unpack, None where it arrives in place, and its end."""
-        if not any(param.requires_grad for param in message):
+        # one that was frozen since is still updated where it has a gradient
+        if not any(param.requires_grad or param.grad is not None for param in message):
             return None, None
         source = owner if self.group is None else dist.get_global_rank(self.group, owner)
         if len(message) == 1 and message[0].is_contiguous():

@@ -8,6 +8,7 @@ parameters. A state dict without `ranges` is that of an unsharded optimizer, and
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import secrets
@@ -68,10 +69,21 @@ def load_settings(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> 
                 group[name] = value.item() if isinstance(value, Tensor) else value
 
 
+def loaded_groups(
+    groups: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`numbered_groups` with the settings of saved ones; `groups` stay as they are."""
+    numbered = copy.deepcopy(numbered_groups(groups))
+    load_settings(numbered, saved)
+    return numbered
+
+
 def check_fits(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], what: str | os.PathLike
 ) -> None:
     """Raise a `ValueError` where saved groups or shapes are not those of the parameters."""
+    missing = ", ".join(name for name in ("param_groups", "state") if name not in state_dict)
+    require(not missing, f"{what} lacks {missing}; right is: what an optimizer's state_dict() gave")
     sizes = [len(group["params"]) for group in groups]
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     require(saved == sizes, f"{what} has groups of {saved} parameters; right is: {sizes}")
@@ -161,7 +173,7 @@ def unpack_shards(
     inner: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
 ) -> None:
-    """Load the shards' part of `state_dicts`; errors call them `what`."""
+    """Load the shards' part of `state_dicts`, or nothing; errors call them `what`."""
     check_fits(state_dicts[0], groups, what)
     saved = saved_shards(state_dicts, shapes_of(groups))
     state, masters = {}, []
@@ -174,10 +186,13 @@ def unpack_shards(
             found.pop("master", None)
         if found:
             state[index] = found
-    load_settings(groups, state_dicts[0]["param_groups"])
+    saved_groups = state_dicts[0]["param_groups"]
+    # first, since it may refuse the state
+    loaded = loaded_groups(inner.param_groups, saved_groups)
+    inner.load_state_dict({"state": state, "param_groups": loaded})
+    load_settings(groups, saved_groups)
     for group, inner_group in zip(groups, inner.param_groups):
         inner_group.update(settings_of(group))
-    inner.load_state_dict({"state": state, "param_groups": numbered_groups(inner.param_groups)})
     for shard, master in masters:
         shard.leaf.copy_(master)
 
@@ -254,6 +269,5 @@ def load_unsharded(folder: str | os.PathLike, optimizer: torch.optim.Optimizer) 
             found.pop("master", None)
         if found:
             state[number] = found
-    load_settings(optimizer.param_groups, state_dicts[0]["param_groups"])
-    groups = numbered_groups(optimizer.param_groups)
+    groups = loaded_groups(optimizer.param_groups, state_dicts[0]["param_groups"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -63,7 +63,7 @@ class TorchZero(ZeroRedundancyOptimizer):
 
     def load_shards(self, folder: str | os.PathLike) -> None:
         """As `ShardedOptimizer.load_shards`."""
-        self._load(on_each_rank(lambda: read_shards(folder), self.process_group), folder)
+        on_each_rank(lambda: self._load(read_shards(folder), folder), self.process_group)
 
     def _load(self, state_dicts: list[dict[str, Any]], what: str | os.PathLike) -> None:
         unpack_shards(state_dicts, what, self.shards, self.optim, self.param_groups)

@@ -221,6 +221,7 @@ def test_wrappers_are_those_of_training():
     ("settings", "words"),
     [
         ({"ranks": 0}, "ranks is 0; right is: at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; right is: at least 1"),
         ({"stage": 4}, "stage is 4; right is: 0, 1, 2 or 3"),
         ({"dtype": "int8"}, "dtype is 'int8'; right is: one of float32"),
         ({"ddp_wrapper": "ddp"}, "ddp_wrapper is 'ddp'; right is: one of none"),
