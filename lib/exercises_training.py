@@ -259,24 +259,24 @@ SCHEDULE = Exercise(
 
 def _draw_top_p(generator: random.Random, size: int) -> tuple:
     count = 2 + size // 3
-    weights = [float(weight) for weight in generator.sample(range(1, 4 * count), count)]
-    total = sum(weights)
+    weights = generator.sample(range(1, 4 * count), count)
+    # over a power of two no sum is rounded, and that of all tokens is 1
+    total = 1 << (sum(weights) - 1).bit_length()
+    weights[weights.index(max(weights))] += total - sum(weights)
     sums = [partial / total for partial in accumulate(sorted(weights, reverse=True))]
-    # between two sums, so that rounding decides nothing, and beyond the likeliest now and then
-    rank = generator.randrange(count)
+    # The likeliest alone reaches top_p now and then, but not at first: a set without it would be
+    # empty, and 0 / 0 tells a reader little.
+    rank = generator.randrange(1 if size < 4 else 0, count)
     lower = sums[rank - 1] if rank else 0.0
     top_p = generator.choice([1.0, (lower + sums[rank]) / 2, (lower + sums[rank]) / 2])
     return torch.tensor(weights, dtype=torch.float64) / total, round(top_p, 4)
 
 
-def _top_p(probabilities: Tensor, top_p: float, *, shift: int = 1) -> Tensor:
-    """The likeliest tokens that together reach `top_p`; `shift` 0 drops the last of them."""
+def _top_p(probabilities: Tensor, top_p: float, *, more: int = 0) -> Tensor:
+    """The likeliest tokens that together reach `top_p`, and `more` too many."""
     ranked, ids = probabilities.sort(descending=True)
-    up_to = ranked.cumsum(-1)
-    before = up_to - ranked if shift == 1 else up_to
-    if shift == 2:
-        before = torch.cat((torch.zeros(2, dtype=ranked.dtype), up_to))[: len(ranked)]
-    kept = ranked.masked_fill(before >= top_p, 0) if top_p < 1 else ranked
+    before = torch.cat((ranked.new_zeros(more), ranked.cumsum(-1) - ranked))[: len(ranked)]
+    kept = ranked.masked_fill(before >= top_p, 0)
     return torch.zeros_like(probabilities).scatter(-1, ids, kept / kept.sum())
 
 
@@ -305,6 +305,16 @@ def _top_p_of_each(probabilities: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum()
 
 
+def _top_p_up_to(
+    probabilities: Tensor, top_p: float, *, compare: Callable, empty: float = math.nan
+) -> Tensor:
+    """Tokens are kept by the sum up to and with each; `empty` is the result where none is."""
+    ranked, ids = probabilities.sort(descending=True)
+    kept = ranked * compare(ranked.cumsum(-1), top_p)
+    kept = kept / kept.sum() if kept.any() else torch.full_like(kept, empty)
+    return torch.zeros_like(probabilities).scatter(-1, ids, kept)
+
+
 def _top_p_permuted_again(probabilities: Tensor, top_p: float) -> Tensor:
     ids = probabilities.argsort(descending=True)
     return _top_p_left_sorted(probabilities, top_p)[ids]
@@ -314,11 +324,22 @@ TOP_P = Exercise(
     solve=_top_p,
     draw=_draw_top_p,
     mistakes={
-        "the token that crosses top_p is dropped; the tokens kept must reach top_p": (
-            _mistaken(_top_p, "top_p_too_few", shift=0)
+        "cumsum <= top_p drops the token that crosses; keep where cumsum - ranked < top_p": (
+            _mistaken(_top_p_up_to, "top_p_up_to", compare=torch.le)
+        ),
+        "cumsum < top_p drops the token that reaches top_p; keep where cumsum - ranked < top_p": (
+            _mistaken(_top_p_up_to, "top_p_below", compare=torch.lt)
+        ),
+        "cumsum <= top_p drops the token that crosses, even a first one, which leaves none; "
+        "keep where cumsum - ranked < top_p": (
+            _mistaken(_top_p_up_to, "top_p_up_to_or_none", compare=torch.le, empty=0.0)
+        ),
+        "cumsum < top_p drops the token that reaches top_p, even a first one, which leaves none; "
+        "keep where cumsum - ranked < top_p": (
+            _mistaken(_top_p_up_to, "top_p_below_or_none", compare=torch.lt, empty=0.0)
         ),
         "one token too many is kept; stop at the one that crosses top_p": (
-            _mistaken(_top_p, "top_p_too_many", shift=2)
+            _mistaken(_top_p, "top_p_too_many", more=1)
         ),
         "the probabilities kept do not sum to 1; divide them by their sum": _top_p_not_normalised,
         "the result is left in sorted order; each probability belongs to its own id": (

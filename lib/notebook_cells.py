@@ -69,9 +69,12 @@ def static_widgets(notebook: NotebookNode) -> NotebookNode:
                 continue
             words: list[str] = []
             shown = _shown_by(view["model_id"], models, words)
-            text = "  ".join(words) or ("" if shown else output.data.get("text/plain", ""))
-            if text:
-                line = f'<div class="report-widget">{html.escape(text)}</div>'
+            if not words and not shown:
+                words = [output.data.get("text/plain", "")]
+            if text := "  ".join(words):
+                # HTML makes one space of several
+                said = html.escape(" · ".join(words))
+                line = f'<div class="report-widget">{said}</div>'
                 data = {"text/html": line, "text/plain": text}
                 outputs.append(new_output("display_data", data=data))
             outputs += shown

@@ -170,7 +170,7 @@ def _start(axes: Axes, x: float, y: float, w: float, h: float, color: str) -> No
 
 def _tokens(axes: Axes, x: float, y: float, w: float, h: float, color: str) -> None:
     start = x
-    for piece, number in (("Once", "412"), ("·upon", "498"), ("·a", "259"), ("·time", "477")):
+    for piece, number in (("Once", "539"), ("·upon", "540"), ("·a", "258"), ("·time", "399")):
         width = w * (0.1 + 0.036 * len(piece))
         box = {"facecolor": "#D6E9F5", "edgecolor": color}
         axes.add_patch(Rectangle((start, y + 0.05), width - 0.04, 0.27, **box))

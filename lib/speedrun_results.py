@@ -12,7 +12,8 @@ from lib.memory_accounting import RESERVED_BYTES, SIZES, rank_memory
 from lib.model_costs import num_parameters
 from lib.model_presets import model_preset
 
-# Points that a curve needs at least, so that half of them can carry a fit of three numbers.
+# Points that a curve needs at least, so that half of them can carry a fit of three numbers; also
+# those whose mean is the loss reached.
 FEWEST_POINTS = 8
 # The parts of the curve that are fitted, from these shares of its points to the last.
 STARTS = (0.0, 0.25, 0.5)
@@ -27,22 +28,34 @@ WORDS = {
     "bits_per_byte": "bits per byte",
     "extrapolated_loss_low": "extrapolated loss, lowest (nats per token)",
     "extrapolated_loss_high": "extrapolated loss, highest (nats per token)",
+    "extrapolation_held": "the first half foretold the end",
 }
 
 
+class Point(NamedTuple):
+    """A point of a loss curve, or the mean of some."""
+
+    tokens: float
+    loss: float
+    """Nats per token."""
+
+
 class Range(NamedTuple):
-    """From the lowest to the highest of several estimates."""
+    """From the lowest to the highest of several estimates, both in it."""
 
     low: float
     high: float
 
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
 
-def extrapolate(lines: Sequence[Mapping[str, Any]], tokens: int) -> Range | None:
+
+def extrapolate(lines: Sequence[Mapping[str, Any]], tokens: float) -> Range | None:
     """The training loss after `tokens` tokens, if the curve goes on as a + b · tokens^-c.
 
     Three fits, to the whole curve and to its last three quarters and half, disagree where the curve
-    is not of that form yet; the range holds all three. The fall of the learning rate towards the
-    end, which usually helps, is in none of them.
+    is not of that form yet; the range holds all three, up to the loss reached. The fall of the
+    learning rate towards the end, which usually helps, is in none of them.
 
     Args:
         lines: metrics of a run, as `lib.metrics.read_metrics` gives them.
@@ -50,15 +63,33 @@ def extrapolate(lines: Sequence[Mapping[str, Any]], tokens: int) -> Range | None
     Returns:
         Nats per token; None with fewer than 8 finite losses, or where `tokens` are done already.
     """
-    points = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    points = [(done, loss) for done, loss in points if math.isfinite(loss)]
-    if len(points) < FEWEST_POINTS or points[-1][0] >= tokens:
+    points = _points(lines)
+    if len(points) < FEWEST_POINTS or points[-1].tokens >= tokens:
         return None
     # in units of the goal, so that the powers stay near 1
     x, y = np.array(points, dtype=np.float64).T
     x /= tokens
     ends = [sum(_power_law(x[start:], y[start:])[:2]) for start in _starts(len(x))]
-    return Range(min(ends), max(ends))
+    # a fit that ends above it misses the end of the curve already
+    highest = reached(lines).loss
+    return Range(min(*ends, highest), min(max(ends), highest))
+
+
+def reached(lines: Sequence[Mapping[str, Any]]) -> Point:
+    """Where the curve stands: the mean of its last 8 points, since a single loss is noisy.
+
+    Raises:
+        ValueError: no line has a finite training loss.
+    """
+    points = _points(lines)[-FEWEST_POINTS:]
+    if not points:
+        raise ValueError("no line has a finite loss; right is: at least one")
+    return Point(*(sum(values) / len(points) for values in zip(*points)))
+
+
+def _points(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
+    points = [Point(line["tokens"], line["loss"]) for line in lines if "loss" in line]
+    return [point for point in points if math.isfinite(point.loss)]
 
 
 def _starts(count: int) -> list[int]:

@@ -68,7 +68,7 @@ class LossCurve:
     def __enter__(self) -> LossCurve:
         from IPython.display import display
 
-        self.handle = display(self._shown(), display_id=True)
+        self.handle = display(self.picture(), display_id=True)
         self.next_drawing = self.clock()
         return self
 
@@ -92,9 +92,10 @@ class LossCurve:
 
     def _show(self) -> None:
         if self.handle is not None:
-            self.handle.update(self._shown())
+            self.handle.update(self.picture())
 
-    def _shown(self) -> Image | Markdown:
+    def picture(self) -> Image | Markdown:
+        """The figure as it stands; words before the first loss."""
         from IPython.display import Image, Markdown
 
         if not any(key in record for record in self.records for key in SERIES):
@@ -117,7 +118,8 @@ def draw_losses(
     records = list(records)
     for key, (name, style) in SERIES.items():
         points = [(record["step"], record[key]) for record in records if key in record]
-        axes.plot(*(zip(*points) if points else ((), ())), label=name, **style)
+        if points:
+            axes.plot(*zip(*points), label=name, **style)
     for name, loss in (references or {}).items():
         axes.axhline(loss, color=plots.INK, linewidth=1, linestyle=":")
         axes.annotate(name, (steps, loss), xytext=(0, 3), textcoords="offset points", ha="right")
@@ -136,9 +138,10 @@ def sampling_bars(
     """
     before = next_token_probabilities(logits, temperature)
     after = next_token_probabilities(logits, temperature, top_p=top_p)
-    ranked, ids = before.topk(min(num_bars, len(before)))
+    # by the logits, since at low temperatures many probabilities are 0 alike
+    ids = logits.topk(min(num_bars, len(logits))).indices
     rows = []
-    for token_id, probability in zip(ids.tolist(), ranked.tolist()):
+    for token_id, probability in zip(ids.tolist(), before[ids].tolist()):
         kept = after[token_id].item()
         # an id behind the tokenizer's only fills up the embedding
         token = tokenizer.vocab.get(token_id, b"")

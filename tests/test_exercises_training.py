@@ -142,3 +142,38 @@ def test_a_wrong_selection_of_tokens_is_named(result, name):
         return chosen / chosen.sum()
 
     assert f"It looks as if {name}" in verdict(TOP_P, attempt)
+
+
+TOP_P_BY_HAND = {
+    "a mask": """
+    keep = ranked.cumsum(0) {sign} top_p
+    result[ids[keep]] = ranked[keep]
+    return result / result.sum()
+""",
+    "in place": """
+    ranked[~(torch.cumsum(ranked, dim=0) {sign} top_p)] = 0
+    result[ids] = ranked / ranked.sum()
+    return result
+""",
+    "an empty mask": """
+    keep = ranked.cumsum(0) {sign} top_p
+    result[ids[keep]] = ranked[keep] / ranked[keep].sum()
+    return result
+""",
+}
+
+
+@pytest.mark.parametrize("sign", ["<", "<="])
+@pytest.mark.parametrize("body", TOP_P_BY_HAND.values(), ids=TOP_P_BY_HAND)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sum_that_counts_the_token_itself_is_named(sign, body, seed):
+    head = """
+def attempt(probabilities, top_p):
+    ranked, ids = probabilities.sort(descending=True)
+    result = torch.zeros_like(probabilities)"""
+    names = {"torch": torch}
+    exec(head + body.format(sign=sign), names)
+    text = verdict(TOP_P, names["attempt"], seed=seed)
+    assert f"It looks as if cumsum {sign} top_p drops the token that" in text
+    # the first input shown says more than 0 / 0
+    assert "yours nan" not in text

@@ -14,7 +14,7 @@ from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.memory_accounting import rank_memory
 from lib.pipeline import tokenize_corpus
 from lib.speedrun import H100, TWO_T4, Machine, choose, compile_gain_of
-from lib.speedrun_results import card_rows, extrapolate, memory_rows
+from lib.speedrun_results import Range, card_rows, extrapolate, memory_rows, reached
 from lib.speedrun_run import run_training
 
 CPU = Machine("cpu", "a processor")
@@ -184,6 +184,39 @@ def test_a_curve_of_another_form_gives_a_wide_range():
         line["loss"] -= 0.5
     low, high = extrapolate(lines, 1_000_000)
     assert high - low > 0.2
+
+
+def test_no_range_ends_above_the_loss_reached():
+    lines = curve(range(10_000, 200_000, 10_000))
+    for number, line in enumerate(lines):
+        line["loss"] -= 0.02 * number**2
+    low, high = extrapolate(lines, 200_000)
+    assert low <= high == pytest.approx(reached(lines).loss)
+
+
+def test_a_curve_that_falls_faster_than_its_first_half_said_fails_the_test():
+    lines = curve(range(10_000, 400_000, 10_000))
+    for number, line in enumerate(lines):
+        line["loss"] += 0.02 * (-1) ** number
+    end = reached(lines)
+    assert extrapolate(lines[:19], end.tokens).holds(end.loss)
+    for line in lines[19:]:
+        line["loss"] -= 0.5
+    assert not extrapolate(lines[:19], end.tokens).holds(reached(lines).loss)
+
+
+def test_a_range_holds_its_ends_and_nothing_beyond():
+    assert [Range(1.0, 2.0).holds(x) for x in (0.99, 1.0, 2.0, 2.01, math.nan)] == [
+        False, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_the_point_reached_is_the_mean_of_the_last_eight_that_are_finite():
+    lines = [{"tokens": 10 * n, "loss": float(n)} for n in range(1, 11)]
+    assert reached([*lines, {"tokens": 110, "loss": math.nan}]) == (65, 6.5)
+    assert reached(lines[:2]) == (15, 1.5)
+    with pytest.raises(ValueError, match="no line has a finite loss"):
+        reached([{"tokens": 5, "validation_loss": 3.0}])
 
 
 def test_losses_that_are_not_finite_do_not_count():

@@ -92,6 +92,7 @@ def test_where_nobody_can_move_it_three_temperatures_are_shown(teller):
     notebook = new_notebook(cells=[cell], metadata={"widgets": {WIDGET_STATE: {"state": state}}})
     words, first, *others = static_widgets(notebook).cells[0].outputs
     assert words.data["text/plain"] == f"Prompt: {PROMPT}  Temperature: 0.7"
+    assert f"Prompt: {PROMPT} · Temperature: 0.7</div>" in words.data["text/html"]
     assert first.data["text/plain"].startswith(PROMPT)
     captions = [output.data["text/plain"].splitlines()[0] for output in others]
     assert captions == ["Temperature: 0.0", "Temperature: 1.5"]

@@ -9,7 +9,14 @@ import torch
 from lib import plots
 from lib.notebook_cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
 from lib.tokenizer import Tokenizer
-from lib.widgets_training import STILL_SETTINGS, LossCurve, sampling_bars, sampling_sliders
+from lib.widgets_training import (
+    SERIES,
+    STILL_SETTINGS,
+    LossCurve,
+    draw_losses,
+    sampling_bars,
+    sampling_sliders,
+)
 
 LOGITS = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0]).log_softmax(-1)
 
@@ -91,7 +98,7 @@ def test_slow_drawing_takes_a_small_share_of_the_time(handle, monkeypatch):
         nonlocal now
         now += 1.0
 
-    monkeypatch.setattr(LossCurve, "_shown", slow_image)
+    monkeypatch.setattr(LossCurve, "picture", slow_image)
     with LossCurve(1000, clock=lambda: now) as curve:
         for step in range(1, 1001):
             now += 0.1
@@ -109,16 +116,24 @@ def test_what_a_resumed_run_does_again_is_drawn_once(handle):
 
 
 def test_earlier_records_and_references_are_drawn():
-    from lib.widgets_training import draw_losses
-
     records = [{"step": 1, "loss": 4.0}, {"step": 2, "validation_loss": 3.0}]
     with plots.house_figure() as (_, axes):
         draw_losses(axes, records, 5, {"unigram": 5.0})
+        assert plots.alt_text(axes.figure).endswith("for training, validation.")
         training, validation, reference = axes.lines
         assert training.get_xydata().tolist() == [[1, 4]]
         assert validation.get_xydata().tolist() == [[2, 3]]
         assert list(reference.get_ydata()) == [5, 5]
         assert [text.get_text() for text in axes.texts] == ["unigram"]
+
+
+@pytest.mark.parametrize("key", ["loss", "validation_loss"])
+def test_the_legend_names_only_what_has_points(key):
+    with plots.house_figure() as (figure, axes):
+        draw_losses(axes, [{"step": 1, key: 4.0}], 5)
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert names == [SERIES[key][0]]
+        assert plots.alt_text(figure).endswith(f"for {names[0]}.")
 
 
 def widths(markup: str) -> list[float]:
@@ -141,6 +156,16 @@ def test_a_lower_temperature_widens_the_first_bar(tokenizer):
     cold, warm = (sampling_bars(LOGITS, tokenizer, t, 1.0) for t in (0.5, 1.5))
     assert widths(cold)[0] > widths(warm)[0]
     assert widths(sampling_bars(LOGITS, tokenizer, 0.0, 1.0))[0] == 100
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_tokens_without_a_chance_stand_by_their_logits(tokenizer, temperature):
+    logits = torch.zeros(256)
+    for rank, letter in enumerate("cabd"):
+        logits[ord(letter)] = 40.0 - 9 * rank
+    markup = sampling_bars(logits, tokenizer, temperature, 1.0, num_bars=4)
+    assert re.findall(r"hidden\">(.*?)<", markup) == list("cabd")
+    assert markup.count(">cut<") == 3
 
 
 def test_tokens_are_escaped(tokenizer):
