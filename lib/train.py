@@ -234,14 +234,14 @@ class _Training:
         """Log, evaluate and save where it is due after a step; whether the run ends here."""
         config, done = self.config, self.progress.steps
         is_last = done == config.steps
-        # asked once, so that a signal between two questions cannot end the run unsaved
-        is_stopping = is_asked_to_stop(stop, done, config.log_interval)
         # shown together, so that the last line of progress holds the last evaluation
         shown: dict[str, float] = {}
         if is_last or done % config.log_interval == 0:
             shown |= self._log()
         if is_last or (config.eval_interval and done % config.eval_interval == 0):
             shown |= self._evaluate()
+        # asked once, so that a signal between two questions cannot end the run unsaved
+        is_stopping = is_asked_to_stop(stop, done, config.log_interval)
         if self.metrics and (shown or is_stopping):
             self.metrics.advance(done, **shown)
         is_due = config.checkpointing_interval > 0 and done % config.checkpointing_interval == 0
