@@ -68,14 +68,16 @@ def key_figures(**figures: Any) -> None:
     """Show two or three results of a notebook, which the report's front page shows too.
 
     Args:
-        figures: name with unit -> number or text; `bits_per_byte` reads "bits per byte".
+        figures: name with unit -> number or text; `bits_per_byte` reads "bits per byte",
+            `tokens_per_s` "tokens/s".
     """
     from IPython.display import display
 
     from lib.report import format_value
 
     # pairs, because notebooks are stored with the keys of mappings sorted
-    shown = [(name.replace("_", " "), format_value(value)) for name, value in figures.items()]
+    names = [name.replace("_", " ").replace(" per s", "/s") for name in figures]
+    shown = list(zip(names, map(format_value, figures.values())))
     line = " · ".join(f"{name}: {value}" for name, value in shown)
     display({KEY_FIGURES: shown, "text/plain": f"Key figures. {line}"}, raw=True)
 

@@ -22,6 +22,11 @@ from lib.site_templates import PAGE_CSS, PAGE_TEMPLATE
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+# Papermill names the cell that failed so, and leads to it from a cell that it puts on top.
+ERROR_ID = "papermill-error-cell"
+# Browsers set a prime that is a superscript too small and too high: fonts have raised it already.
+PRIMED = re.compile(r"<msup>(<m[in]>[^<]*</m[in]><mo>[′″‴]</mo>)</msup>")
+
 
 def write_page(notebook: NotebookNode, path: Path, *, source_folder: Path) -> list[dict[str, str]]:
     """Write `notebook` as a web page to `path`, and its figures and tables beside it.
@@ -42,10 +47,15 @@ def write_page(notebook: NotebookNode, path: Path, *, source_folder: Path) -> li
     exporter.page_folder = path.parent
     exporter.source_folder = source_folder
     about = notebook.metadata.get("workbook", {})
-    exporter.environment.globals.update(
-        page_css=PAGE_CSS, page_note=page_note(about), page_error=about.get("error")
-    )
     shown = static_widgets(notebook)
+    # the page tells the error on top, and leads to the cell, itself
+    shown.cells = [cell for cell in shown.cells if f'href="#{ERROR_ID}"' not in cell.source]
+    exporter.environment.globals.update(
+        page_css=PAGE_CSS,
+        page_note=page_note(about),
+        page_error=about.get("error"),
+        error_id=ERROR_ID if any(f'id="{ERROR_ID}"' in cell.source for cell in shown.cells) else "",
+    )
     downloads = save_downloads(shown, path.with_name(f"{path.stem}_files"))
     page, _ = exporter.from_notebook_node(
         shown,
@@ -105,7 +115,8 @@ def mathml(tex: str, *, display: bool = False) -> str:
     import math_core
 
     try:
-        return math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
+        formula = math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
+        return PRIMED.sub(r"<mrow>\1</mrow>", formula)
     except math_core.LatexError:
         return f'<code title="no MathML for this formula">{html.escape(tex)}</code>'
 

@@ -7,6 +7,7 @@ import csv
 import io
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,21 +28,24 @@ def save_downloads(notebook: NotebookNode, folder: Path) -> list[dict[str, str]]
 
     Returns:
         For each file `href` (its name, with the folder's), `kind` (PNG or CSV) and `title`: of a
-        picture what it shows, of a table the heading above it and its columns.
+        picture what it shows, of a table the heading above it and its columns. Between these
+        stands the line printed right above the table where titles would be the same otherwise.
     """
     shutil.rmtree(folder, ignore_errors=True)
     found: list[dict[str, str]] = []
-    heading = ""
+    heading, captioned = "", {}
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             heading = _last_heading(cell.source) or heading
+        caption = ""
         for output in cell.get("outputs", []):
-            data = output.get("data", {})
+            data, above = output.get("data", {}), caption
+            caption = _last_line(output.get("text", ""))
             if "image/png" in data:
                 content, kind, title = base64.b64decode(data["image/png"]), "PNG", _words(output)
             elif rows := table_rows(data.get("text/markdown", "")):
                 columns = ", ".join(filter(None, rows[0]))
-                title = f"{heading}: {columns}" if heading else columns
+                title = _joined(heading, columns)
                 content, kind = _csv(rows), "CSV"
             else:
                 continue
@@ -52,6 +56,12 @@ def save_downloads(notebook: NotebookNode, folder: Path) -> list[dict[str, str]]
             href = f"{folder.name}/{name}"
             output.metadata["download"] = href
             found.append({"href": href, "kind": kind, "title": _short(title) or name})
+            if kind == "CSV" and above:
+                captioned[href] = _short(_joined(heading, above, columns))
+    counts = Counter(file["title"] for file in found)
+    for file in found:
+        if counts[file["title"]] > 1:
+            file["title"] = captioned.get(file["href"], file["title"])
     return found
 
 
@@ -94,6 +104,15 @@ def _words(output: NotebookNode) -> str:
     """What the picture shows, in words: as its metadata say, or the text that stands for it."""
     alt = output.metadata.get("image/png", {}).get("alt") or output.data.get("text/plain", "")
     return "" if alt.startswith("<") else alt
+
+
+def _joined(*parts: str) -> str:
+    return ": ".join(filter(None, parts))
+
+
+def _last_line(printed: str) -> str:
+    lines = printed.strip().splitlines()
+    return lines[-1].strip().rstrip(":") if lines else ""
 
 
 def _short(title: str) -> str:

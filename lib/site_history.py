@@ -12,6 +12,9 @@ from lib.files import make_folder, write_atomically
 # Runs that are kept beside the newest pages; older ones are removed.
 KEPT_RUNS = 5
 FOLDER = "previous"
+NOTEBOOK_PAGE = re.compile(
+    r'(?<=<a )(?:href|data-page)="(?:\.\./\.\./)?(\d\d_\w+\.html)((?:#[^"]*)?)"'
+)
 PAGE_LINK = re.compile(r'(?<= href=")(?!\w+:|#|/)[^"#]+')
 
 
@@ -38,15 +41,22 @@ def two_deeper(page: str) -> str:
     return PAGE_LINK.sub(lambda link: "../../" + link[0] if link[0][:3] == "../" else link[0], page)
 
 
-def with_newer_links(page: str, folder: Path, report: Path) -> str:
-    """The HTML of a page in `folder`, with links to pages that are only among the newest."""
+def with_live_links(page: str, folder: Path, report: Path) -> str:
+    """The HTML of a page in `folder`, whose links to other pages lead to those that there are.
 
-    def newer(link: re.Match) -> str:
-        name = link[0]
-        is_gone = not (folder / name).exists() and (report / name).exists()
-        return "../../" + name if is_gone else name
+    To the one in `folder`, else to the newest; a link to neither keeps its words, and its address
+    as `data-page`, so that it can become one again.
+    """
 
-    return re.sub(r'(?<= href=")\d\d_\w+\.html', newer, page)
+    def live(link: re.Match) -> str:
+        name, place = link.groups()
+        if (folder / name).exists():
+            return f'href="{name}{place}"'
+        if (report / name).exists():
+            return f'href="../../{name}{place}"'
+        return f'data-page="{name}{place}"'
+
+    return NOTEBOOK_PAGE.sub(live, page)
 
 
 def earlier_runs(report: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lib.files import write_atomically
 from lib.notebook import KEY_FIGURES
 from lib.site import local_date, page_note, title_of
-from lib.site_history import earlier_runs, with_newer_links
+from lib.site_history import earlier_runs, run_of, with_live_links
 from lib.site_templates import INDEX_TEMPLATE
 
 if TYPE_CHECKING:
@@ -27,16 +27,33 @@ def write_index(report: Path, names: list[str]) -> Path:
     Args:
         names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
     """
+    newest = _pages_in(report, names, report)
     runs = []
     for folder in earlier_runs(report):
-        if pages := _pages_in(folder, names, report):
-            facts = {"up": "../../index.html", "runs": []}
-            _write_front_page(folder, pages, facts)
-            href = folder.relative_to(report).as_posix() + "/index.html"
-            last = max(page["about"].get("finished", "") for page in pages)
-            runs.append({"href": href, "date": local_date(last), "summary": _summary(pages)})
-    _write_front_page(report, _pages_in(report, names, report), {"up": None, "runs": runs})
+        if moved := _pages_in(folder, names, report):
+            runs.append(_write_earlier_run(folder, moved, newest))
+    _write_front_page(report, newest, {"up": None, "runs": runs})
     return report / "index.html"
+
+
+def _write_earlier_run(folder: Path, moved: list[dict], newest: list[dict]) -> dict[str, str]:
+    """Write the front page of an earlier run; return what that of the newest says of it.
+
+    Args:
+        moved: its pages that a later run has replaced, in `folder`.
+        newest: the pages above; those that are of this run are listed too.
+    """
+    still = [_two_up(page) for page in newest if run_of(page["about"]) == folder.name]
+    pages = sorted(moved + still, key=lambda page: page["number"])
+    _write_front_page(folder, pages, {"up": "../../index.html", "runs": []})
+    summary = _summary(pages)
+    if still:
+        summary += f" · run again since: {', '.join(page['number'] for page in moved)}"
+    return {
+        "href": f"{folder.parent.name}/{folder.name}/index.html",
+        "date": local_date(max(page["about"].get("finished", "") for page in pages)),
+        "summary": summary,
+    }
 
 
 def _pages_in(folder: Path, names: list[str], report: Path) -> list[dict[str, Any]]:
@@ -72,6 +89,13 @@ def _pages_in(folder: Path, names: list[str], report: Path) -> list[dict[str, An
     return pages
 
 
+def _two_up(page: dict[str, Any]) -> dict[str, Any]:
+    """What a front page two folders below tells of `page`."""
+    links = {kind: f"../../{page[kind]}" for kind in ("href", "notebook")}
+    files = [file | {"href": f"../../{file['href']}"} for file in page["downloads"]]
+    return page | links | {"downloads": files}
+
+
 def _link_neighbours(path: Path, before: dict | None, after: dict | None, report: Path) -> None:
     """Put links to the pages before and after into the top of the page at `path`."""
     links = []
@@ -82,8 +106,7 @@ def _link_neighbours(path: Path, before: dict | None, after: dict | None, report
     old = path.read_text(encoding="utf-8")
     span = f'<span class="pages">{" ".join(links)}</span>'
     new = re.sub(r'<span class="pages">.*?</span>', lambda _: span, old, count=1)
-    if path.parent != report:
-        new = with_newer_links(new, path.parent, report)
+    new = with_live_links(new, path.parent, report)
     if new != old:
         write_atomically(path, new)
 

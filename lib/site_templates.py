@@ -26,7 +26,8 @@ PAGE_TEMPLATE = """
 <nav class="report"><a href="index.html">All notebooks</a><span class="pages"></span>
 <span>{{ page_note }}</span></nav>
 {%- if page_error -%}<p class="report-error">
-<a href="#papermill-error-cell">{{ page_error | e }}</a></p>{%- endif -%}
+{%- if error_id -%}<a href="#{{ error_id }}">{{ page_error | e }}</a>
+{%- else -%}{{ page_error | e }}{%- endif -%}</p>{%- endif -%}
 <main>
 {%- endblock -%}
 {%- block data_png scoped -%}
@@ -60,10 +61,13 @@ nav.report a, a.download { color: var(--jp-content-link-color); }
 .report-widget { color: var(--jp-ui-font-color2); font-size: .9em; }
 a.download { display: block; width: max-content; margin: .2rem 0 .5rem;
   font: .75rem system-ui, sans-serif; }
-math { font: 1.08em "Latin Modern Math", "STIX Two Math", "Cambria Math", math; }
+math { font: 1.08em "Latin Modern Math", "STIX Two Math", "Cambria Math",
+  "DejaVu Math TeX Gyre", math; }
 math[display=block] { overflow-x: auto; padding: .2em 0; }
 .jp-OutputArea-output { overflow-x: auto; }
 .jp-OutputArea-output pre { word-break: normal; overflow-wrap: anywhere; }
+.jp-RenderedHTMLCommon pre, .jp-InputArea-editor pre { white-space: pre; overflow-wrap: normal;
+  overflow-x: auto; }
 .jp-OutputArea-output.jp-RenderedMarkdown pre { font-family: var(--jp-code-font-family); }
 img { max-width: 100%; height: auto; }
 """

@@ -294,6 +294,29 @@ def ids_on(path: Path) -> frozenset[str]:
     return frozenset(re.findall(r'\bid="([^"]+)"', path.read_text()))
 
 
+# code with more lines on the screen than it has, or that cannot be moved into view
+BROKEN_CODE = """() => [...document.querySelectorAll(
+  ".jp-RenderedHTMLCommon pre, .jp-InputArea pre")].filter(pre => {
+  const range = document.createRange();
+  range.selectNodeContents(pre);
+  const height = parseFloat(getComputedStyle(pre).lineHeight);
+  const is_cut = pre.scrollWidth > pre.clientWidth && getComputedStyle(pre).overflowX !== "auto";
+  const lines = pre.textContent.split("\\n").length;
+  return is_cut || range.getBoundingClientRect().height > (lines + 0.5) * height;
+}).map(pre => pre.textContent.slice(0, 60))"""
+
+
+def test_on_a_phone_lines_of_code_stay_whole_and_the_page_as_wide_as_the_screen(page):
+    wide = page.tab.viewport_size
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    try:
+        page.screenshot("_phone")
+        assert page.tab.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.tab.evaluate(BROKEN_CODE) == []
+    finally:
+        page.tab.set_viewport_size(wide)
+
+
 # text whose colour is too close to what is behind it: the contrast of WCAG 2.2, from 1 to 21
 FAINT = """() => {
   const channels = color => color.match(/[\\d.]+/g).map(Number);

@@ -18,8 +18,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from lib.notebook import KEY_FIGURES
 from lib.notebook_kernel import execute
 from lib.report import to_markdown
+from lib.site import mathml, write_page
 from lib.site_downloads import save_downloads, table_rows
-from lib.site_history import KEPT_RUNS, earlier_runs, run_of, two_deeper
+from lib.site_history import KEPT_RUNS, earlier_runs, run_of, two_deeper, with_live_links
 from lib.site_index import key_figures_of, write_index
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +58,8 @@ def reports(tmp_path_factory, make_notebook) -> Path:
     (root / "lib/x.py").write_text("")
 
     def first(number: int) -> None:
-        links = "%md [code](../lib/x.py), [next](02_bad.ipynb), [web](https://example.org)"
+        links = "%md [code](../lib/x.py), [next](02_bad.ipynb), "
+        links += "[third](03_unrun.ipynb#2), [web](https://example.org)"
         told = f"lib.notebook.key_figures(tokens_per_s=12345.6, kernel='sdpa', run={number})"
         cells = ("", links, TABLE, FIGURE, told)
         make_notebook(root / "notebooks/01_good.ipynb", *cells, first=FIRST)
@@ -90,17 +92,17 @@ def test_key_figures_are_shown_and_kept_in_their_order(make_notebook, tmp_path):
     nbformat.write(execute(path, None), path)
     executed = nbformat.read(path, as_version=4)
     (output,) = executed.cells[3].outputs
-    expected = [("tokens per s", "12,346"), ("bits per byte", "0.253"), ("device", "x")]
+    expected = [("tokens/s", "12,346"), ("bits per byte", "0.253"), ("device", "x")]
     assert key_figures_of(executed) == expected
     assert output.data["text/plain"] == (
-        "Key figures. tokens per s: 12,346 · bits per byte: 0.253 · device: x"
+        "Key figures. tokens/s: 12,346 · bits per byte: 0.253 · device: x"
     )
 
 
 def test_the_front_page_shows_status_time_device_and_key_figures(reports):
     page = soup(reports / "index.html")
     good, bad = entry(page, "01"), entry(page, "02")
-    assert figures(good) == {"tokens per s": "12,346", "kernel": "sdpa", "run": "2"}
+    assert figures(good) == {"tokens/s": "12,346", "kernel": "sdpa", "run": "2"}
     # told before the error
     assert figures(bad) == {"loss": "1.50"}
     assert good.select_one(".status").text == "✓ done"
@@ -113,13 +115,65 @@ def test_the_front_page_shows_status_time_device_and_key_figures(reports):
 
 def test_a_notebook_that_is_run_again_leaves_its_earlier_page(reports):
     (earlier,) = soup(reports / "index.html").select("h2 + ul > li")
-    assert "2 notebooks" not in earlier.text
-    assert "1 notebook · 1 done" in earlier.text
     index = reports / earlier.a["href"]
     page = soup(index)
     assert figures(entry(page, "01"))["run"] == "1"
+    assert entry(page, "01").a["href"] == "01_good.html"
     assert (index.parent / page.a["href"]).resolve() == reports / "index.html"
     assert not soup(reports / "index.html").find(string=re.compile("newest run"))
+
+
+def test_an_earlier_run_tells_of_its_notebooks_that_were_not_run_again(reports):
+    (earlier,) = soup(reports / "index.html").select("h2 + ul > li")
+    assert "2 notebooks · 1 done · 1 failed · run again since: 01" in earlier.text
+    bad = entry(soup(reports / earlier.a["href"]), "02")
+    assert [a["href"] for a in bad.select("a")] == ["../../02_bad.html", "../../02_bad.ipynb"]
+
+
+def test_a_failed_page_tells_its_error_once_on_top_and_where_it_happened(reports):
+    page = soup(reports / "02_bad.html")
+    (top,) = page.select(".report-error")
+    assert top.text.strip() == "In [3]: ZeroDivisionError: division by zero"
+    assert "An Exception was encountered" not in page.text
+    assert page.find(id=top.a["href"].removeprefix("#"))
+
+
+def test_an_error_outside_of_all_cells_leads_nowhere(tmp_path):
+    notebook = new_notebook(cells=[new_markdown_cell("# One")])
+    notebook.metadata["workbook"] = {"error": "needs <01>, which failed"}
+    write_page(notebook, tmp_path / "02_x.html", source_folder=tmp_path)
+    (top,) = soup(tmp_path / "02_x.html").select(".report-error")
+    assert top.text.strip() == "needs <01>, which failed"
+    assert not top.select("a")
+
+
+def test_a_link_to_a_page_that_there_is_not_keeps_its_words(reports):
+    link = soup(reports / "01_good.html").find("a", string="third")
+    assert link.attrs == {"data-page": "03_unrun.html#2"}
+
+
+def test_links_follow_the_pages_that_there_are(tmp_path):
+    before = tmp_path / "previous/one"
+    before.mkdir(parents=True)
+    link, above, gone = (
+        f'<a {attribute}="{at}02_b.html#c">b</a> <a href="table.html">'
+        for attribute, at in (("href", ""), ("href", "../../"), ("data-page", ""))
+    )
+    assert {with_live_links(page, before, tmp_path) for page in (link, above, gone)} == {gone}
+    (tmp_path / "02_b.html").touch()
+    assert {with_live_links(page, before, tmp_path) for page in (link, above, gone)} == {above}
+    assert {with_live_links(page, tmp_path, tmp_path) for page in (link, gone)} == {link}
+    (before / "02_b.html").touch()
+    assert {with_live_links(page, before, tmp_path) for page in (link, above, gone)} == {link}
+
+
+def test_a_prime_stands_beside_its_letter():
+    beside = "<mrow><mi>m</mi><mo>′</mo></mrow>"
+    assert mathml("m'") == f"<math>{beside}</math>"
+    power = mathml("e^{m - m'}")
+    assert beside in power
+    assert power.count("<msup>") == 1
+    assert mathml("m^2") == "<math><msup><mi>m</mi><mn>2</mn></msup></math>"
 
 
 def test_no_link_is_dead(reports):
@@ -208,6 +262,29 @@ def test_a_table_is_titled_by_the_last_heading_above_it(tmp_path):
     found = save_downloads(new_notebook(cells=[*cells, cell("table")]), tmp_path / "files")
     titles = [each["title"] for each in found]
     assert titles == ["step, ms", "a loss", "Not one number: step, ms"]
+
+
+def test_tables_that_would_have_the_same_title_have_the_line_above_in_it(tmp_path):
+    table = new_output("display_data", {"text/markdown": "| step | ms |\n|--|--:|\n| a | 1 |"})
+    other = new_output("display_data", {"text/markdown": "| step | s |\n|--|--:|\n| a | 1 |"})
+
+    def printed(text):
+        return new_output("stream", text=text)
+
+    outputs = [printed("a note\nforward:\n"), table, printed("backward\n"), table, table]
+    cells = [
+        new_markdown_cell("## 8. The sweep"),
+        new_code_cell("x", outputs=[*outputs, printed("on a CPU"), other, printed("last")]),
+        new_code_cell("x", outputs=[table]),
+    ]
+    found = save_downloads(new_notebook(cells=cells), tmp_path / "files")
+    assert [each["title"] for each in found] == [
+        "The sweep: forward: step, ms",
+        "The sweep: backward: step, ms",
+        "The sweep: step, ms",
+        "The sweep: step, s",
+        "The sweep: step, ms",
+    ]
 
 
 def test_long_titles_end_at_a_word(tmp_path):
