@@ -584,20 +584,19 @@ def flash_backward(
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     if not num_keys or not q.numel():
         return tuple(grad.zero_() for grad in grads)
+    written = grads
     if is_causal and num_keys > num_queries:
         # no query sees the keys after the last query; to say so costs a program for each tile more
         # than to write zeros
         for grad in grads[1:]:
             grad[:, :, num_queries:].zero_()
         k, v, *seen = (x[:, :, :num_queries] for x in (k, v, *grads[1:]))
-        settings = {"precision": precision, "tiles": tiles, "angles": angles}
+        num_keys, written = num_queries, (grads[0], *seen)
+    if tiles is None and _uses_hopper(q, k, v, *written):
         tensors = (grad_out, q, k, v, out, lse)
-        flash_backward(*tensors, True, scale, grads=(grads[0], *seen), **settings)
+        hopper.flash_backward(*tensors, is_causal, scale, grads=written, angles=angles)
         return grads
-    if tiles is None and _uses_hopper(q, k, v, *grads):
-        tensors = (grad_out, q, k, v, out, lse)
-        return hopper.flash_backward(*tensors, is_causal, scale, grads=grads, angles=angles)
-    grad_q, grad_k, grad_v = grads
+    grad_q, grad_k, grad_v = written
     q, k, v, grad_out = map(with_unit_stride, (q, k, v, grad_out))
     precision = usable_precision(q, precision)
     for_queries, for_keys = tiles or backward_tiles(q, precision=precision)
@@ -637,7 +636,7 @@ def flash_backward(
         **constants(*shape, for_keys),
         IS_TURNED=is_turned,
     )
-    return grad_q, grad_k, grad_v
+    return grads
 
 
 def _uses_hopper(*heads: Tensor) -> bool:
