@@ -8,6 +8,7 @@ that all that needs, so that a notebook starts at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ def key_figures(**figures: Any) -> None:
     from lib.report import format_value
 
     # pairs, because notebooks are stored with the keys of mappings sorted
-    names = [name.replace("_", " ").replace(" per s", "/s") for name in figures]
+    names = [re.sub(r" per s\b", "/s", name.replace("_", " ")) for name in figures]
     shown = list(zip(names, map(format_value, figures.values())))
     line = " · ".join(f"{name}: {value}" for name, value in shown)
     display({KEY_FIGURES: shown, "text/plain": f"Key figures. {line}"}, raw=True)

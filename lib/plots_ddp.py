@@ -14,6 +14,7 @@ from lib.plots import (
     BLUE,
     COLORS,
     GREEN,
+    GREY,
     GRID,
     INK,
     MARKERS,
@@ -26,7 +27,6 @@ from lib.plots import (
 from lib.ring import RingStep
 from lib.trace_timeline import PHASES, Timeline
 
-GREY = "#BBB6A8"
 # In the order of `PHASES`.
 PHASE_COLORS = dict(zip(PHASES.values(), (GREY, BLUE, PURPLE, ORANGE)))
 # A chunk by how much of the sum is in it: own, partial, whole.

@@ -20,6 +20,7 @@ from lib.plots import (
     BLACK,
     BLUE,
     GREEN,
+    GREY,
     PURPLE,
     SKY,
     VERMILLION,
@@ -35,7 +36,6 @@ COLORS = {
     "flashddp": VERMILLION,
     "torch_ddp": BLUE,
 }
-GREY = "#BBB6A8"
 # For the kernels in one panel.
 LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)))
 

@@ -15,6 +15,7 @@ from lib.plots import (
     BLACK,
     BLUE,
     GREEN,
+    GREY,
     ORANGE,
     PAPER,
     PURPLE,
@@ -28,7 +29,7 @@ from lib.plots_lm_matrix import Section
 # Kinds of bytes from the bottom up; what a peak has beyond them is above.
 KIND_COLORS = {"parameters": BLUE, "optimizer_state": VERMILLION, "gradients": GREEN}
 KIND_NAMES = {"parameters": "weights", "optimizer_state": "state", "gradients": "gradients"}
-BEYOND, BEYOND_COLOR = "beyond them at the peak: activations, buffers", "#BBB6A8"
+BEYOND, BEYOND_COLOR = "beyond them at the peak: activations, buffers", GREY
 METHOD_COLORS = {
     "none": BLACK,
     "flashddp": VERMILLION,

@@ -14,6 +14,7 @@ from lib.plots import (
     BLUE,
     COLORS,
     GREEN,
+    GREY,
     INK,
     MARKERS,
     ORANGE,
@@ -22,7 +23,6 @@ from lib.plots import (
     SKY,
     VERMILLION,
 )
-from lib.plots_ddp import GREY
 from lib.trace_timeline import Intervals, Timeline
 
 # From the left of a bar: what each kind of bytes is called, and its colour.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,10 +13,10 @@ from lib.communication_costs import ScalingPrediction
 from lib.config_training import ModelConfig
 from lib.model_costs import num_parameters
 from lib.model_presets import model_preset
-from lib.plots import BLUE, INK, STYLE, VERMILLION
+from lib.plots import BLUE, INK, VERMILLION
 from lib.plots_distributed import draw_overlap
 from lib.scaling import CLUSTERS, GRADIENT_BYTES, predict_step
-from lib.widgets_model import picture_of
+from lib.widgets_model import draw_picture
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -114,10 +113,11 @@ def bucket_slider(
     }
 
     def picture(cap: int) -> dict[str, Any]:
-        with plt.rc_context(STYLE):
-            figure = Figure(figsize=(9.6, 3.2), dpi=150, layout="none")
+        def draw(figure: Figure) -> None:
             draw_buckets(figure, predictions[networks.value], cap)
-            return picture_of(figure, f"{networks.value}, {ranks} ranks", dpi=150)
+
+        reading = f"{networks.value}, {ranks} ranks"
+        return draw_picture(draw, reading, 9.6, 3.2, dpi=150, layout="none")
 
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="3.2in"))
     others = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))

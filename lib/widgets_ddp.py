@@ -9,18 +9,17 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
 from lib.model_presets import model_preset
-from lib.plots import INK, STYLE
+from lib.plots import INK
 from lib.plots_ddp import draw_ring, draw_scaling
 from lib.plots_distributed import draw_overlap
 from lib.report import Record
 from lib.ring import ring_all_reduce
 from lib.scaling import CLUSTERS, predict_step
-from lib.widgets_model import choice_slider, figure_slider, picture_of
+from lib.widgets_model import choice_slider, draw_picture, figure_slider
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -144,8 +143,8 @@ def scaling_explorer(
 
     def picture() -> tuple[dict[str, Any]]:
         model, size, network, ranks = (each.value for each in sliders)
-        with plt.rc_context(STYLE):
-            figure = Figure(figsize=(10.0, 4.2), layout="none")
+
+        def draw(figure: Figure) -> None:
             draw_scaling_setting(
                 figure,
                 model,
@@ -155,7 +154,8 @@ def scaling_explorer(
                 flops_per_s=flops_per_s[model],
                 measured=measured.get(model, {}),
             )
-            return (picture_of(figure, "Predicted scaling", dpi=150),)
+
+        return (draw_picture(draw, "Predicted scaling", 10.0, 4.2, dpi=150, layout="none"),)
 
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="4.2in"))
     view.outputs = picture()

@@ -52,11 +52,8 @@ def figure_slider(
     """
 
     def picture(name: str) -> dict[str, Any]:
-        # by itself a figure is ready sooner than with axes to be taken away again
-        with plt.rc_context(STYLE):
-            figure = Figure(figsize=(width, height))
-            draw(figure, values[name])
-            return picture_of(figure, f"{description} {name}")
+        reading = f"{description} {name}"
+        return draw_picture(lambda figure: draw(figure, values[name]), reading, width, height)
 
     return picture_slider(picture, list(values), description=description, still=still)
 
@@ -115,6 +112,28 @@ def choice_slider(description: str, options: Sequence[Any], value: Any) -> Selec
         style={"description_width": "7em"},
         layout=ipywidgets.Layout(width="min(100%, 34rem)"),
     )
+
+
+def draw_picture(
+    draw: Callable[[Figure], None],
+    reading: str,
+    width: float,
+    height: float,
+    *,
+    dpi: int = 200,
+    layout: str | None = None,
+) -> dict[str, Any]:
+    """What `draw` puts into an empty figure of the house style, as `picture_of` gives it.
+
+    Args:
+        width, height: in inches.
+        layout: as for `matplotlib.figure.Figure`; "none" where axes stand in fixed places.
+    """
+    # by itself a figure is ready sooner than with axes to be taken away again
+    with plt.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout=layout)
+        draw(figure)
+        return picture_of(figure, reading, dpi=dpi)
 
 
 def picture_of(figure: Figure, reading: str, *, dpi: int = 200) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from lib.benchmark_sharding_report import make_sections, sharding_rows
@@ -17,11 +16,10 @@ from lib.config_training import ModelConfig
 from lib.memory_accounting import RESERVED_BYTES, SIZES, RankMemory, rank_memory
 from lib.model_costs import num_parameters
 from lib.model_presets import model_preset
-from lib.plots import STYLE
 from lib.plots_lm_matrix import Section
 from lib.plots_zero import CARDS, KINDS, draw_kinds, kinds_legend
 from lib.report import Record
-from lib.widgets_model import choice_slider, picture_of
+from lib.widgets_model import choice_slider, draw_picture
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -139,10 +137,11 @@ def memory_explorer(*, start: tuple[str, int, str, str, int]) -> VBox:
         is_own = model.value == OWN
         config = own_config(*(each.value for each in own)) if is_own else model_preset(model.value)
         ranks, precision, stage, batch_size = (each.value for each in others)
-        with plt.rc_context(STYLE):
-            figure = Figure(figsize=(10.0, 3.4), layout="none")
+
+        def draw(figure: Figure) -> None:
             draw_setting(figure, model.value, config, ranks, precision, stage, batch_size)
-            return (picture_of(figure, "Predicted memory", dpi=150),)
+
+        return (draw_picture(draw, "Predicted memory", 10.0, 3.4, dpi=150, layout="none"),)
 
     view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="3.4in"))
     box = ipywidgets.VBox()
