@@ -46,6 +46,7 @@ class Toy(nn.Module):
         for tensor in [*self.parameters(), self.scale]:
             nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
         self.frozen.requires_grad_(False)
+        self.to(distributed.current_device())
 
     def forward(self, tokens: Tensor, uses_all: bool) -> Tensor:
         x = torch.tanh(self.first(self.embedding(tokens)))
@@ -57,7 +58,7 @@ class Toy(nn.Module):
 def part(step: int, micro: int, rank: int) -> tuple[Tensor, bool]:
     """The tokens of a rank in a micro-batch, and whether it uses all of the model."""
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    tokens = torch.randint(11, (BATCH, 2), generator=generator)
+    tokens = torch.randint(11, (BATCH, 2), generator=generator).to(distributed.current_device())
     # used by all; by rank 0; by none; by odd ranks; before the last micro-batch only
     uses_all = (True, rank == 0, False, rank % 2 == 1, micro == 0)[step % 5]
     return tokens, uses_all
@@ -128,7 +129,7 @@ def equality(world_size: int) -> dict:
         for expected, module in zip(reference(*how, world_size), train(WAYS[name], *how)):
             pairs = zip(expected, module.parameters())
             error = max(error, *((a - b).abs().max().item() for a, b in pairs))
-        bits = b"".join(param.detach().numpy().tobytes() for param in module.parameters())
+        bits = b"".join(param.detach().cpu().numpy().tobytes() for param in module.parameters())
         results[way] = error, hashlib.sha256(bits).hexdigest()
     return results | {"subgroup": subgroup() if world_size == 3 else None}
 
@@ -138,15 +139,16 @@ def subgroup() -> list[float] | None:
     group = dist.new_group([1, 2])
     if distributed.rank() == 0:
         return None
+    device = distributed.current_device()
     results = []
     for name in ("naive", "flat", "overlap", "flashddp", "torch_ddp"):
-        module = nn.Linear(1, 1, bias=False)
+        module = nn.Linear(1, 1, bias=False, device=device)
         nn.init.constant_(module.weight, distributed.rank())
         model = ddp.wrap(name, module, group=group)
         results.append(module.weight.item())
         for _ in range(2):
             module.zero_grad()
-            model(torch.full((1, 1), float(distributed.rank()))).sum().backward()
+            model(torch.full((1, 1), float(distributed.rank()), device=device)).sum().backward()
             model.finish_gradient_synchronization()
         results.append(module.weight.grad.item())
     return results

@@ -53,9 +53,9 @@ def two_ranks():
     return {name: [result[name] for result in results] for name in TWO_RANKS}
 
 
-def launch(fn, world_size: int, *args):
+def launch(fn, world_size: int, *args, backend: str = "gloo"):
     # long, since other programs may take the cores
-    return distributed.launch(fn, world_size, *args, backend="gloo", timeout=120)
+    return distributed.launch(fn, world_size, *args, backend=backend, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,11 @@ def launch(fn, world_size: int, *args):
     ids=str,
 )
 def test_training_equals_that_of_one_process(trained, world_size, way):
-    results = [result[way] for result in trained(world_size)]
+    check_training(trained(world_size), way)
+
+
+def check_training(results: list[dict], way: tuple[str, str, int]) -> None:
+    results = [result[way] for result in results]
     error = max(error for error, _ in results)
     if way[0] in training.BFLOAT16:
         # five steps of 0.5 with gradients below 1 that are rounded to 8 bits
@@ -288,6 +292,16 @@ def test_packing_keeps_gradients_and_aligns_them(dtype):
         assert param.grad.storage_offset() * buffer.element_size() % 16 == 0
     buffer.fill_(7)
     assert all((param.grad == 7).all() for param in params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_training_on_gpus_equals_that_of_one_process(world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices")
+    results = launch(training.equality, world_size, world_size, backend="nccl")
+    for way in training.ways_to_train(world_size):
+        check_training(results, way)
 
 
 @pytest.mark.gpu

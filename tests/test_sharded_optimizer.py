@@ -392,6 +392,15 @@ def test_a_whole_that_cannot_be_cut_is_refused():
 
 
 @pytest.mark.gpu
+def test_training_on_gpus_equals_that_of_one_process():
+    ranks = min(4, torch.cuda.device_count())
+    optimizers = {size: list(training.OPTIMIZERS) for size in range(1, ranks + 1)}
+    results = distributed.launch(training.equality, ranks, optimizers, backend="nccl", timeout=120)
+    for way in ways(optimizers):
+        check_training(results, way)
+
+
+@pytest.mark.gpu
 def test_two_gpus_train_as_one_process():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
