@@ -145,7 +145,9 @@ def difference(module: nn.Module, expected: list[Tensor]) -> float:
 
 
 def digest(module: nn.Module) -> str:
-    bits = b"".join(p.detach().view(torch.uint8).cpu().numpy().tobytes() for p in module.parameters())
+    bits = b"".join(
+        p.detach().view(torch.uint8).cpu().numpy().tobytes() for p in module.parameters()
+    )
     return hashlib.sha256(bits).hexdigest()
 
 

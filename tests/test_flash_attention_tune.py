@@ -167,8 +167,19 @@ def test_tuning_takes_less_than_a_minute_and_is_never_slower(tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     tiles.found_tiles.cache_clear()
+    compiled = lambda: len(list((tmp_path / "triton").glob("*/*.cubin")))  # noqa: E731
+    in_parallel, compile_all = [], tune.compile_all
+
+    def counted(jobs):
+        usable = compile_all(jobs)
+        in_parallel.append(compiled())
+        return usable
+
+    monkeypatch.setattr(tune, "compile_all", counted)
     start = time.monotonic()
     rows = tune.tune()
     assert time.monotonic() - start < 60
+    # what is measured was compiled before
+    assert in_parallel == [compiled()]
     assert all(row["best ms"] <= (row["ms"] or row["best ms"]) for row in rows)
     tiles.found_tiles.cache_clear()
