@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from lib.config_lm_matrix import SIZES, LmMatrixConfig
+from lib.config_ranks import RanksBenchmarkConfig
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.data import random_tokens
+from lib.memory_accounting import default_cap_mb
 from lib.model_costs import activation_bytes, num_parameters
 from lib.model_presets import model_preset
 
@@ -125,7 +127,16 @@ def make_case(config: LmMatrixConfig, kernel: str, wrapper: str, dtype: str) -> 
     names = {field.name for field in dataclasses.fields(LmMatrixCase)}
     values = {name: getattr(config, name) for name in names & vars(config).keys()}
     values |= {name: getattr(shape, name) for name in SIZES}
-    return LmMatrixCase(**(values | {"kernel": kernel, "wrapper": wrapper, "dtype": dtype}))
+    values |= {"kernel": kernel, "wrapper": wrapper, "dtype": dtype}
+    return LmMatrixCase(**values | {"bucket_size_mb": bucket_size_mb(config, shape, dtype)})
+
+
+def bucket_size_mb(config: RanksBenchmarkConfig, shape: ModelConfig, dtype: str) -> float:
+    """MiB in a bucket, as `config` says or as training chooses."""
+    if config.bucket_size_mb is not None:
+        return config.bucket_size_mb
+    short = config.low_precision_weights
+    return default_cap_mb(shape, dtype=dtype, low_precision_weights=short)
 
 
 def skewed_tokens(case: LmMatrixCase, seed: int) -> np.ndarray:

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lib.benchmark_lm_matrix_cases import LmMatrixCase, loss_difference, spread, turn_ratios
+from lib.benchmark_lm_matrix_cases import (
+    LmMatrixCase,
+    bucket_size_mb,
+    loss_difference,
+    spread,
+    turn_ratios,
+)
 from lib.config_lm_matrix import SIZES
 from lib.config_sharding import SHARDING_METHODS, ShardingConfig
 from lib.config_training import TrainConfig
@@ -84,6 +90,7 @@ def make_case(config: ShardingConfig, model: str, method: str, dtype: str) -> Sh
     values = {name: getattr(config, name) for name in names & vars(config).keys()}
     values |= {name: getattr(shape, name) for name in SIZES}
     values |= {"kernel": config.attention_kernel, "model": model, "dtype": dtype, "method": method}
+    values["bucket_size_mb"] = bucket_size_mb(config, shape, dtype)
     return ShardingCase(**values, wrapper=SHARDING_METHODS[method]["ddp_wrapper"])
 
 

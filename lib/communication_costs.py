@@ -35,6 +35,19 @@ NVLINK_GBS = {
     "H200": 450.0,
 }
 
+# Gradients go in at most about so many buckets, and in smaller ones only below so many MiB.
+MOST_BUCKETS = 32
+LEAST_CAP_MB = 25.0
+
+
+def default_bucket_cap_mb(gradient_bytes: int) -> float:
+    """MiB (2²⁰ bytes) of gradients in a bucket, where nobody says how many: 25, or a 32nd of all.
+
+    A message costs the host as much time whatever its size, and what is sent last, after the
+    backward pass, is a bucket. With a 32nd both stay small in models of any size.
+    """
+    return max(LEAST_CAP_MB, float(round(gradient_bytes / MOST_BUCKETS / 2**20)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:

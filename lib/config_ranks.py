@@ -58,8 +58,11 @@ class RanksBenchmarkConfig:
     low_precision_weights: bool = False
     """Whether the model holds its matrices in `dtype`, and AdamW the float32 masters."""
 
-    bucket_size_mb: float = 25.0
-    """MiB of gradients that are sent at a time, where they go in buckets."""
+    bucket_size_mb: float | None = None
+    """MiB of gradients that are sent at a time, where they go in buckets.
+
+    When left out 25, or a 32nd of all gradients where that is more.
+    """
 
     seed: int = 0
     """Which weights and tokens."""
@@ -77,7 +80,8 @@ class RanksBenchmarkConfig:
         for field in ("loss_steps", "trace_steps", "seed"):
             check(self, field, getattr(self, field) >= 0, "0 or more")
         for field in ("timeout", "bucket_size_mb"):
-            check(self, field, 0 < getattr(self, field) < math.inf, "more than 0, and finite")
+            value = getattr(self, field)
+            check(self, field, value is None or 0 < value < math.inf, "more than 0, and finite")
         right = "auto, float32, bfloat16 or float16"
         check(self, "dtype", self.dtype in right.replace(" or", ",").split(", "), right)
 

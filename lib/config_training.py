@@ -229,8 +229,11 @@ class TrainConfig:
     zero1_strategy: Literal["flat", "parameters"] = "flat"
     """How zero1 deals weights to ranks: equal slices of flat buffers, or whole `parameters`."""
 
-    bucket_size_mb: float = 25.0
-    """MiB of gradients that `flashddp`, `torch_ddp` and zero1's `flat` send at a time."""
+    bucket_size_mb: float | None = None
+    """MiB of gradients that `flashddp`, `torch_ddp` and zero1's `flat` send at a time.
+
+    When left out 25, or a 32nd of all gradients where that is more.
+    """
 
     deterministic: bool = False
     """Whether only deterministic kernels run, so that a repeated run gives the same bits."""
@@ -282,7 +285,8 @@ class TrainConfig:
                 f"sharded_optimizer is {self.sharded_optimizer!r} and ddp_wrapper 'fsdp2', which "
                 "shards the optimizer's state itself; right is: sharded_optimizer 'none'"
             )
-        check(self, "bucket_size_mb", self.bucket_size_mb > 0, "more than 0")
+        cap = self.bucket_size_mb
+        check(self, "bucket_size_mb", cap is None or cap > 0, "more than 0")
         if self.optimizer.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps {self.optimizer.warmup_steps} is more than steps {self.steps}"

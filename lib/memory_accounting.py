@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from lib.communication_costs import default_bucket_cap_mb
 from lib.config import require
 from lib.config_training import ModelConfig
 from lib.model_costs import activation_bytes, num_parameters, parameters_by_part
@@ -113,6 +114,12 @@ def state_bytes_per_weight(element_bytes: int) -> int:
     return 8 if element_bytes == 4 else 12
 
 
+def default_cap_mb(config: ModelConfig, *, dtype: str, low_precision_weights: bool) -> float:
+    """MiB in a bucket of this model's gradients, where nobody says how many."""
+    element_bytes = ELEMENT_BYTES[dtype] if low_precision_weights else 4
+    return default_bucket_cap_mb(_weight_and_state_bytes(config, element_bytes)[0])
+
+
 def rank_memory(
     config: ModelConfig,
     *,
@@ -122,7 +129,7 @@ def rank_memory(
     dtype: str = "bfloat16",
     low_precision_weights: bool = False,
     ddp_wrapper: str = "flashddp",
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     cuda: bool = True,
 ) -> RankMemory:
     """Bytes on the fullest of `ranks` ranks that train `TransformerLM(config)` together.
@@ -155,7 +162,8 @@ def rank_memory(
         dtype: of matrix products: `float32`, `bfloat16` or `float16`.
         low_precision_weights: whether matrices are held in `dtype`.
         ddp_wrapper: who averages gradients in stages 0 and 1; `none` is stage 1 alone.
-        bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket.
+        bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket; when None as many as
+            `lib.communication_costs.default_bucket_cap_mb` says.
         cuda: whether the rank has a GPU. A CPU's AdamW works on a float32 copy of the gradients
             and on the updates' denominators, 8 bytes for each weight that it updates.
 
@@ -190,7 +198,8 @@ def rank_memory(
     if ranks == 1:
         return memory
     change = dataclasses.replace
-    bucket = min(int(bucket_cap_mb * 2**20), gradients)
+    cap = bucket_cap_mb or default_bucket_cap_mb(gradients)
+    bucket = min(int(cap * 2**20), gradients)
     if stage == 0 or (stage == 1 and ddp_wrapper != "none"):
         copied = {"flat": gradients, "flashddp": 0 if cuda else bucket}
         sent = copied.get(ddp_wrapper, 0)
@@ -261,7 +270,12 @@ def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int, *, 
 
 
 def _check(
-    ranks: int, batch_size: int, stage: int, dtype: str, ddp_wrapper: str, bucket_cap_mb: float
+    ranks: int,
+    batch_size: int,
+    stage: int,
+    dtype: str,
+    ddp_wrapper: str,
+    bucket_cap_mb: float | None,
 ) -> None:
     for name, value in {"ranks": ranks, "batch_size": batch_size}.items():
         require(value >= 1, f"{name} is {value}; right is: at least 1")
@@ -273,4 +287,5 @@ def _check(
     require(ddp_wrapper in AVERAGED_BY, message)
     alone = stage == 0 and ddp_wrapper == "none" and ranks > 1
     require(not alone, f"ddp_wrapper is 'none' in stage 0 on {ranks} ranks; right is: flashddp")
-    require(bucket_cap_mb > 0, f"bucket_cap_mb is {bucket_cap_mb}; right is: above 0")
+    is_right = bucket_cap_mb is None or bucket_cap_mb > 0
+    require(is_right, f"bucket_cap_mb is {bucket_cap_mb}; right is: above 0")

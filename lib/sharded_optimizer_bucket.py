@@ -29,14 +29,18 @@ class FlatBucket:
         ranks, here = world_size(group), rank(group)
         self.slice_length = -(-self.starts[-1] // (step * ranks)) * step
         self.begin = here * self.slice_length
-        self.tail = ranks * self.slice_length - self.starts[-1]
-        # what fills the gaps
-        self.zeros = params[0].detach().new_zeros(max(step, self.tail))
+        # zeros behind each parameter, and at the end; None where there are none anywhere
+        gaps = [length - param.numel() for param, length in zip(params, self.lengths)]
+        gaps[-1] += ranks * self.slice_length - self.starts[-1]
+        zeros = params[0].detach().new_zeros(max(gaps))
+        self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else None
         self.flat = self._packed([param.detach() for param in params])
         for param, place in zip(params, self.starts):
             param.data = self.flat[place : place + param.numel()].view(param.shape)
         self.addresses = [param.data_ptr() for param in params]
+        # this rank's parts, and where each begins in its slice
         self.shards: list[Shard] = []
+        self.shard_starts: list[int] = []
         # the parameters whose gradients came in backward, and of how many that is expected
         self.arrived: set[int] = set()
         self.num_expected = 0
@@ -61,6 +65,7 @@ class FlatBucket:
                     param, number, start, stop, weight, master_weights=master_weights
                 )
                 self.shards.append(shard)
+                self.shard_starts.append(place + start - self.begin)
         return self.shards
 
     @property
@@ -85,19 +90,20 @@ class FlatBucket:
 
     def start_reduction(self) -> None:
         """Send off the gradients, which are taken from the parameters."""
-        self.absent = [param for param in self.params if param.grad is None]
+        grads, absent = [], []
         for param in self.params:
-            if param.grad is not None and param.grad.layout != torch.strided:
+            grad = param.grad
+            if grad is None:
+                absent.append(param)
+                grad = torch.zeros_like(param)
+            elif grad.layout != torch.strided:
                 raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(param.shape)} is "
-                    f"{param.grad.layout}; right is: dense, as with sparse=False"
+                    f"the gradient of a parameter of shape {tuple(param.shape)} is {grad.layout}; "
+                    "right is: dense, as with sparse=False"
                 )
-        absent = {id(param) for param in self.absent}
-        grads = [
-            torch.zeros_like(param) if id(param) in absent else param.grad for param in self.params
-        ]
-        self.sent = self._packed([grad.detach() for grad in grads])
-        del grads
+            grads.append(grad.detach())
+        self.absent, self.sent = absent, self._packed(grads)
+        del grad, grads
         for param in self.params:
             param.grad = None
         self.mean = self.sent.new_empty(self.slice_length)
@@ -117,14 +123,11 @@ class FlatBucket:
         self.free_sent()
         if not has_average(self.mean, self.group):
             self.mean.div_(world_size(self.group))
-        places = {id(param): place for param, place in zip(self.params, self.starts)}
-        for shard in self.shards:
-            if id(shard.param) in unused:
-                continue
-            start = places[id(shard.param)] + shard.start - self.begin
-            grad = self.mean[start : start + shard.stop - shard.start].view(shard.weight.shape)
-            shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self.has_means |= any(id(param) not in unused for param in self.params)
+        for shard, start in zip(self.shards, self.shard_starts):
+            if id(shard.param) not in unused:
+                grad = self.mean[start : start + shard.stop - shard.start].view_as(shard.weight)
+                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        self.has_means |= not unused or any(id(param) not in unused for param in self.params)
         self.mean = self.reduction = None
         self.arrived.clear()
 
@@ -139,10 +142,9 @@ class FlatBucket:
 
     def _packed(self, tensors: list[Tensor]) -> Tensor:
         """The tensors and the gaps behind them in one buffer; the tensor itself if that is all."""
-        is_alone = tensors[0].numel() == self.starts[-1] and not self.tail
-        if is_alone and tensors[0].is_contiguous():
+        if len(tensors) == 1 and not self.gaps and tensors[0].is_contiguous():
             return tensors[0].view(-1)
-        pieces = []
-        for tensor, length in zip(tensors, self.lengths):
-            pieces += [tensor.reshape(-1), self.zeros[: length - tensor.numel()]]
-        return torch.cat([*pieces, self.zeros[: self.tail]])
+        pieces = [tensor.reshape(-1) for tensor in tensors]
+        if self.gaps:
+            pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
+        return torch.cat(pieces)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lib.communication_costs import default_bucket_cap_mb
 from lib.config_training import TrainConfig
 from lib.ddp import wrap
 from lib.distributed import broadcast_module, world_size
@@ -100,7 +101,7 @@ def parallelise(
         broadcast_module(loss, group)
         optimizer = make_optimizer(loss.model, config, lr, group)
         return AveragedByOptimizer(loss, optimizer), optimizer
-    parallel = wrap(name, loss, group=group, bucket_cap_mb=config.bucket_size_mb)
+    parallel = wrap(name, loss, group=group, bucket_cap_mb=_bucket_cap_mb(config, loss))
     return parallel, make_optimizer(loss.model, config, lr, group)
 
 
@@ -146,9 +147,14 @@ def make_optimizer(
         strategy=config.zero1_strategy,
         reduces_gradients=averages,
         overlap=averages,
-        bucket_cap_mb=config.bucket_size_mb,
+        bucket_cap_mb=_bucket_cap_mb(config, model),
         **options,
     )
+
+
+def _bucket_cap_mb(config: TrainConfig, model: nn.Module) -> float:
+    trained = (param.nbytes for param in model.parameters() if param.requires_grad)
+    return config.bucket_size_mb or default_bucket_cap_mb(sum(trained))
 
 
 class AveragedByOptimizer(nn.Module):

@@ -19,7 +19,13 @@ from lib import communication_costs as costs
 from lib.__main__ import main
 from lib.benchmark_communication import benchmark_communication, communication_cases
 from lib.benchmark_communication_report import write_report
-from lib.communication_costs import COLLECTIVES, fit_link, predict_scaling, predicted_ms
+from lib.communication_costs import (
+    COLLECTIVES,
+    default_bucket_cap_mb,
+    fit_link,
+    predict_scaling,
+    predicted_ms,
+)
 from lib.config_distributed import CommunicationBenchmarkConfig
 from lib.distributed import launch
 from lib.plots import house_figure
@@ -212,6 +218,13 @@ def test_one_rank_is_as_fast_as_one_rank():
 def test_a_wrong_argument_of_the_prediction_is_named(changed, words):
     with pytest.raises(ValueError, match=words):
         predict_scaling(**{"gradient_bytes": 8e6, "buckets": 1} | SLOW | changed)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "cap"), [(0, 25), (800, 25), (801, 25), (3200, 100), (3698, 116), (10**6, 31250)]
+)
+def test_a_bucket_is_25_mebibytes_or_a_32nd_of_all_gradients(mebibytes, cap):
+    assert default_bucket_cap_mb(mebibytes * 2**20) == cap
 
 
 def test_the_names_of_collectives_are_the_same_everywhere():

@@ -31,8 +31,10 @@ from lib.benchmark_sharding_report import (
     write_report,
 )
 from lib.benchmark_turns import measure
+from lib.communication_costs import default_bucket_cap_mb
 from lib.config_sharding import SHARDING_METHODS, ShardingConfig
 from lib.distributed import launch, rank
+from lib.model import TransformerLM
 from lib.model_costs import num_parameters
 from lib.model_presets import model_preset
 from lib.plots import house_figure
@@ -255,6 +257,18 @@ def test_a_method_reaches_the_training(method):
     assert training.bucket_size_mb == SMALL["bucket_size_mb"]
     assert training.model.context_length == 16
     assert method in METHOD_COLORS
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_buckets_left_out_are_those_of_training(short):
+    config = ShardingConfig(models=("large",), low_precision_weights=short)
+    case = make_case(settled(config, 2, on_gpu=True), "large", "zero1", "bfloat16")
+    model = TransformerLM(case.shape, device="meta")
+    if short:
+        model.use_low_precision_weights(torch.bfloat16)
+    gradients = sum(param.nbytes for param in model.parameters())
+    assert case.bucket_size_mb == default_bucket_cap_mb(gradients) > 25
+    assert case.training(log_interval=4).bucket_size_mb == case.bucket_size_mb
 
 
 def test_models_are_held_together_only_where_they_fit():

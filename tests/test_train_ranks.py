@@ -19,7 +19,7 @@ import torch.distributed as dist
 import train_ranks as workers
 from safetensors.torch import load_file
 
-from lib import distributed
+from lib import communication_costs, distributed, sharded_optimizer, train_optimizer
 from lib.checkpoint import load_checkpoint
 from lib.config import TokenizeConfig
 from lib.config_training import (
@@ -474,3 +474,28 @@ def test_ranks_wait_for_a_folder_in_use_longer_than_for_one_another(config, fold
         assert not done.wait(16)
     thread.join()
     assert [result.status for result in results] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize("sharded", ["none", "zero1"])
+def test_buckets_left_out_are_of_a_32nd_of_the_gradients(sharded, monkeypatch):
+    caps = []
+    monkeypatch.setattr(train_optimizer, "world_size", lambda group=None: 2)
+    monkeypatch.setattr(communication_costs, "LEAST_CAP_MB", 0.0)
+    monkeypatch.setattr(
+        train_optimizer, "wrap", lambda *args, bucket_cap_mb, **options: caps.append(bucket_cap_mb)
+    )
+    monkeypatch.setattr(
+        sharded_optimizer,
+        "ShardedOptimizer",
+        lambda *args, bucket_cap_mb, **options: caps.append(bucket_cap_mb),
+    )
+    loss = torch.nn.Linear(2**20, 200, bias=False, device="meta")
+    loss.model = torch.nn.Linear(2**20, 160, bias=False, device="meta")
+    config = TrainConfig(ddp_wrapper="flashddp", sharded_optimizer=sharded)
+    train_optimizer.parallelise(loss, config, torch.zeros(()), None)
+    # 1,440 MiB with its model, of which 640 are sharded
+    assert caps == [45.0] + [20.0] * (sharded == "zero1")
+    caps.clear()
+    explicit = dataclasses.replace(config, bucket_size_mb=3.0)
+    train_optimizer.parallelise(loss, explicit, torch.zeros(()), None)
+    assert set(caps) == {3.0}

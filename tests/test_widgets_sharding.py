@@ -250,8 +250,9 @@ def test_without_sliders_the_chosen_setting_is_shown():
 def record(backend, date, **changed):
     """One as `python -m lib benchmark sharding` writes it, of its settings only."""
     shape = dataclasses.asdict(SMALL)
-    names = ("dtype", "tf32", "compile", "cuda_graph", "low_precision_weights", "bucket_size_mb")
+    names = ("dtype", "tf32", "compile", "cuda_graph", "low_precision_weights")
     config = {name: getattr(ShardingConfig(), name) for name in names} | shape
+    config["bucket_size_mb"] = 25.0
     config |= {"model": "small", "kernel": "sdpa", "method": "zero1", "ranks": 2}
     config |= {"backend": backend, "tr_batch_size": 2, "steps_per_epoch": 3, **changed}
     config |= {"wrapper": SHARDING_METHODS[config["method"]]["ddp_wrapper"]}
