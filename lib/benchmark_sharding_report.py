@@ -10,6 +10,7 @@ from typing import Any
 from lib.benchmark_lm_matrix_cases import spread, turn_ratios
 from lib.benchmark_lm_matrix_report import section_key, section_title
 from lib.benchmark_sharding_cases import BASE, predicted_bytes
+from lib.config_sharding import SHARDING_METHODS
 from lib.files import write_atomically
 from lib.memory_accounting import SIZES, largest_preset, rank_memory
 from lib.model_presets import model_preset
@@ -109,11 +110,14 @@ def sharding_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def make_sections(rows: Iterable[dict[str, Any]]) -> list[Section]:
-    """The rows by section, in the order in which sections were first measured."""
+    """The rows by section: few ranks before many, small models before large; methods as listed."""
     found: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
+    methods = list(SHARDING_METHODS)
+    for row in sorted(rows, key=lambda row: methods.index(row["method"])):
         found.setdefault((*section_key(row), row["kernel"]), []).append(row)
-    return [Section(_title(chosen[0]), tuple(chosen)) for chosen in found.values()]
+    order = ("ranks", "num_layers", "d_model", "tr_batch_size")
+    chosen = sorted(found.values(), key=lambda rows: [rows[0][name] for name in order])
+    return [Section(_title(rows[0]), tuple(rows)) for rows in chosen]
 
 
 def _title(row: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -132,14 +133,17 @@ def _stack(
 def save_sharding_time_figure(sections: Sequence[Section], path: str | os.PathLike) -> Path:
     """Milliseconds a step by method, and beside each bar its ratio to `flashddp`."""
     counts = [len(section.rows) for section in sections] or [1]
-    size = {"width": 8.5, "height": sum(0.42 * count + 1.2 for count in counts)}
-    ratios = {"height_ratios": counts}
-    with house_figure(nrows=len(counts), squeeze=False, gridspec_kw=ratios, **size) as (
-        figure,
-        grid,
-    ):
-        for axes, section in zip(grid[:, 0], sections):
-            _draw_times(axes, section)
+    columns = min(2, len(counts))
+    highest = [max(counts[at : at + columns]) for at in range(0, len(counts), columns)]
+    size = {"width": 8.5 * columns, "height": sum(0.42 * count + 1.2 for count in highest)}
+    grid = {"nrows": len(highest), "ncols": columns, "squeeze": False}
+    with house_figure(**grid, gridspec_kw={"height_ratios": highest}, **size) as (figure, panels):
+        for axes, section in itertools.zip_longest(panels.flat, sections):
+            if section is None:
+                axes.set_axis_off()
+            else:
+                _draw_times(axes, section)
+        figure.align_ylabels()
         return save_figure(figure, path)
 
 

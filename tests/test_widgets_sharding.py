@@ -265,8 +265,8 @@ def test_sections_are_of_gpus_and_the_newest_record_of_each_counts():
     records += [record("nccl", "2026-01-03"), record("nccl", "2026-01-04", method="flashddp")]
     (section,) = gpu_sections(records)
     assert [(row["method"], row["date"]) for row in section.rows] == [
-        ("zero1", "2026-01-03"),
         ("flashddp", "2026-01-04"),
+        ("zero1", "2026-01-03"),
     ]
 
 
