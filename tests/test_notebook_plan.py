@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import papermill
 import pytest
 
 from lib.notebook import run_notebooks
 from lib.notebook_plan import Job, find_notebooks, parameter_names, plan
+
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -61,3 +65,9 @@ def test_only_an_earlier_notebook_can_be_needed(shelf, make_notebook, needed):
     make_notebook(shelf / "notebooks/02_two.ipynb", f"# needs: {needed}\nratio = 2")
     with pytest.raises(ValueError, match=f"needs '{needed}'; earlier ones: there are: 01_one"):
         plan(find_notebooks((), shelf), None, None, shelf)
+
+
+@pytest.mark.parametrize("path", find_notebooks((), ROOT), ids=lambda path: path.stem)
+def test_papermill_finds_the_same_parameters(path):
+    # of others it warns that it does not know them
+    assert set(papermill.inspect_notebook(path)) == parameter_names(path)
