@@ -8,7 +8,6 @@ import pytest
 from lib.notebook import run_notebooks
 from lib.notebook_plan import Job, find_notebooks, parameter_names, plan
 
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
