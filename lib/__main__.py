@@ -193,6 +193,19 @@ def benchmark_sharding(arguments: list[str]) -> int:
     return 0
 
 
+def benchmark_repeat(arguments: list[str]) -> int:
+    """Measure settings of kept records of several ranks again."""
+    from lib.config_ranks import RepeatConfig
+
+    config = parse(RepeatConfig, "benchmark repeat", arguments)
+
+    from lib.benchmark_repeat import benchmark_repeat
+
+    if benchmark_repeat(config):
+        print(config.output)
+    return 0
+
+
 def profile(arguments: list[str]) -> int:
     """Watch training steps: time by kernel, idle gaps, memory by category."""
     from lib.config_profile import ProfileConfig
@@ -243,6 +256,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "benchmark communication": benchmark_communication,
     "benchmark lm-matrix": benchmark_lm_matrix,
     "benchmark sharding": benchmark_sharding,
+    "benchmark repeat": benchmark_repeat,
     "profile": profile,
     "kaggle build": kaggle_build,
     "kaggle push": kaggle_push,

@@ -42,10 +42,7 @@ from lib.report import Record
 
 def benchmark_lm_matrix(config: LmMatrixConfig) -> list[Record]:
     """Measure the cells that `config` names, as `run_benchmark` does."""
-    benchmark = Benchmark(
-        "lm_matrix.jsonl", "kernel", settled, make_plans, make_turns, line, write_report
-    )
-    return run_benchmark(benchmark, config)
+    return run_benchmark(LM_MATRIX, config)
 
 
 def make_plans(config: LmMatrixConfig) -> list[Plan]:
@@ -147,3 +144,8 @@ class WrapperTurns(Turns):
             figures |= {"losses": losses, "reference_losses": self.reference}
             figures["loss_difference"] = loss_difference(losses, self.reference)
         return figures
+
+
+LM_MATRIX = Benchmark(
+    "lm_matrix.jsonl", "kernel", settled, make_plans, make_turns, line, write_report
+)

@@ -41,17 +41,7 @@ from lib.report import Record
 
 def benchmark_sharding(config: ShardingConfig) -> list[Record]:
     """Measure the methods that `config` names, as `run_benchmark` does."""
-    benchmark = Benchmark(
-        "sharding_benchmark.jsonl",
-        "model",
-        settled,
-        make_plans,
-        make_turns,
-        line,
-        write_report,
-        known=predicted,
-    )
-    return run_benchmark(benchmark, config)
+    return run_benchmark(SHARDING, config)
 
 
 def make_plans(config: ShardingConfig) -> list[Plan]:
@@ -136,3 +126,15 @@ class MethodTurns(Turns):
             # compared with those of the same launch, before any record is written
             "predicted": predicted_bytes(case.predicted),
         }
+
+
+SHARDING = Benchmark(
+    "sharding_benchmark.jsonl",
+    "model",
+    settled,
+    make_plans,
+    make_turns,
+    line,
+    write_report,
+    known=predicted,
+)

@@ -86,6 +86,34 @@ class RanksBenchmarkConfig:
         check(self, "dtype", self.dtype in right.replace(" or", ",").split(", "), right)
 
 
+@dataclasses.dataclass(frozen=True)
+class RepeatConfig:
+    """Settings of kept records of training on several ranks, to be measured again."""
+
+    records: Path = Path("artifacts/lm_matrix.jsonl")
+    """Of `benchmark lm-matrix` or `benchmark sharding`."""
+
+    only: tuple[str, ...] = ()
+    """Settings that have one of these in their title in the report; all when left out."""
+
+    ranks: int | None = None
+    """Those of so many processes; one for each GPU when left out, or 2 on a CPU."""
+
+    keep_buckets: bool = True
+    """Whether gradients go in buckets of the records' size, or of that which training chooses."""
+
+    seconds: float | None = None
+    """No further setting is begun that would probably end later; no limit when left out."""
+
+    output: Path = Path("artifacts")
+    """The folder for records, tables and figures; records of other settings there are kept."""
+
+    def __post_init__(self) -> None:
+        for field in ("ranks", "seconds"):
+            value = getattr(self, field)
+            check(self, field, value is None or value > 0, "more than 0")
+
+
 def check_different(config: Any, lists: Mapping[str, Any]) -> None:
     """Refuse lists of names that are unknown or twice there; `lists` has the known ones of each."""
     for field, known in lists.items():

@@ -83,7 +83,7 @@ def test_unknown_command_is_refused_with_the_known_ones():
     known = (
         "pipeline, tokenize, train, generate, run, benchmark tokenizer, benchmark training, "
         "benchmark step, benchmark attention, benchmark communication, benchmark lm-matrix, "
-        "benchmark sharding, profile, kaggle build, kaggle push"
+        "benchmark sharding, benchmark repeat, profile, kaggle build, kaggle push"
     )
     assert f"known: {known}\n" in done.stderr
 
