@@ -35,26 +35,36 @@ def attention(
 
     Args:
         q: (batch, heads, queries, head_dim).
-        k, v: (batch, heads, keys, head_dim).
+        k, v: (batch, heads, keys, head_dim); for the two of FlashAttention also fewer heads, each
+            for a group of those of q.
         kernel: one of `ATTENTION_KERNELS`. The two of FlashAttention know no mask but the causal
             one: with a `mask` they leave the work to `sdpa`.
         is_causal: query i sees the keys up to i (top-left aligned).
         mask: (queries, keys) or broadcastable to (batch, heads, queries, keys), bool: True where a
             query sees a key. Instead of `is_causal`.
-        scale: 1 / sqrt(head_dim) when left out.
+        scale: above 0; 1 / sqrt(head_dim) when left out.
 
     Returns:
-        (batch, heads, queries, head_dim), in the dtype of `v`.
+        (batch, heads, queries, head_dim), in the dtype of `v`; zeros where there are no keys.
 
     Raises:
-        ValueError: `kernel` is unknown or does not run on this device, or both `is_causal` and
-            `mask` are given.
+        ValueError: `kernel` is unknown or does not run on this device, both `is_causal` and `mask`
+            are given, or `scale` or numbers of heads do not fit.
     """
     if kernel not in ATTENTION_KERNELS:
         raise ValueError(f"kernel is {kernel!r}; known: {', '.join(ATTENTION_KERNELS)}")
     if mask is not None and is_causal:
         raise ValueError("is_causal is True and mask is given; right is: one of them")
+    if q.shape[-1] < 1:
+        raise ValueError("q has head_dim 0; right is: at least 1")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; right is: above 0")
+    if q.shape[1] != k.shape[1] and not (kernel.startswith("flash") and mask is None):
+        raise ValueError(
+            f"q has {q.shape[1]} heads, k {k.shape[1]}, which {kernel} does not group; right is: "
+            "as many, or a kernel of FlashAttention without a mask"
+        )
     if kernel.startswith("flash") and mask is None:
         return flash_attention(kernel, q.device)(q, k, v, is_causal=is_causal, scale=scale)
     if kernel == "sdpa" or kernel.startswith("flash"):
@@ -102,6 +112,9 @@ def scaled_dot_product_attention(
         scores = (q @ k.transpose(-2, -1)) * scale  # (..., queries, keys)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
+    if not k.shape[-2]:
+        # a softmax of nothing has no maximum; a sum of nothing is 0
+        return scores.to(v.dtype) @ v
     with annotate("softmax"):
         weights = softmax(scores, dim=-1).to(v.dtype)
     with annotate("value product"):
@@ -110,6 +123,8 @@ def scaled_dot_product_attention(
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """One head of one sequence after the other: slow, and holds one score matrix at a time."""
+    if not q.numel():
+        return scaled_dot_product_attention(q, k, v, mask, scale)
     if mask is not None:
         mask = mask.expand(*q.shape[:2], q.shape[-2], k.shape[-2])
     rows = []

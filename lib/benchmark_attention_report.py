@@ -101,10 +101,12 @@ def write_report(records: Sequence[Record], output: Path) -> None:
     write_atomically(f"{stem}_report.md", text)
     plain = [{k: v for k, v in row.items() if k not in ("times_ms", "kernels")} for row in rows]
     to_csv(plain, f"{stem}_results.csv")
+    rows = of_those_that_run(rows)
     if any(row["direction"] == "forward" for row in rows):
         save_forward_figure(rows, f"{stem}_forward.png")
-    save_heatmap_figure(rows, f"{stem}_heatmap.png")
-    save_scaling_figure(rows, f"{stem}_scaling.png")
+    if rows:
+        save_heatmap_figure(rows, f"{stem}_heatmap.png")
+        save_scaling_figure(rows, f"{stem}_scaling.png")
 
 
 def newest_records(records: Iterable[Record]) -> list[Record]:

@@ -5,6 +5,7 @@ Each command's flags are generated from its dataclass, so a field's note is also
 """
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -303,7 +304,7 @@ class AttentionBenchmarkConfig:
 
     def __post_init__(self) -> None:
         for tier in self.custom_tiers:
-            is_right = re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", tier)
+            is_right = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", tier)
             require(is_right, f"custom_tiers has {tier!r}; right is: QUERIES:KEYS, as in 1024:4096")
         check(self, "head_dims", min(self.head_dims, default=1) > 0, "each at least 1")
         for field in ("tokens", "width", "batch_size", "heads"):
@@ -312,8 +313,8 @@ class AttentionBenchmarkConfig:
         check(self, "masks", bool(self.masks), "at least one")
         check(self, "warmup", self.warmup > 0, "at least 1")
         check(self, "iters", self.iters > 0, "at least 1")
-        check(self, "max_seconds", self.max_seconds > 0, "more than 0")
-        check(self, "seed", self.seed >= 0, "0 or more")
+        check(self, "max_seconds", 0 < self.max_seconds < math.inf, "more than 0, and finite")
+        check(self, "seed", 0 <= self.seed < 2**63, "from 0 to 2⁶³ - 1")
 
 
 def require(is_right: object, message: str) -> None:

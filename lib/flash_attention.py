@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lib.flash_attention_inputs import autocast
+
 # Rows of Q, and of K and V, that are worked on at a time (the paper's B_r and B_c).
 QUERY_TILE = 128
 KEY_TILE = 128
@@ -63,7 +65,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx, q, k, v, is_causal=False, scale=None, query_tile=QUERY_TILE, key_tile=KEY_TILE
     ):
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         _check(q, k, v)
         for name, tile in (("query_tile", query_tile), ("key_tile", key_tile)):
             if tile < 1:
@@ -110,7 +112,7 @@ def forward(
                 shrink = torch.exp(m_before - safe)
                 l = shrink * l + P.sum(-1, keepdim=True)
                 O = shrink * O + P @ V  # line 10
-            # l is at least 1, the maximum's own term, or 0 without keys
+            # l is at least 1, the maximum's own term, or 0 where all scores are -inf
             out[..., rows, :] = O / l.clamp(min=1)  # lines 12 and 14
             lse[..., rows] = (m + torch.log(l)).squeeze(-1)  # lines 13 and 15
     return out, lse
@@ -134,6 +136,8 @@ def backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     with torch.autocast(q.device.type, enabled=False):
         delta = (grad_out.to(lse.dtype) * out).sum(-1)  # line 4, the paper's D; (..., queries)
+        # a query that sees nothing but scores of -inf: P is 0
+        lse = torch.where(lse == -math.inf, math.inf, lse)
         for columns in _tiles(0, num_keys, key_tile):  # line 5
             K, V = (x[..., columns, :].to(lse.dtype) for x in (k, v))  # line 6
             dK, dV = torch.zeros_like(K), torch.zeros_like(V)  # line 7
@@ -164,15 +168,6 @@ def _scores(
         key = torch.arange(columns.start, columns.stop, device=Q.device)
         S = S.masked_fill(key > query[:, None], -math.inf)
     return S
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast all but float64 become its dtype, as for PyTorch's own attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -9,11 +9,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast they become its dtype, as for PyTorch's own attention."""
+    """Under autocast they become its dtype, as for PyTorch's own attention; float64 stays."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    dtype = torch.get_autocast_dtype(device)
+    is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in tensors]
+    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast)]
 
 
 def check_device(device: torch.device) -> None:

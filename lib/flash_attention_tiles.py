@@ -8,6 +8,7 @@ the best are found by measuring. The tables here hold for a class of chips;
 import functools
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,16 +138,12 @@ def tiles_key(kind: str, q: Tensor, precision: str) -> str:
 @functools.cache
 def found_tiles(device: torch.device) -> dict[str, Tiles]:
     """What `lib.flash_attention_tune` found on a GPU with this Triton, by `tiles_key`."""
-    if device.type != "cuda" or not tiles_file().is_file():
-        return {}
-    found = json.loads(tiles_file().read_text(encoding="utf-8")).get(_chip_name(device), {})
-    return {key: Tiles(*tiles) for key, tiles in found.items()}
+    return _known_tiles().get(_chip_name(device), {}) if device.type == "cuda" else {}
 
 
 def keep_tiles(device: torch.device, found: dict[str, Tiles]) -> Path:
     """Write what was found on a GPU beside what is known already; the path of the file."""
-    path = tiles_file()
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path, known = tiles_file(), _known_tiles()
     known[_chip_name(device)] = known.get(_chip_name(device), {}) | found
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(known, indent=1) + "\n")
@@ -159,6 +156,21 @@ def tiles_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
         "workbook/attention_tiles.json"
     )
+
+
+def _known_tiles() -> dict[str, dict[str, Tiles]]:
+    """What is kept of all GPUs; nothing, and a warning, where the file is damaged."""
+    if not tiles_file().is_file():
+        return {}
+    try:
+        known = json.loads(tiles_file().read_text(encoding="utf-8"))
+        return {
+            chip: {key: Tiles(*tiles) for key, tiles in found.items()}
+            for chip, found in known.items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        warnings.warn(f"{tiles_file()} is damaged and not used: {error}", stacklevel=2)
+        return {}
 
 
 def _chip_name(device: torch.device) -> str:

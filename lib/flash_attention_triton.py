@@ -124,6 +124,19 @@ def _key_range(
 
 
 @triton.jit
+def _log2_sum_exp(places, row, num_queries, EVEN_Q: tl.constexpr):
+    """The logarithm to base 2 of each row's sum of exponentials, +inf where p is to be 0.
+
+    That is past the last query, and where a query sees nothing but scores of -inf.
+    """
+    if EVEN_Q:
+        lse = tl.load(places)
+    else:
+        lse = tl.load(places, row < num_queries, other=float("inf"))
+    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -199,7 +212,9 @@ def _forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             row_max = new_max
 
-    _store_rows(out_ptr, acc / row_sum[:, None], first, out_token, num_queries, TILE_Q, DIM, WIDTH)
+    # a query that sees keys of score -inf only gets zeros, as one that sees none
+    out = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    _store_rows(out_ptr, out, first, out_token, num_queries, TILE_Q, DIM, WIDTH)
     row = first + tl.arange(0, TILE_Q)
     lse = row_max * LN_2 + tl.log(row_sum)
     tl.store(lse_ptr + batch_head.to(tl.int64) * num_queries + row, lse, row < num_queries)
@@ -274,8 +289,7 @@ def _backward_queries_kernel(
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     tl.store(delta_ptr + row, delta, row < num_queries)
     q = _rows(q_ptr, first, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
-    # past the last query an infinite log-sum-exp makes every probability 0
-    lse = tl.load(lse_ptr + row, row < num_queries, other=float("inf")) * LOG2_E
+    lse = _log2_sum_exp(lse_ptr + row, row, num_queries, EVEN_Q)
     scale_log2 = scale * LOG2_E
     acc = tl.zeros((TILE_Q, WIDTH), tl.float32)
 
@@ -380,18 +394,19 @@ def _backward_keys_kernel(
             for start in range(lower, upper, TILE_Q):
                 row = start + tl.arange(0, TILE_Q)
                 q = _rows(q_base, start, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
+                lse = _log2_sum_exp(lse_ptr + rows + row, row, num_queries, EVEN_Q)
                 if EVEN_Q:
-                    lse = tl.load(lse_ptr + rows + row) * LOG2_E
                     delta = tl.load(delta_ptr + rows + row)
                 else:
-                    inside = row < num_queries
-                    lse = tl.load(lse_ptr + rows + row, inside, other=float("inf")) * LOG2_E
-                    delta = tl.load(delta_ptr + rows + row, inside, other=0.0)
+                    delta = tl.load(delta_ptr + rows + row, row < num_queries, other=0.0)
                 scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 p = tl.exp2(scores * scale_log2 - lse[None, :])
                 if phase == 0:
                     key = first + tl.arange(0, TILE_K)
                     p = tl.where(key[:, None] <= row[None, :], p, 0.0)
+                if not EVEN_Q:
+                    # a key of -inf times the zeros past the last query is NaN
+                    p = tl.where(row[None, :] < num_queries, p, 0.0)
                 grad_out = _rows(
                     grad_out_base, start, grad_out_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q
                 )
@@ -503,6 +518,7 @@ def _keep(ctx, inputs, output) -> None:
     *tensors, ctx.is_causal, ctx.scale, ctx.precision = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx, grad_out, grad_lse):

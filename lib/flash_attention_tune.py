@@ -8,6 +8,7 @@ this does not change.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import multiprocessing
 import sys
@@ -158,7 +159,8 @@ def compile_all(jobs: Sequence[tuple[Choice, Tiles]]) -> set[tuple[Choice, Tiles
     order = [*table, *(job for job in jobs if job not in table)]
     # never fork after CUDA has started
     context = multiprocessing.get_context("spawn")
-    workers = min(len(jobs), available_cpus())
+    # each has a context of its own on the GPU, which takes longer the more there are
+    workers = min(len(jobs), available_cpus(), 16)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         return {job for job, is_usable in zip(order, pool.map(_runs, order)) if is_usable}
 
@@ -209,5 +211,18 @@ def _functions(
     ]
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune the kernels for this machine's GPU."""
+    parser = argparse.ArgumentParser(prog="python -m lib.flash_attention_tune")
+    parser.add_argument("head_dims", nargs="*", type=int, default=[64, 128], help="widths of heads")
+    asked = parser.parse_args(arguments)
+    try:
+        print(to_markdown(tune(asked.head_dims)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    print(to_markdown(tune([int(x) for x in sys.argv[1:]] or (64, 128))))
+    sys.exit(main())

@@ -190,3 +190,36 @@ def test_unknown_kernel_is_refused_by_the_config():
 def test_mask_and_is_causal_exclude_each_other(kernel):
     with pytest.raises(ValueError, match="is_causal is True and mask is given"):
         attention(*make_inputs(SHAPES[0]), kernel=kernel, mask=top_left(1, 1))
+
+
+ALL_HERE = (*EAGER_KERNELS, "flash_attention_torch")
+
+
+@pytest.mark.parametrize("kernel", ALL_HERE)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 0, 8), (0, 3, 4, 4, 8), (2, 0, 4, 4, 8)], ids=str)
+def test_without_keys_batch_or_heads_there_are_zeros_with_gradients(kernel, shape):
+    inputs = make_inputs(shape)
+    out, *grads = with_gradients(attention(*inputs, kernel=kernel, is_causal=False), inputs)
+    assert out.shape == inputs[0].shape
+    assert (out == 0).all()
+    assert all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("kernel", ALL_HERE)
+@pytest.mark.parametrize("scale", [0.0, -0.3, math.nan])
+def test_a_scale_that_is_not_above_0_is_refused(kernel, scale):
+    with pytest.raises(ValueError, match=r"scale is .*; right is: above 0"):
+        attention(*make_inputs((1, 1, 3, 3, 4)), kernel=kernel, scale=scale)
+
+
+@pytest.mark.parametrize("kernel", ALL_HERE)
+def test_heads_of_no_width_are_refused(kernel):
+    with pytest.raises(ValueError, match="q has head_dim 0; right is: at least 1"):
+        attention(*make_inputs((1, 1, 3, 3, 0)), kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", EAGER_KERNELS)
+def test_grouped_heads_are_refused_where_they_are_not_known(kernel):
+    q = torch.ones(1, 4, 3, 8)
+    with pytest.raises(ValueError, match=f"q has 4 heads, k 2, which {kernel} does not group"):
+        attention(q, q[:, :2], q[:, :2], kernel=kernel)

@@ -492,7 +492,10 @@ def test_each_kernel_has_a_look_of_its_own():
         ({"warmup": 0}, "warmup is 0"),
         ({"iters": 0}, "iters is 0"),
         ({"max_seconds": 0.0}, "max_seconds is 0.0"),
+        ({"max_seconds": math.inf}, "max_seconds is inf; right is: more than 0, and finite"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; right is: from 0 to"),
+        ({"custom_tiers": ("9999999999:8",)}, "custom_tiers has '9999999999:8'"),
     ],
 )
 def test_wrong_settings_are_named(changes, message):
@@ -552,3 +555,27 @@ def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction):
         assert rows[name]["status"] == "ok", (name, rows[name])
         assert rows[name]["error"] < 0.02
         assert rows[name]["peak_memory_bytes"] > 0
+
+
+SMALLEST = {"custom_tiers": ("16:16",), "batch_size": 1, "heads": 1, "masks": ("full",), "iters": 2}
+
+
+def test_where_no_kernel_runs_there_is_a_report_without_figures(tmp_path):
+    config = AttentionBenchmarkConfig(
+        kernels=("sdpa_cudnn",), backward=True, device="cpu", output=tmp_path, **SMALLEST
+    )
+    assert len(benchmark_attention(config)) == 2
+    report = (tmp_path / "attention_sweep_report.md").read_text()
+    assert report.count("None of these kernels runs here.") == 2
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_report_has_what_was_asked_for_last(tmp_path):
+    both = AttentionBenchmarkConfig(
+        kernels=("sdpa", "vectorized_torch"), device="cpu", output=tmp_path, **SMALLEST
+    )
+    for config in (both, dataclasses.replace(both, kernels=("sdpa",)), both):
+        benchmark_attention(config)
+        rows = (tmp_path / "attention_sweep_results.csv").read_text()
+        assert ("vectorized_torch" in rows) == (config is both)
+    assert len((tmp_path / "attention_sweep.jsonl").read_text().splitlines()) == 2

@@ -402,3 +402,18 @@ def test_a_first_tile_of_infinitely_small_scores_counts_as_nothing():
     torch.testing.assert_close(
         out, flash_attention(q, k[:, :, 128:], v[:, :, 128:], is_causal=False)
     )
+
+
+def test_where_all_scores_are_minus_infinity_there_is_no_gradient():
+    q, v = (torch.ones(1, 1, 2, 16, requires_grad=True) for _ in range(2))
+    k = torch.zeros(1, 1, 2, 16)
+    k[:, :, 0] = -math.inf
+    out = flash_attention(q, k, v)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert out[0, 0, :, 0].tolist() == grad[0, 0, :, 0].tolist() == [0.0, 1.0]
+
+
+def test_integers_are_refused_under_autocast_too():
+    x = torch.ones(1, 1, 4, 16, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="q has dtype"):
+        flash_attention(x, x, x)

@@ -241,6 +241,39 @@ def test_the_kernels_repeat_to_the_bit(kernels, is_causal, dtype, device):
 
 
 @ON_KERNEL_DEVICES
+@ON_MASKS
+@pytest.mark.parametrize("tokens", [64, 63, 100])
+def test_the_kernels_give_a_key_of_minus_infinity_no_gradient(kernels, tokens, is_causal, device):
+    q, k, v, _ = make_inputs(Case(tokens, tokens, 32), torch.float32, device)
+    q = q.detach().abs().requires_grad_()
+    k = k.detach()
+    k[:, :, 2] = -torch.inf
+    k.requires_grad_()
+    out = kernels.flash_attention(q, k, v, is_causal=is_causal)
+    grad_k, grad_v = torch.autograd.grad(out.sum(), (k, v))
+    assert (grad_v[:, :, 2] == 0).all()
+    assert grad_k.isfinite().all()
+
+
+@ON_KERNEL_DEVICES
+def test_the_kernels_give_zeros_where_all_scores_are_minus_infinity(kernels, device):
+    q, v = (torch.ones(1, 1, 2, 16, device=device, requires_grad=True) for _ in range(2))
+    k = torch.zeros(1, 1, 2, 16, device=device)
+    k[:, :, 0] = -torch.inf
+    out = kernels.flash_attention(q, k, v)
+    assert out[0, 0, :, 0].tolist() == [0.0, 1.0]
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert grad[0, 0, :, 0].tolist() == [0.0, 1.0]
+
+
+@ON_KERNEL_DEVICES
+def test_no_gradient_goes_through_the_log_sum_exp(kernels, device):
+    q = torch.ones(1, 1, 4, 16, device=device, requires_grad=True)
+    out, lse = torch.ops.workbook.flash_attention(q, q, q, True, 0.25, "ieee")
+    assert (out.requires_grad, lse.requires_grad) == (True, False)
+
+
+@ON_KERNEL_DEVICES
 def test_the_kernels_take_an_expanded_upstream_gradient(kernels, device):
     case = PLAIN
     *leaves, _ = make_inputs(case, torch.float32, device)
@@ -276,6 +309,14 @@ def test_the_kernels_under_autocast_compute_in_its_dtype(kernels, dtype, device)
     for gradient, b in zip(gradients, right[1:]):
         assert gradient.dtype == torch.float32
         assert gradient.equal(b.float())
+
+
+@ON_KERNEL_DEVICES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_the_kernels_under_autocast_refuse_what_they_refuse_otherwise(kernels, dtype, device):
+    x = torch.ones(1, 1, 4, 16, dtype=dtype, device=device)
+    with torch.autocast(device, torch.float16), pytest.raises(ValueError, match="dtypes of q, k"):
+        kernels.flash_attention(x, x, x)
 
 
 @ON_KERNEL_DEVICES

@@ -10,6 +10,7 @@ from lib.flash_attention_tiles import Tiles
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda:0")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks a machine without GPUs")
 
 
 @pytest.fixture
@@ -79,6 +80,18 @@ def test_other_gpus_keep_theirs(on_a_gpu, monkeypatch):
     tiles.keep_tiles(DEVICE, {"forward bfloat16 64": Tiles(64, 64, 4, 1)})
     known = json.loads(tiles.tiles_file().read_text())
     assert [name.split(",")[0] for name in known] == ["Some GPU", "Another"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"GPU": {"forward bfloat16 64": [1, 2, 3]}}'])
+def test_a_damaged_file_is_told_and_replaced(on_a_gpu, text):
+    best = Tiles(16, 128, 2, 5)
+    tiles.tiles_file().parent.mkdir(parents=True)
+    tiles.tiles_file().write_text(text)
+    with pytest.warns(UserWarning, match=r"attention_tiles.json is damaged and not used"):
+        assert tiles.forward_tiles(heads(64)) == tiles.forward_tiles(heads(64), (8, 0))
+    with pytest.warns(UserWarning, match="damaged"):
+        tiles.keep_tiles(DEVICE, {"forward bfloat16 64": best})
+    assert tiles.forward_tiles(heads(64)) == best
 
 
 def test_the_interpreter_looks_in_no_file(on_a_gpu, monkeypatch):
@@ -155,6 +168,13 @@ def test_a_cpu_is_refused():
     tune = pytest.importorskip("lib.flash_attention_tune")
     with pytest.raises(ValueError, match="device is cpu; right is: a CUDA device"):
         tune.tune(device="cpu")
+
+
+@needs_no_gpu
+def test_the_command_says_in_a_line_that_it_needs_a_gpu(capsys):
+    tune = pytest.importorskip("lib.flash_attention_tune")
+    assert tune.main(["64"]) == 2
+    assert capsys.readouterr().err == "error: device is cpu; right is: a CUDA device\n"
 
 
 @pytest.mark.gpu
