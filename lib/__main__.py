@@ -447,8 +447,11 @@ def print_training(result) -> None:
 
 
 def exit_code(result) -> int:
-    """130, as after an interruption, where a training run was stopped."""
-    return 130 if result.status == "stopped" else 0
+    """130, as after an interruption, where a training run was stopped.
+
+    Under `torchrun` 0, which would take anything else for a failure and start it again.
+    """
+    return 130 if result.status == "stopped" and "RANK" not in os.environ else 0
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ class OverlappedDDP(DataParallel):
     def _synchronize(self) -> None:
         if not self.buckets:
             self._agree_on_buckets()
-        absent = self._fill_in_absent()
+        absent = self._fill_in_absent() if len(self.started) < len(self.buckets) else []
         while len(self.started) < len(self.buckets):
             self._start_next(absent)
         for reduction in self.started:

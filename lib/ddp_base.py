@@ -152,8 +152,6 @@ class DataParallel(GradientSync, Wrapper):
 
     def _fill_in_absent(self) -> list[int]:
         """Give a gradient of zeros to the parameters without one; return which those are."""
-        if len(self.arrived) == len(self.params):
-            return []
         absent = [index for index, param in enumerate(self.params) if param.grad is None]
         for index in absent:
             self.params[index].grad = torch.zeros_like(self.params[index])

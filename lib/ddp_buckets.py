@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,11 +91,18 @@ class Bucket:
         self.params = params
         # a gradient alone is a buffer already
         self.packed = packed and len(params) > 1
-        step = max(1, ALIGNMENT // params[0].element_size())
-        self.lengths = [-(-param.numel() // step) * step for param in params]
+        # of which gradients are views, until they are dropped
+        self.buffer: Callable[[], Tensor | None] = lambda: None
+        self._lay_out(params[0].detach())
+
+    def _lay_out(self, like: Tensor) -> None:
+        """Where each gradient begins in a buffer of the dtype of `like`."""
+        self.dtype = like.dtype
+        step = max(1, ALIGNMENT // like.element_size())
+        self.lengths = [-(-param.numel() // step) * step for param in self.params]
         # what fills the gaps; anything would do, but zeros are the same on all ranks
-        zeros = params[0].detach().new_zeros(step)
-        gaps = [length - param.numel() for param, length in zip(params, self.lengths)]
+        zeros = like.new_zeros(step)
+        gaps = [length - param.numel() for param, length in zip(self.params, self.lengths)]
         self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else []
 
     def tensors(self, last: Tensor | None = None) -> list[Tensor]:
@@ -112,6 +120,8 @@ class Bucket:
 
     def _pack(self, grads: list[Tensor], last: Tensor | None) -> Tensor:
         """Copy the gradients into a new buffer, and make them views of it."""
+        if grads[0].dtype != self.dtype:
+            self._lay_out(grads[0])
         pieces = [grad.reshape(-1) for grad in grads]
         if self.gaps:
             pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
@@ -119,20 +129,21 @@ class Bucket:
         parts = buffer.split(self.lengths if last is None else [*self.lengths, len(last)])
         for param, part in zip(self.params, parts):
             param.grad = (part[: param.numel()] if self.gaps else part).view(param.shape)
+        self.buffer = weakref.ref(buffer)
         return buffer
 
     def _buffer_of(self, grads: list[Tensor]) -> Tensor | None:
         """The buffer that the gradients are views of; None where any was made anew since."""
-        storage, start = grads[0].untyped_storage(), 0
-        # in most steps the first one tells already
-        if storage.nbytes() < sum(self.lengths) * grads[0].element_size():
+        buffer, start = self.buffer(), 0
+        # in most steps that tells already
+        if buffer is None:
             return None
         for grad, length in zip(grads, self.lengths):
-            is_ours = grad.untyped_storage().data_ptr() == storage.data_ptr()
+            is_ours = grad._base is buffer
             if not (is_ours and grad.storage_offset() == start and grad.is_contiguous()):
                 return None
             start += length
-        return grads[0].detach().as_strided((start,), (1,), 0)
+        return buffer[:start]
 
 
 def fill_buckets(

@@ -344,15 +344,18 @@ def cosine_lr(
 def grad_norm(params: Iterable[Tensor]) -> Tensor:
     """The L2 norm of all gradients together: 0-dim, float32, on the gradients' device.
 
-    Sums in float32 whatever the gradients' dtype; reads each once and never waits for the device.
+    Sums in float32, of wider gradients in theirs; reads each once and never waits for the device.
     """
     params = list(params)
     grads = [param.grad for param in params if param.grad is not None]
     device = grads[0].device if grads else params[0].device if params else None
     norms = [
-        norm.to(device, non_blocking=True)
-        for _, batch in _grouped(grads, lambda grad: (grad.device, grad.dtype))
-        for norm in torch._foreach_norm(batch, 2, dtype=torch.float32)
+        norm.to(device, torch.float32, non_blocking=True)
+        for (_, dtype), batch in _grouped(grads, lambda grad: (grad.device, grad.dtype))
+        # a norm cannot be of a narrower dtype than what it is of
+        for norm in torch._foreach_norm(
+            batch, 2, dtype=None if dtype.itemsize > 4 else torch.float32
+        )
     ]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 

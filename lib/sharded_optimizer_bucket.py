@@ -44,6 +44,8 @@ class FlatBucket:
         # the parameters whose gradients came in backward, and of how many that is expected
         self.arrived: set[int] = set()
         self.num_expected = 0
+        # those that were trained at the last reduction: ranks know alike which that were
+        self.were_trained = {id(param) for param in params if param.requires_grad}
         # the parameters without a gradient when the others were sent
         self.absent: list[nn.Parameter] = []
         # whether shards have gradients, on whichever ranks
@@ -72,7 +74,7 @@ class FlatBucket:
     def is_trained(self) -> bool:
         # one that was frozen since is still updated where it has a gradient
         used = (param.requires_grad or param.grad is not None for param in self.params)
-        return self.has_means or any(used)
+        return self.has_means or bool(self.were_trained) or any(used)
 
     @property
     def is_full(self) -> bool:

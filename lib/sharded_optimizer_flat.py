@@ -102,6 +102,9 @@ class FlatSlices(GradientSync):
             unused = self._unused(trained)
             for bucket in trained:
                 bucket.finish_reduction(unused)
+        for bucket in self.buckets:
+            trained = (param for param in bucket.params if param.requires_grad)
+            bucket.were_trained = {id(param) for param in trained}
         self.num_started, self.is_reduced = 0, True
         self.filled.clear()
 
@@ -232,8 +235,12 @@ class FlatSlices(GradientSync):
         """
         params = [param for bucket in buckets for param in bucket.params]
         absent = {id(param) for bucket in buckets for param in bucket.absent}
-        # a parameter that was frozen since has none anywhere
-        frozen = {id(param) for param in params if id(param) in absent and not param.requires_grad}
+        # one that was frozen before the last reduction has none anywhere; another rank may have
+        # used one that was frozen since
+        known = {number for bucket in buckets for number in bucket.were_trained}
+        frozen = {
+            id(param) for param in params if id(param) in absent - known and not param.requires_grad
+        }
         asked = [n for n, param in enumerate(params) if id(param) in absent - frozen]
         presence = torch.ones(len(params), device=buckets[0].flat.device)
         if asked:

@@ -175,6 +175,62 @@ def views_stay() -> dict[str, Any]:
     }
 
 
+def foreign_gradient_between() -> dict[str, float]:
+    """The gradient of an input that autograd puts between those of two parameters, off by."""
+    results = {}
+    for name in ("naive", "flat", "overlap", "flashddp"):
+        module = nn.ParameterList([torch.ones(3), torch.ones(4)])
+        model = WRAPPERS[name](_Joined(module))
+        for _ in range(2):
+            module.zero_grad()
+            x = torch.ones(1, requires_grad=True)
+            (model(x) * (distributed.rank() + 1)).sum().backward()
+            model.finish_gradient_synchronization()
+        # the fourth of the weights, times this rank's factor
+        results[name] = abs(x.grad.item() - 4.0 * (distributed.rank() + 1))
+    return results
+
+
+class _Joined(nn.Module):
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.params[0], x, self.params[1]]) * torch.arange(1.0, 9.0)
+
+
+def zeroed_before_finish() -> dict[str, list[float]]:
+    """What is left of gradients that are dropped between backward and finish, and a step later."""
+    results = {}
+    for name in ("naive", "flat", "overlap", "flashddp"):
+        module = stack()
+        model = ddp.wrap(name, module)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+            model.finish_gradient_synchronization()
+        left = [0.0 if p.grad is None else p.grad.abs().max().item() for p in module.parameters()]
+        step_of(model)
+        results[name] = [max(left), *(p.grad.abs().max().item() for p in module.parameters())]
+    return results
+
+
+def cast_later() -> dict[str, list[torch.dtype]]:
+    """Dtypes of gradients after the module was cast between steps."""
+    results = {}
+    for name in ("naive", "flat", "overlap", "flashddp"):
+        module = stack((3, 5, 7, 1))
+        model = ddp.wrap(name, module)
+        step_of(model, width=3)
+        module.zero_grad()
+        module.bfloat16()
+        for _ in range(2):
+            step_of(model, width=3, dtype=torch.bfloat16)
+        results[name] = [param.grad.dtype for param in module.parameters()]
+    return results
+
+
 def message_of(action: Callable[[], Any]) -> str:
     try:
         action()

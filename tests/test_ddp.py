@@ -18,6 +18,9 @@ TWO_RANKS = [
     "orders_that_differ",
     "memory",
     "views_stay",
+    "foreign_gradient_between",
+    "zeroed_before_finish",
+    "cast_later",
     "forgotten_finish",
     "double_backward",
     "exception_in_backward",
@@ -138,6 +141,25 @@ def test_gradients_that_are_set_to_zero_stay_views_without_a_copy(two_ranks):
         assert result["copies"] == 0
         assert result["same places"]
         assert result["error"] < 1e-6
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_gradients_that_are_not_the_modules_are_left_alone(two_ranks, name):
+    assert [result[name] for result in two_ranks["foreign_gradient_between"]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_gradients_may_be_dropped_before_finish(two_ranks, name):
+    for result in two_ranks["zeroed_before_finish"]:
+        left, *later = result[name]
+        assert left == 0
+        assert min(later) > 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_module_may_be_cast_between_steps(two_ranks, name):
+    for result in two_ranks["cast_later"]:
+        assert result[name] == [torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lib import __main__ as command_line
-from lib.__main__ import main, one_line, parse
+from lib.__main__ import exit_code, main, one_line, parse
 from lib.config import AttentionBenchmarkConfig, StepBenchmarkConfig, TokenizeConfig
 from lib.config_training import GenerateConfig, PipelineConfig, TrainConfig
 from lib.strict_json import from_json, to_json
@@ -498,3 +499,11 @@ def test_generate_streams_one_text_to_a_terminal_only(trained, is_terminal, monk
     # the same text either way
     assert len(output) > len("The cat\n")
     assert "".join("".join(map(str, piece)) for piece in pieces) == output[:-1]
+
+
+def test_an_orderly_stop_is_no_failure_to_torchrun(monkeypatch):
+    stopped, done = SimpleNamespace(status="stopped"), SimpleNamespace(status="done")
+    monkeypatch.delenv("RANK", raising=False)
+    assert (exit_code(stopped), exit_code(done)) == (130, 0)
+    monkeypatch.setenv("RANK", "1")
+    assert (exit_code(stopped), exit_code(done)) == (0, 0)

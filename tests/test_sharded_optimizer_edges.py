@@ -24,6 +24,8 @@ SIZES = (4, 70_000, 3)
 CASES = [
     "frozen_with_gradients",
     "frozen_before_the_step",
+    "frozen_after_use_by_one",
+    "double_precision",
     "empty",
     "sizes",
     "refused_load",
@@ -76,6 +78,47 @@ def frozen_before_the_step() -> list[dict[str, float]]:
         module[0].requires_grad_(True)
 
     return [both(step, SGD)]
+
+
+def frozen_after_use_by_one() -> dict[str, float]:
+    """Errors where rank 0 alone used what all freeze before the step, and nobody uses later."""
+    errors = {}
+    caps = {"together": 25.0, "alone": 1e-6}
+    for (name, how), (kind, cap) in itertools.product(list(HOWS.items())[2:], caps.items()):
+        own = nn.ParameterList([torch.ones(8), torch.ones(64)])
+        alone = copy.deepcopy(own)
+        made = ShardedOptimizer(own.parameters(), **SGD, **how | {"bucket_cap_mb": cap})
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            uses_second = step < 2
+            loss = own[0].sum()
+            if uses_second and distributed.rank() == 0:
+                loss = loss + own[1].sum()
+            loss.backward()
+            (alone[0].sum() + uses_second * alone[1].sum() / 2).backward()
+            if step == 1:
+                own[1].requires_grad_(False)
+            if not uses_second:
+                alone[1].grad = None
+            for used in (made, plain):
+                used.step()
+                used.zero_grad()
+        errors[name, kind] = error_of(own, alone)
+    return errors
+
+
+def double_precision() -> dict[str, float]:
+    """Errors of clipped steps of a float64 parameter, which one rank may own alone."""
+    errors = {}
+    for name, how in HOWS.items():
+        own = nn.ParameterList([torch.ones(6, dtype=torch.float64)])
+        made = ShardedOptimizer(own.parameters(), **SGD, **how)
+        own[0].sum().backward()
+        norm = made.clip_grad_norm(0.5).item()
+        made.step()
+        expected = 1 - 0.1 * 0.5 / 6**0.5
+        errors[name] = max(abs(norm - 6**0.5), (own[0] - expected).abs().max().item())
+    return errors
 
 
 def empty() -> dict[str, float]:
@@ -216,6 +259,16 @@ def test_state_that_is_refused_changes_no_setting_of_an_unsharded_optimizer(tmp_
         load_unsharded(tmp_path, plain)
     assert plain.param_groups[0]["lr"] == 0.2
     assert "momentum" not in plain.param_groups[0]
+
+
+def test_what_one_rank_used_is_updated_everywhere_though_frozen_before_the_step(two_ranks):
+    for errors in two_ranks["frozen_after_use_by_one"]:
+        assert max(errors.values()) < 1e-6
+
+
+def test_norms_of_wide_gradients_are_known_to_all_ranks(two_ranks):
+    for errors in two_ranks["double_precision"]:
+        assert max(errors.values()) < 1e-6
 
 
 @pytest.mark.parametrize("unsharded", [optimizer.AdamW, torch.optim.AdamW])
