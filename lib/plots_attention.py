@@ -159,7 +159,9 @@ def _draw_map(
             ratio = row["median_ms"] / own["median_ms"] if has_ratio else math.nan
             colors[-1].append(math.log2(ratio) if has_ratio else math.nan)
             status = {"unsupported": "–", None: ""}.get(row.get("status"), row.get("status"))
-            words[-1].append(f"{ratio:.2g}" if has_ratio and ratio < 100 else f"{ratio:.0f}")
+            # near 1 the second decimal says who is ahead
+            digits = ".2f" if ratio < 2 else ".2g" if ratio < 100 else ".0f"
+            words[-1].append(f"{ratio:{digits}}")
             if not has_ratio:
                 words[-1][-1] = "" if status == "ok" else status
     # orange: the peer is faster; purple: ours is; beyond eight times as fast no darker
