@@ -72,6 +72,7 @@ def test_buckets_can_be_those_that_training_chooses():
     assert config_of(section, RepeatConfig(keep_buckets=False)).bucket_size_mb is None
 
 
+@pytest.mark.slow
 def test_settings_of_as_many_ranks_are_measured_again(kept, tmp_path, capsys):
     command = ["benchmark", "repeat", *flags(records=kept, output=tmp_path)]
     assert main(command) == 0
@@ -85,6 +86,7 @@ def test_settings_of_as_many_ranks_are_measured_again(kept, tmp_path, capsys):
     assert capsys.readouterr().out.count("-- tiny") == 2
 
 
+@pytest.mark.slow
 def test_only_some_are_measured_where_words_are_given(kept, tmp_path):
     command = ["benchmark", "repeat", *flags(records=kept, output=tmp_path, only="short weights")]
     assert main(command) == 0
