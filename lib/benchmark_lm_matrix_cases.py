@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lib.config_lm_matrix import SIZES, LmMatrixConfig
-from lib.config_ranks import RanksBenchmarkConfig
+from lib.config_ranks import RanksBenchmarkConfig, check_ranks
 from lib.config_training import ModelConfig, OptimizerConfig, TrainConfig
 from lib.data import random_tokens
 from lib.memory_accounting import default_cap_mb
@@ -102,10 +102,7 @@ def settled(config: LmMatrixConfig, ranks: int, *, on_gpu: bool) -> LmMatrixConf
     Raises:
         ValueError: `ranks` is another number in `config`, or the model's sizes do not fit together.
     """
-    if config.ranks not in (None, ranks):
-        raise ValueError(
-            f"ranks is {config.ranks}, but torchrun started {ranks}; right is: {ranks}, or none"
-        )
+    check_ranks(config.ranks, ranks)
     chosen = dataclasses.replace(
         config,
         ranks=ranks,

@@ -21,7 +21,7 @@ from lib.benchmark_lm_matrix import LM_MATRIX
 from lib.benchmark_sharding import SHARDING
 from lib.benchmark_turns import Benchmark, run_benchmark
 from lib.config_lm_matrix import LmMatrixConfig
-from lib.config_ranks import RanksBenchmarkConfig, RepeatConfig
+from lib.config_ranks import RanksBenchmarkConfig, RepeatConfig, check_ranks
 from lib.config_sharding import ShardingConfig
 from lib.distributed import init_from_environment, rank, world_size
 from lib.plots_lm_matrix import Section
@@ -49,11 +49,7 @@ def benchmark_repeat(config: RepeatConfig) -> list[Record]:
         return _repeat(config, benchmark, sections, backend, config.ranks or gpus or 2)
     with init_from_environment() as device:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if config.ranks not in (None, world_size()):
-            raise ValueError(
-                f"ranks is {config.ranks}, but torchrun started {world_size()}; right is: "
-                f"{world_size()}, or none"
-            )
+        check_ranks(config.ranks, world_size())
         return _repeat(config, benchmark, sections, backend, world_size())
 
 

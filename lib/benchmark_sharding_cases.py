@@ -15,6 +15,7 @@ from lib.benchmark_lm_matrix_cases import (
     turn_ratios,
 )
 from lib.config_lm_matrix import SIZES
+from lib.config_ranks import check_ranks
 from lib.config_sharding import SHARDING_METHODS, ShardingConfig
 from lib.config_training import TrainConfig
 from lib.memory_accounting import RankMemory, rank_memory
@@ -67,10 +68,7 @@ def settled(config: ShardingConfig, ranks: int, *, on_gpu: bool) -> ShardingConf
     Raises:
         ValueError: `ranks` is another number in `config`, or an option needs a GPU.
     """
-    if config.ranks not in (None, ranks):
-        raise ValueError(
-            f"ranks is {config.ranks}, but torchrun started {ranks}; right is: {ranks}, or none"
-        )
+    check_ranks(config.ranks, ranks)
     if config.cuda_graph and not on_gpu:
         raise ValueError("cuda_graph is True on a CPU; right is: False, or GPUs")
     return dataclasses.replace(

@@ -114,6 +114,14 @@ class RepeatConfig:
             check(self, field, value is None or value > 0, "more than 0")
 
 
+def check_ranks(asked: int | None, started: int) -> None:
+    """Raise a `ValueError` where another number of ranks was asked for than were started."""
+    if asked not in (None, started):
+        raise ValueError(
+            f"ranks is {asked}, but torchrun started {started}; right is: {started}, or none"
+        )
+
+
 def check_different(config: Any, lists: Mapping[str, Any]) -> None:
     """Refuse lists of names that are unknown or twice there; `lists` has the known ones of each."""
     for field, known in lists.items():

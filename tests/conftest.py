@@ -117,3 +117,12 @@ def run_in_interpreter(quiet_environment) -> Callable[[str], None]:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def one_thread_a_rank() -> Iterator[None]:
+    """Ranks of a benchmark share the cores; this process is none of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("RANK", raising=False)
+        yield

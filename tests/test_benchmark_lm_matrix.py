@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from rank_benchmarks import flags
 
 from lib import benchmark_turns
 from lib.__main__ import main
@@ -53,16 +54,7 @@ WRAPPERS = ("none", "flashddp", "torch_ddp")
 FIGURES = ("time", "memory", "throughput", "losses")
 
 
-def flags(**settings) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_a_rank():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv("RANK", raising=False)
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.fixture(scope="module")

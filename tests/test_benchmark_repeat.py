@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_benchmarks import flags
 
 from lib import benchmark_lm_matrix_cases, benchmark_repeat, benchmark_sharding_cases
 from lib.__main__ import main
@@ -26,16 +27,7 @@ SIZES |= {"steps_per_epoch": 2, "trace_steps": 1, "loss_steps": 0}
 CELLS = ["--kernels", "sdpa", "--wrappers", "flat", "flashddp"]
 
 
-def flags(**settings) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_a_rank():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv("RANK", raising=False)
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import matplotlib.image
 import pytest
 import torch
 from matplotlib.colors import same_color
+from rank_benchmarks import flags
 
 from lib import benchmark_turns
 from lib.__main__ import main
@@ -58,20 +59,14 @@ REPORTS = ("sharding_benchmark.md", "sharding_benchmark.csv")
 FIGURES = ("sharding_memory.png", "sharding_time.png")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_a_rank():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv("RANK", raising=False)
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> Path:
     """The folder of four methods on two ranks, as the command leaves it."""
     folder = tmp_path_factory.mktemp("sharding")
-    words = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    command = ["benchmark", "sharding", "--methods", *METHODS, *words, "--backend", "gloo"]
+    command = ["benchmark", "sharding", "--methods", *METHODS, *flags(**SMALL), "--backend", "gloo"]
     assert main([*command, "--output", str(folder)]) == 0
     return folder
 
