@@ -215,6 +215,7 @@ def flash_backward(
         *sizes,
         padded,
         scale,
+        IS_EVEN=q.shape[2] % ROWS == 0,
         IS_TURNED=is_turned,
         **settings,
     )

@@ -150,6 +150,8 @@ def _grad_queries_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             lse_ptrs = lse_ptr + gl.cast(batch_head, gl.int64) * num_queries + row
             # past the last query an infinite log-sum-exp makes every probability 0
             lse = gl.load(lse_ptrs, row < num_queries, other=float("inf")) * LOG2_E
+            # and so where a query sees nothing but scores of -inf
+            lse = gl.where(lse == -float("inf"), float("inf"), lse)
             mbarrier.wait(q_full.index(PART), turn & 1)
             q = left_factor(q_tiles.index(PART), KEPT >= 1, SCORES)
             grad_out = left_factor(grad_out_tile, KEPT >= 2, SCORES)
@@ -309,7 +311,7 @@ def _load_for_keys(given, CUT: gl.constexpr):
     WARPGROUPS: gl.constexpr = CUT[0]
     STAGES: gl.constexpr = CUT[1]
     IS_CAUSAL: gl.constexpr = CUT[2]
-    IS_LISTED: gl.constexpr = CUT[4]
+    IS_LISTED: gl.constexpr = CUT[5]
     q_desc, grad_out_desc, lse_desc, minus_delta_desc, k_desc, v_desc = descriptors
     q_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles, k_tiles, v_tiles, _ = tiles
     k_full, k_empty, full, empty = barriers
@@ -359,10 +361,12 @@ def _grad_keys_step(
     grad_v,
     factor,
     step,
+    queries_left,
     inputs,
     STAGES: gl.constexpr,
     IS_FIRST: gl.constexpr,
-    IS_MASKED: gl.constexpr,
+    IS_DIAGONAL: gl.constexpr,
+    IS_WHOLE: gl.constexpr,
 ):
     """A tile of queries' part of dV, and of dK that of the tile before; the factor of its own.
 
@@ -392,11 +396,14 @@ def _grad_keys_step(
     lse = lse_tiles.index(slot).load(OF_QUERIES)
     scores = warpgroup_mma_wait(1 if IS_FIRST else 2, [scores])
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
-    if IS_MASKED:
+    query = gl.expand_dims(gl.arange(0, ROWS, OF_QUERIES), 0)
+    if IS_DIAGONAL:
         # the tile of queries that begins with the first key
-        key = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        query = gl.arange(0, ROWS, OF_QUERIES)
-        p = gl.where(gl.expand_dims(key, 1) <= gl.expand_dims(query, 0), p, 0.0)
+        key = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), 1)
+        p = gl.where(key <= query, p, 0.0)
+    if not IS_WHOLE:
+        # a key of -inf times the zeros past the last query is NaN
+        p = gl.where(query < queries_left, p, 0.0)
     of_v = gl.convert_layout(p.to(dtype), FACTOR)
     grad_v = warpgroup_mma(of_v, grad_out_tile, grad_v, is_async=True)
     if IS_FIRST:
@@ -417,9 +424,10 @@ def _grad_keys_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
     WARPGROUPS: gl.constexpr = CUT[0]
     STAGES: gl.constexpr = CUT[1]
     IS_CAUSAL: gl.constexpr = CUT[2]
-    KEPT: gl.constexpr = CUT[3]
-    IS_LISTED: gl.constexpr = CUT[4]
-    IS_TURNED: gl.constexpr = CUT[5]
+    IS_EVEN: gl.constexpr = CUT[3]
+    KEPT: gl.constexpr = CUT[4]
+    IS_LISTED: gl.constexpr = CUT[5]
+    IS_TURNED: gl.constexpr = CUT[6]
     q_tiles, _, _, _, k_tiles, v_tiles, grad_tiles = tiles
     k_full, k_empty, full, empty = barriers
     order_ptr, num_tiles, heads, group, section, num_items, num_queries, num_keys = sizes
@@ -458,14 +466,23 @@ def _grad_keys_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             if seen_from < num_query_tiles:
                 # no product comes before the first
                 factor = gl.convert_layout(gl.zeros([ROWS, ROWS], dtype, SCORES), FACTOR)
+                left = num_queries - seen_from * ROWS
                 grad_k, grad_v, factor = _grad_keys_step(
-                    grad_k, grad_v, factor, step, inputs, STAGES, True, IS_CAUSAL
+                    grad_k, grad_v, factor, step, left, inputs, STAGES, True, IS_CAUSAL, IS_EVEN
                 )
                 last = step + num_query_tiles - seen_from - 1
-                for i in range(step + 1, last + 1):
+                whole_until = last + 1 if IS_EVEN else last
+                for i in range(step + 1, whole_until):
                     grad_k, grad_v, factor = _grad_keys_step(
-                        grad_k, grad_v, factor, i, inputs, STAGES, False, False
+                        grad_k, grad_v, factor, i, ROWS, inputs, STAGES, False, False, True
                     )
+                if not IS_EVEN:
+                    # once, or not at all where the first is the last
+                    for i in range(gl.maximum(step + 1, last), last + 1):
+                        left = num_queries - (num_query_tiles - 1) * ROWS
+                        grad_k, grad_v, factor = _grad_keys_step(
+                            grad_k, grad_v, factor, i, left, inputs, STAGES, False, False, False
+                        )
                 slot = last % STAGES
                 grad_k = warpgroup_mma(factor, q_tiles.index(slot), grad_k, is_async=True)
                 grad_k, factor = warpgroup_mma_wait(0, [grad_k, factor])
@@ -507,6 +524,7 @@ def backward_keys_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
+    IS_EVEN: gl.constexpr,
     KEPT: gl.constexpr,
     IS_LISTED: gl.constexpr,
     IS_TURNED: gl.constexpr,
@@ -538,7 +556,7 @@ def backward_keys_kernel(
     barriers = (k_full, k_empty, full, empty)
     descriptors = (q_desc, grad_out_desc, lse_desc, minus_delta_desc, k_desc, v_desc)
     scales = (scale, scale * LOG2_E)
-    CUT: gl.constexpr = (WARPGROUPS, STAGES, IS_CAUSAL, KEPT, IS_LISTED, IS_TURNED)
+    CUT: gl.constexpr = (WARPGROUPS, STAGES, IS_CAUSAL, IS_EVEN, KEPT, IS_LISTED, IS_TURNED)
     given = (grad_k_desc, grad_v_desc, (cos_ptr, sin_ptr), scales, tiles, barriers, sizes)
     load = (descriptors, tiles, barriers, sizes, padded)
     if WARPGROUPS == 2:

@@ -201,7 +201,8 @@ def _attend_partition(given, PART: gl.constexpr, CUT: gl.constexpr):
             row = first + gl.arange(0, ROWS, OF_SCORES)
             places = lse_ptr + gl.cast(batch_head, gl.int64) * num_queries + row
             gl.store(places, lse, row < num_queries)
-            share = gl.convert_layout(1 / total, OF_OUT)
+            # a query that sees keys of score -inf only gets zeros, as one that sees none
+            share = gl.convert_layout(1 / gl.where(total == 0, 1.0, total), OF_OUT)
             acc, factor = warpgroup_mma_wait(0, [acc, factor])
             mbarrier.arrive(v_empty.index(slot))
             step += 1

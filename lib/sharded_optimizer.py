@@ -337,9 +337,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _hand_over_gradients(self) -> None:
         """Give the inner optimizer the gradients of its parameters, in their dtype."""
+        widened = []
         for shard in self.shards:
-            if shard.leaf is not shard.param:
-                shard.leaf.grad = None if shard.grad is None else shard.grad.to(shard.leaf.dtype)
+            if shard.leaf is shard.param:
+                continue
+            if shard.has_master and shard.grad is not None:
+                shard.leaf.grad = torch.empty_like(shard.leaf)
+                widened.append(shard)
+            else:
+                shard.leaf.grad = shard.grad
+        # together, as a copy of each would take a GPU's host long to launch
+        if widened:
+            torch._foreach_copy_([s.leaf.grad for s in widened], [s.grad for s in widened])
 
 
 def _inner_group(group: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:

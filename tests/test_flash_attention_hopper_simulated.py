@@ -118,6 +118,41 @@ def test_gradients_turned_back_by_the_angles_of_rope(sizes, is_causal):
     assert_backward_is_right(case, simulated(0), ((3, 64, 4), (2, 64, 4)), is_turned=True)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("sizes", [(63, 63), (70, 150), (200, 70), (128, 128)], ids=str)
+def test_a_key_of_minus_infinity_has_no_gradient(sizes, is_causal):
+    case = Case(*sizes, HEAD_DIM, is_causal, batch=1, scale=SCALE)
+    q, k, v, grad_out = (x.detach().abs() for x in make_inputs(case, torch.float64))
+    hidden, seen = 2, torch.arange(case.keys) != 2
+    k[:, :, hidden] = -torch.inf
+    # as of one that is finite
+    leaves = [x.requires_grad_() for x in (k.clamp(min=-1e9), v.clone())]
+    right_out, lse = formula(q, *leaves, case)
+    kernels = simulated(0)
+    with new_memory_is_nan():
+        out, _ = kernels.flash_forward(q, k, v, is_causal, SCALE)
+        grads = kernels.flash_backward(grad_out, q, k, v, out, lse.detach(), is_causal, SCALE)
+    assert_close(out, right_out.detach())
+    for ours, right in zip(grads[1:], torch.autograd.grad(right_out, leaves, grad_out)):
+        assert_close(ours[:, :, seen], right[:, :, seen])
+        assert not ours[:, :, hidden].any()
+
+
+def test_where_all_scores_are_minus_infinity_there_are_zeros():
+    q, v = (torch.ones(1, 1, 70, HEAD_DIM).double() for _ in range(2))
+    k = torch.zeros(1, 1, 70, HEAD_DIM).double()
+    k[:, :, 0] = -torch.inf
+    kernels = simulated(0)
+    with new_memory_is_nan():
+        out, lse = kernels.flash_forward(q, k, v, True, SCALE)
+        _, _, grad_v = kernels.flash_backward(v, q, k, v, out, lse, True, SCALE)
+    assert_close(out[0, 0, :, 0], torch.tensor([0.0] + 69 * [1.0]).double())
+    assert lse[0, 0, 0] == -torch.inf
+    assert not grad_v[0, 0, 0].any()
+    # every other query shares its 1 out
+    torch.testing.assert_close(grad_v.sum().item(), 69.0 * HEAD_DIM)
+
+
 # More tiles than stages, more items of work than programs, and parts of tiles
 FULL = Case(450, 300, HEAD_DIM, is_causal=True, heads=4, key_heads=2, batch=1, scale=SCALE)
 SCHEDULES = ((3, 64, 3, True), ((3, 64, 4), (2, 64, 4)))
