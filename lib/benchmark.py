@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -370,24 +371,30 @@ def code_version(module: str, folder: Path = LIB) -> str:
     counted, left = set(), {name} if package == "lib" and name in names else names
     while left:
         counted |= left
-        left = set().union(*(_imported(folder / f"{name}.py") for name in left)) & names - counted
+        left = _imported_by(left, folder) & names - counted
     digest = hashlib.sha256()
     for name in sorted(counted):
         digest.update(name.encode() + b"\0" + (folder / f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]
 
 
-def _imported(path: Path) -> set[str]:
-    """The files of `lib` that the one at `path` imports, inside functions too."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+def _imported_by(names: Iterable[str], folder: Path) -> set[str]:
+    return set().union(*(_imported((folder / f"{name}.py").read_bytes()) for name in names))
+
+
+# to parse all of `lib` takes a second, and a sweep asks for every one of its records
+@functools.cache
+def _imported(source: bytes) -> frozenset[str]:
+    """The files of `lib` that one with this text imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "lib":
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").removeprefix("lib."))
         elif isinstance(node, ast.Import):
             names |= {alias.name.removeprefix("lib.") for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def _is_from(record: Record, here: Record) -> bool:

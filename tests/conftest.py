@@ -120,7 +120,16 @@ def run_in_interpreter(quiet_environment) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="module")
-def one_thread_a_rank() -> Iterator[None]:
+def quick_ranks() -> Iterator[None]:
+    """Ranks that `lib.distributed.launch` starts need not load torch first."""
+    from rank_server import ranks_from_a_server
+
+    with ranks_from_a_server():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread_a_rank(quick_ranks) -> Iterator[None]:
     """Ranks of a benchmark share the cores; this process is none of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = {"latency_us": 10.0, "bandwidth_gbs": 100.0}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks a machine without GPUs")
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 def ring_all_reduce(ranks):
     """Each rank's chunks after an all-reduce on a ring, and how many chunks it has sent.

@@ -403,8 +403,16 @@ def test_the_command_measures_and_prints_where_the_table_is(tmp_path):
     assert last == str(tmp_path / "step_benchmark.md")
 
 
-@pytest.mark.parametrize("name", [name for name in MODEL_PRESETS if name not in ("one", "two")])
-@pytest.mark.parametrize("backward", [False, True])
+# backward passes of many layers alike take a second each
+FLOPS = [
+    pytest.param(name, backward, marks=[pytest.mark.slow] * (backward and shape.num_layers > 12))
+    for name, shape in MODEL_PRESETS.items()
+    for backward in (False, True)
+    if name not in ("one", "two")
+]
+
+
+@pytest.mark.parametrize(("name", "backward"), FLOPS)
 def test_flops_of_presets_are_those_that_pytorch_counts(name, backward):
     # on the meta device nothing is computed, and kernels that PyTorch cannot count are left out
     shape = dataclasses.replace(model_preset(name), attention_kernel="vectorized_torch")

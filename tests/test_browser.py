@@ -63,12 +63,17 @@ def opened(browser, name: str, **options) -> Iterator[View]:
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory) -> Path:
-    """A copy of the workbook, with the notebook that is opened as if it had never been run."""
+    """A copy of the workbook, with the notebook that is opened as if it had never been run.
+
+    It ends with its first slider; `make test` runs the cells behind it without JupyterLab.
+    """
     book, source = tmp_path_factory.mktemp("book"), ROOT / "notebooks/02_model.ipynb"
     for folder in ("lib", "artifacts"):
         remade = ("__pycache__", "runs", "report", "profile", "kaggle", "screenshots", ".*.lock")
         shutil.copytree(ROOT / folder, book / folder, ignore=shutil.ignore_patterns(*remade))
     notebook = clean(nbformat.read(source, as_version=4))
+    slider = next(i for i, cell in enumerate(notebook.cells) if "scale_slider()" in cell.source)
+    del notebook.cells[slider + 1 :]
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None

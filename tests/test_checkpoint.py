@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_server import LOADED
 from safetensors.torch import load_file
 from torch import nn
 
@@ -370,7 +371,7 @@ def processes():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("needs a fork server")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "safetensors.torch", "filelock", "pytest"])
+    context.set_forkserver_preload(LOADED)
     return context
 
 

@@ -34,6 +34,8 @@ TWO_RANKS = [
     "wrapped_again",
 ]
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(scope="module")
 def trained():

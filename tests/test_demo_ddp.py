@@ -14,6 +14,8 @@ SHAPE = ModelConfig(vocab_size=32, context_length=8, d_model=16, num_layers=2, n
 # so long a backward pass that all-reduces begin in it on a busy machine too
 SETUPS = [Setup("none", 2), Setup("naive", 2), Setup("overlap", 99), Setup("flashddp", 99, 0.01)]
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(scope="module")
 def results():

@@ -21,6 +21,8 @@ WAYS = {
     "zero1": {"ddp_wrapper": "none", "sharded_optimizer": "zero1", **CAP},
 }
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -464,8 +464,8 @@ def assert_last_batches_are_right(kernels, q: Tensor, k: Tensor, v: Tensor, grad
 @pytest.mark.serial
 def test_more_than_2_to_the_31_elements(kernels):
     x = make_huge(2**31 // (64 * 128) + 8, 1, 64, 128)
-    # inputs may be one another, or in another order, which spares memory
-    assert_last_batches_are_right(kernels, x, x, x, x)
+    # views of one tensor, which spares memory; equal q and k would leave next to no gradients
+    assert_last_batches_are_right(kernels, x[:-3], x[1:-2], x[2:-1], x[3:])
 
 
 @pytest.mark.gpu

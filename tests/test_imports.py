@@ -204,20 +204,49 @@ def test_an_upward_import_is_seen(tmp_path):
     assert imported(probe) == {"notebook", "config"}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """The top-level modules that a fresh Python holds after `statement`, which prints nothing."""
-    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.count("\n") == 1, f"{statement} prints: {done.stdout}"
-    return set(done.stdout.split())
+HEAVY = {"torch", "triton", "wandb"}
+# what takes long to load and many files need; none of it loads what is heavy
+SHARED = "import matplotlib.pyplot, nbclient, numba, numpy"
+IN_COPIES = """
+import os, sys
+exec(sys.argv[1])
+for statement in sys.argv[2:]:
+    if os.fork():
+        _, status = os.wait()
+        if status:
+            sys.exit(f"{statement} fails")
+        continue
+    status = 1
+    try:
+        exec(statement)
+        print(*{name.split(".")[0] for name in sys.modules}, flush=True)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    # at once: to take down what the copies share would take longer than the rest
+    os._exit(status)
+"""
+
+
+def loaded_by(*statements: str, first: str = "pass") -> list[set[str]]:
+    """The top-level modules that a Python holds after each statement, which prints nothing.
+
+    Each statement has a Python of its own, a copy of one that knows only what `first` loaded.
+    """
+    command = [sys.executable, "-c", IN_COPIES, first, *statements]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(statements), f"something is printed: {done.stdout}"
+    return [set(line.split()) for line in lines]
 
 
 def test_import_lib_loads_nothing_else():
-    assert not loaded_by("import lib") & {"torch", "triton", "numpy", "numba", "matplotlib"}
+    (loaded,) = loaded_by("import lib")
+    assert not loaded & {*HEAVY, "numpy", "numba", "matplotlib"}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in WITH_TORCH])
-def test_light_files_load_no_torch(name):
-    assert not loaded_by(f"import lib.{name}") & {"torch", "triton", "wandb"}
+def test_light_files_load_no_torch():
+    names = [name for name in FILES if name not in WITH_TORCH]
+    loaded = loaded_by(*(f"import lib.{name}" for name in names), first=SHARED)
+    assert {name: found & HEAVY for name, found in zip(names, loaded) if found & HEAVY} == {}

@@ -34,6 +34,8 @@ WAYS = {
     "flat alone": {"stage": 1, "ddp_wrapper": "none"},
 }
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 def made(way: str, model: TransformerLM) -> tuple:
     """What runs the model, and its optimizer."""

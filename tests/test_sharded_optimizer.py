@@ -43,6 +43,8 @@ TWO_RANKS = [
 ]
 HOWS = {"parameters": {}, "flat": cases.LOCAL}
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 def launch(fn, world_size: int, *args):
     # long, since other programs may take the cores

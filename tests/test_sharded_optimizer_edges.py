@@ -32,6 +32,8 @@ CASES = [
     "refused_shards",
 ]
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 def layers(sizes: tuple[int, ...] = SIZES) -> nn.Sequential:
     generator = torch.Generator().manual_seed(0)

@@ -20,6 +20,8 @@ from lib.speedrun_run import run_training
 CPU = Machine("cpu", "a processor")
 A100 = Machine("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 10**9)
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 def values(machine, **settings):
     plan = choose(machine, **({"minutes": 20} | settings))

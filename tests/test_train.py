@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rank_server import LOADED
 
 import lib.checkpoint
 import lib.files
@@ -368,8 +369,7 @@ def processes():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("needs a fork server")
     context = multiprocessing.get_context("forkserver")
-    # deterministic algorithms are switched by a function that loads torch's compiler
-    context.set_forkserver_preload(["torch._inductor", "lib.train", "lib.pipeline", "pytest"])
+    context.set_forkserver_preload(LOADED)
     return context
 
 

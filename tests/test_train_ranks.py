@@ -55,6 +55,8 @@ CONFIG = TrainConfig(
     bucket_size_mb=0.005,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -460,18 +462,25 @@ def test_ranks_wait_for_a_folder_in_use_longer_than_for_one_another(config, fold
     output = folder / "in use"
     output.mkdir()
     run = dataclasses.replace(config, output=output, steps=5)
+    timeout, begun = 4, folder / "begun"
     with lock_folder(output):
         done = threading.Event()
         results = []
 
         def start() -> None:
-            results.extend(distributed.launch(workers.train, 2, run, backend="gloo", timeout=4))
+            results.extend(
+                distributed.launch(
+                    workers.tell_and_train, 2, run, begun, backend="gloo", timeout=timeout
+                )
+            )
             done.set()
 
         thread = threading.Thread(target=start)
         thread.start()
-        # ranks take seconds to start, and then wait longer than `timeout`
-        assert not done.wait(16)
+        while not (begun.exists() or done.wait(0.05)):
+            pass
+        # ranks take a moment to reach the lock, and then wait longer than `timeout`
+        assert not done.wait(timeout + 3)
     thread.join()
     assert [result.status for result in results] == ["finished", "finished"]
 

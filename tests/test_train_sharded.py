@@ -26,6 +26,8 @@ from lib.train_optimizer import check_wrapper
 
 STEPS = 12
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -146,6 +146,12 @@ def train(config: TrainConfig, **options) -> lib.train.TrainResult:
     return lib.train.train(config, **options)
 
 
+def tell_and_train(config: TrainConfig, begun: Path) -> lib.train.TrainResult:
+    """`train`, after a file says that it begins."""
+    begun.touch()
+    return train(config)
+
+
 def whole_run(config: TrainConfig) -> dict:
     """A run by all ranks, and what each of them did."""
     told, saved, opened = [], [], []
