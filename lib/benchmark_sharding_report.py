@@ -32,8 +32,7 @@ the median over the turns.
 Bytes are those of the rank that has most, in a training's third step and of itself alone. Weights,
 gradients and state are counted from the tensors that are there when the optimizer steps; the rest
 is what is allocated. Predictions are formulas (`lib.memory_accounting`) for eager mode, of which
-`torch.compile` keeps fewer activations. Gradients go in buckets of 25 MiB where a title says nothing
-else.
+`torch.compile` keeps fewer activations. Buckets have 25 MiB where a title says nothing else.
 """
 TARGETS = """Targets for `zero1`: state · ranks within 1% of 1, at most 1.03 of the time of
 `flashddp` and less than that of `torch_ddp+torch_zero`, and memory saved within 5% of what the
