@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lib import profiling
-from lib.allocations import allocated_bytes, synchronise, without_stderr
+from lib.allocations import allocate_workspaces, allocated_bytes, synchronise, without_stderr
 from lib.benchmark_lm_matrix_cases import LmMatrixCase, skewed_tokens
 from lib.config_lm_matrix import LmMatrixConfig
 from lib.data import BatchSampler, read_windows
@@ -132,6 +132,7 @@ def warmed_up(
     if device.type == "cpu":
         peak, _ = allocated_bytes(functools.partial(begin, 2), device)
     else:
+        allocate_workspaces(device)
         before = torch.cuda.memory_allocated(device)
         begin(1)
         synchronise(device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
-from lib.allocations import synchronise, without_stderr
+from lib.allocations import allocate_workspaces, synchronise, without_stderr
 from lib.benchmark_lm_matrix_training import Training
 from lib.train_step import TrainStep
 
@@ -99,6 +99,7 @@ class _GpuLog:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.found = device, {}
+        allocate_workspaces(device)
         self.before = torch.cuda.memory_allocated(device)
 
     @contextlib.contextmanager

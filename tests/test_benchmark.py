@@ -15,7 +15,13 @@ import pytest
 import torch
 
 import lib.benchmark as benchmark
-from lib.allocations import allocated_bytes, count_launches, free_memory, is_out_of_memory
+from lib.allocations import (
+    allocate_workspaces,
+    allocated_bytes,
+    count_launches,
+    free_memory,
+    is_out_of_memory,
+)
 from lib.benchmark import (
     Measurement,
     code_version,
@@ -480,6 +486,17 @@ def test_a_kernel_of_known_duration_is_measured_right(cycles):
     torch.cuda.synchronize()
     expected = (time.perf_counter() - start) / calls * 1e3
     assert measured.median_ms == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.serial
+def test_products_keep_nothing_once_their_workspaces_are_there():
+    allocate_workspaces(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    x = torch.ones(512, 512, device=GPU, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    assert torch.cuda.memory_allocated(GPU) == before
 
 
 @pytest.mark.gpu
