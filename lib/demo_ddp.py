@@ -28,7 +28,7 @@ from lib.model import TransformerLM
 from lib.profiling import annotate
 from lib.trace_file import Trace, read_trace
 from lib.trace_timeline import Timeline, timelines
-from lib.train_step import MeanLoss
+from lib.train_step import MeanLoss, numerics
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,11 @@ class SetupTimes:
         return share * self.median_ms
 
 
+@numerics(tf32=True, deterministic=False)
 def time_setups(
     shape: ModelConfig, setups: Sequence[Setup], turns: int, traced_pairs: int
 ) -> list[SetupTimes]:
-    """Training steps of `setups` in turns, which all ranks begin together.
+    """Training steps of `setups` in turns, which all ranks begin together; on GPUs in TF32.
 
     Args:
         turns: steps of each that are timed.

@@ -22,6 +22,7 @@ from lib.profiling import annotate
 from lib.trace_file import Trace
 from lib.trace_timeline import Intervals, Timeline, timelines
 from lib.train_optimizer import AveragedByOptimizer, gather_under_forward, parallelise
+from lib.train_step import numerics
 
 # What a collective is for, by the names of its kernels and operators. gloo makes a reduce-scatter
 # of an all-reduce, so that they cannot be told apart.
@@ -63,12 +64,14 @@ class WayTimes:
         return min(self.cycles, key=lambda cycle: cycle.timeline.step_ms)
 
 
+@numerics(tf32=True, deterministic=False)
 def time_ways(
     shape: ModelConfig, ways: Mapping[str, Mapping[str, Any]], batch_size: int, turns: int
 ) -> dict[str, WayTimes]:
     """Cycles of `ways`, each a name and fields of `TrainConfig`, in turns.
 
-    Each begins with backward and ends with the next forward pass, under which weights may come.
+    Each begins with backward and ends with the next forward pass, under which weights may come. On
+    GPUs in TF32.
     """
     device = current_device()
     if device.type == "cpu":

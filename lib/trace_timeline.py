@@ -35,7 +35,7 @@ class Timeline:
     step_ms: float
 
     backward: tuple[float, float]
-    """When the host is in the backward pass."""
+    """When it begins and ends: on a GPU its first and last kernel, on a CPU the host's call."""
 
     compute: tuple[tuple[str, Intervals], ...]
     """For each phase, when its operators or kernels run."""
@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def backward_ms(self) -> float:
-        """How long the host is in the backward pass."""
+        """How long the backward pass takes."""
         return self.backward[1] - self.backward[0]
 
 
@@ -91,8 +91,13 @@ def _timeline(trace: Trace, spans: Sequence[Span], asked: np.ndarray, step: Span
     phases = _phases(ranges, asked[chosen])
     compute = [(name, intervals.union(times[works & (phases == name)])) for name in PHASES.values()]
     communication = intervals.union(times[talks])
+    edges = _edges(backward)
     busy = times[works]
-    if not trace.kernels:
+    if trace.kernels:
+        # the host has long left when they run
+        ran = times[works & (phases == "backward")]
+        edges = ran if len(ran) else edges
+    else:
         # Python between two operators does not wait for other ranks; but PyTorch's own wrapper
         # waits for them at the end of the range of backward, after autograd's last node
         own = [span for span in ranges if span.name in OWN_WORK]
@@ -102,7 +107,7 @@ def _timeline(trace: Trace, spans: Sequence[Span], asked: np.ndarray, step: Span
     end = max([step.end, *times[:, 1]])
     return Timeline(
         step_ms=(end - step.start) / 1e3,
-        backward=tuple((t - step.start) / 1e3 for t in (backward[0].start, backward[-1].end)),
+        backward=((edges[:, 0].min() - step.start) / 1e3, (edges[:, 1].max() - step.start) / 1e3),
         compute=tuple((name, _in_ms(found, step.start)) for name, found in compute),
         communication=_in_ms(communication, step.start),
         exposed=_in_ms(exposed, step.start),

@@ -83,6 +83,8 @@ def test_on_a_gpu_kernels_count_and_belong_to_where_they_were_launched():
     (line,) = timelines(Trace(kernels, (), calls, RANGES, ()), "step")
     assert line.step_ms == 11.5
     assert dict(line.compute)["backward"] == ((1, 8),)
+    # as its kernels run, of which the host knows nothing
+    assert line.backward == (1, 8)
     assert dict(line.compute)["update"] == ((11, 11.5),)
     assert line.exposed == ((8, 11),)
 
