@@ -286,7 +286,7 @@ class TrainConfig:
                 "shards the optimizer's state itself; right is: sharded_optimizer 'none'"
             )
         cap = self.bucket_size_mb
-        check(self, "bucket_size_mb", cap is None or cap > 0, "more than 0")
+        check(self, "bucket_size_mb", cap is None or 0 < cap < math.inf, "more than 0, and finite")
         if self.optimizer.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps {self.optimizer.warmup_steps} is more than steps {self.steps}"

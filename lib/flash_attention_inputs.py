@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from lib.hardware import runs_triton
 
@@ -25,7 +26,12 @@ def check_device(device: torch.device) -> None:
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what the kernels cannot do."""
+    """Refuse what the kernels cannot do.
+
+    Raises:
+        ValueError: shapes, dtypes or devices; names them.
+        NotImplementedError: a forward-mode derivative is asked for.
+    """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"{shapes}; right is: four dimensions, (batch, heads, tokens, head_dim)")
@@ -43,6 +49,11 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not q.device == k.device == v.device:
         raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; right is: one")
+    # PyTorch lets the tangents of an operator without a gradient go, and says nothing
+    if not torch.compiler.is_compiling() and any(
+        unpack_dual(x).tangent is not None for x in (q, k, v)
+    ):
+        raise NotImplementedError("forward-mode derivatives (jvp); right is: sdpa, or backward")
 
 
 def with_unit_stride(x: Tensor) -> Tensor:

@@ -312,6 +312,16 @@ def test_the_kernels_under_autocast_compute_in_its_dtype(kernels, dtype, device)
 
 
 @ON_KERNEL_DEVICES
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_kernels_refuse_derivatives_in_forward_mode(kernels, requires_grad, device):
+    q = torch.ones(1, 1, 4, 16, device=device, requires_grad=requires_grad)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            kernels.flash_attention(dual, q, q)
+
+
+@ON_KERNEL_DEVICES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
 def test_the_kernels_under_autocast_refuse_what_they_refuse_otherwise(kernels, dtype, device):
     x = torch.ones(1, 1, 4, 16, dtype=dtype, device=device)
