@@ -206,8 +206,20 @@ def standing(sections: Iterable[Section]) -> list[dict[str, Any]]:
         for compared in comparisons(done):
             if compared["method"] == "zero1":
                 setting = {"setting": section.title.rsplit("; ", 1)[0]}
-                lines.append(setting | {name: compared.get(name) for name in STANDING})
+                found = {name: compared.get(name) for name in STANDING}
+                lines.append(setting | found | {"targets met": _meets_targets(compared)})
     return lines
+
+
+def _meets_targets(compared: Mapping[str, Any]) -> bool:
+    """Whether a line of `comparisons` has what `TARGETS` say, as far as it was measured."""
+    saved = compared["saved / predicted"]
+    return (
+        abs(compared["state · ranks"] - 1) <= 0.01
+        and compared["time / flashddp"] <= 1.03
+        and compared.get("time / torch_zero", 0) < 1
+        and (saved is None or abs(saved - 1) <= 0.05)
+    )
 
 
 def accounting_report(sections: Sequence[Section]) -> str:

@@ -119,6 +119,9 @@ BALANCED_OWNERS = Exercise(
         "the list is not sorted first; a large one that comes late finds no room": (
             _mistaken_owners("unsorted")
         ),
+        "the loads are never updated, so that all go to rank 0": (
+            _mistaken_owners("all_to_rank_0", owner=lambda place, loads, count: 0)
+        ),
         "each goes to the rank with the most; take the least": (
             _mistaken_owners(
                 "most_loaded",
@@ -157,6 +160,10 @@ def _boundaries(
     return [(s, stop(rank, ranks, s + each, elements)) for rank, s in enumerate(starts)]
 
 
+def _starts_and_lengths(elements: int, ranks: int, alignment: int) -> list[tuple[int, int]]:
+    return [(start, stop - start) for start, stop in _boundaries(elements, ranks, alignment)]
+
+
 def _unpadded_stop(rank: int, ranks: int, stop: int, elements: int) -> int:
     return elements if rank == ranks - 1 else stop
 
@@ -183,6 +190,10 @@ SHARD_BOUNDARIES = Exercise(
         "the buffer is padded to a multiple of the alignment alone, which ranks cannot share": (
             _like(_boundaries, "no_ranks", length=lambda n, ranks, a: -(-n // a) * a // ranks)
         ),
+        "the length is rounded down to a multiple of the alignment; round up": (
+            _like(_boundaries, "rounds_down", length=lambda n, ranks, a: n // (ranks * a) * a)
+        ),
+        "the pairs are starts and lengths; they are to be starts and stops": _starts_and_lengths,
         "a buffer that needs no padding is padded once more; round up, and not always up": (
             _like(_boundaries, "always_pads", length=lambda n, ranks, a: (n // (ranks * a) + 1) * a)
         ),
@@ -256,6 +267,12 @@ SENT_BYTES = Exercise(
         "the factor is n - 1; each message has one part of n": (
             _like(_sent, "whole_messages", share=lambda n: n - 1)
         ),
+        "num_bytes is taken for gradients and weights together; each of them has as many": (
+            _like(_sent, "half_of_the_bytes", share=lambda n: (n - 1) / n / 2)
+        ),
+        "(n - 1) // n is 0; divide with /": (
+            _like(_sent, "divides_whole_numbers", share=lambda n: (n - 1) // n)
+        ),
         "the factor is 1 / n; n - 1 parts of n are sent": (
             _like(_sent, "one_part", share=lambda n: 1 / n)
         ),
@@ -278,6 +295,9 @@ SENT_BYTES = Exercise(
         ),
         "zero1_flat counts an all-reduce and an all-gather; a reduce-scatter is enough": (
             _like(_sent, "all_reduce_in_flat", factors={"zero1_flat": 3})
+        ),
+        "zero3 counts one pass; weights are gathered twice, and gradients reduce-scattered": (
+            _like(_sent, "one_pass", factors={"zero3": 1})
         ),
         "zero3 gathers weights once; they are freed after forward, and backward needs them too": (
             _like(_sent, "gathers_once", factors={"zero3": 2})

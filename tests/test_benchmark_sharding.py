@@ -29,6 +29,7 @@ from lib.benchmark_sharding_report import (
     comparisons,
     make_sections,
     sharding_rows,
+    standing,
     write_report,
 )
 from lib.benchmark_turns import measure
@@ -356,6 +357,29 @@ def test_comparisons_are_with_the_same_launch_alone(planted):
     plant(planted, case_of("torch_ddp+torch_zero", "large", on_gpu=True), 9.0, launch="second")
     (line,) = comparisons(sections_in(planted)[0].rows)
     assert "time / torch_zero" not in line
+
+
+@pytest.mark.parametrize(
+    ("is_met", "milliseconds", "figures"),
+    [
+        (True, 10.3, {}),
+        (False, 10.4, {}),
+        # slower than PyTorch's
+        (False, 10.3, {"times_ms": [12.1] * 3}),
+        (False, 10.3, {"saved_measured_bytes": 4_300_000}),
+        (False, 10.3, {"saved_measured_bytes": 3_700_000}),
+        (False, 10.3, {"state_share": 0.51}),
+    ],
+    ids=str,
+)
+def test_the_line_of_zero1_says_whether_targets_are_met(planted, is_met, milliseconds, figures):
+    figures = {"saved_measured_bytes": 4_100_000} | figures
+    plant(planted, case_of("zero1", "large", on_gpu=True), milliseconds, **figures)
+    (line,) = standing(sections_in(planted))
+    assert line["targets met"] is is_met
+    assert line["setting"].startswith("large: bfloat16")
+    write_report(read_records(planted / "sharding_benchmark.jsonl"), planted)
+    assert "How zero1 stands" in (planted / "sharding_benchmark.md").read_text()
 
 
 def test_a_training_that_failed_is_a_row_with_its_reason(planted):
