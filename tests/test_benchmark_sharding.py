@@ -15,6 +15,7 @@ from lib import benchmark_turns
 from lib.__main__ import main
 from lib.benchmark_lm_matrix_training import Training
 from lib.benchmark_sharding import benchmark_sharding
+from lib.benchmark_sharding_accounting import accounting
 from lib.benchmark_sharding_cases import (
     ShardingCase,
     compared,
@@ -25,7 +26,6 @@ from lib.benchmark_sharding_cases import (
 )
 from lib.benchmark_sharding_memory import bytes_at_marks
 from lib.benchmark_sharding_report import (
-    accounting,
     comparisons,
     make_sections,
     sharding_rows,

@@ -67,6 +67,7 @@ FLOORS = {
     "benchmark_lm_matrix_training": 4,
     "benchmark_repeat": 4,
     "benchmark_sharding": 4,
+    "benchmark_sharding_accounting": 4,
     "benchmark_sharding_cases": 4,
     "benchmark_sharding_memory": 4,
     "benchmark_sharding_report": 4,
