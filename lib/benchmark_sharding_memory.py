@@ -37,15 +37,22 @@ def watched(make: Callable[[], Training], device: torch.device) -> tuple[Trainin
         training = make()
         log.mark("initialised")
         training.take(2)
-        synchronise(device)
+        _come_to_rest(training, device)
         log.mark("begin")
         with _marked(training.step, log.mark) as kinds:
             training.take(1)
-        synchronise(device)
+        _come_to_rest(training, device)
         log.mark("after_step")
     found = log.bytes()
     activations = found.pop("after_forward") - found.pop("begin")
     return training, {**kinds, "activations": activations, **found}
+
+
+def _come_to_rest(training: Training, device: torch.device) -> None:
+    """Let what was begun end: a GPU's work, and weights on their way, of which gloo has copies."""
+    synchronise(device)
+    if device.type == "cpu" and hasattr(training.step.optimizer, "wait_for_parameters"):
+        training.step.optimizer.wait_for_parameters()
 
 
 def held_bytes(step: TrainStep) -> dict[str, int]:

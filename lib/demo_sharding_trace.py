@@ -126,9 +126,12 @@ def cycles(trace: Trace, name: str) -> list[Cycle]:
     """
     ranges = [span for span in trace.ranges if span.name == name]
     spans = [s for s in trace.kernels or trace.operators if not s.name.startswith(REQUEST)]
+    # kernels may run when the host has long left
+    launched = {call.correlation: call.start for call in trace.calls if call.correlation}
     found = []
     for line, cycle in zip(timelines(trace, name), ranges):
-        inside = [span for span in spans if cycle.start <= span.start < cycle.end]
+        asked = [launched.get(span.correlation, span.start) for span in spans]
+        inside = [s for s, time in zip(spans, asked) if cycle.start <= time < cycle.end]
         collectives = {}
         for purpose, pattern in PURPOSES.items():
             edges = [(span.start, span.end) for span in inside if pattern.search(span.name)]

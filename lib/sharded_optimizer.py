@@ -37,10 +37,11 @@ and one of `flat`, which needs no wrapper:
 unsharded optimizer. With `reduces_gradients` one that some rank used gets the mean, in which the
 other ranks count as zero.
 
-**With `reduces_gradients`** `torch.amp.GradScaler` looks at the wrong gradients: each rank at its
-own, some of which have moved on. Ranks whose backward pass an exception ended call `zero_grad` and
-go on, where each had a gradient by then. Two optimizers that overlap need a group each, unless
-every rank uses the same parameters.
+**With `reduces_gradients`** averaged gradients are in the shards, where only the optimizer's own
+`zero_grad` clears them, and not that of the module. `torch.amp.GradScaler` looks at the wrong
+gradients: each rank at its own, some of which have moved on. Ranks whose backward pass an exception
+ended call `zero_grad` and go on, where each had a gradient by then. Two optimizers that overlap
+need a group each, unless every rank uses the same parameters.
 
 **Memory of `flat`.** Parameters become views of the buffers, at other addresses than before: make
 CUDA graphs later, and convert and move the module before. They are contiguous from then on. With
@@ -104,7 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: MiB (2²⁰ bytes) of parameters in a buffer of `flat`; a larger one has its
             own.
         master_weights: whether bfloat16 and float16 parameters are rounded copies of float32
-            weights that the shards hold. `lib.optimizer.AdamW` does so in any case.
+            weights that the shards hold, from their first gradient on; what is written into such a
+            parameter later is lost. `lib.optimizer.AdamW` does so in any case.
         kwargs: what `optimizer_cls` takes.
 
     Raises:
@@ -153,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner_groups: list[dict[str, Any]] = []
         super().__init__(params, dict(empty.defaults))
         # all at once, since some make their state here and not at the first step
-        self.inner = self._make_inner(self.inner_groups)
+        self.inner = on_each_rank(lambda: self._make_inner(self.inner_groups), group)
         self.state = self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -206,7 +208,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.step(**options)
         for group, inner in zip(self.param_groups, self.inner.param_groups):
             group.update(settings_of(inner))
-        copied = [shard for shard in self.shards if shard.has_master]
+        # the others are as they were, whatever their masters are
+        copied = [s for s in self.shards if s.has_master and s.leaf.grad is not None]
         if copied:
             torch._foreach_copy_([s.weight for s in copied], [s.leaf.detach() for s in copied])
         for shard in copied:
@@ -337,18 +340,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _hand_over_gradients(self) -> None:
         """Give the inner optimizer the gradients of its parameters, in their dtype."""
-        widened = []
         for shard in self.shards:
             if shard.leaf is shard.param:
                 continue
-            if shard.has_master and shard.grad is not None:
-                shard.leaf.grad = torch.empty_like(shard.leaf)
-                widened.append(shard)
-            else:
-                shard.leaf.grad = shard.grad
-        # together, as a copy of each would take a GPU's host long to launch
-        if widened:
-            torch._foreach_copy_([s.leaf.grad for s in widened], [s.grad for s in widened])
+            if shard.grad is not None and shard.is_fresh:
+                shard.leaf.copy_(shard.weight)
+                shard.is_fresh = False
+            shard.leaf.grad = None if shard.grad is None else shard.grad.to(shard.leaf.dtype)
 
 
 def _inner_group(group: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:

@@ -42,6 +42,9 @@ class Shard:
     grad: Tensor | None = None
     """Their averaged gradient, in the shape and dtype of `weight`."""
 
+    is_fresh: bool = False
+    """Whether the float32 copy is yet to be made of the weights as they are by then."""
+
     @property
     def has_master(self) -> bool:
         return self.leaf.dtype != self.weight.dtype
@@ -69,9 +72,10 @@ def make_shard(
     else:
         weight = weight.view(param.shape) if stop - start == param.numel() else weight
         leaf = nn.Parameter(weight)
-    if master_weights and is_short:
+    is_fresh = master_weights and is_short
+    if is_fresh:
         leaf = nn.Parameter(weight.float())
-    return Shard(param, number, start, stop, weight, leaf)
+    return Shard(param, number, start, stop, weight, leaf, is_fresh=is_fresh)
 
 
 def balanced_owners(sizes: Sequence[int], loads: list[int]) -> list[int]:

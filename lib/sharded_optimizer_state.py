@@ -154,7 +154,7 @@ def pack_shards(
     for shard in shards:
         found = dict(inner.state.get(shard.leaf, {}))
         if shard.has_master:
-            found["master"] = shard.leaf.detach()
+            found["master"] = (shard.weight.float() if shard.is_fresh else shard.leaf).detach()
         if found:
             state[shard.number] = found
     return {
@@ -181,7 +181,7 @@ def unpack_shards(
         place = (shard.number, shard.start, shard.stop, tuple(shard.weight.shape))
         found = state_of_range(*place, saved.get(shard.number, []))
         if shard.has_master:
-            masters.append((shard, found.pop("master", shard.weight)))
+            masters.append((shard, found.pop("master", None)))
         elif not isinstance(inner, AdamW):
             found.pop("master", None)
         if found:
@@ -194,7 +194,9 @@ def unpack_shards(
     for group, inner_group in zip(groups, inner.param_groups):
         inner_group.update(settings_of(group))
     for shard, master in masters:
-        shard.leaf.copy_(master)
+        shard.is_fresh = master is None
+        if master is not None:
+            shard.leaf.copy_(master)
 
 
 def write_shard(

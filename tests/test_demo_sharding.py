@@ -138,6 +138,27 @@ def test_collectives_of_a_cycle_are_told_by_purpose():
     assert cycle.collectives == {"gradients": ((0.5, 1.5),), "weights": ((3.0, 4.0),)}
 
 
+def test_a_collective_belongs_to_the_cycle_that_launched_it():
+    def launched(name, correlation, call, start, duration):
+        kernel = event(name, "kernel", start, duration) | {"tid": 7}
+        request = event("cudaLaunchKernel", "cuda_runtime", call, 5)
+        return [one | {"args": {"correlation": correlation}} for one in (kernel, request)]
+
+    trace = parse_trace(
+        [
+            event("cycle of it", "user_annotation", 1000, 5000),
+            event("backward", "user_annotation", 1000, 2000),
+            *launched("sgemm", 1, 1200, 2000, 3000),
+            # of the step before
+            *launched("ncclDevKernel_AllGather", 2, 900, 1100, 300),
+            # the host has left when it runs
+            *launched("ncclDevKernel_AllGather", 3, 5500, 7000, 1000),
+        ]
+    )
+    (cycle,) = demo_sharding_trace.cycles(trace, "cycle of it")
+    assert cycle.collectives == {"gradients": (), "weights": ((6.0, 7.0),)}
+
+
 def test_a_trace_without_the_cycle_is_refused():
     with pytest.raises(ValueError, match="no range 'cycle of it'"):
         demo_sharding_trace.cycles(parse_trace([]), "cycle of it")

@@ -30,6 +30,8 @@ CASES = [
     "sizes",
     "refused_load",
     "refused_shards",
+    "masters_of_late_weights",
+    "refused_by_one",
 ]
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -196,6 +198,36 @@ def refused_shards() -> list[str]:
     return [message_of(lambda: other.load_shards(folders[0])) for other in others]  # noqa: B023
 
 
+def masters_of_late_weights() -> dict[str, tuple[list[float], bool]]:
+    """bfloat16 weights that were loaded into the module later, after a step that one is not in."""
+    results = {}
+    for name, how in HOWS.items():
+        module = nn.ParameterList([torch.ones(8, dtype=torch.bfloat16) for _ in range(2)])
+        made = ShardedOptimizer(
+            module.parameters(), torch.optim.SGD, lr=0.5, master_weights=True, **how
+        )
+        module.load_state_dict({"0": torch.full((8,), 2.0), "1": torch.full((8,), 3.0)})
+        masters = [state["master"] for state in made.state_dict()["state"].values()]
+        module[0].sum().backward()
+        made.step()
+        found = [param.float().mean().item() for param in module]
+        results[name] = found, all((master > 1).all().item() for master in masters)
+    return results
+
+
+class NoVectors(torch.optim.SGD):
+    """Refuses what one rank alone may own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if any(param.ndim == 1 for group in self.param_groups for param in group["params"]):
+            raise ValueError("there is a vector")
+
+
+def refused_by_one() -> str:
+    return message_of(lambda: ShardedOptimizer(nn.Linear(4, 4).parameters(), NoVectors, lr=0.1))
+
+
 def momentum_of(module: nn.Module) -> dict[str, Any]:
     """The state dict of SGD after a step, at another learning rate."""
     plain = torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9)
@@ -240,6 +272,26 @@ def test_state_that_is_refused_changes_no_setting(two_ranks):
             assert other_kind.startswith("ValueError: state step of parameter")
             assert other_file.startswith("ValueError: state_dict lacks param_groups, state; right")
             assert is_same
+
+
+def test_masters_are_made_of_the_weights_at_the_first_gradient(two_ranks):
+    for found in two_ranks["masters_of_late_weights"]:
+        assert found == dict.fromkeys(HOWS, ([1.5, 3.0], True))
+
+
+def test_parameters_that_one_rank_refuses_are_an_error_on_all(two_ranks):
+    messages = two_ranks["refused_by_one"]
+    assert all(message.endswith("there is a vector") for message in messages), messages
+
+
+def test_masters_take_sparse_gradients():
+    module = nn.Embedding(4, 3, sparse=True, dtype=torch.bfloat16)
+    before = module.weight.detach().clone()
+    made = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.5, master_weights=True)
+    module(torch.tensor([2])).sum().backward()
+    made.step()
+    moved = (before.float() - module.weight.float()).mean(1)
+    torch.testing.assert_close(moved, torch.tensor([0, 0, 0.5, 0]), rtol=0, atol=0.01)
 
 
 def test_files_that_one_rank_refuses_are_an_error_on_all(two_ranks):
