@@ -62,7 +62,7 @@ def accounting(sections: Sequence[Section]) -> dict[str, list[RankBar]]:
     if not sections:
         return {}
     newest = _newest(sections)
-    same = ("device", "tr_batch_size", "compile", *ACCOUNTING_SETTINGS)
+    same = ("device", "kernel", "tr_batch_size", "compile", "cuda_graph", *ACCOUNTING_SETTINGS)
     measured = {
         (row["model"], row["method"], row["ranks"]): row["measured"]
         for section in sections

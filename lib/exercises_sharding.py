@@ -119,10 +119,7 @@ BALANCED_OWNERS = Exercise(
         "the list is not sorted first; a large one that comes late finds no room": (
             _mistaken_owners("unsorted")
         ),
-        "the loads are never updated, so that all go to rank 0": (
-            _mistaken_owners("all_to_rank_0", owner=lambda place, loads, count: 0)
-        ),
-        "each goes to the rank with the most; take the least": (
+        "all go to one rank: the loads are never updated, or each goes to the rank with the most": (
             _mistaken_owners(
                 "most_loaded",
                 order=_largest_first,
