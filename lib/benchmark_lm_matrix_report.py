@@ -151,6 +151,13 @@ def section_title(row: Mapping[str, Any]) -> str:
     return f"{', '.join([row['model'], *other])}: {', '.join(words)}; {batch}; {machine(row)}"
 
 
+def short_titles(sections: Sequence[Section]) -> list[str]:
+    """Their titles, without the machine where it is the same for all."""
+    if len({section.rows[0]["device"] for section in sections}) > 1:
+        return [section.title for section in sections]
+    return [s.title.replace(f"; {machine(s.rows[0])}", "") for s in sections]
+
+
 def machine(row: Mapping[str, Any]) -> str:
     """What the ranks ran on."""
     if row["backend"] == "gloo":
@@ -186,8 +193,9 @@ def section_report(section: Section) -> str:
 def standing(sections: Sequence[Section]) -> list[dict[str, Any]]:
     """How `flashddp` stands on GPUs: a line for each section and kernel."""
     lines = []
-    for section in sections:
-        rows = section.rows if section.rows[0]["backend"] == "nccl" else ()
+    on_gpus = [section for section in sections if section.rows[0]["backend"] == "nccl"]
+    for setting, section in zip(short_titles(on_gpus), on_gpus):
+        rows = section.rows
         against = {(c["kernel"], c["flashddp against"]): c for c in comparisons(rows)}
         for row in rows:
             if row["wrapper"] != "flashddp" or row["status"] != "ok":
@@ -195,7 +203,7 @@ def standing(sections: Sequence[Section]) -> list[dict[str, Any]]:
             torch_ddp, naive = (against.get((row["kernel"], peer), {}) for peer in PEERS)
             lines.append(
                 {
-                    "setting": section.title.rsplit("; ", 1)[0],
+                    "setting": setting,
                     "kernel": row["kernel"],
                     "× torch_ddp": torch_ddp.get("times as fast"),
                     "IQR": torch_ddp.get("IQR"),

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from lib.benchmark_lm_matrix_cases import spread, turn_ratios
-from lib.benchmark_lm_matrix_report import machine, section_key, section_title
+from lib.benchmark_lm_matrix_report import section_key, section_title, short_titles
 from lib.benchmark_sharding_accounting import accounting, accounting_report, accounting_title
 from lib.benchmark_sharding_cases import BASE
 from lib.config_sharding import SHARDING_METHODS
@@ -189,15 +189,11 @@ def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def standing(sections: Iterable[Section]) -> list[dict[str, Any]]:
     """How `zero1` stands on GPUs: a line for each section that has it, also where it failed."""
     lines = []
-    chosen = [s for s in sections if s.rows[0]["backend"] == "nccl"]
-    # said where there are several
-    machines = {row["device"] for section in chosen for row in section.rows}
-    for section in chosen:
+    on_gpus = [section for section in sections if section.rows[0]["backend"] == "nccl"]
+    for setting, section in zip(short_titles(on_gpus), on_gpus):
         row = next((row for row in section.rows if row["method"] == "zero1"), None)
         if row is None:
             continue
-        title = section.title
-        setting = title if len(machines) > 1 else title.replace(f"; {machine(row)}", "")
         done = [other for other in section.rows if other["status"] == "ok"]
         found = next((c for c in comparisons(done) if c["method"] == "zero1"), {})
         line = {"setting": setting} | {name: found.get(name) for name in STANDING}

@@ -19,7 +19,7 @@ from lib.demo_ddp import batch, make_model, trace_of
 from lib.distributed import barrier, current_device, mean_over_ranks, rank
 from lib.hardware import keep_freed_memory
 from lib.profiling import annotate
-from lib.trace_file import Trace
+from lib.trace_file import Trace, launch_times
 from lib.trace_timeline import Intervals, Timeline, timelines
 from lib.train_optimizer import AveragedByOptimizer, gather_under_forward, parallelise
 from lib.train_step import numerics
@@ -126,11 +126,9 @@ def cycles(trace: Trace, name: str) -> list[Cycle]:
     """
     ranges = [span for span in trace.ranges if span.name == name]
     spans = [s for s in trace.kernels or trace.operators if not s.name.startswith(REQUEST)]
-    # kernels may run when the host has long left
-    launched = {call.correlation: call.start for call in trace.calls if call.correlation}
+    asked = launch_times(spans, trace.calls)
     found = []
     for line, cycle in zip(timelines(trace, name), ranges):
-        asked = [launched.get(span.correlation, span.start) for span in spans]
         inside = [s for s, time in zip(spans, asked) if cycle.start <= time < cycle.end]
         collectives = {}
         for purpose, pattern in PURPOSES.items():

@@ -63,6 +63,15 @@ class Trace:
     """Starts of a forward operator and of its gradient's operator, in µs."""
 
 
+def launch_times(spans: Iterable[Span], calls: Iterable[Span]) -> list[float]:
+    """When the host asked for each of `spans`, in µs: its own start where no call is known for it.
+
+    A kernel may run when the host has long left the range in which it was launched.
+    """
+    launched = {call.correlation: call.start for call in calls if call.correlation}
+    return [launched.get(span.correlation, span.start) for span in spans]
+
+
 def read_trace(path: str | os.PathLike) -> Trace:
     """The trace in the JSON file at `path`, which may be compressed (`.gz`).
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from lib import intervals
 from lib.trace_categories import CATEGORIES, category_of
-from lib.trace_file import Span, Trace
+from lib.trace_file import Span, Trace, launch_times
 
 STEP = "training step"
 GAP_EDGES_US = (0, 10, 100, 1_000, 10_000, np.inf)
@@ -137,13 +137,14 @@ def summarise(trace: Trace, *, step: str = STEP) -> Summary:
     Raises:
         ValueError: the trace holds neither kernels nor operators in its steps.
     """
-    launched = {call.correlation: call.start for call in trace.calls if call.correlation}
+    # kernels in the steps may have been launched before them
+    calls = trace.calls
     trace, window, num_steps = _cut_to_steps(trace, step)
     on_gpu = bool(trace.kernels)
     spans = trace.kernels if on_gpu else trace.operators
     if not spans:
         raise ValueError("the trace holds no kernels and no operators in its steps")
-    host_starts = np.array([launched.get(span.correlation, span.start) for span in spans])
+    host_starts = np.array(launch_times(spans, calls))
     categories = _categories(trace, spans, host_starts)
     times = _durations(spans) if on_gpu else _self_times(spans)
     # views and what only calls other operators do no work of their own

@@ -13,7 +13,7 @@ import numpy as np
 
 from lib import intervals
 from lib.trace_categories import category_of
-from lib.trace_file import Span, Trace
+from lib.trace_file import Span, Trace, launch_times
 
 # A range of the code -> the phase that its work belongs to. Later ones are inside earlier ones.
 PHASES = {
@@ -70,10 +70,8 @@ def timelines(trace: Trace, step: str) -> list[Timeline]:
     ranges = [span for span in trace.ranges if span.name == step]
     if not ranges:
         raise ValueError(f"the trace has no range {step!r}")
-    launched = {call.correlation: call.start for call in trace.calls if call.correlation}
     spans = trace.kernels or trace.operators
-    # when the host asked for it
-    asked = np.array([launched.get(span.correlation, span.start) for span in spans])
+    asked = np.array(launch_times(spans, trace.calls))
     return [_timeline(trace, spans, asked, span) for span in ranges]
 
 

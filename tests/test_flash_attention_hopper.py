@@ -35,7 +35,9 @@ from tests.test_flash_attention_compile import (
 
 KERNELS = ("forward_kernel", "backward_queries_kernel", "backward_keys_kernel")
 # Bytes of a thread, beside its registers: of dK and dV, 128 wide, and of the others
-MOST_SPILLED = {True: 144, False: 16}
+MOST_SPILLED = {True: 120, False: 16}
+# and what those take more where lengths are uneven, or gradients are turned back
+MOST_SPILLED_FURTHER = 24
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
@@ -139,7 +141,9 @@ def assert_all_fit(compiled: list[dict]) -> None:
     for row in compiled:
         assert row["shared"] <= SHARED_KB[90] * 1024, row
         is_largest = row["kernel"] == "backward_keys_kernel" and row["head_dim"] == 128
-        assert row["stack"] <= MOST_SPILLED[is_largest], row
+        further = row.get("is_turned", False) or row.get("is_uneven", False)
+        most = MOST_SPILLED[is_largest] + MOST_SPILLED_FURTHER * (is_largest and further)
+        assert row["stack"] <= most, row
         assert row["products"] > 0, row
 
 
