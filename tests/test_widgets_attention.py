@@ -2,7 +2,7 @@
 
 import base64
 import io
-import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from lib.widgets_attention import (
     pattern_slider,
     pattern_words,
 )
+from tests.drawing_time import charts_per_move
 
 SENTENCE = "One day, a little fox found a ball. The fox"
 
@@ -113,16 +114,13 @@ def test_a_slider_goes_through_the_heads_and_says_where_each_looks():
     patterns = dict(zip(("one", "two", "three"), weights))
     tokens = ["the", "·cat", "·sat", "."]
     slider, view, still = pattern_slider(patterns, tokens).children
-    seen, times = set(), []
+    seen = set()
     for name in ("two", "three", "one"):
-        started = time.perf_counter()
         slider.value = name
-        times.append(time.perf_counter() - started)
         (output,) = view.outputs
         seen.add(output["data"]["image/png"])
         assert output["data"]["text/plain"] == pattern_words(patterns[name], tokens, name)
     assert len(seen) == 3
-    assert min(times[:2]) < 0.1
     assert [output["data"]["text/plain"][:3] for output in still.outputs] == ["two", "thr"]
 
 
@@ -146,18 +144,14 @@ def test_each_control_changes_the_picture_and_its_words(explorer):
     assert "·found" in shown(explorer)["data"]["text/plain"]
 
 
-def test_each_change_is_shown_within_a_tenth_of_a_second(explorer):
+def test_each_change_takes_less_than_a_chart(explorer):
     box, layers, heads, *_ = explorer.children
     # as long as a text can be that is shown whole
     texts = ["The fox and the ball and the " * 6 + end for end in ("fox", "day", "dog", "a", "b")]
     changes = {box: texts, layers: [2, 3, 4, 3, 2], heads: [2, 3, 4, 3, 2]}
     for control, values in changes.items():
-        times = []
-        for value in values:
-            started = time.perf_counter()
-            control.value = value
-            times.append(time.perf_counter() - started)
-        assert min(times) < 0.1, control.description
+        moves = [partial(setattr, control, "value", value) for value in values]
+        assert charts_per_move(moves) < 1, control.description
 
 
 @pytest.mark.parametrize("text", ["", " ", "🐈 日本", "word " * 500])
