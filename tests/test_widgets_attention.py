@@ -2,6 +2,7 @@
 
 import base64
 import io
+import time
 from functools import partial
 
 import numpy as np
@@ -114,13 +115,17 @@ def test_a_slider_goes_through_the_heads_and_says_where_each_looks():
     patterns = dict(zip(("one", "two", "three"), weights))
     tokens = ["the", "·cat", "·sat", "."]
     slider, view, still = pattern_slider(patterns, tokens).children
-    seen = set()
+    seen, times = set(), []
     for name in ("two", "three", "one"):
+        started = time.perf_counter()
         slider.value = name
+        times.append(time.perf_counter() - started)
         (output,) = view.outputs
         seen.add(output["data"]["image/png"])
         assert output["data"]["text/plain"] == pattern_words(patterns[name], tokens, name)
     assert len(seen) == 3
+    # they were drawn before
+    assert min(times[:2]) < 0.1
     assert [output["data"]["text/plain"][:3] for output in still.outputs] == ["two", "thr"]
 
 

@@ -99,7 +99,7 @@ def test_each_control_changes_the_picture(slider):
 def test_a_change_takes_as_long_as_a_chart(slider):
     sizes, *_ = slider.children
     moves = [partial(setattr, sizes, "value", value) for value in (2, 4, 8, 16, 32, 64, 128)]
-    assert charts_per_move(moves) < 1.3
+    assert charts_per_move(moves) < 1.2
 
 
 def test_where_nobody_can_move_it_several_sizes_are_shown(slider):
