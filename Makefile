@@ -76,10 +76,10 @@ lint: $(TEST_READY) ## check style and the state of the notebooks
 format: $(TEST_READY) ## put style right, and the notebooks' metadata; runs no notebook
 	@$(PY) -m ruff check --quiet --fix --exit-zero $(SOURCES)
 	@$(PY) -m ruff format $(SOURCES)
-	@$(PY) -m lib.notebook clean
+	@$(PY) -m lib notebooks clean
 
 notebooks: $(RUN_READY) ## run the notebooks and store their outputs in them, as they are committed
-	@$(PY) -m lib.notebook refresh $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
+	@$(PY) -m lib notebooks refresh $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
 clean: ## remove what can be remade; keeps .venv and data/
 	rm -rf artifacts/report artifacts/runs .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
-"""Install what the workbook needs and does not find; called by the Makefile.
+"""Install the packages that the workbook needs and that are missing; called by the Makefile.
 
-With --own, into .venv (made if it is not there) at the tested versions of constraints.txt. Without,
-into the environment of the Python that runs this: nothing that is there and fits is replaced, and
-PyTorch and its companions stay at their versions whatever they are.
+With --own, into .venv (created if missing) at the tested versions of constraints.txt. Without, into
+the environment of the Python that runs this: packages that fit stay as they are, and PyTorch and
+its companions stay at their versions in any case.
 """
 
 import argparse
@@ -38,9 +38,9 @@ def main() -> int:
 
 
 def make_environment() -> Path:
-    """Create .venv unless it is there and works; return its Python."""
+    """Create .venv unless there is one that works; return its Python."""
     python = ROOT / ".venv/bin/python"
-    # A link to a Python that has since been removed exists as a link only.
+    # false for a link to a Python that has since been removed
     if not python.exists():
         version = ".".join(map(str, sys.version_info[:3]))
         print(f"Making .venv with Python {version}", flush=True)
@@ -55,13 +55,13 @@ def make_environment() -> Path:
 
 
 def folder_of(python: Path) -> Path:
-    """The environment's folder, short where it is the workbook's own."""
+    """Return the environment's folder, relative to the workbook if it is in it."""
     folder = python.parent.parent
     return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
 
 
 def installed_versions() -> str:
-    """The packages that an environment made by somebody else keeps, as pip constraints."""
+    """Return the versions that an environment not our own keeps, as pip constraints."""
     lines = []
     for name in KEPT:
         try:
@@ -72,7 +72,7 @@ def installed_versions() -> str:
 
 
 def install(python: Path, requirements: list[str], constraints: str) -> int:
-    """Run pip, showing one line that tells where it is; its whole output only if it fails."""
+    """Run pip with one line of progress, and print its whole output only if it fails."""
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
         subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def install(python: Path, requirements: list[str], constraints: str) -> int:
 
 
 def show(words: list[str], seconds: float) -> None:
-    """Say what pip is doing: on a terminal everything, in a log only what takes long."""
+    """Print what pip is doing: everything on a terminal, only what takes long in a log."""
     terminal = sys.stdout.isatty()
     if words[:1] == ["Downloading"] and len(words) >= 4:
         name, size, unit = words[1].rsplit("/", 1)[-1].split("-")[0], *words[-2:]

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import nbformat
 
-from lib.notebook import FIRST_CELL
-from lib.notebook_cells import METADATA
-from lib.site import mathml_errors
+from lib.publish.cells import FIRST_CELL, METADATA
+from lib.publish.pages import mathml_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Tags that a tool or this workbook acts on; a misspelt one would be ignored in silence.
+# Tags that a tool or this workbook acts on; a misspelled one would be ignored silently.
 TAGS = {
     "parameters",
     "nbval-check-output",
@@ -27,7 +26,7 @@ TAGS = {
     "exercise",
     "solution",
 }
-# Folders at the root of somebody's disk; /kaggle is the same for everybody.
+# Folders at the root of one machine's disk; /kaggle is the same for everybody.
 MACHINE_PATH = re.compile(
     r"(?<![\w./:-])/(?:home|root|Users|work\w*|mnt|media|tmp|opt|var|private|content)/[\w.-]+"
     r"|(?<!\w)[A-Za-z]:\\\\?[\w.-]+"
@@ -45,7 +44,7 @@ def main(folder: Path = ROOT / "notebooks") -> int:
 
 
 def check(path: Path) -> Iterator[str]:
-    """Yield what is wrong with the notebook at `path`."""
+    """Yield a complaint for each fault of the notebook at `path`."""
     if not re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", path.name):
         yield "is not named like 01_topic.ipynb, so nothing runs it; rename it"
     try:
@@ -74,7 +73,7 @@ def _check_order(cells: list) -> Iterator[str]:
         yield "cell 1: is not a Markdown cell that starts with the title, `# …`; add one"
     code = [cell for cell in cells if cell.cell_type == "code"]
     if not code or code[0].source != FIRST_CELL:
-        yield "the first code cell is not lib.notebook.FIRST_CELL; copy it from there, whole"
+        yield "the first code cell is not lib.publish.cells.FIRST_CELL; copy it from there, whole"
     tagged = [n for n, c in enumerate(cells, 1) if "parameters" in c.metadata.get("tags", [])]
     if len(tagged) != 1:
         where = f"cells {tagged}" if tagged else "no cell"
@@ -110,7 +109,7 @@ def _check_outputs(cell: dict) -> Iterator[str]:
             yield "holds a live widget, dead in the file; run: make notebooks"
         texts = [output.get("text", ""), *map(str, output.get("data", {}).values())]
         for text in texts:
-            # a picture's base64 may hold anything
+            # base64 of a picture may contain anything
             if len(text) < 100_000 and not re.fullmatch(r"[A-Za-z0-9+/=\s]{200,}", text):
                 yield from _check_paths("output", text)
 
@@ -121,7 +120,7 @@ def _check_paths(where: str, text: str) -> Iterator[str]:
 
 
 def _shows_something(source: str) -> bool:
-    """Whether the cell certainly makes an output: it prints, displays, or ends in a bare value."""
+    """Return whether the cell surely makes an output: it prints, displays or ends in a value."""
     try:
         body = ast.parse(source).body
     except SyntaxError:

@@ -72,8 +72,7 @@ def make_notebook() -> Callable[..., Path]:
     from nbformat import from_dict, write
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-    from lib.notebook import FIRST_CELL
-    from lib.notebook_cells import METADATA
+    from lib.publish.cells import FIRST_CELL, METADATA
 
     def make(path: Path, parameters: str = "steps = 3", *cells: str, first: str = FIRST_CELL):
         content = [
@@ -101,12 +100,12 @@ def quiet_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def run_in_interpreter(quiet_environment) -> Callable[[str], None]:
-    """Let a test file's tests of kernels pass in a process where Triton interprets them."""
+def run_in_interpreter(quiet_environment) -> Callable[..., None]:
+    """Let test files' tests of kernels pass in a process where Triton interprets them."""
     pytest.importorskip("triton")
 
-    def run(file: str) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    def run(*files: str) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         done = subprocess.run(
             [*command, "-k", "kernel and not interpreter"],
             cwd=ROOT,
@@ -121,8 +120,8 @@ def run_in_interpreter(quiet_environment) -> Callable[[str], None]:
 
 @pytest.fixture(scope="module")
 def quick_ranks() -> Iterator[None]:
-    """Ranks that `lib.distributed.launch` starts need not load torch first."""
-    from rank_server import ranks_from_a_server
+    """Ranks that `lib.ddp.launcher.launch` starts need not load torch first."""
+    from tests.ddp.rank_server import ranks_from_a_server
 
     with ranks_from_a_server():
         yield

@@ -1,6 +1,14 @@
-"""Texts for tests: whatever Unicode allows, mixed with what trips tokenizers."""
+"""Texts for tests: anything that Unicode allows, mixed with what trips tokenizers."""
+
+import functools
+import sys
 
 from hypothesis import strategies as st
+
+from lib.tokenizer.pretokenize import LETTERS, NUMBERS, parse_ranges
+
+# every code point but the halves of surrogate pairs
+EVERY_CODE = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code <= 0xDFFF]
 
 TRICKY = [
     *"abcABC'’ \t\n\r019!?<|>",
@@ -35,6 +43,27 @@ TRICKY = [
     " <x>",
     "c\n",
 ]
+
+
+def codes_of(table: str) -> set[int]:
+    """The code points of a table of Unicode ranges."""
+    return {code for lo, hi in parse_ranges(table) for code in range(lo, hi + 1)}
+
+
+@functools.cache
+def every_character() -> tuple[str, list[str]]:
+    """A text that holds every character between `a` and `1`, and its pre-tokens by the tables."""
+    letters, numbers = codes_of(LETTERS), codes_of(NUMBERS)
+    pretokens = []
+    for code in EVERY_CODE:
+        char = chr(code)
+        if code in letters:
+            pretokens += ["a" + char, "1"]
+        elif code in numbers:
+            pretokens += ["a", char + "1"]
+        else:
+            pretokens += ["a", " 1"] if char == " " else ["a", char, "1"]
+    return "".join(f"a{chr(code)}1" for code in EVERY_CODE), pretokens
 
 
 def tricky_text(max_size: int = 30):

@@ -1,0 +1,335 @@
+"""Tables and figures of the language-model matrix, from its records alone."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from lib.benchmarks.multi_rank_report import (
+    Setting,
+    failure_list,
+    gpu_settings,
+    group_rows,
+    panels,
+    setting_intro,
+    setting_title,
+    time_ratio,
+    training_rows,
+)
+from lib.benchmarks.sections import Section, Table, write_csv
+from lib.benchmarks.sections import write_report as write_sections
+from lib.core.figures import BLACK, BLUE, GREEN, GREY, PURPLE, SKY, VERMILLION, save_figure
+from lib.core.records import Record, format_value
+
+NOTE = """Each rank is a process with a part of the batch; `none` is the baseline, where each rank
+trains a model of its own while the others do the same. Wrappers are interleaved, an epoch at a
+time. An epoch is a sample, its time the ranks' mean; tokens/s are those of all ranks together.
+Efficiency is the time of `none` with the same kernel over the wrapper's, epoch by epoch, and
+overhead the peak memory of a rank beyond that of `none`. Communication is the time in which
+gradients travel, including waiting for other ranks, and exposed the part of it in which nothing
+else runs, both from a trace of a few further steps: of a GPU's kernels, or of a CPU's operators.
+Loss difference: the largest one to a single process that trains on the batches of all ranks, in the
+first steps. A compiled model is compiled block by block for the wrappers that overlap, which need
+gradients during the backward pass, and as a whole for the others.
+"""
+TARGETS = """Targets: as fast as `torch_ddp` or faster; 15% faster than `naive` where communication
+is a real share of the step; 95% efficiency for `medium` and `large`, compiled; at most 1% more
+memory than one GPU. × is how many times as fast `flashddp` is, epoch by epoch.
+"""
+GLOO_NOTE = "this shows what the wrappers do, not how they scale."
+COLUMNS = {
+    "kernel": "kernel",
+    "wrapper": "wrapper",
+    "status": "status",
+    "tokens_per_s": "tokens/s",
+    "median_ms": "ms a step",
+    "iqr_ms": "IQR (ms)",
+    "samples": "samples",
+    "epoch_s": "s an epoch",
+    "efficiency_percent": "efficiency (%)",
+    "iqr_efficiency_percent": "IQR (%)",
+    "peak_memory_mb": "peak memory (MB)",
+    "overhead_percent": "overhead (%)",
+    "communication_ms": "communication (ms)",
+    "exposed_communication_ms": "exposed (ms)",
+    "loss_difference": "loss difference",
+}
+PERCENT = {
+    "scaling_efficiency": "efficiency_percent",
+    "iqr_scaling_efficiency": "iqr_efficiency_percent",
+    "memory_overhead": "overhead_percent",
+}
+# The wrappers that `flashddp` is compared with, in the same launch.
+PEERS = ("torch_ddp", "naive")
+COLORS = {
+    "none": BLACK,
+    "naive": SKY,
+    "flat": GREEN,
+    "overlap": PURPLE,
+    "flashddp": VERMILLION,
+    "torch_ddp": BLUE,
+}
+# Line styles of the kernels in one panel.
+LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)))
+HATCH = {"edgecolor": "white", "hatch": "////", "linewidth": 0}
+
+
+def write_report(records: Iterable[Record], output: Path) -> None:
+    """Write lm_matrix_report.md, lm_matrix_results.csv and the figures, from each newest record.
+
+    The figures are lm_matrix_time.png, _memory.png, _throughput.png and _losses.png.
+    """
+    rows = matrix_rows(records)
+    settings = make_settings(rows)
+    sections = [Section("Attention kernels and data-parallel wrappers", [NOTE], level=1)]
+    targets = target_table(settings)
+    if targets:
+        sections.append(Section("How flashddp compares", [TARGETS, Table(targets)]))
+    sections += map(_setting_section, settings)
+    stem = output / "lm_matrix"
+    write_sections(f"{stem}_report.md", sections)
+    write_csv(f"{stem}_results.csv", [row for setting in settings for row in setting.rows])
+    save_time_figure(settings, f"{stem}_time.png")
+    save_memory_figure(settings, f"{stem}_memory.png")
+    save_throughput_figure(settings, f"{stem}_throughput.png")
+    save_losses_figure(settings, f"{stem}_losses.png")
+
+
+def matrix_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """A flat row for each cell, from its newest record."""
+    rows = training_rows(records)
+    for row in rows:
+        memory = row.get("peak_memory_bytes")
+        row["peak_memory_mb"] = None if memory is None else memory / 1e6
+        for name, shown in PERCENT.items():
+            value = row.get(name)
+            row[shown] = None if value is None else round(100 * value, 2)
+    return rows
+
+
+def make_settings(rows: Iterable[Mapping[str, Any]]) -> list[Setting]:
+    """The rows by setting, in the order in which settings and kernels were first measured."""
+    settings = []
+    for chosen in group_rows(rows):
+        kernels = list(dict.fromkeys(row["kernel"] for row in chosen))
+        chosen.sort(key=lambda row: kernels.index(row["kernel"]))
+        settings.append(Setting(setting_title(chosen[0]), tuple(chosen)))
+    return settings
+
+
+def _setting_section(setting: Setting) -> Section:
+    """The tables of a setting, and why cells failed."""
+    rows = setting.rows
+    last = max(rows, key=lambda row: row["date"])
+    size = f"{format_value(last.get('parameters'))} parameters, "
+    parts = [
+        setting_intro(rows, GLOO_NOTE, size),
+        Table(rows, COLUMNS),
+        Table(comparison_table(rows)),
+        failure_list(rows, "kernel", "wrapper"),
+    ]
+    return Section(setting.title, parts)
+
+
+def target_table(settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """How `flashddp` compares on GPUs: a row for each setting and kernel."""
+    table = []
+    for title, setting in gpu_settings(settings).items():
+        for row in setting.rows:
+            if row["wrapper"] != "flashddp" or row["status"] != "ok":
+                continue
+            ratio, iqr = _times_as_fast(row, "torch_ddp", setting.rows)
+            table.append(
+                {
+                    "setting": title,
+                    "kernel": row["kernel"],
+                    "× torch_ddp": ratio,
+                    "IQR": iqr,
+                    "× naive": _times_as_fast(row, "naive", setting.rows)[0],
+                    "efficiency (%)": row["efficiency_percent"],
+                    "memory overhead (%)": row["overhead_percent"],
+                }
+            )
+    return table
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`flashddp` against each peer interleaved with it: above 1, `flashddp` is faster."""
+    table = []
+    for row in rows:
+        for peer in PEERS if row["wrapper"] == "flashddp" else ():
+            ratio, iqr = _times_as_fast(row, peer, rows)
+            if ratio is not None:
+                line = {"kernel": row["kernel"], "flashddp against": peer}
+                table.append(line | {"times as fast": ratio, "IQR": iqr})
+    return table
+
+
+def _times_as_fast(
+    row: Mapping[str, Any], peer: str, rows: Iterable[Mapping[str, Any]]
+) -> tuple[float | None, float | None]:
+    """Median and IQR of the times of the wrapper `peer`, with the same kernel, over the row's."""
+    found = (r for r in rows if (r["kernel"], r["wrapper"]) == (row["kernel"], peer))
+    return time_ratio(next(found, None), row)
+
+
+def save_time_figure(settings: Sequence[Setting], path: str | os.PathLike) -> Path:
+    """Milliseconds per step, with the exposed communication hatched."""
+    return _save_bars(settings, path, "median_ms", "time a step (ms)", "{:.3g}")
+
+
+def save_memory_figure(settings: Sequence[Setting], path: str | os.PathLike) -> Path:
+    """Peak memory of a rank, and above each bar its overhead over `none`."""
+    label = "peak memory of a rank (MB)"
+    return _save_bars(settings, path, "peak_memory_mb", label, "{:+.1%}", "memory_overhead")
+
+
+def save_throughput_figure(settings: Sequence[Setting], path: str | os.PathLike) -> Path:
+    """Tokens/s of all ranks, and above each bar the scaling efficiency."""
+    label = "tokens/s of all ranks"
+    return _save_bars(settings, path, "tokens_per_s", label, "{:.0%}", "scaling_efficiency")
+
+
+def _save_bars(
+    settings: Sequence[Setting],
+    path: str | os.PathLike,
+    key: str,
+    label: str,
+    above: str,
+    ratio: str | None = None,
+) -> Path:
+    """Groups of bars by kernel, one per wrapper; a word where there is no figure.
+
+    Args:
+        key: the figure of a bar's height.
+        above: the format of what is written above a bar, its height or its `ratio` to `none`.
+    """
+    columns = 3 if len(settings) > 3 else 1
+    with panels(len(settings), columns=columns, width=8.0, height=3.4) as (figure, grid):
+        for axes, setting in zip(grid, settings):
+            kernels = list(dict.fromkeys(row["kernel"] for row in setting.rows))
+            wrappers = _wrappers(setting.rows)
+            width = 0.86 / len(wrappers)
+            for row in setting.rows:
+                offset = wrappers.index(row["wrapper"]) - (len(wrappers) - 1) / 2
+                x, height = kernels.index(row["kernel"]) + offset * width, row.get(key)
+                if height is None:
+                    word = row["status"] if row["status"] != "ok" else "not known"
+                    axes.text(x, 0, f" {word}", rotation=90, ha="center", va="bottom", fontsize=8)
+                    continue
+                axes.bar(x, height, width * 0.94, color=COLORS[row["wrapper"]])
+                exposed = min(row.get("exposed_communication_ms") or 0.0, row["median_ms"])
+                if not ratio and exposed:
+                    bottom = height - exposed
+                    axes.bar(x, exposed, width * 0.94, bottom=bottom, color="none", **HATCH)
+                value = row.get(ratio) if ratio else height
+                if value is not None and not (ratio and row["wrapper"] == "none"):
+                    _write_above(axes, x, width, height, above.format(value))
+            axes.set_xticks(range(len(kernels)), kernels)
+            axes.set_xlim(-0.5, len(kernels) - 0.5)
+            axes.set(xlabel="attention kernel", ylabel=label)
+            _set_title(axes, setting)
+            axes.grid(visible=False, axis="x")
+            axes.yaxis.set_major_formatter("{x:,.0f}" if ratio else "{x:,.4g}")
+            axes.margins(y=0.17)
+        rows = [row for setting in settings for row in setting.rows]
+        handles = [Patch(color=COLORS[name], label=name) for name in _wrappers(rows)]
+        if not ratio:
+            handles.append(Patch(label="exposed communication", facecolor=GREY, **HATCH))
+        _add_legend(figure, handles)
+        return save_figure(figure, path)
+
+
+def _wrappers(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The wrappers of the rows, in the order of `COLORS`."""
+    present = {row["wrapper"] for row in rows}
+    return [wrapper for wrapper in COLORS if wrapper in present]
+
+
+def _write_above(axes: Axes, x: float, width: float, y: float, text: str) -> None:
+    style = {"xytext": (0, 2), "textcoords": "offset points"}
+    if width < 0.16 and len(text) > 4:
+        style |= {"rotation": 60, "xytext": (2, 2)}
+    axes.annotate(text, (x, y), ha="center", va="bottom", fontsize=7, **style)
+
+
+def _set_title(axes: Axes, setting: Setting, *, most: int = 80) -> None:
+    """The setting's title in lines of at most `most` characters."""
+    lines = [textwrap.fill(part, most) for part in setting.title.split("; ", 1)]
+    axes.set_title("\n".join(lines), fontsize=9)
+
+
+def _add_legend(figure: Figure, handles: Sequence[Any]) -> None:
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize="small")
+
+
+def save_losses_figure(settings: Sequence[Setting], path: str | os.PathLike) -> Path:
+    """Losses of the first steps over those of one process, and beside them their differences.
+
+    Shows the settings whose losses were kept, or if there are none, the first without any.
+    """
+    kept = [s for s in settings if any(row.get("losses") for row in s.rows)]
+    settings = kept or settings[:1]
+    count, columns = 2 * len(settings), 4 if len(settings) > 3 else 2
+    with panels(count, columns=columns, width=5.0, height=3.4) as (figure, grid):
+        for left, right, setting in zip(grid[::2], grid[1::2], settings):
+            rows = [row for row in setting.rows if row.get("losses")]
+            _draw_losses(left, rows)
+            _draw_differences(right, rows)
+            # the panel beside it has a title, too
+            _set_title(left, setting, most=50)
+            right.set_title("difference to one process\non the batches of all ranks", fontsize=9)
+        drawn = _wrappers(row for s in settings for row in s.rows if row.get("losses"))
+        handles = [Line2D([], [], color=GREY, linewidth=7, label="one process")]
+        handles += [Line2D([], [], color=COLORS[name], label=name) for name in drawn]
+        _add_legend(figure, handles)
+        return save_figure(figure, path)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Loss by step: the reference as a wide grey line, the wrappers as dashes on top of it."""
+    for of_kernel in group_rows(rows, ["kernel"]):
+        reference = of_kernel[0].get("reference_losses") or []
+        wide = {"color": GREY, "linewidth": 7, "marker": "", "solid_capstyle": "round"}
+        axes.plot(range(1, len(reference) + 1), reference, **wide)
+        for index, row in enumerate(of_kernel):
+            steps = range(1, len(row["losses"]) + 1)
+            # dashes of different phase, so that lines that coincide are all seen
+            dashes = (2 * index, (2, 2 * len(of_kernel) - 2)) if len(of_kernel) > 1 else "-"
+            style = {"linestyle": dashes, "marker": "", "color": COLORS[row["wrapper"]]}
+            axes.plot(steps, row["losses"], **style)
+    _label_steps(axes, rows, "loss (nats per token)")
+
+
+def _draw_differences(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Absolute difference to the reference by step, on a logarithmic axis, where it is not 0."""
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    for row in rows:
+        pairs = zip(row["losses"], row.get("reference_losses") or [])
+        points = [(step, abs(a - b)) for step, (a, b) in enumerate(pairs, start=1) if a != b]
+        style = {"linestyle": LINES[kernels.index(row["kernel"])], "linewidth": 1.2}
+        if points:
+            axes.plot(*zip(*points), color=COLORS[row["wrapper"]], markersize=3, **style)
+    if axes.lines:
+        axes.set_yscale("log")
+    else:
+        axes.set_yticks([])
+        is_compared = any(row.get("reference_losses") for row in rows)
+        words = "equal to the last bit" if is_compared else "not compared"
+        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center")
+    _label_steps(axes, rows, "|difference| (nats per token)")
+
+
+def _label_steps(axes: Axes, rows: Sequence[Mapping[str, Any]], label: str) -> None:
+    steps = max((len(row["losses"]) for row in rows), default=1)
+    axes.set(xlabel="training step", ylabel=label, xlim=(0, steps + 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,277 @@
+"""The machine: its device, a fast dtype, its peak rates, its processors, and a record's provenance.
+
+torch is imported only inside the functions that need it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lib.core.files import ROOT
+from lib.core.settings import to_dict
+
+if TYPE_CHECKING:
+    import torch
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+# Packages whose versions every record names.
+PACKAGES = ("torch", "triton", "numpy", "numba")
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """Return the device called `name`; "auto" prefers CUDA, then Apple's MPS, then the CPU.
+
+    Raises:
+        ValueError: `name` is not a device, or this machine does not have it.
+    """
+    import torch
+
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        known = "auto, cpu, cuda, cuda:N or mps"
+        raise ValueError(f"device must be {known}, got {name!r}") from error
+    counts = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    count = counts.get(device.type, 0)
+    if (device.index or 0) >= count:
+        found = ", ".join(f"{kind}:{i}" for kind, n in counts.items() for i in range(n))
+        raise ValueError(
+            f"device must be auto or one of {found}, got {name!r}: torch {torch.__version__} sees "
+            f"{count} of type {device.type} on this machine"
+        )
+    return device
+
+
+def pick_dtype(device: torch.device | str, name: str = "auto") -> torch.dtype:
+    """Return the floating-point type called `name`; "auto" takes the shortest fast one on `device`.
+
+    That is bfloat16 on NVIDIA GPUs from Ampere on (compute capability 8.0), float16 on older ones
+    such as a T4, and float32 elsewhere.
+
+    Raises:
+        ValueError: `name` is unknown, or `device` would only emulate it.
+    """
+    import torch
+
+    device = torch.device(device)
+    supported = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    best = "float32"
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        best = "bfloat16" if has_bfloat16 else "float16"
+        if not has_bfloat16:
+            del supported["bfloat16"]
+    if name == "auto":
+        return supported[best]
+    if name not in supported:
+        chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        known = ", ".join(supported)
+        raise ValueError(f"dtype must be one of auto, {known} on {chip}, got {name!r}")
+    return supported[name]
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on `device`: a GPU, or a CPU under the slow interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak rates of a chip by its datasheet; None for a dtype that it does not quote.
+
+    FLOP/s count a multiply-add as two, dense (no structured sparsity), half precision with float32
+    accumulation on tensor cores where the chip has them. Bandwidth is bytes/s of device memory.
+    """
+
+    bfloat16: float | None
+    float16: float | None
+    tf32: float | None
+    float32: float | None
+    bandwidth: float
+
+
+def _peak(bfloat16, float16, tf32, float32, bandwidth) -> Peak:
+    """Convert from the datasheets' units, TFLOP/s and GB/s."""
+    tflops = (bfloat16, float16, tf32, float32)
+    return Peak(*(rate and rate * 1e12 for rate in tflops), bandwidth * 1e9)
+
+
+# From NVIDIA's datasheets and architecture white papers; sparse figures are halved. Keys are the
+# names that CUDA reports, without "NVIDIA", "Tesla" and "GeForce". The whole name must match: a
+# laptop chip, a MIG slice or a D variant is a different chip.
+PEAKS = {
+    "H200": _peak(989.4, 989.4, 494.7, 66.9, 4800),
+    "H200 NVL": _peak(835, 835, 417.5, 60, 4800),
+    "H100 80GB HBM3": _peak(989.4, 989.4, 494.7, 66.9, 3350),
+    "H100 NVL": _peak(835, 835, 417.5, 60, 3900),
+    "H100 PCIe": _peak(756, 756, 378, 51, 2000),
+    "A100-SXM4-80GB": _peak(312, 312, 156, 19.5, 2039),
+    "A100-SXM4-40GB": _peak(312, 312, 156, 19.5, 1555),
+    "A100 80GB PCIe": _peak(312, 312, 156, 19.5, 1935),
+    "A100-PCIE-40GB": _peak(312, 312, 156, 19.5, 1555),
+    "L40S": _peak(362, 362, 183, 91.6, 864),
+    "L4": _peak(121, 121, 60, 30.3, 300),
+    "A10": _peak(125, 125, 62.5, 31.2, 600),
+    "T4": _peak(None, 65, None, 8.1, 320),
+    "V100-SXM2-16GB": _peak(None, 125, None, 15.7, 900),
+    "V100-SXM2-32GB": _peak(None, 125, None, 15.7, 900),
+    "V100-PCIE-16GB": _peak(None, 112, None, 14, 900),
+    "P100-PCIE-16GB": _peak(None, 18.7, None, 9.3, 732),
+    "RTX 5090": _peak(209.5, 209.5, 104.8, 104.8, 1792),
+    "RTX 4090": _peak(165.2, 165.2, 82.6, 82.6, 1008),
+    "RTX 3090": _peak(71, 71, 35.6, 35.6, 936),
+}
+
+
+def peak(name: str) -> Peak | None:
+    """Look up the datasheet rates of the chip that CUDA calls `name`; None if unknown."""
+    return PEAKS.get(re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", name))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Look up the datasheet FLOP/s of the GPU `device` in `dtype`; None if unknown."""
+    rates = peak(device_name(device)) if device.type == "cuda" else None
+    return rates and getattr(rates, str(dtype).removeprefix("torch."))
+
+
+def available_cpus() -> int:
+    """Count the processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ordered_map(
+    executor: Executor, function: Callable[[Job], Result], jobs: Iterable[Job], ahead: int
+) -> Iterator[Result]:
+    """Like `executor.map`, but with at most `ahead` jobs and results in memory at a time."""
+    pending = deque()
+    for job in jobs:
+        pending.append(executor.submit(function, job))
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def keep_freed_memory() -> None:
+    """Keep the memory of freed large tensors in this process, for the next ones.
+
+    By default glibc returns it to the system, and every page of the next large tensor costs a page
+    fault: a tenth of a training step on a CPU. Does nothing with another C library.
+    """
+    import ctypes
+
+    trim_threshold, mmap_threshold, largest = -1, -3, 32 << 20
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(mmap_threshold, largest)
+    mallopt(trim_threshold, 1 << 30)
+
+
+def provenance(
+    seed: int | None = None, config: Any = None, *, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Describe where a figure comes from, as plain JSON values; part of every record.
+
+    Args:
+        seed: the seed that the figure depends on.
+        config: the settings of the measurement, a dataclass or a plain JSON value.
+        device: the device measured. By default the GPU if torch is loaded and sees one, else the
+            CPU. Does not import torch.
+
+    Returns:
+        config, device (chip name), cpu, cores (that this process may use), versions (None: not
+        installed), commit, dirty (`lib/` differs from the commit), platform, seed, date (UTC).
+        commit and dirty are None outside the project's own git checkout.
+    """
+    return {
+        "config": to_dict(config) if hasattr(config, "__dataclass_fields__") else config,
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cores": available_cpus(),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        **_git_state(),
+        "seed": seed,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def device_name(device: torch.device | str | None = None) -> str:
+    """Name the chip of `device`; by default the GPU if torch is loaded and sees one, or the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or (device is not None and torch.device(device).type != "cuda"):
+        return cpu_name()
+    if not torch.cuda.is_available():
+        return cpu_name()
+    return torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Name the CPU's model, or its architecture where the system does not report one."""
+    if platform.system() == "Darwin":
+        name = _output_of(["sysctl", "-n", "machdep.cpu.brand_string"])
+    else:
+        found = re.search(r"^Model name:\s*(.+)$", _output_of(["lscpu"]) or "", re.MULTILINE)
+        name = found and found[1]
+    return name or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    loaded = sys.modules.get(package)
+    if loaded is not None and hasattr(loaded, "__version__"):
+        return str(loaded.__version__)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any]:
+    """Read commit and state of `lib/`; None if the folder is part of some other checkout."""
+    top = _output_of(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
+    if top is None or Path(top).resolve() != ROOT:
+        return {"commit": None, "dirty": None}
+    commit = _output_of(["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"])
+    changes = _output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", "lib"])
+    if commit is None or changes is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _output_of(command: list[str]) -> str | None:
+    """Return what `command` prints, in English; None if it fails or is not installed."""
+    # without GIT_DIR and the like, which a git hook sets for its own repository
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            command, env=env | {"LC_ALL": "C"}, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,199 @@
+"""Records of measurements: append, read back, resume, and turn into CSV and Markdown tables.
+
+A record is a dict of plain JSON values: `config`, `figures`, `device`, `versions`, `commit`,
+`seed`, `date` and the rest of `lib.core.hardware.provenance`. A file holds one record per line
+(JSON Lines), so that a sweep can append each result as it is measured and resume after an
+interruption. For more than a table, load the records into pandas (`lib.benchmarks.sections`).
+"""
+
+import errno
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder, write_atomically
+from lib.core.hardware import provenance
+from lib.core.settings import plain
+
+Record = dict[str, Any]
+
+
+def new_record(
+    figures: Mapping[str, Any], *, config: Any = None, seed: int | None = None, device: Any = None
+) -> Record:
+    """Make the record of `figures` measured now, on this machine, with this code.
+
+    Args:
+        figures: name with unit (`median_ms`, `tokens_per_s`) -> number, text or None.
+        config, seed, device: see `lib.core.hardware.provenance`.
+    """
+    return {**provenance(seed, config, device=device), "figures": dict(figures)}
+
+
+def append_record(path: str | os.PathLike, record: Record) -> None:
+    """Append `record` to the file at `path` as one line, and flush it to disk.
+
+    Raises:
+        ValueError: the record holds NaN, an infinity, or a value that JSON cannot express.
+        OSError: the file cannot be written; the message names it.
+    """
+    path = Path(path)
+    try:
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
+    except ValueError as error:
+        raise ValueError(f"record for {path}: {error}{_non_finite_values(record)}") from error
+    make_folder(path.parent)
+    with open(path, "ab+", buffering=0) as file:
+        # start a new line after one that an interruption cut short
+        size = file.seek(0, os.SEEK_END)
+        if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
+            line = "\n" + line
+        try:
+            data = f"{line}\n".encode()
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "only part of the line was written")
+            os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise no_space_error(error, path, len(data)) from error
+            raise
+    sync_folder(path.parent)
+
+
+def _non_finite_values(record: Record) -> str:
+    """Name the values that JSON has no number for, as the end of an error message."""
+    values = flatten(record).items()
+    bad = [f"{k} is {v}" for k, v in values if isinstance(v, float) and not math.isfinite(v)]
+    return f" ({', '.join(bad)}; use a finite number, a text such as 'oom', or null)" if bad else ""
+
+
+def read_records(path: str | os.PathLike) -> list[Record]:
+    """Read the records in the file at `path`, in the order written; [] when there is no file.
+
+    A line that is not a record (an interrupted write) is skipped with a warning that names it.
+    """
+    path = Path(path)
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"expected an object, got {type(record).__name__}")
+        except ValueError as error:
+            warnings.warn(f"{path}:{number} is not a record, skipped: {error}", stacklevel=2)
+            continue
+        records.append(record)
+    return records
+
+
+def remaining(configs: Iterable[Any], records: Iterable[Record]) -> list[Any]:
+    """Return the `configs` (dataclasses or plain dicts) without a record, in order.
+
+    Pass only the records that count, such as those of this device.
+    """
+    done = {_config_key(record.get("config")) for record in records}
+    return [config for config in configs if _config_key(config) not in done]
+
+
+def _config_key(config: Any) -> str:
+    """Return a text that is the same for equal configs, whatever the order of their keys."""
+    return json.dumps(config, sort_keys=True, default=plain)
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with dots: `{"figures": {"ms": 3}}` becomes `{"figures.ms": 3}`."""
+    flat = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def to_csv(records: Sequence[Record], path: str | os.PathLike | None = None) -> str:
+    """Return the records as CSV, one row each, nested keys joined by dots; write it to `path`."""
+    # half a second to import, and most uses of records make no table
+    import pandas as pd
+
+    # as objects, integers stay integers where other rows have no value
+    frame = pd.DataFrame([flatten(record) for record in records], dtype=object)
+    text = frame.to_csv(index=False, lineterminator="\n")
+    if path is not None:
+        write_atomically(path, text)
+    return text
+
+
+def to_markdown(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] | Sequence[str] | None = None
+) -> str:
+    """Return records or plain dicts as an aligned Markdown table, numbers to the right.
+
+    Args:
+        columns: the keys to show, nested ones joined by dots, or key -> heading. All by default.
+
+    Raises:
+        ValueError: no row has one of `columns`; lists the known ones.
+
+    Example:
+        >>> print(to_markdown([{"kernel": "sdpa", "ms": 1.23456}], ["kernel", "ms"]), end="")
+        | kernel |   ms |
+        | ------ | ---: |
+        | sdpa   | 1.23 |
+    """
+    rows = [flatten(row) for row in rows]
+    known = list(dict.fromkeys(key for row in rows for key in row))
+    columns = known if columns is None else columns
+    headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
+    for key in headings:
+        if rows and key not in known:
+            raise ValueError(f"columns must be among {', '.join(known)}, got {key!r}")
+
+    # each column padded to its widest cell, with a rule below the heading
+    padded = []
+    for key, heading in headings.items():
+        values = [row.get(key) for row in rows]
+        cells = [_escape(text) for text in (heading, *map(format_value, values))]
+        width = max(3, *map(len, cells))
+        if any(_is_number(value) for value in values):
+            cells = [cell.rjust(width) for cell in cells]
+            rule = "-" * (width - 1) + ":"
+        else:
+            cells = [cell.ljust(width) for cell in cells]
+            rule = "-" * width
+        padded.append([cells[0], rule, *cells[1:]])
+    return "".join(f"| {' | '.join(line)} |\n" for line in zip(*padded))
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a table: three significant digits, commas, None as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return str(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) < 1e-4 or abs(value) >= 1e12:
+        return f"{value:.2e}"
+    # round first, so that 9.999 shows as 10.0 and not as 10.00
+    rounded = float(f"{value:.2e}") if abs(value) < 1000 else value
+    digits = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{digits}f}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,244 @@
+"""Settings: dataclasses checked when made, strict JSON and flags, errors that name the field.
+
+A config is a frozen dataclass that lives with its owner. Its `__post_init__` checks the values with
+`check`; its fields and their docs become the flags and the `--help` of its command. `to_json` and
+`from_json` move it through a file without loss, and `with_flags` reads flags where tyro is missing,
+as in Kaggle's image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+TYPE_NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path as text",
+}
+
+
+def require(condition: object, message: str) -> None:
+    """Raise a `ValueError` with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check(config: Any, field: str, condition: object, expected: str) -> None:
+    """Raise `ValueError: FIELD must be EXPECTED, got VALUE` unless `condition` holds."""
+    require(condition, f"{field} must be {expected}, got {getattr(config, field)!r}")
+
+
+def check_numbers(config: Any) -> None:
+    """Reject infinities, NaN, and integers of more than 63 bits in any field of `config`."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float):
+            check(config, field.name, math.isfinite(value), "a finite number")
+        elif isinstance(value, int):
+            check(config, field.name, abs(value) < 2**63, "less than 2^63")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return `config` as plain JSON values: tuples become lists, paths become text."""
+    return json.loads(to_json(config))
+
+
+def to_json(config: Any) -> str:
+    """Return `config` as indented JSON that `from_json` reads back to an equal dataclass.
+
+    Raises:
+        ValueError: a field holds a number that JSON cannot express (NaN or an infinity).
+    """
+    fields = dataclasses.asdict(config)
+    return json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False, default=plain)
+
+
+def plain(value: Any) -> Any:
+    """Convert dataclasses, paths, and NumPy numbers and arrays; a `default` for `json.dumps`."""
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, os.PathLike):
+        return Path(value).as_posix()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise ValueError(f"{value!r} of type {type(value).__name__} has no JSON form")
+
+
+def from_json(cls: type[T], source: str | os.PathLike) -> T:
+    """Read the dataclass `cls` from JSON text or from a file.
+
+    Text that starts with `{` is JSON; anything else is a path. Missing keys take their defaults.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: not JSON, an unknown or duplicate key, a value of the wrong type, a missing
+            field without a default, or a value that the dataclass itself rejects.
+    """
+    text, where = str(source), cls.__name__
+    if isinstance(source, os.PathLike) or not text.lstrip().startswith("{"):
+        text, where = Path(source).read_text(encoding="utf-8-sig"), str(source)
+    try:
+        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        return from_dict(cls, values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def from_dict(cls: type[T], values: dict[str, Any], *, path: str = "") -> T:
+    """Make the dataclass `cls` from plain JSON values, as strictly as `from_json`.
+
+    Args:
+        path: dotted name of `values` inside the outermost config, for error messages.
+    """
+    require(isinstance(values, dict), f"{path or cls.__name__} must be an object, got {values!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    for key in values:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            known = ", ".join(fields)
+            raise ValueError(f"unknown key {_join(path, key)!r}; {hint}known keys: {known}")
+    missing = dataclasses.MISSING
+    for name, field in fields.items():
+        is_required = field.default is missing and field.default_factory is missing
+        if is_required and name not in values:
+            raise ValueError(f"key {_join(path, name)!r} is missing and has no default")
+    hints = typing.get_type_hints(cls)
+    return cls(
+        **{key: _convert(hints[key], value, _join(path, key)) for key, value in values.items()}
+    )
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """Convert a JSON value to the type `hint`.
+
+    Raises:
+        ValueError: it does not fit; the message names `path`.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value, path)
+    if origin is Literal and value in arguments:
+        return value
+    if origin in (tuple, list) and isinstance(value, list):
+        has_fixed_length = origin is tuple and arguments[-1] is not ...
+        kinds = arguments if has_fixed_length else arguments[:1] * len(value)
+        if len(kinds) == len(value):
+            items = enumerate(zip(kinds, value))
+            return origin(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in items)
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(arguments[1], item, _join(path, key)) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value, path=path)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    # `type(...) is`, since True is also an int
+    if hint is Any or type(value) is hint:
+        return value
+    raise ValueError(f"{path} must be {_describe(hint)}, got {json.dumps(value)}")
+
+
+def _convert_union(options: tuple, value: Any, path: str) -> Any:
+    """Convert `value` to the first of several types that takes it."""
+    if value is None and type(None) in options:
+        return None
+    options = tuple(option for option in options if option is not type(None))
+    if len(options) == 1:
+        return _convert(options[0], value, path)
+    for option in options:
+        try:
+            return _convert(option, value, path)
+        except ValueError:
+            continue
+    expected = " or ".join(map(_describe, options))
+    raise ValueError(f"{path} must be {expected}, got {json.dumps(value)}")
+
+
+def _describe(hint: Any) -> str:
+    """Name a type as the author of a JSON file would."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(json.dumps, arguments))
+    if origin in (tuple, list):
+        has_fixed_length = origin is tuple and arguments[-1] is not ...
+        parts = ", ".join(_describe(a) for a in arguments if a is not ...)
+        return f"a list of exactly [{parts}]" if has_fixed_length else f"a list, each {parts}"
+    if origin is dict:
+        return f"an object, each value {_describe(arguments[1])}"
+    return TYPE_NAMES.get(hint) or str(hint)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        require(key not in values, f"duplicate key {key!r}")
+        values[key] = value
+    return values
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def with_flags(config: T, flags: Sequence[str]) -> T:
+    """Return `config` changed by `flags`: `--steps 10`, `--model.d_model=64`, `--resume`.
+
+    A bool takes no value: `--name` is True and `--no_name` is False. A list takes several values.
+
+    Raises:
+        ValueError: an unknown flag, or a value of the wrong type.
+    """
+    values = to_dict(config)
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        name, _, value = flag.removeprefix("--").partition("=")
+        words = [value] if value else []
+        while rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+        # walk down to the dataclass that holds the field
+        *parents, last = name.split(".")
+        part: Any = values
+        for parent in parents:
+            part = part.get(parent) if isinstance(part, dict) else None
+        part = part if isinstance(part, dict) else {}
+        key = last if last in part else last.removeprefix("no_")
+        if not flag.startswith("--") or key not in part:
+            known = ", ".join(f"--{name}" for name in values)
+            raise ValueError(f"unknown flag {flag!r}; known without tyro: {known}")
+        part[key] = _flag_value(words, part[key], is_on=key == last)
+    return from_dict(type(config), values)
+
+
+def _flag_value(words: list[str], current: Any, *, is_on: bool) -> Any:
+    """Turn a flag's words into a JSON value of the kind of `current`."""
+    if isinstance(current, bool) and not words:
+        return is_on
+    values = [_parse_word(word) for word in words]
+    return values if isinstance(current, list) or len(values) != 1 else values[0]
+
+
+def _parse_word(word: str) -> Any:
+    """Read a number, bool or null as JSON, and anything else as text."""
+    try:
+        return None if word == "None" else json.loads(word)
+    except ValueError:
+        return word

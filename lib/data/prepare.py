@@ -1,0 +1,196 @@
+"""From a corpus to a tokenizer and token arrays; each step is skipped if its result is current."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+from lib.core.files import make_folder, write_atomically
+from lib.core.settings import check
+from lib.data.corpus import Corpus, Progress, prepare_corpus
+from lib.data.token_array import tokenize_file
+from lib.tokenizer.bpe import Tokenizer, train_bpe
+
+log = logging.getLogger(__name__)
+# (step, total bytes or None) -> a context that yields a function to call with the bytes just done
+ProgressBar = Callable[[str, int | None], AbstractContextManager[Progress]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeConfig:
+    """From a corpus to a tokenizer and the token arrays that a model trains on."""
+
+    corpus: str = "stories"
+    """`stories` (generated here), `tinystories` (downloaded), or a UTF-8 text file or folder."""
+
+    corpus_bytes: int = 20_000_000
+    """Bytes of `stories` to generate for training; other corpora are taken whole."""
+
+    validation_fraction: float = 0.05
+    """Fraction of the text held out for validation; `tinystories` has a validation part."""
+
+    vocab_size: int = 4096
+    """Number of token ids: 256 bytes, the merges, and the special tokens."""
+
+    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
+    """Texts with a token id of their own; merges never cross them."""
+
+    seed: int = 0
+    """Selects the generated stories."""
+
+    data_dir: Path = Path("data")
+    """Folder for generated and downloaded corpora."""
+
+    output: Path | None = None
+    """Folder for the tokenizer and the arrays (default: `DATA_DIR/CORPUS-VOCAB_SIZE`)."""
+
+    workers: int | None = None
+    """Parallel workers (default: one per core). Any number gives the same result."""
+
+    implementation: Literal["auto", "python", "numba"] = "auto"
+    """`python` (readable), `numba` (compiled), or `auto`, which picks by size. Same result."""
+
+    def __post_init__(self) -> None:
+        num_special = len(self.special_tokens)
+        smallest = 256 + num_special
+        fits = f"at least 256 bytes + {num_special} special tokens = {smallest}"
+        fraction = self.validation_fraction
+        check(self, "corpus", self.corpus, "a corpus name, a text file or a folder")
+        check(self, "corpus_bytes", self.corpus_bytes > 0, "at least 1")
+        check(self, "validation_fraction", 0 < fraction <= 0.5, "more than 0 and at most 0.5")
+        is_distinct = all(self.special_tokens) and len({*self.special_tokens}) == num_special
+        check(self, "special_tokens", is_distinct, "distinct texts, none of them empty")
+        check(self, "vocab_size", self.vocab_size >= smallest, fits)
+        check(self, "seed", self.seed >= 0, "at least 0")
+        check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder that the tokenizer and the arrays go to."""
+        name = Path(self.corpus).resolve().stem or "corpus"
+        return self.output or self.data_dir / f"{name}-{self.vocab_size}"
+
+
+def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> list[dict[str, Any]]:
+    """Make `tokenizer.json`, `train.npy` and `validation.npy` in `config.output_dir`.
+
+    A step is skipped if its result exists and was made from the same content.
+
+    Returns:
+        A table row for each step: step, bytes of text, tokens, bytes_per_token, seconds, MB_per_s
+        (None if nothing had to be done) and path.
+    """
+    with progress_bar("corpus", None) as progress:
+        corpus = prepare_corpus(
+            config.corpus,
+            config.data_dir,
+            num_bytes=config.corpus_bytes,
+            seed=config.seed,
+            validation_fraction=config.validation_fraction,
+            progress=progress,
+        )
+
+    path = config.output_dir / "tokenizer.json"
+    num_bytes = corpus.train.stat().st_size
+    with progress_bar("tokenizer", num_bytes) as progress:
+        timer = _Timer(progress)
+        tokenizer = train_tokenizer(config, corpus, path, progress=timer)
+        rows = [timer.row("tokenizer", num_bytes, tokenizer.vocab_size, path)]
+
+    parts = {
+        "train": (corpus.train, corpus.train_sha256),
+        "validation": (corpus.validation, corpus.validation_sha256),
+    }
+    for part, (text_path, sha256) in parts.items():
+        path = config.output_dir / f"{part}.npy"
+        with progress_bar(part, text_path.stat().st_size) as progress:
+            timer = _Timer(progress)
+            manifest = tokenize_file(
+                tokenizer,
+                text_path,
+                path,
+                source_sha256=sha256,
+                workers=config.workers,
+                progress=timer,
+            )
+            row = timer.row(part, manifest.source_bytes, manifest.num_tokens, path)
+            if manifest.num_tokens:
+                row["bytes_per_token"] = manifest.source_bytes / manifest.num_tokens
+            rows.append(row)
+    return rows
+
+
+def train_tokenizer(
+    config: TokenizeConfig, corpus: Corpus, path: Path, *, progress: Progress
+) -> Tokenizer:
+    """Return the tokenizer at `path`; train it first unless it came from this corpus and config.
+
+    Raises:
+        ValueError: the tokenizer at `path` was altered since it was trained.
+        OSError: the folder of `path` cannot be written to; raised before the training.
+    """
+    source = {
+        "corpus_sha256": corpus.train_sha256,
+        "vocab_size": config.vocab_size,
+        "special_tokens": list(config.special_tokens),
+    }
+    source_path = path.with_suffix(".source.json")
+    if path.exists() and source_path.exists():
+        tokenizer = Tokenizer.load(path, implementation=config.implementation)
+        if source_path.read_bytes() == _source_record(source, tokenizer).encode():
+            log.info("%s is up to date", path)
+            progress(corpus.train.stat().st_size)
+            return tokenizer
+
+    make_folder(path.parent)
+    progress(0)
+    vocab, merges = train_bpe(
+        corpus.train,
+        config.vocab_size,
+        config.special_tokens,
+        implementation=config.implementation,
+        workers=config.workers,
+        progress=progress,
+    )
+    tokenizer = Tokenizer(
+        vocab, merges, config.special_tokens, implementation=config.implementation
+    )
+    tokenizer.save(path)
+    write_atomically(source_path, _source_record(source, tokenizer))
+    return tokenizer
+
+
+def _source_record(source: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """Return the content of `tokenizer.source.json`: what the tokenizer was trained from."""
+    return json.dumps(source | {"tokenizer_sha256": tokenizer.sha256}, indent=2) + "\n"
+
+
+class _Timer:
+    """Passes progress on and times it; the first call reports bytes done earlier, not counted."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.calls, self.start = progress, [], time.perf_counter()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.calls.append(num_bytes)
+        self.progress(num_bytes)
+
+    def row(self, step: str, num_bytes: int, num_tokens: int, path: Path) -> dict[str, Any]:
+        """Return the table row of a step that has just ended."""
+        seconds = time.perf_counter() - self.start
+        new_bytes = sum(self.calls[1:])
+        return {
+            "step": step,
+            "bytes": num_bytes,
+            "tokens": num_tokens,
+            "bytes_per_token": None,
+            "seconds": seconds,
+            "MB_per_s": new_bytes / 1e6 / seconds if new_bytes else None,
+            "path": str(path),
+        }

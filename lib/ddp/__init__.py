@@ -1,0 +1,12 @@
+"""Data parallelism: averaging gradients in `wrappers.py`, starting processes in `launcher.py`."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "launcher": ["launch"],
+        "process_group": ["rank", "world_size"],
+        "wrappers": ["NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP", "TorchDDP", "wrap"],
+    },
+)

@@ -1,0 +1,365 @@
+"""Costs of data parallelism by formula: collectives, overlap with backward, scaling, bytes sent.
+
+A message of m bytes takes latency + m / bandwidth (Hockney 1994, "The communication challenge for
+MPP"). A collective of n ranks on a ring is a sequence of messages (Thakur, Rabenseifner and Gropp
+2005, "Optimization of collective communication operations in MPICH", sections 3 and 4):
+
+- reduce-scatter, all-gather: n - 1 messages of 1/n of the bytes;
+- all-reduce: a reduce-scatter, then an all-gather;
+- broadcast: all bytes pass through n - 1 links in small pieces, through all links at once.
+
+Units: microseconds for latency, GB/s (10⁹ bytes) for bandwidth, milliseconds for everything else.
+The bytes of a collective are those of the whole tensor: what each rank holds in an all-reduce or
+broadcast, puts into a reduce-scatter, and gets from an all-gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from lib.core.settings import require
+from lib.model.config import ModelConfig
+from lib.model.costs import flops_per_token, num_parameters
+
+# Collectives
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The connection between neighbors of a ring."""
+
+    latency_us: float
+    """Microseconds that a message takes whatever its size."""
+
+    bandwidth_gbs: float
+    """GB/s that each rank sends."""
+
+
+def messages(collective: str, ranks: int) -> int:
+    """The number of messages that follow one another on the ring.
+
+    Raises:
+        ValueError: an unknown collective, or `ranks` below 1.
+    """
+    known = ", ".join(COLLECTIVES)
+    require(collective in COLLECTIVES, f"collective must be one of {known}, got {collective!r}")
+    require(ranks >= 1, f"ranks must be at least 1, got {ranks}")
+    return (ranks - 1) * (2 if collective == "all_reduce" else 1)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """The part of a collective's bytes that the busiest rank must send.
+
+    Bytes / time is the algorithm bandwidth; times this factor it is the bus bandwidth, which
+    compares with a link's (nccl-tests, doc/PERFORMANCE.md). A switch that adds or multiplies data
+    in transit is sent less, so that the bus bandwidth can be above the link's.
+
+    Raises:
+        ValueError: as `messages`.
+    """
+    count = messages(collective, ranks)
+    if collective == "broadcast":
+        return 1.0 if ranks > 1 else 0.0
+    return count / ranks
+
+
+def predicted_ms(
+    collective: str, num_bytes: float, ranks: int, latency_us: float, bandwidth_gbs: float
+) -> float:
+    """Milliseconds of a collective of `num_bytes` on a ring of `ranks`.
+
+    Raises:
+        ValueError: as `messages`; or a size or latency below 0, or no bandwidth.
+    """
+    require(num_bytes >= 0, f"num_bytes must be 0 or more, got {num_bytes}")
+    require(latency_us >= 0, f"latency_us must be 0 or more, got {latency_us}")
+    require(bandwidth_gbs > 0, f"bandwidth_gbs must be above 0, got {bandwidth_gbs}")
+    waiting = messages(collective, ranks) * latency_us / 1e3
+    return waiting + bus_factor(collective, ranks) * num_bytes / (bandwidth_gbs * 1e6)
+
+
+def bus_bandwidth_gbs(collective: str, num_bytes: float, ranks: int, milliseconds: float) -> float:
+    """The bus bandwidth of a measured collective; see `bus_factor`."""
+    return bus_factor(collective, ranks) * num_bytes / (milliseconds * 1e6)
+
+
+def fit_link(collective: str, ranks: int, times: Iterable[tuple[float, float]]) -> Link | None:
+    """The link that explains measured `times`, pairs of bytes and milliseconds, best.
+
+    Minimizes the squares of log(formula / measured), so that short times count as much as long
+    ones. None if there are fewer than two sizes, or if even the largest takes at most a tenth more
+    than the latency.
+
+    Raises:
+        ValueError: as `messages`; or `ranks` is 1, or bytes or a time are not above 0.
+    """
+    times = list(times)
+    require(messages(collective, ranks) > 0, f"ranks must be at least 2, got {ranks}")
+    for pair in times:
+        require(min(pair) > 0, f"times must hold bytes and milliseconds above 0, got {pair}")
+    sizes = [num_bytes for num_bytes, _ in times]
+    if len(set(sizes)) < 2:
+        return None
+
+    def fit(half: float) -> tuple[float, float]:
+        """Squared error and ms per byte, if `half` bytes take as long as the latency."""
+        logs = [math.log(ms / (half + num_bytes)) for num_bytes, ms in times]
+        mean = sum(logs) / len(logs)
+        return sum((value - mean) ** 2 for value in logs), math.exp(mean)
+
+    # search for Hockney's n_1/2, from a negligible latency to nothing but latency
+    low, high = min(sizes) / 1e4, max(sizes) * 1e2
+    for _ in range(5):
+        grid = [low * (high / low) ** (step / 64) for step in range(65)]
+        best = min(range(65), key=lambda step: fit(grid[step])[0])
+        low, high = grid[max(0, best - 1)], grid[min(64, best + 1)]
+    half = grid[best] if grid[best] > min(sizes) / 1e3 else 0.0
+    if half > 10 * max(sizes):
+        return None
+    ms_per_byte = fit(half)[1]
+    latency = half * ms_per_byte * 1e3 / messages(collective, ranks)
+    return Link(latency, bus_factor(collective, ranks) / (ms_per_byte * 1e6))
+
+
+# Overlap with backward
+
+# Gradients go in at most about this many buckets, unless those would be below so many MiB.
+MOST_BUCKETS = 32
+LEAST_CAP_MB = 25.0
+
+
+def default_bucket_cap_mb(gradient_bytes: int) -> float:
+    """The default MiB (2²⁰ bytes) of gradients in a bucket: 25, or 1/32 of all gradients.
+
+    A message costs the host the same time whatever its size, and the last bucket is sent after
+    backward. With 1/32 both stay small in models of any size.
+    """
+    return max(LEAST_CAP_MB, float(round(gradient_bytes / MOST_BUCKETS / 2**20)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketTimes:
+    """When a bucket of gradients is averaged, in milliseconds from the start of backward."""
+
+    ready_ms: float
+    """When its gradients are complete."""
+
+    start_ms: float
+    """When its all-reduce starts."""
+
+    end_ms: float
+    """When its all-reduce ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingPrediction:
+    """A data-parallel step by formula."""
+
+    step_ms: float
+    """The whole step."""
+
+    exposed_ms: float
+    """The part of it with communication alone."""
+
+    communication_ms: float
+    """All communication, hidden or not."""
+
+    efficiency: float
+    """Speed of each rank relative to one rank alone."""
+
+    buckets: tuple[BucketTimes, ...]
+    """In the order in which they are averaged."""
+
+
+def predict_scaling(
+    gradient_bytes: float,
+    ranks: int,
+    *,
+    latency_us: float,
+    bandwidth_gbs: float,
+    backward_ms: float,
+    other_ms: float = 0.0,
+    buckets: int = 1,
+    overlap: bool = True,
+) -> ScalingPrediction:
+    """Predict a data-parallel step, in which each rank computes as long as one rank alone.
+
+    Gradients arrive evenly during backward, in `buckets` of equal size. A bucket's all-reduce
+    starts when it is complete and the one before it has ended; what ends after backward is exposed.
+    Ignored: communication slows down computation, since both need memory and processors.
+
+    Args:
+        latency_us, bandwidth_gbs: of the link; see `Link`.
+        backward_ms: backward of one rank alone.
+        other_ms: the rest of a step of one rank alone: forward pass and optimizer.
+        overlap: if False, all-reduces start after backward.
+
+    Raises:
+        ValueError: as `predicted_ms`; or `buckets` is below 1, a time below 0, or both are 0.
+    """
+    require(gradient_bytes >= 0, f"gradient_bytes must be 0 or more, got {gradient_bytes}")
+    require(buckets >= 1, f"buckets must be at least 1, got {buckets}")
+    alone = backward_ms + other_ms
+    require(
+        min(backward_ms, other_ms) >= 0 and alone > 0,
+        f"backward_ms and other_ms must be 0 or more, not both 0, got {backward_ms} and {other_ms}",
+    )
+    one = predicted_ms("all_reduce", gradient_bytes / buckets, ranks, latency_us, bandwidth_gbs)
+    times: list[BucketTimes] = []
+    end = 0.0
+    for number in range(1, buckets + 1):
+        ready = backward_ms * number / buckets
+        start = max(ready if overlap else backward_ms, end)
+        end = start + one
+        times.append(BucketTimes(ready, start, end))
+    exposed = end - backward_ms
+    step = alone + exposed
+    return ScalingPrediction(step, exposed, buckets * one, alone / step, tuple(times))
+
+
+# Scaling over hosts of several GPUs
+
+# GB/s that a GPU sends over NVLink: half of the sum of both directions in NVIDIA's architecture
+# white papers (V100 300, A100 600, H100 900) and H200's datasheet (900). Keys are as in
+# lib.core.hardware.PEAKS. Without a switch, some of the links go to each of the other GPUs.
+NVLINK_GBS = {
+    "V100-SXM2-16GB": 150.0,
+    "V100-SXM2-32GB": 150.0,
+    "A100-SXM4-40GB": 300.0,
+    "A100-SXM4-80GB": 300.0,
+    "H100 80GB HBM3": 450.0,
+    "H200": 450.0,
+}
+# Microseconds per message of a ring in NCCL's own cost model, for its protocol for large tensors
+# ("Simple"): over NVLink, and over a network (NCCL, src/graph/tuning.cc; releases differ).
+NVLINK_US, NETWORK_US = 3.4, 9.6
+# Backward has two matmuls for each one of forward.
+BACKWARD_SHARE = 2 / 3
+# MiB, from PyTorch's default on.
+BUCKET_CAPS_MB = (25, 50, 100, 200, 400, 800)
+# Bytes of a parameter's gradient, float32.
+GRADIENT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Hosts with some GPUs each, and their links."""
+
+    gpus_per_host: int
+
+    inside: Link
+    """Between the GPUs of a host."""
+
+    network: Link
+    """Between hosts; the bandwidth is a whole host's in one direction."""
+
+    def link(self, ranks: int) -> Link:
+        """The bottleneck of a ring of `ranks`, with the mean latency of its messages.
+
+        A ring enters and leaves each host once, so a host's ranks do not share its network.
+        """
+        hosts = math.ceil(ranks / self.gpus_per_host)
+        if hosts == 1:
+            return self.inside
+        # NCCL counts one slow message for each further host
+        slow = (hosts - 1) / (ranks - 1)
+        latency = slow * self.network.latency_us + (1 - slow) * self.inside.latency_us
+        return Link(latency, min(self.inside.bandwidth_gbs, self.network.bandwidth_gbs))
+
+
+def _cluster(network_gbit: float) -> Cluster:
+    """Hosts of eight H200s on NVLink, each with a network of `network_gbit` Gbit/s."""
+    inside = Link(NVLINK_US, NVLINK_GBS["H200"])
+    return Cluster(8, inside, Link(NETWORK_US, network_gbit / 8))
+
+
+# By the network of a host. A DGX H200 has eight cards of 400 Gbit/s (NVIDIA, DGX H100/H200 user
+# guide).
+CLUSTERS = {
+    "8 × 400 Gbit/s": _cluster(3200),
+    "400 Gbit/s": _cluster(400),
+    "100 Gbit/s": _cluster(100),
+    "10 Gbit/s": _cluster(10),
+}
+
+
+def predict_step(
+    shape: ModelConfig,
+    tokens: int,
+    ranks: int,
+    cluster: Cluster,
+    *,
+    flops_per_s: float,
+    bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
+    overlap: bool = True,
+) -> ScalingPrediction:
+    """Predict a step of a model of `shape` on `ranks` GPUs, each with `tokens` tokens.
+
+    Computation takes the model's FLOPs / `flops_per_s`, two thirds of it in backward. Gradients are
+    float32.
+
+    Args:
+        bucket_caps_mb: MiB in a bucket; the size with the shortest step is used.
+
+    Raises:
+        ValueError: as `predict_scaling`.
+    """
+    alone = 1e3 * flops_per_token(shape) * tokens / flops_per_s
+    gradient_bytes = GRADIENT_BYTES * num_parameters(shape)
+    link = cluster.link(ranks)
+    counts = {math.ceil(gradient_bytes / (cap * 2**20)) for cap in bucket_caps_mb}
+    predictions = [
+        predict_scaling(
+            gradient_bytes,
+            ranks,
+            latency_us=link.latency_us,
+            bandwidth_gbs=link.bandwidth_gbs,
+            backward_ms=alone * BACKWARD_SHARE,
+            other_ms=alone * (1 - BACKWARD_SHARE),
+            buckets=count,
+            overlap=overlap,
+        )
+        for count in sorted(counts)
+    ]
+    return min(predictions, key=lambda prediction: prediction.step_ms)
+
+
+# Bytes sent, with plain data parallelism and with ZeRO
+
+# Collectives over all gradients or all weights in a step (Rajbhandari et al. 2020,
+# arXiv:1910.02054, section 7; broadcasts are this library's readable strategy).
+COLLECTIVES_OF = {
+    "ddp": ("all_reduce",),
+    "zero1_parameters": ("all_reduce", "broadcast"),
+    "zero1_flat": ("reduce_scatter", "all_gather"),
+    "zero2": ("reduce_scatter", "all_gather"),
+    # weights before forward, and once more before backward
+    "zero3": ("all_gather", "all_gather", "reduce_scatter"),
+}
+
+
+def sent_bytes(method: str, num_bytes: float, ranks: int) -> float:
+    """Bytes that each of `ranks` sends in a step with one backward pass.
+
+    Args:
+        method: one of `COLLECTIVES_OF`.
+        num_bytes: bytes of all gradients, and as many of all weights.
+
+    Raises:
+        ValueError: an unknown method, or `ranks` below 1.
+
+    Example:
+        >>> sent_bytes("ddp", 800, 4), sent_bytes("zero1_flat", 800, 4)
+        (1200.0, 1200.0)
+    """
+    known = ", ".join(COLLECTIVES_OF)
+    require(method in COLLECTIVES_OF, f"method must be one of {known}, got {method!r}")
+    factors = {collective: bus_factor(collective, ranks) for collective in COLLECTIVES}
+    # n - 1 ranks forward a broadcast; the last of the ring sends nothing. With as many owners as
+    # ranks, each is last once
+    factors["broadcast"] *= (ranks - 1) / ranks
+    return sum(factors[collective] for collective in COLLECTIVES_OF[method]) * num_bytes

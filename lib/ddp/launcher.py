@@ -1,0 +1,285 @@
+"""Starting ranks: `launch` for notebooks and tests, `run_as_rank` for commands under torchrun."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import io
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.multiprocessing as mp
+
+from lib.core.files import write_atomically
+from lib.ddp.process_group import (
+    barrier,
+    checked_backend,
+    gather_objects,
+    init_from_environment,
+    is_collective,
+    join_group,
+    on_each_rank,
+    rank,
+)
+
+T = TypeVar("T")
+# Seconds that the other ranks have to exit by themselves after one has failed.
+GRACE_SECONDS = 2.0
+# What gloo and NCCL say when the process at the other end is gone.
+LOST = ("connection reset by peer", "connection closed by peer", "remote process exited")
+
+
+class WorkerError(RuntimeError):
+    """The first failure of any rank, which made a launched job fail.
+
+    `rank` is the one that failed, `worker_traceback` its Python traceback, "" if the process ended
+    without one.
+    """
+
+    def __init__(self, message: str, rank: int, worker_traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.worker_traceback = rank, worker_traceback
+
+
+def launch(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = None,
+    timeout: float = 300.0,
+) -> list[Any]:
+    """Call `fn(*args)` in `world_size` new processes that form a group; return their results.
+
+    For notebooks and tests; jobs on several hosts start under `torchrun`. The processes are
+    spawned, never forked, by `torch.multiprocessing`. Arguments and results are copied: ranks share
+    no memory. Tensors in the results are on the CPU. With gloo, ranks share the processor cores.
+
+    Args:
+        fn: a function of an importable file; it learns its rank from `rank()`.
+        backend: "nccl" (rank i on GPU i) or "gloo" (all on the CPU); by default NCCL if there are
+            enough GPUs.
+        timeout: seconds that a rank waits for the others in a collective and at the end of `fn`.
+
+    Returns:
+        What each rank's call returned, in order of the ranks.
+
+    Raises:
+        ValueError: an argument is wrong, or new processes cannot import `fn`, such as one of a
+            notebook cell.
+        WorkerError: a rank raised, ended or was waited for too long; the others were ended too.
+    """
+    _check_importable(fn)
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be above 0 and finite, got {timeout}")
+    backend = checked_backend(backend, world_size)
+    with tempfile.TemporaryDirectory(prefix="launch-") as name:
+        folder = Path(name)
+        # through a file: tensors passed to processes directly would be shared memory
+        torch.save((fn, args), folder / "call.pt")
+        job = (world_size, folder, backend, timeout, os.getpid())
+        workers = mp.start_processes(_work, job, nprocs=world_size, join=False)
+        try:
+            while not workers.join(grace_period=GRACE_SECONDS):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise _failure(folder, workers.processes, error.error_index) from None
+        finally:
+            _terminate(workers.processes)
+        results = [_result_file(folder, rank) for rank in range(world_size)]
+        for rank, file in enumerate(results):
+            if not file.exists():
+                raise _failure(folder, workers.processes, rank)
+        return [torch.load(file, map_location="cpu", weights_only=False) for file in results]
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    """Refuse a function that a new process could not import by its name."""
+    target = fn.func if isinstance(fn, functools.partial) else fn
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    found = None
+    if module and name and module != "__main__":
+        with contextlib.suppress(ImportError, AttributeError):
+            found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    if found is not target:
+        raise ValueError(
+            "fn must be a function at the top level of a file, which new processes can import, not "
+            f"of a cell, a script or another function; got {name or target!r} of {module}"
+        )
+
+
+def _work(
+    rank: int, world_size: int, folder: Path, backend: str, timeout: float, parent: int
+) -> None:
+    """Run a launched process: join the group, call, and leave the result or failure in `folder`."""
+    if os.getppid() != parent:
+        # the parent ended meanwhile; from here on torch ends this process with it
+        _exit_now(1)
+    # an interrupt ends a worker silently, even inside a collective
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for prefix in ("", "LOCAL_"):
+        os.environ |= {f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(world_size)}
+    numbers = {"rank": rank, "world_size": world_size}
+    rendezvous = {"init_method": f"file://{folder}/rendezvous", **numbers}
+    try:
+        fn, args = torch.load(folder / "call.pt", weights_only=False)
+        with join_group(backend, rank, world_size, timeout, lambda: rendezvous):
+            torch.save(fn(*args), _result_file(folder, rank))
+            barrier()
+    except BaseException as error:
+        record = {
+            "time": time.time(),
+            "summary": traceback.format_exception_only(error)[-1].strip(),
+            "traceback": traceback.format_exc(),
+        }
+        write_atomically(_failure_file(folder, rank), json.dumps(record))
+        _exit_now(1)
+    _exit_cleanly(0)
+
+
+def _exit_cleanly(exitcode: int) -> NoReturn:
+    """Exit after leaving the group: run exit handlers, but don't tear down torch's threads.
+
+    Tearing them down occasionally aborts a process that has finished.
+    """
+    atexit._run_exitfuncs()
+    _exit_now(exitcode)
+
+
+def _exit_now(exitcode: int) -> NoReturn:
+    """Exit without waiting for collectives that never finish."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exitcode)
+
+
+def _result_file(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}.pt"
+
+
+def _failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def _failure(folder: Path, processes: list[Any], first: int) -> WorkerError:
+    """The error of a job, in which rank `first` was the first that was seen to have failed.
+
+    The cause is a rank that ended without an exception, if there is one, else the earliest
+    exception: later ones are raised because a rank is gone.
+    """
+    ranks = range(len(processes))
+    files = {r: _failure_file(folder, r) for r in ranks}
+    failures = {r: json.loads(files[r].read_text()) for r in ranks if files[r].exists()}
+    # ranks that torch ended after the first failure
+    by_us = (-signal.SIGTERM, -signal.SIGKILL)
+    ended = [r for r in ranks if r not in (first, *failures) and processes[r].exitcode in by_us]
+    returned = [r for r in ranks if processes[r].exitcode == 0 and _result_file(folder, r).exists()]
+
+    silent = [r for r in ranks if r not in (*failures, *ended, *returned)]
+    if silent:
+        rank = first if first in silent else silent[0]
+        how = _how_it_ended(processes[rank].exitcode)
+        return WorkerError(f"rank {rank} of {len(ranks)} {how}", rank)
+
+    rank = min(failures, key=lambda r: failures[r]["time"])
+    failure, others = failures[rank], ""
+    if failure["summary"].startswith("TimeoutError") and ended:
+        others = f" (not called by rank {', '.join(map(str, ended))})"
+    elif returned:
+        others = f" (had returned by then: rank {', '.join(map(str, returned))})"
+    message = f"rank {rank} of {len(ranks)} raised {failure['summary']}{others}"
+    return WorkerError(f"{message}\n\n{failure['traceback']}", rank, failure["traceback"])
+
+
+def _how_it_ended(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode} before its function returned"
+    name = signal.Signals(-exitcode).name
+    hints = {
+        "SIGABRT": "; NCCL also aborts a rank that waited longer than timeout",
+        "SIGKILL": "; the system does that when memory runs out",
+    }
+    return f"was ended by {name}{hints.get(name, '')}"
+
+
+def _terminate(processes: list[Any]) -> None:
+    """Leave no worker behind, however waiting for them ended."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def run_as_rank(command: Callable[[], int], report: Callable[[Exception], None]) -> NoReturn:
+    """Run `command` in a process that `torchrun` started, and exit.
+
+    An error that all ranks raise alike is reported by rank 0 with `report`; exit code 2.
+
+    Raises:
+        ConnectionError: another rank is gone.
+        Exception: what this rank alone raised.
+    """
+    with init_from_environment():
+        try:
+            code = command()
+        except SystemExit as refusal:
+            code = refusal.code
+        except Exception as error:
+            if isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LOST):
+                raise ConnectionError(
+                    f"rank {rank()} lost another rank, which was killed or reported an error"
+                ) from error
+            if not is_collective(error):
+                raise
+            if rank() == 0:
+                report(error)
+            code = 2
+        # torchrun ends the others as soon as one exits with an error
+        barrier()
+    _exit_cleanly(code if isinstance(code, int) else 1)
+
+
+def parse_as_rank(parse: Callable[[], T]) -> T:
+    """Return what `parse` makes of the arguments; if any rank refuses them, all exit.
+
+    `parse` refuses by printing why and raising `SystemExit`. The first rank that does so prints.
+    """
+
+    def parse_or_refuse() -> tuple[T | None, int | str | None]:
+        try:
+            return parse(), None
+        except SystemExit as refusal:
+            return None, refusal.code
+
+    # hold back what ranks other than the first print
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if rank() > 0:
+            stack.enter_context(contextlib.redirect_stdout(printed))
+            stack.enter_context(contextlib.redirect_stderr(printed))
+        config, code = on_each_rank(parse_or_refuse)
+    codes = gather_objects(code)
+    first = next((r for r, code in enumerate(codes) if code is not None), None)
+    if first is None:
+        return config
+    if 0 < first == rank():
+        print(f"rank {first}:\n{printed.getvalue()}", file=sys.stderr, end="")
+    raise SystemExit(codes[first])

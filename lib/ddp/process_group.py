@@ -1,0 +1,387 @@
+"""Process groups: joining one, its collectives, and ranks that agree and fail together.
+
+A rank is one process of a group; all ranks call the same collectives in the same order. Without a
+group a process is rank 0 of 1, so that the same code runs alone, under `launch` and under
+`torchrun`. Functions take the group as an argument; None is the group of all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import datetime
+import functools
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.core.hardware import available_cpus, pick_device
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+BACKENDS = ("nccl", "gloo")
+# What torchrun sets for each process.
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's number in the group; 0 without one."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks in the group; 1 without one."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def global_rank(rank: int, group: dist.ProcessGroup | None = None) -> int:
+    """The number of a group's rank among all processes, which broadcasts take as their source."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def current_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device of tensors in a collective: this rank's GPU with NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+# Joining the group of all ranks
+
+
+@contextlib.contextmanager
+def init_from_environment(
+    backend: str | None = None, *, timeout: float = 300.0
+) -> Iterator[torch.device]:
+    """Join the group as the rank that `torchrun` made this process; yields the rank's device.
+
+    Without `torchrun` there is no group, and the device is the best of this machine. If a group
+    exists, as under `launch`, it is used and left as it is. In the block, `lib` logs from rank 0
+    only, except for errors.
+
+    Args:
+        backend: as in `launch`.
+        timeout: seconds that a rank waits for the others in a collective.
+
+    Raises:
+        ValueError: an environment variable or GPU is missing, or `backend` is unknown.
+        TimeoutError: a rank did not call a collective in time (gloo; NCCL aborts the process).
+    """
+    if dist.is_initialized():
+        yield current_device()
+        return
+    if "RANK" not in os.environ:
+        if backend is not None:
+            checked_backend(backend, 1)
+        yield pick_device({None: "auto", "nccl": "cuda", "gloo": "cpu"}[backend])
+        return
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"RANK is {os.environ['RANK']!r}, but {', '.join(missing)} is not set; set all "
+            "variables that torchrun sets, or no RANK"
+        )
+    local_rank, local_world_size = (int(os.environ[f"LOCAL_{n}"]) for n in ("RANK", "WORLD_SIZE"))
+    backend = checked_backend(backend, local_world_size)
+    rendezvous = functools.partial(rendezvous_from_environment, timeout)
+    with join_group(backend, local_rank, local_world_size, timeout, rendezvous) as device:
+        yield device
+
+
+def checked_backend(backend: str | None, local_world_size: int) -> str:
+    """Choose or check the backend for `local_world_size` ranks on this host."""
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if backend is None:
+        if 0 < gpus < local_world_size:
+            log.warning("%s ranks, but %s GPUs: gloo on the CPU", local_world_size, gpus)
+        return "nccl" if gpus >= local_world_size else "gloo"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "nccl" and gpus < local_world_size:
+        raise ValueError(
+            f"backend 'nccl' needs a GPU for each of {local_world_size} ranks on this host, which "
+            f"has {gpus}; use 'gloo' or fewer ranks"
+        )
+    return backend
+
+
+@contextlib.contextmanager
+def join_group(
+    backend: str,
+    local_rank: int,
+    local_world_size: int,
+    timeout: float,
+    rendezvous: Callable[[], dict[str, Any]],
+) -> Iterator[torch.device]:
+    """Join the group of all ranks for the block, on this rank's device.
+
+    Args:
+        rendezvous: returns the arguments with which `init_process_group` finds the other ranks.
+    """
+    device, options = torch.device("cpu"), {}
+    if backend == "nccl":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # connects at once, so that a missing rank is noticed here
+        options["device_id"] = device
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cpus() // local_world_size))
+    limit = datetime.timedelta(seconds=timeout)
+    failed: list[BaseException] = []
+    exit_if_failed = functools.partial(_exit_if_failed, failed)
+    atexit.register(exit_if_failed)
+    try:
+        dist.init_process_group(backend, timeout=limit, **rendezvous(), **options)
+        with _quiet_unless_first():
+            yield device
+    except (Exception, KeyboardInterrupt) as error:
+        # leave the group as it is: destroying it may wait for ranks that are gone
+        failed.append(error)
+        if _is_timeout(error):
+            raise TimeoutError(
+                f"rank {os.environ['RANK']} waited for other ranks longer than timeout = "
+                f"{timeout:g} s; it is too short, or another rank hangs or never started"
+            ) from error
+        raise
+    dist.destroy_process_group()
+    atexit.unregister(exit_if_failed)
+
+
+def _exit_if_failed(failed: list[BaseException]) -> None:
+    """Exit at once after a failure, since torch would wait for pending collectives."""
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _quiet_unless_first() -> Iterator[None]:
+    """Let `lib` log only errors in the block, except on rank 0."""
+    logger = logging.getLogger("lib")
+    before = logger.level
+    if rank() != 0:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    # gloo and the rendezvous have no exception class for it
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+
+
+def rendezvous_from_environment(timeout: float) -> dict[str, Any]:
+    """The arguments with which `init_process_group` finds the ranks that torchrun started.
+
+    torchrun may keep one store for all its restarts. In releases of PyTorch that do not separate
+    them, ranks would read addresses of processes that are gone, and fail once more.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {"init_method": "env://"}
+    numbers = {name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        numbers["world_size"],
+        is_master=False,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    return numbers | {"store": store_of_this_start(store, **numbers)}
+
+
+def store_of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Find a prefix of `store` that only the ranks started together use.
+
+    torchrun's own restart count does not do: hosts may count differently. Instead, rank 0 draws a
+    prefix, and gives it to each number that another rank has drawn until that rank confirms it.
+    Requests that earlier ranks left behind are answered too, and nobody reads the answers.
+    """
+    own = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"drawn/{rank}", own)
+        prefix = store.get(f"prefix for/{own}").decode()
+        store.set(f"confirmed/{prefix}/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    waiting = set(range(1, world_size))
+    while waiting:
+        for other in sorted(waiting):
+            drawn = store.get(f"drawn/{other}").decode()
+            store.set(f"prefix for/{drawn}", own)
+            if store.check([f"confirmed/{own}/{other}"]):
+                waiting.remove(other)
+        time.sleep(0.01)
+    return dist.PrefixStore(own, store)
+
+
+# Collectives
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank of the group has called it."""
+    if world_size(group) > 1:
+        device = current_device(group)
+        dist.barrier(group, device_ids=[device.index] if device.type == "cuda" else None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def reduce_scatter(output: Tensor, tensor: Tensor, **options: Any) -> Any:
+    """`torch.distributed.reduce_scatter_tensor`, which PyTorch 2.13 renamed."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, tensor, **options)
+
+
+def all_gather(output: Tensor, tensor: Tensor, **options: Any) -> Any:
+    """`torch.distributed.all_gather_into_tensor`, which PyTorch 2.13 renamed."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, tensor, **options)
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Each rank's `value`, which can be pickled, in order of the ranks, on all ranks."""
+    if world_size(group) == 1:
+        return [value]
+    values = [None] * world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def mean_over_ranks(value: float | Tensor, group: dist.ProcessGroup | None = None) -> Any:
+    """The mean of each rank's `value`, a number or a tensor, as a number or a tensor.
+
+    Added up in float64, so that every rank gets the same bits whatever the dtype.
+    """
+    if world_size(group) == 1:
+        return value
+    total = torch.as_tensor(value).to(current_device(group), torch.float64, copy=True)
+    dist.all_reduce(total, group=group)
+    total /= world_size(group)
+    return total.to(value.device, value.dtype) if isinstance(value, Tensor) else total.item()
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks the parameters and buffers of the group's rank 0; tied ones are sent once.
+
+    Raises:
+        ValueError: a parameter or buffer differs between ranks in shape, dtype, kind of device or
+            `requires_grad`, or has no memory yet (device "meta").
+    """
+    if world_size(group) == 1:
+        return
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    check_same({name: describe_tensor(tensor) for name, tensor in tensors.items()}, group)
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ValueError(f"{name} must have memory, but is on device meta")
+    for tensor in tensors.values():
+        # detached: autograd forbids writing to leaves in place
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense, global_rank(0, group), group=group)
+        tensor.detach().copy_(dense)
+
+
+# Agreeing and failing together, so that no rank waits for one that is gone
+
+
+def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) -> None:
+    """Raise a `ValueError` on all ranks, naming the first difference, unless all give the same."""
+    facts_of_ranks = gather_objects(facts, group)
+    for other, theirs in enumerate(facts_of_ranks):
+        for name in [*facts_of_ranks[0], *theirs]:
+            first, found = (given.get(name, "missing") for given in (facts_of_ranks[0], theirs))
+            if first != found:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, but is {first} on rank 0 and {found} "
+                    f"on rank {other}"
+                )
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """What ranks must have in common, for `check_same`: `float32 (4, 3) on cpu, trained`."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    use = "trained" if tensor.requires_grad else "not trained"
+    return f"{kind} {tuple(tensor.shape)} on {tensor.device.type}, {use}"
+
+
+def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return what `call()` returns on this rank, once it has returned on all.
+
+    Raises:
+        Exception: from the first rank on which `call` raised: the exception itself there, and one
+            of the same kind and text on the other ranks.
+    """
+    if world_size(group) == 1:
+        return call()
+    result = error = None
+    try:
+        result = call()
+    except Exception as caught:
+        error = caught
+    failures = gather_objects(error and _kind_and_text(error, rank(group)), group)
+    first = next((other for other, failure in enumerate(failures) if failure), None)
+    if first is None:
+        return result
+    raise mark_collective(error if first == rank(group) else _exception(*failures[first]))
+
+
+def on_first_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call on rank 0 alone, and return the result, which can be pickled, on all ranks.
+
+    Raises:
+        Exception: as `on_each_rank`.
+    """
+    if world_size(group) == 1:
+        return call()
+    results = [on_each_rank(lambda: call() if rank(group) == 0 else None, group)]
+    dist.broadcast_object_list(results, global_rank(0, group), group=group)
+    return results[0]
+
+
+def patient_group() -> dist.ProcessGroup | None:
+    """A second group of all ranks, to wait in for something that one of them does, however long.
+
+    If a rank fails, waiting ends at once, as in any group.
+    """
+    if world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+
+
+def mark_collective(error: Exception) -> Exception:
+    """Mark an exception that is raised on every rank, so that only rank 0 reports it."""
+    error.is_collective = True
+    return error
+
+
+def is_collective(error: Exception) -> bool:
+    """Whether every rank raises this exception."""
+    return getattr(error, "is_collective", False)
+
+
+def _kind_and_text(error: Exception, rank: int) -> tuple[str, str]:
+    """The name of a built-in base class of `error`, which every rank knows, and the text."""
+    kind = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+    text = str(error) or type(error).__name__
+    return kind.__name__, text if rank == 0 else f"rank {rank}: {text}"
+
+
+def _exception(kind: str, text: str) -> Exception:
+    try:
+        return getattr(builtins, kind)(text)
+    except TypeError:
+        # one that takes more than a text, such as UnicodeDecodeError
+        return RuntimeError(text)

@@ -1,0 +1,432 @@
+"""Data parallelism: every rank holds the model and part of the batch, and gradients are averaged.
+
+If the loss is a mean and the parts have one size, the mean of the ranks' gradients is the gradient
+of the whole batch, so ranks that start with equal weights keep them equal (Li et al. 2020,
+arXiv:2006.15704, section 3). The wrappers differ in when they average, and in what portions:
+
+- `NaiveDDP` (`naive`): after backward, one all-reduce per parameter;
+- `FlatDDP` (`flat`): after backward, one all-reduce of everything;
+- `OverlappedDDP` (`overlap`): one per parameter, while backward still computes others;
+- `BucketedDDP` (`flashddp`): the same in buckets of many parameters;
+- `TorchDDP` (`torch_ddp`): PyTorch's own, the peer.
+
+One step, with gradient accumulation:
+
+    model = wrap("flashddp", module)
+    with model.no_sync():
+        loss(model(first), ...).backward()
+    loss(model(second), ...).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    optimizer.zero_grad()
+
+**Unused parameters.** A parameter without a gradient on this rank counts as zero here, and gets the
+mean like the others; without a gradient on any rank it has none afterwards, as in one process. The
+host waits for its device to learn that, but only where a gradient is missing.
+
+**Compiled modules.** Wrap the compiled module; hooks are on its parameters. All gradients of one
+compiled graph arrive together at its end: for overlap, compile a model block by block.
+
+**CUDA graphs.** NCCL's all-reduces can be captured with forward, backward and optimizer, from the
+second step on (the first agrees on an order) and if no rank misses a gradient. The replay runs no
+hook and checks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lib.core.ranges import annotate
+from lib.ddp.buckets import Bucket, GradientSync, MeanReduction, fill_buckets, has_average
+from lib.ddp.process_group import broadcast_module, check_same, global_rank, world_size
+
+
+class Wrapper(nn.Module):
+    """A module around another one, `module`, with that one's state dict."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's state dict, under its own names, compiled or not."""
+        return inner_module(self.module).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module; every rank must load the same."""
+        return inner_module(self.module).load_state_dict(*args, **kwargs)
+
+
+class DataParallel(GradientSync, Wrapper):
+    """The base of all wrappers; by itself, the wrapper `none` of a single rank.
+
+    Parameters and buffers start as those of the group's rank 0. Buffers that change in training
+    (batch norm's) stay each rank's own. On a single rank there are no hooks and no cost.
+
+    On several ranks, backward raises if a gradient is sparse, or grows after its all-reduce has
+    started, and names the parameter. If backward raises on one rank, all ranks must either handle
+    it or fail; the next forward pass first finishes what was started.
+
+    Args:
+        module: on its device, in its dtype, with frozen parameters already frozen.
+        group: the ranks that share the work (default: all).
+
+    Raises:
+        ValueError: module or settings differ between ranks.
+    """
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.module, self.group = module, group
+        # tied parameters once
+        named = list(inner_module(module).named_parameters())
+        self.names = [name for name, param in named if param.requires_grad]
+        self.params = [param for _, param in named if param.requires_grad]
+        self.frozen = [(name, param) for name, param in named if not param.requires_grad]
+        # indices of gradients that arrived since the last synchronization, in that order
+        self.arrived: dict[int, None] = {}
+        self.is_in_backward = False
+        if world_size(group) > 1:
+            check_same({"ddp_wrapper": type(self).__name__}, group)
+            broadcast_module(module, group)
+            self._register_hooks()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            RuntimeError: the gradients of the last backward pass were not synchronized.
+        """
+        if self.arrived:
+            if not self.is_in_backward:
+                raise RuntimeError(
+                    "forward after a backward pass whose gradients were not averaged; call "
+                    "finish_gradient_synchronization() between backward() and optimizer.step(), "
+                    "or run all backward passes but the last in no_sync()"
+                )
+            # An exception ended that backward pass, perhaps at different points on different
+            # ranks. Once all have sent everything, they are in step again.
+            self.finish_gradient_synchronization()
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Turn every gradient into its mean over the ranks; between backward and optimizer step.
+
+        Every rank must call it, even if its backward pass reached no parameter.
+
+        Raises:
+            RuntimeError: a parameter was frozen when the module was wrapped and is trained now.
+        """
+        for name, param in self.frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
+                    "wrap the module again"
+                )
+        if world_size(self.group) > 1 and self.params:
+            with torch.no_grad(), annotate("all-reduce"):
+                self._synchronize()
+        self.arrived.clear()
+        self.is_in_backward = False
+
+    def _synchronize(self) -> None:
+        """Turn every gradient into its mean, in a group of several ranks."""
+        raise NotImplementedError(f"{type(self).__name__} averages no gradients")
+
+    def _gradient_arrived(self, index: int) -> None:
+        """Called in backward when the gradient of parameter `index` is complete."""
+
+    def _register_hooks(self) -> None:
+        # through a weak reference, so that a module can outlive its wrapper and be wrapped again
+        this = weakref.ref(self)
+        for index, param in enumerate(self.params):
+            hook = functools.partial(_on_gradient, this, index)
+            param.register_post_accumulate_grad_hook(hook)
+
+    def _on_gradient(self, index: int) -> None:
+        if index in self.arrived:
+            raise RuntimeError(
+                f"the gradient of {self.names[index]} grew again after its all-reduce had started; "
+                "run one backward pass before finish_gradient_synchronization(), and those before "
+                "it in no_sync()"
+            )
+        layout = self.params[index].grad.layout
+        if layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {self.names[index]} must be dense (sparse=False), got {layout}"
+            )
+        if not self.is_syncing:
+            return
+        if not self.arrived and not self.is_in_backward:
+            self.is_in_backward = True
+            # not called if an exception ends the backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        self.arrived[index] = None
+        self._gradient_arrived(index)
+
+    def _on_backward_end(self) -> None:
+        self.is_in_backward = False
+
+    def _fill_in_absent(self) -> list[int]:
+        """Give parameters without a gradient one of zeros; return their indices."""
+        absent = [index for index, param in enumerate(self.params) if param.grad is None]
+        for index in absent:
+            self.params[index].grad = torch.zeros_like(self.params[index])
+        return absent
+
+    def _presence(self, absent: Sequence[int], like: Tensor) -> Tensor:
+        """Per parameter 1, or 0 if this rank has no gradient; the mean is 0 if no rank has."""
+        presence = like.new_ones(len(self.params))  # (parameters,)
+        for index in absent:
+            presence[index] = 0
+        return presence
+
+    def _drop_unused(self, absent: list[int], presence: Tensor) -> None:
+        """Remove the gradients in `absent` that no rank has; `presence` is averaged."""
+        if absent:
+            for index, share in zip(absent, presence[absent].tolist()):
+                if share == 0:
+                    self.params[index].grad = None
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """The module itself, or the one inside if `torch.compile` wrapped it."""
+    return getattr(module, "_orig_mod", module)
+
+
+def _on_gradient(wrapper: Callable[[], DataParallel | None], index: int, param: Tensor) -> None:
+    this = wrapper()
+    if this is not None:
+        this._on_gradient(index)
+
+
+class NaiveDDP(DataParallel):
+    """After backward, one all-reduce per parameter, each finished before the next starts."""
+
+    def _synchronize(self) -> None:
+        absent = self._fill_in_absent()
+        for param in self.params:
+            MeanReduction([param.grad], self.group).finish()
+        # which gradients exist anywhere
+        presence = self._presence(absent, self.params[0])
+        MeanReduction([presence], self.group).finish()
+        self._drop_unused(absent, presence)
+
+
+class FlatDDP(DataParallel):
+    """After backward, one all-reduce of all gradients, copied into one buffer (per dtype).
+
+    While they are copied, gradients take twice their memory.
+    """
+
+    def _synchronize(self) -> None:
+        absent = self._fill_in_absent()
+        # without a cap: one bucket per dtype
+        buckets = fill_buckets(self.params)
+        presence = self._presence(absent, buckets[-1].params[0])
+        reductions = [MeanReduction(bucket.tensors(), self.group) for bucket in buckets[:-1]]
+        reductions.append(MeanReduction([*buckets[-1].tensors(), presence], self.group))
+        for reduction in reductions:
+            reduction.finish()
+        self._drop_unused(absent, presence)
+
+
+class OverlappedDDP(DataParallel):
+    """One all-reduce per parameter, while backward goes on to others.
+
+    All ranks start them in one order: that in which gradients arrived on rank 0 in the first step.
+    That step overlaps nothing, so that every step of every run has the same order, and a resumed
+    run the same bits. A gradient that arrives early waits for those before it, so that ranks whose
+    backward passes differ do not mix up tensors.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.buckets: list[Bucket] = []
+        # each parameter's bucket, and how many gradients each bucket still lacks
+        self.bucket_of: list[int] = []
+        self.missing: list[int] = []
+        self.started: list[MeanReduction] = []
+
+    def _make_buckets(self, params: list[Tensor]) -> list[Bucket]:
+        return [Bucket([param]) for param in params]
+
+    def _gradient_arrived(self, index: int) -> None:
+        # the first step only records the order
+        if not self.buckets:
+            return
+        self.missing[self.bucket_of[index]] -= 1
+        # start what is complete, in order
+        while len(self.started) < len(self.buckets) and not self.missing[len(self.started)]:
+            with torch.no_grad():
+                self._start_next()
+
+    def _start_next(self, absent: Sequence[int] = ()) -> None:
+        """Start the all-reduce of the next bucket; the last also carries who has gradients."""
+        bucket = self.buckets[len(self.started)]
+        is_last = bucket is self.buckets[-1]
+        presence = self._presence(absent, bucket.params[0]) if is_last else None
+        with annotate("all-reduce"):
+            self.started.append(MeanReduction(bucket.tensors(presence), self.group))
+
+    def _synchronize(self) -> None:
+        if not self.buckets:
+            self._agree_on_buckets()
+        # start what backward did not, in the first step all
+        absent = self._fill_in_absent() if len(self.started) < len(self.buckets) else []
+        while len(self.started) < len(self.buckets):
+            self._start_next(absent)
+        # wait
+        for reduction in self.started:
+            reduction.finish()
+        presence = self.started[-1].tensors[-1][-len(self.params) :]  # (parameters,)
+        # ready for the next step
+        self.started.clear()
+        self.missing = [len(bucket.params) for bucket in self.buckets]
+        self._drop_unused(absent, presence)
+
+    def _agree_on_buckets(self) -> None:
+        """Fill the buckets in the order in which rank 0's gradients arrived."""
+        last = [index for index in reversed(range(len(self.params))) if index not in self.arrived]
+        order = torch.tensor([*self.arrived, *last], device=self.params[0].device)  # (parameters,)
+        dist.broadcast(order, global_rank(0, self.group), group=self.group)
+        self.buckets = self._make_buckets([self.params[index] for index in order.tolist()])
+        bucket_of = {
+            id(param): n for n, bucket in enumerate(self.buckets) for param in bucket.params
+        }
+        self.bucket_of = [bucket_of[id(param)] for param in self.params]
+
+
+class BucketedDDP(OverlappedDDP):
+    """All-reduces of whole buckets, each started in backward as soon as it is complete.
+
+    A few large messages cost less than many small ones, and start before backward ends. Parameters
+    fill buckets of at most `bucket_cap_mb` in the order in which their gradients arrive, about the
+    reverse of their use; the first bucket is small, so that communication starts early.
+
+    NCCL takes all gradients of a bucket in one launch, and they stay where backward put them. Other
+    backends take one tensor at a time. For them, or with `packed`, the gradients of a complete
+    bucket are copied into one buffer and become views of it. The buffer replaces them: beyond the
+    gradients themselves it takes one bucket's memory during the copy, and a few bytes per parameter
+    for alignment and for who has a gradient. `zero_grad(set_to_none=True)` frees it with them, and
+    the next backward pass makes another, so that the forward pass has the memory; with
+    `set_to_none=False` backward adds into the views, and nothing is copied. (The first is cheaper:
+    adding reads and writes more than the copy.)
+
+    Args:
+        bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket; a larger parameter gets its own.
+        packed: whether gradients become views of a buffer per bucket (default: not with NCCL).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float = 25.0,
+        packed: bool | None = None,
+        **options: Any,
+    ) -> None:
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        super().__init__(module, **options)
+        if packed is None:
+            packed = not all(has_average(param, self.group) for param in self.params)
+        self.bucket_cap_mb, self.packed = bucket_cap_mb, packed
+        check_same({"bucket_cap_mb": str(bucket_cap_mb), "packed": str(packed)}, self.group)
+
+    def _make_buckets(self, params: list[Tensor]) -> list[Bucket]:
+        return fill_buckets(params, cap_bytes=self.bucket_cap_mb * 2**20, packed=self.packed)
+
+
+class TorchDDP(Wrapper):
+    """PyTorch's `DistributedDataParallel` behind the interface of the others.
+
+    It averages during backward, which must reach every trained parameter, and needs no
+    `finish_gradient_synchronization()`. Gradients are views of its buckets.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25.0,
+    ) -> None:
+        super().__init__()
+        self.inner = module
+        if world_size(group) > 1:
+            broadcast_module(module, group)
+            # renamed in newer PyTorch; the old name warns
+            names = inspect.signature(DistributedDataParallel).parameters
+            sync_buffers = max({"forward_sync_buffers", "broadcast_buffers"} & names.keys())
+            self.inner = DistributedDataParallel(
+                module,
+                process_group=group,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+                **{sync_buffers: False},
+            )
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.inner.module if self._is_wrapped else self.inner
+
+    @property
+    def _is_wrapped(self) -> bool:
+        return isinstance(self.inner, DistributedDataParallel)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.inner(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Do nothing: gradients are averaged when backward ends."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, forward and backward passes only add up gradients on this rank."""
+        return self.inner.no_sync() if self._is_wrapped else contextlib.nullcontext()
+
+
+WRAPPERS = {
+    "none": DataParallel,
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlap": OverlappedDDP,
+    "flashddp": BucketedDDP,
+    "torch_ddp": TorchDDP,
+}
+
+
+def wrap(
+    name: str,
+    module: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float = 25.0,
+) -> DataParallel | TorchDDP:
+    """Wrap the module in the data-parallel wrapper called `name`, one of `WRAPPERS`.
+
+    Args:
+        group: the ranks that share the work (default: all).
+        bucket_cap_mb: MiB of gradients in a bucket of `flashddp` and `torch_ddp`.
+
+    Raises:
+        ValueError: an unknown name; `none` in a group of several ranks; modules or settings that
+            differ between ranks.
+    """
+    if name not in WRAPPERS:
+        raise ValueError(f"ddp_wrapper must be one of {', '.join(WRAPPERS)}, got {name!r}")
+    if name == "none" and world_size(group) > 1:
+        raise ValueError(
+            f"ddp_wrapper must average gradients in a group of {world_size(group)} ranks, got "
+            "'none', with which each rank would train a model of its own"
+        )
+    options = {"bucket_cap_mb": bucket_cap_mb} if name in ("flashddp", "torch_ddp") else {}
+    return WRAPPERS[name](module, group=group, **options)

@@ -1,0 +1,14 @@
+"""FlashAttention, exact attention in tiles: read `reference.py`, in plain PyTorch, first.
+
+`triton_attention.py` launches the kernels for any GPU, `hopper/launch.py` those for Hopper GPUs.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "reference": ["FlashAttention"],
+        "triton_attention": ["FlashAttentionTriton", "flash_attention"],
+    },
+)

@@ -1,0 +1,430 @@
+"""FlashAttention for Hopper GPUs, forward and backward, after FlashAttention-3 (Shah et al. 2024).
+
+One warp copies tiles into rings in shared memory (TMA). Two or three warpgroups take them from
+there, each for 64 queries, or 64 keys, of its own. Matmuls are asynchronous: a warpgroup issues
+those of the next tile and computes exponentials while they run; the other warpgroups fill the gaps
+that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
+one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
+explicit layouts, shared memory and barriers.
+
+Programs are persistent: one on each multiprocessor, for many tiles. Under a causal mask the last
+queries see many keys and the first ones few. Since the work of each tile is known, the host deals
+the tiles out beforehand (`schedule_tiles`), so that all multiprocessors have about as much to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lib.core.settings import require
+from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
+from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
+from lib.flash_attention.hopper.forward import forward_kernel
+from lib.flash_attention.inputs import empty_like_heads
+
+# Rows of a warpgroup's matmul.
+ROWS = 64
+# Heads are worked on in sections whose keys and values fit the L2 cache and are read from HBM once.
+CACHE_BYTES = 24 * 2**20
+# With more items than this each program does one: making a work list would take too long.
+MAX_LISTED = 2**20
+# Time of a tile's own loads and stores, in steps of its loop.
+START = 1.5
+# Tiles whose work is up to this part of the longest come last, where they fill gaps. The second
+# value is tried if the busiest program then has more than BALANCED times the mean to do.
+SHORT = (0.25, 0.5)
+BALANCED = 1.02
+Size = tuple[int, int, int, int]
+
+
+class Schedule(NamedTuple):
+    """How a kernel divides its work; a program has a multiprocessor to itself."""
+
+    warpgroups: int
+    """Warpgroups that compute, 64 queries each (dK and dV: 64 keys each): 2 or 3."""
+
+    keys: int
+    """Keys in a tile of keys; dK and dV take tiles of 64 queries."""
+
+    stages: int
+    """Tiles in flight: at least 2, for dQ at least 3."""
+
+    is_ordered: bool = False
+    """Whether warpgroups take turns in issuing matmuls (ping-pong); in the forward kernel only."""
+
+    is_persistent: bool = True
+    """Whether a program stays on its multiprocessor for many items of work."""
+
+    kept: int = 0
+    """How many of the operands that stay (q and dO, or k and v) are kept in registers."""
+
+
+class Work(NamedTuple):
+    """What a kernel has to do."""
+
+    steps: tuple[int, ...]
+    """The steps that each tile of a head takes."""
+
+    num_heads: int
+    """Heads of all sequences."""
+
+    section: int
+    """Heads of a section (`CACHE_BYTES`)."""
+
+    is_last_first: bool
+    """Whether the last tiles are the long ones, and come first."""
+
+
+def forward_schedule(head_dim: int) -> Schedule:
+    """The forward schedule for this head_dim, tuned on an H200."""
+    if head_dim == 64:
+        return Schedule(3, 128, 3, is_ordered=True)
+    return Schedule(2, 128, 2, kept=1)
+
+
+def backward_schedules(head_dim: int) -> tuple[Schedule, Schedule]:
+    """The schedules of dQ, and of dK and dV, for this head_dim, tuned on an H200."""
+    if head_dim == 64:
+        return Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4, kept=2)
+    return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:
+    """Whether the kernels take these tensors: 16-bit, head_dim 64 or 128, on a Hopper GPU.
+
+    Each row of a head must start at a multiple of 16 bytes, also in gradients to be written. The
+    shapes must have passed `lib.flash_attention.inputs.check_qkv`.
+    """
+    return (
+        q.is_cuda
+        and torch.version.cuda is not None
+        and _multiprocessors(q.device) > 0
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] in (64, 128)
+        and k.shape[2] > 0
+        and q.numel() > 0
+        and q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS < 2**31
+        and all(map(can_be_copied, (q, k, v, *grads)))
+    )
+
+
+def can_be_copied(x: Tensor) -> bool:
+    """Whether a tensor map can describe x (CUDA driver API, cuTensorMapEncodeTiled)."""
+    strides = [stride for stride, size in zip(x.stride(), x.shape) if size > 1]
+    return (
+        x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(0 < stride < 2**38 for stride in strides)
+        and all(stride % 8 == 0 for stride in strides[:-1])
+    )
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `flash_forward` in `lib.flash_attention.triton_attention`, for what `supports` accepts."""
+    schedule = schedule or forward_schedule(q.shape[3])
+    out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
+    work = _queries_work(q.shape, k.shape, schedule, is_causal)
+    is_even = k.shape[2] % schedule.keys == 0
+    grid, settings = _launch_settings(q, k, work, schedule, is_causal, is_even, min_stages=2)
+    forward_kernel[grid](
+        q_desc=_descriptor(q, ROWS),
+        k_desc=_descriptor(k, schedule.keys),
+        v_desc=_descriptor(v, schedule.keys),
+        out_desc=_descriptor(out, ROWS),
+        lse_ptr=lse,
+        scale=scale,
+        **settings,
+    )
+    return out, lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    schedules: tuple[Schedule, Schedule] | None = None,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `flash_backward` in `lib.flash_attention.triton_attention`, for what `supports` accepts.
+
+    Args:
+        schedules: of the kernel for dQ, and of that for dK and dV.
+        grads: the tensors to write; `can_be_copied` must hold for each.
+    """
+    grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
+    out = out if out.stride(3) == 1 else out.contiguous()
+    if not can_be_copied(grad_out):
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+    for_queries, for_keys = schedules or backward_schedules(q.shape[3])
+    q_desc, grad_out_desc, grad_q_desc, k_desc, v_desc, grad_k_desc, grad_v_desc = (
+        _descriptor(x, ROWS) for x in (q, grad_out, grads[0], k, v, *grads[1:])
+    )
+    # the second kernel reads whole tiles of these, so the first writes them past the last query
+    padded = _num_tiles(q.shape[2], ROWS) * ROWS
+    lse_log2, minus_delta = lse.new_empty(2, lse.shape[0] * lse.shape[1] * padded)
+    # without angles the kernels do not read these pointers
+    cos, sin = angles or (lse, lse)
+    shared = {"cos_ptr": cos, "sin_ptr": sin, "padded": padded, "scale": scale}
+    has_rope = angles is not None
+
+    # dQ, -delta and the log-sum-exp in base 2
+    work = _queries_work(q.shape, k.shape, for_queries, is_causal)
+    is_even = k.shape[2] % for_queries.keys == 0
+    grid, settings = _launch_settings(
+        q, k, work, for_queries, is_causal, is_even, has_rope=has_rope, min_stages=3
+    )
+    backward_queries_kernel[grid](
+        q_desc=q_desc,
+        k_desc=_descriptor(k, for_queries.keys),
+        v_desc=_descriptor(v, for_queries.keys),
+        grad_out_desc=grad_out_desc,
+        grad_q_desc=grad_q_desc,
+        out_ptr=out,
+        lse_ptr=lse,
+        lse_log2_ptr=lse_log2,
+        minus_delta_ptr=minus_delta,
+        out_batch=out.stride(0),
+        out_head=out.stride(1),
+        out_token=out.stride(2),
+        **shared,
+        **settings,
+    )
+
+    # dK and dV
+    work = _keys_work(q.shape, k.shape, for_keys, is_causal)
+    is_even = q.shape[2] % ROWS == 0
+    grid, settings = _launch_settings(
+        q, k, work, for_keys, is_causal, is_even, has_rope=has_rope, min_stages=2
+    )
+    backward_keys_kernel[grid](
+        q_desc=q_desc,
+        k_desc=k_desc,
+        v_desc=v_desc,
+        grad_out_desc=grad_out_desc,
+        lse_desc=_row_descriptor(lse_log2),
+        minus_delta_desc=_row_descriptor(minus_delta),
+        grad_k_desc=grad_k_desc,
+        grad_v_desc=grad_v_desc,
+        **shared,
+        **settings,
+    )
+    return grads
+
+
+def _launch_settings(
+    q: Tensor,
+    k: Tensor,
+    work: Work,
+    schedule: Schedule,
+    is_causal: bool,
+    is_even: bool,
+    *,
+    min_stages: int,
+    has_rope: bool = False,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """A kernel's grid, and those of its arguments that follow from its work and schedule."""
+    # with fewer a warpgroup would wait forever
+    require(
+        schedule.stages >= min_stages,
+        f"stages must be at least {min_stages}, got {schedule.stages}",
+    )
+    num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    num_items = len(work.steps) * work.num_heads
+    programs = min(num_items, _multiprocessors(q.device))
+    work_list = None
+    if schedule.is_persistent and programs < num_items <= MAX_LISTED:
+        work_list = _work_list(work, programs, q.device)
+    sizes = Sizes(
+        len(work.steps), num_heads, group, work.section, num_items, q.shape[2], k.shape[2]
+    )
+    registers, computing_registers = _registers(schedule)
+    config = Config(
+        WARPGROUPS=schedule.warpgroups,
+        KEYS=schedule.keys,
+        STAGES=schedule.stages,
+        REGISTERS=computing_registers,
+        IS_CAUSAL=is_causal,
+        IS_EVEN=is_even,
+        IN_REGISTERS=schedule.kept,
+        HAS_WORK_LIST=work_list is not None,
+        IS_ORDERED=schedule.is_ordered,
+        HAS_ROPE=has_rope,
+    )
+    grid = (num_items if work_list is None else programs,)
+    return grid, {
+        # without a list the kernel does not read this pointer
+        "work_list_ptr": q if work_list is None else work_list,
+        **sizes._asdict(),
+        "CONFIG": config,
+        "num_warps": 4,
+        "maxnreg": registers,
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _queries_work(q: Size, k: Size, schedule: Schedule, is_causal: bool) -> Work:
+    """The work of a kernel whose tiles are of queries; a step is a tile of keys that they see.
+
+    Args:
+        q, k: shapes.
+    """
+    batch, num_heads, num_queries, head_dim = q
+    _, key_heads, num_keys, _ = k
+    rows = schedule.warpgroups * ROWS
+    seen = [num_keys] * _num_tiles(num_queries, rows)
+    if is_causal:
+        # the last tile ends with the last query (`first_query` in blocks.py)
+        end = _num_tiles(num_queries, ROWS) * ROWS
+        seen = [min(num_keys, last) for last in range(end, 0, -rows)][::-1]
+    steps = tuple(_num_tiles(n, schedule.keys) for n in seen)
+    # keys and values of 2 bytes each
+    section = max(1, CACHE_BYTES // (4 * num_keys * head_dim)) * (num_heads // key_heads)
+    return Work(steps, batch * num_heads, min(section, batch * num_heads), is_causal)
+
+
+@functools.lru_cache(maxsize=256)
+def _keys_work(q: Size, k: Size, schedule: Schedule, is_causal: bool) -> Work:
+    """The work of a kernel whose tiles are of keys; a step is a tile of queries that see them.
+
+    Args:
+        q, k: shapes.
+    """
+    batch, num_heads, num_queries, head_dim = q
+    _, key_heads, num_keys, _ = k
+    group = num_heads // key_heads
+    query_tiles = _num_tiles(num_queries, ROWS)
+    firsts = range(0, num_keys, schedule.warpgroups * ROWS)
+    hidden = [min(first // ROWS, query_tiles) if is_causal else 0 for first in firsts]
+    steps = tuple(group * (query_tiles - n) for n in hidden)
+    # queries and dO of 2 bytes each
+    section = max(1, CACHE_BYTES // (4 * num_queries * head_dim * group))
+    return Work(steps, batch * key_heads, min(section, batch * key_heads), False)
+
+
+def _num_tiles(length: int, size: int) -> int:
+    """How many tiles of a size cover a length."""
+    return -(-length // size)
+
+
+def _registers(schedule: Schedule) -> tuple[int, int]:
+    """Registers of a thread when the program starts, and then of one that computes."""
+    groups = schedule.warpgroups + 1
+    total = 65536 // (groups * 128) // 8 * 8
+    computing = (total * groups - LOAD_REGISTERS.value) // schedule.warpgroups // 8 * 8
+    return total, min(computing, 240)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a Hopper GPU has; 0 for other GPUs."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count if properties.major == 9 else 0
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Copies of (rows, head_dim) tiles of (batch, heads, tokens, head_dim); zeros past the end."""
+    block = [1, 1, rows, x.shape[3]]
+    # PyTorch allows any stride in a dimension of size 1
+    strides = [stride if size > 1 else 8 for stride, size in zip(x.stride(), x.shape)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, _layout(128, 16, 4))
+
+
+def _row_descriptor(x: Tensor) -> TensorDescriptor:
+    """Copies of 64 numbers of a float32 vector."""
+    return TensorDescriptor(x, [len(x)], [1], [ROWS], _layout(0, 32, 1))
+
+
+# Cached, as checking a layout takes longer than the rest of making a descriptor.
+_layout = functools.cache(gl.NVMMASharedLayout)
+
+
+def _work_list(work: Work, programs: int, device: torch.device) -> Tensor | None:
+    """The table of `schedule_tiles` on the GPU, made once.
+
+    None if it has not been made yet and a CUDA graph is being captured, where nothing can be copied
+    to the GPU. It is never freed, since a captured graph reads it whenever it is replayed.
+    """
+    key = (work, programs)
+    known = _work_lists(device)
+    if key not in known and not torch.cuda.is_current_stream_capturing():
+        table = torch.from_numpy(schedule_tiles(*work, programs=programs)).to(device)
+        # another thread may have been faster; then take its table
+        known.setdefault(key, table)
+    return known.get(key)
+
+
+@functools.cache
+def _work_lists(device: torch.device) -> dict[tuple[Work, int], Tensor]:
+    return {}
+
+
+def schedule_tiles(
+    steps: Sequence[int], num_heads: int, section: int, is_last_first: bool, *, programs: int
+) -> np.ndarray:
+    """The items of work that each program does, in order.
+
+    An item is a tile of a head. Items are numbered section by section, in a section tile by tile,
+    and for a tile head by head (`tile_and_head` in blocks.py). Each item in turn is dealt to the
+    program that is free first.
+
+    Args:
+        steps: the steps that each tile of a head takes.
+        num_heads: heads of all sequences.
+        section: heads of a section.
+        is_last_first: whether the last tile of the heads of a section comes first.
+        programs: how many run at the same time.
+
+    Returns:
+        (1 + the most items of a program + 1, programs) int32: in each column the number of items
+        of a program, these items, and zeros.
+    """
+    order = range(len(steps))[:: -1 if is_last_first else 1]
+    starts = range(0, num_heads, section)
+    by_item = [steps[t] for s in starts for t in order for _ in range(min(section, num_heads - s))]
+    mean = (sum(by_item) + START * len(by_item)) / programs
+    for part in SHORT:
+        dealt, busiest = _deal_items(by_item, part * max(steps), programs)
+        if busiest <= BALANCED * mean:
+            break
+    table = np.zeros((2 + max(map(len, dealt)), programs), np.int32)
+    for program, items in enumerate(dealt):
+        table[: 1 + len(items), program] = [len(items), *items]
+    return table
+
+
+def _deal_items(steps: Sequence[int], short: float, programs: int) -> tuple[list[list[int]], float]:
+    """The items of each program, those of up to `short` steps last, and the time of the busiest."""
+    items = [i for i, n in enumerate(steps) if n > short]
+    items += sorted((i for i, n in enumerate(steps) if n <= short), key=lambda i: -steps[i])
+    free_at = [(0.0, program) for program in range(programs)]
+    dealt: list[list[int]] = [[] for _ in range(programs)]
+    for item in items:
+        now, program = free_at[0]
+        dealt[program].append(item)
+        heapq.heapreplace(free_at, (now + steps[item] + START, program))
+    return dealt, max(free_at)[0]

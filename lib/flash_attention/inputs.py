@@ -1,0 +1,87 @@
+"""Inputs of the attention kernels: checks of q, k and v, autocast, and memory layouts."""
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from lib.core.hardware import runs_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """Cast to the dtype of autocast, if enabled, as PyTorch's attention does; float64 stays."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in tensors]
+    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast)]
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError on a device where Triton cannot run."""
+    if not runs_triton(device):
+        raise ValueError(f"q must be on a CUDA device, which Triton needs, got {device}")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check shapes, dtypes and devices of the kernels' inputs.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, key_heads, keys, head_dim).
+
+    Raises:
+        ValueError: they do not fit together, or are not supported.
+        NotImplementedError: a forward-mode derivative (jvp) is requested.
+    """
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k and v must be (batch, heads, tokens, head_dim), {shapes}")
+    if k.shape != v.shape:
+        raise ValueError(f"v must have the shape of k, {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must have one batch size and one head_dim, {shapes}")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"heads of q must be divisible by heads of k and v, {shapes}")
+    if not 1 <= q.shape[3] <= 256:
+        raise ValueError(f"head_dim must be from 1 to 256, got {q.shape[3]}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        found = ", ".join(str(x.dtype) for x in (q, k, v))
+        known = ", ".join(map(str, DTYPES))
+        raise ValueError(f"q, k and v must have one dtype of {known}, got {found}")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
+    # PyTorch silently drops the tangents of an operator that has no formula for them
+    if not torch.compiler.is_compiling() and any(
+        unpack_dual(x).tangent is not None for x in (q, k, v)
+    ):
+        raise NotImplementedError(
+            "forward-mode derivatives (jvp) are not supported; take the kernel sdpa, or backward"
+        )
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x, or a contiguous copy if the kernels cannot address its elements."""
+    # offsets within a tile, of at most 256 rows, are 32-bit
+    return x if x.stride(-1) == 1 and x.stride(2) < 2**23 else x.contiguous()
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """The strides of batch, head and token of each tensor x, as x_batch, x_head and x_token."""
+    return {
+        f"{name}_{axis}": stride
+        for name, x in tensors.items()
+        for axis, stride in zip(("batch", "head", "token"), x.stride())
+    }
+
+
+def empty_like_heads(x: Tensor) -> Tensor:
+    """An empty tensor like x, (batch, heads, tokens, head_dim), in memory tokens first if x is."""
+    batch, heads, tokens, head_dim = x.shape
+    if x.stride(1) <= x.stride(2):
+        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+    return x.new_empty(x.shape)

@@ -1,0 +1,1 @@
+"""What notebooks call: exercises, explorers and figures, in a folder for each notebook."""

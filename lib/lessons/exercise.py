@@ -1,0 +1,288 @@
+"""Exercises: the reader's function runs beside the solution, and `check` says where they differ.
+
+A check tries fresh random inputs, short ones first, and prints one of three verdicts: not
+attempted, right, or not yet with the first input that failed. It never raises, so that a notebook
+with open exercises runs to its end.
+
+The solution is an ordinary function. A common mistake is an edit of its source, so that solution
+and mistakes read as one page:
+
+    def count(words):
+        return sum(words.values())
+
+    COUNT = Exercise(count, draw, {"a word counts once": ("words.values()", "map(bool, words)")})
+
+If the reader's results are those of such an edit on every input, the check names the mistake.
+Tensors and arrays are compared by shape, and then value by value up to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+import signal
+import textwrap
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+TRIALS = 150
+# Seconds for one call; short, since an endless loop that appends fills memory.
+TIME_LIMIT = 2
+# For values of tensors and floats: a few roundings of float32.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+# Larger tensors are shown by their shape.
+SHOWN_VALUES = 16
+MISSING = object()
+NOT_FINISHED = object()
+# The verdict on an untouched stub.
+NOT_ATTEMPTED = "not attempted: replace the line with `raise`, and run this cell again"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A task for which right answers can be computed."""
+
+    solve: Callable
+    """The solution."""
+
+    draw: Callable[[random.Random, int], tuple]
+    """(generator, size) -> arguments of about that size."""
+
+    mistakes: Mapping[str, tuple[str, str] | Callable]
+    """The mistake as a sentence -> (old, new) text of the solution's source, or, where no short
+    edit makes it, a function."""
+
+    def wrong_functions(self) -> dict[str, Callable]:
+        """The mistake as a sentence -> a function that makes it."""
+        return {
+            sentence: mistake if callable(mistake) else edited(self.solve, *mistake)
+            for sentence, mistake in self.mistakes.items()
+        }
+
+
+@functools.cache
+def edited(function: Callable, old: str, new: str) -> Callable:
+    """`function` with `old`, which occurs once in its source, replaced by `new`.
+
+    Raises:
+        ValueError: `old` does not occur exactly once.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(old) != 1:
+        name, found = function.__name__, source.count(old)
+        raise ValueError(f"{old!r} must occur once in {name}, found {found} times")
+    namespace = dict(function.__globals__)
+    exec(source.replace(old, new), namespace)
+    return namespace[function.__name__]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The result of a call that raised; equal to another with the same error in any line."""
+
+    error: str
+    line: int | None = field(compare=False)
+
+
+class TimeLimitError(BaseException):
+    """A call took too long; not an Exception, so that `except Exception` doesn't catch it."""
+
+
+def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> None:
+    """Print the verdict on `attempt`; `seed` repeats the inputs of another check."""
+    print(verdict(exercise, attempt, seed=seed))
+
+
+def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> str:
+    """Return what `check` prints."""
+    generator = random.Random(seed)
+    inputs = [exercise.draw(generator, 1 + trial // 10) for trial in range(TRIALS)]
+    for arguments in inputs:
+        try:
+            result = _call(attempt, arguments)
+        except NotImplementedError:
+            return NOT_ATTEMPTED
+        expected = _call(exercise.solve, arguments)
+        if not _equal(result, expected):
+            break
+    else:
+        return f"right: the same as expected on {TRIALS} random inputs"
+    shown = ", ".join(map(_shown, arguments))
+    lines = [f"not yet: {attempt.__name__}({shown})", f"  {difference(result, expected)}"]
+    if result is not NOT_FINISHED and (name := _recognize(exercise, attempt, inputs)):
+        lines.append(f"  It looks as if {name}.")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise TimeLimitError after TIME_LIMIT of work, not counting what other processes take.
+
+    No limit on Windows or outside the main thread.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (in_main and hasattr(signal, "setitimer")):
+        yield
+        return
+
+    def stop(number, frame):
+        raise TimeLimitError
+
+    handler = signal.signal(signal.SIGPROF, stop)
+    timer = signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+        signal.setitimer(signal.ITIMER_PROF, *timer)
+
+
+def _call(function: Callable, arguments: tuple) -> Any:
+    try:
+        # a copy, since a function may change the list that it is given
+        arguments = copy.deepcopy(arguments)
+        with _time_limit():
+            return function(*arguments)
+    except TimeLimitError:
+        return NOT_FINISHED
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [frame.lineno for frame in frames if frame.name == function.__name__]
+        # the first line: in PyTorch's errors, hints and addresses follow
+        message = f"{type(error).__name__}: {error}".split("\n")[0]
+        # Python's wording depends on the types divided
+        message = message.replace("float division by zero", "division by zero")
+        return Raised(message, inside[-1] if inside else None)
+
+
+def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -> str | None:
+    """Find the mistake that gives the results of `attempt` on all inputs."""
+    results = []
+    for arguments in inputs:
+        try:
+            results.append(_call(attempt, arguments))
+        except NotImplementedError:
+            return None
+        # no mistake loops forever, and each further input might take the whole limit
+        if results[-1] is NOT_FINISHED:
+            return None
+    for name, function in exercise.wrong_functions().items():
+        if all(_equal(_call(function, a), result) for a, result in zip(inputs, results)):
+            return name
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Convert mappings to dicts, sequences and arrays to lists, so that only values count."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) if _is_array(item) else item for item in value]
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is a tensor or an array; torch itself need not be loaded."""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _are_arrays(yours: Any, expected: Any) -> bool:
+    """Whether to compare up to rounding, as arrays; two ints are compared exactly.
+
+    A number counts as an array of no dimensions.
+    """
+    values = (yours, expected)
+    is_inexact = [_is_array(value) or isinstance(value, float) for value in values]
+    return any(is_inexact) and all(_is_array(v) or isinstance(v, (int, float)) for v in values)
+
+
+def _array(value: Any) -> np.ndarray:
+    """A number, an array or a tensor of any kind as an array of float64."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().double().numpy()
+    return np.asarray(value, dtype=np.float64)
+
+
+def _equal(yours: Any, expected: Any) -> bool:
+    if _are_arrays(yours, expected):
+        return _array_difference(_array(yours), _array(expected)) is None
+    return not _is_array(expected) and _plain(yours) == _plain(expected)
+
+
+def _array_difference(yours: np.ndarray, expected: np.ndarray) -> str | None:
+    """The shape or the first value in which `yours` differs; None where they are equal.
+
+    Equal up to rounding; NaN equals NaN.
+    """
+    if yours.shape != expected.shape:
+        return f"the result: yours has shape {yours.shape}, expected {expected.shape}"
+    wrong = ~np.isclose(yours, expected, **TOLERANCE, equal_nan=True)
+    if not wrong.any():
+        return None
+    place = tuple(np.argwhere(wrong)[0].tolist())
+    where = f"position {place}" if place else "result"
+    text = f"{where}: yours {yours[place]:.6g}, expected {expected[place]:.6g}"
+    return f"{text} ({wrong.sum()} of {wrong.size} values differ)" if place else text
+
+
+def difference(yours: Any, expected: Any) -> str:
+    """The first value in which a result differs from the expected one, as a sentence."""
+    if _are_arrays(yours, expected):
+        return _array_difference(_array(yours), _array(expected))
+    if not _is_array(expected):
+        yours, expected = _plain(yours), _plain(expected)
+    if yours is NOT_FINISHED:
+        return f"it did not finish in {TIME_LIMIT} s; does the position grow in every branch?"
+    if isinstance(yours, Raised):
+        where = f" in line {yours.line} of the cell" if yours.line else ""
+        return f"it raised {yours.error}{where}; expected {_shown(expected)}"
+    if yours is None:
+        return f"it returned None (is a `return` missing?); expected {_shown(expected)}"
+    if type(yours) is not type(expected):
+        kind = type(yours).__name__
+        return f"it returned {_shown(yours)}, which is a {kind}; expected {_shown(expected)}"
+    if isinstance(expected, dict):
+        strange = expected and {*map(_shape, yours)} - {*map(_shape, expected)}
+        if strange and len(repr(yours)) <= 80:
+            return f"it returned {yours!r}, with keys of another kind; expected {_shown(expected)}"
+        keys = [*expected, *(key for key in yours if key not in expected)]
+        places = [(repr(key), yours.get(key, MISSING), expected.get(key, MISSING)) for key in keys]
+    elif isinstance(expected, list):
+        pairs = enumerate(zip_longest(yours, expected, fillvalue=MISSING))
+        places = [(f"position {i}", mine, right) for i, (mine, right) in pairs]
+    else:
+        places = [("result", yours, expected)]
+    place, mine, right = next(place for place in places if place[1] != place[2])
+    return f"{place}: yours {_shown(mine)}, expected {_shown(right)}"
+
+
+def _shape(key: Any) -> Any:
+    return tuple(map(type, key)) if isinstance(key, tuple) else type(key)
+
+
+def _shown(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
+    if not _is_array(value):
+        return repr(value)
+    if (array := _array(value)).size > SHOWN_VALUES:
+        return f"<tensor of shape {array.shape}>"
+    if not array.ndim:
+        return f"{array.item():.6g}"
+    form = {"float_kind": lambda number: f"{number:.6g}"}
+    values = np.array2string(array, separator=", ", formatter=form, max_line_width=1000)
+    return f"tensor({' '.join(values.split())})"

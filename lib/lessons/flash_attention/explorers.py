@@ -1,0 +1,244 @@
+"""Widgets and helpers of notebook 06: online softmax tile by tile, kernel source, the interpreter.
+
+Where a slider cannot be moved, some of its pictures are shown instead (`lib.lessons.explorer`).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lib.core.figures import BLUE, GRID, INK, SKY, VERMILLION
+from lib.core.files import ROOT
+from lib.lessons.explorer import explorer, picture
+from lib.lessons.flash_attention.figures import draw_timeline
+from lib.lessons.show import show_excerpt
+
+if TYPE_CHECKING:
+    from IPython.display import Markdown
+    from ipywidgets import VBox
+    from torch import Tensor
+
+
+# The arguments of `lib.lessons.flash_attention.figures.simulate` in `timeline_slider`.
+TIMELINES = {
+    "one, step by step": {"warpgroups": 1, "tiles": 4, "runs_ahead": False},
+    "one, asking ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
+    "two, at will": {"warpgroups": 2, "tiles": 4, "runs_ahead": True},
+    "two, in turns": {"warpgroups": 2, "tiles": 4, "runs_ahead": True, "in_turns": True},
+    "three, in turns": {"warpgroups": 3, "tiles": 4, "runs_ahead": True, "in_turns": True},
+}
+
+
+@dataclass(frozen=True)
+class SoftmaxStep:
+    """The state of online softmax in one row after some of its keys."""
+
+    seen: int
+    """The number of keys so far."""
+
+    before: float
+    """The maximum before the last tile; -inf at first."""
+
+    maximum: float
+    """m, the maximum so far."""
+
+    shrink: float
+    """exp(before - m), the factor by which the earlier sums were rescaled."""
+
+    total: float
+    """l, the sum so far of exp(score - m)."""
+
+    out: np.ndarray
+    """o, the sum so far of exp(score - m) · value: (head_dim,)."""
+
+
+def softmax_steps(scores: np.ndarray, values: np.ndarray, tile: int) -> list[SoftmaxStep]:
+    """The states of online softmax over `scores`, (keys,), and `values`, (keys, head_dim)."""
+    steps = [SoftmaxStep(0, -math.inf, -math.inf, 1.0, 0.0, np.zeros(values.shape[1]))]
+    for start in range(0, len(scores), tile):
+        part, last = scores[start : start + tile], steps[-1]
+        maximum = max(last.maximum, float(part.max()))
+        shrink = math.exp(last.maximum - maximum)
+        p = np.exp(part - maximum)
+        total = shrink * last.total + float(p.sum())
+        out = shrink * last.out + p @ values[start : start + tile]
+        seen = min(start + tile, len(scores))
+        steps.append(SoftmaxStep(seen, last.maximum, maximum, shrink, total, out))
+    return steps
+
+
+def softmax_stepper(scores: np.ndarray, values: np.ndarray, *, tile: int) -> VBox:
+    """A slider through the tiles of one row: scores, exponentials and the output so far."""
+    steps = softmax_steps(scores, values, tile)
+
+    def draw(figure: Figure, tiles: int) -> None:
+        draw_softmax_step(figure, scores, steps, tiles)
+
+    still = [(number,) for number in range(1, len(steps))]
+    return explorer(picture(draw, width=9.5, height=3.6), tiles=range(len(steps)), still=still)
+
+
+def draw_softmax_step(
+    figure: Figure, scores: np.ndarray, steps: Sequence[SoftmaxStep], number: int
+) -> None:
+    """Draw the state after `number` tiles."""
+    step, end = steps[number], steps[-1]
+    before = steps[max(0, number - 1)]
+    left, middle, right = figure.subplots(ncols=3, width_ratios=(2, 2, 1.5))
+    keys = np.arange(len(scores))
+    seen = keys < step.seen
+    colors = np.where(keys < before.seen, BLUE, np.where(seen, VERMILLION, GRID))
+    left.bar(keys, scores, color=colors)
+    if number:
+        left.axhline(step.maximum, color=INK, linewidth=1.2, marker="", label="m")
+    if math.isfinite(step.before):
+        style = {"color": INK, "linewidth": 1.2, "linestyle": ":", "marker": ""}
+        left.axhline(step.before, label="m before", **style)
+    # room for the legend, even where it is empty
+    margin = 0.12 * np.ptp(scores)
+    left.set(ylim=(scores.min() - margin, scores.max() + 3 * margin))
+    left.set(xlabel="key", ylabel="score", title="scores")
+    if number:
+        left.legend(loc="upper left", ncols=2, fontsize=9)
+    heights = np.exp(np.where(seen, scores, -np.inf) - (step.maximum if number else 0))
+    middle.bar(keys, heights, color=colors)
+    middle.set(ylim=(0, 1.1), xlim=left.get_xlim(), xlabel="key", ylabel="exp(score - m)")
+    middle.set_title(f"exp(score - m), l = {step.total:.2f}")
+    channels = np.arange(len(end.out))
+    right.bar(channels - 0.2, step.out, 0.4, color=SKY, label="o")
+    right.bar(channels + 0.2, step.out / max(step.total, 1), 0.4, color=BLUE, label="o / l")
+    style = {"color": INK, "markersize": 12, "linestyle": "", "label": "final"}
+    right.plot(channels + 0.2, end.out / end.total, "_", **style)
+    reached = [0.0, *np.ravel([[s.out, s.out / max(s.total, 1)] for s in steps])]
+    right.set(ylim=(min(reached) - 0.3, 1.5 * max(reached) + 0.3), xticks=channels)
+    right.set(xlabel="channel", ylabel="output", title="o, and o / l")
+    right.legend(loc="upper left", fontsize=9, ncols=3, columnspacing=1, handlelength=1)
+    for axes in (left, middle, right):
+        axes.grid(visible=False, axis="x")
+    figure.suptitle(_words(step, before), x=0.01, ha="left", fontsize=11)
+
+
+def _words(step: SoftmaxStep, before: SoftmaxStep) -> str:
+    if step.seen == 0:
+        return "Nothing seen: m = -∞, l = 0, o = 0"
+    new = step.total - step.shrink * before.total
+    if before.seen == 0:
+        return f"First tile: m = {step.maximum:.2f}, l = {new:.2f}"
+    if step.shrink == 1:
+        return f"m stays {step.maximum:.2f}:  l = {before.total:.2f} + {new:.2f} = {step.total:.2f}"
+    return (
+        f"m: {step.before:.2f} → {step.maximum:.2f}, so the earlier sums are multiplied by "
+        f"exp({step.before:.2f} - {step.maximum:.2f}) = {step.shrink:.2f}:  "
+        f"l = {step.shrink:.2f} · {before.total:.2f} + {new:.2f} = {step.total:.2f}"
+    )
+
+
+def timeline_slider() -> VBox:
+    """A choice of schedules of the Hopper kernel: producer, warpgroups and tensor cores."""
+
+    def draw(figure: Figure, warpgroups: str) -> None:
+        draw_timeline(figure, TIMELINES[warpgroups])
+
+    names = list(TIMELINES)
+    still = [(name,) for name in names[1:]]
+    return explorer(picture(draw, width=9.5, height=3.9), warpgroups=names, still=still)
+
+
+def show_kernel(file: str, name: str, first: str = "", last: str = "") -> Markdown:
+    """Show the function `name` of lib/`file`.py, which is not imported: its compiler may be
+    missing here. `first` and `last` as in `lib.lessons.show.show_excerpt`."""
+    path = ROOT / "lib" / f"{file}.py"
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            source = ast.get_source_segment(text, node, padded=True)
+            return show_excerpt(source, f"lib/{file}.py", name, first, last)
+    raise ValueError(f"lib/{file}.py has no function {name!r}")
+
+
+def interpret(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, is_causal: bool = True
+) -> tuple[list[Tensor], float]:
+    """Run the Triton kernels in Triton's interpreter; RuntimeError where that is impossible.
+
+    It runs in a new process, since Triton decides at its import whether it interprets.
+
+    Args:
+        q, k, v, grad_out: (batch, heads, tokens, head_dim), float32 or float16; the interpreter
+            gets bfloat16 wrong.
+
+    Returns:
+        The output and the gradients of q, k and v, and the seconds that the kernels took.
+    """
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton is not installed; it comes with PyTorch on Linux")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tensors.pt"
+        torch.save([x.detach().cpu() for x in (q, k, v, grad_out)], path)
+        code = f"from {__name__} import _interpret_file as run; run({str(path)!r}, {is_causal})"
+        changed = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | changed,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}")[-500:])
+        return tuple(torch.load(path))
+
+
+def _interpret_file(path: str, is_causal: bool) -> None:
+    """Replace the inputs in the file at `path` by the results of `interpret`."""
+    import torch
+
+    from lib.flash_attention.triton_attention import flash_attention
+
+    *leaves, grad_out = torch.load(path)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    started = time.perf_counter()
+    out = flash_attention(*leaves, is_causal=is_causal)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    seconds = time.perf_counter() - started
+    torch.save([[out.detach(), *grads], seconds], path)
+
+
+def needed_row(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any]:
+    """The first row with the values `wanted`; LookupError if there is none."""
+    for row in rows:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return row
+    asked = ", ".join(f"{key} = {value!r}" for key, value in wanted.items())
+    raise LookupError(f"no measured row has {asked}; the records need to be made again")
+
+
+def recorded_on_gpu(path: str | os.PathLike) -> list[Mapping[str, Any]]:
+    """The newest record of each case in an attention sweep, on the GPU with the most records."""
+    from collections import Counter
+
+    from lib.benchmarks.attention_report import newest_records
+    from lib.core.records import read_records
+
+    records = [r for r in read_records(path) if r["device"] != r["cpu"]]
+    if not records:
+        return []
+    device = Counter(record["device"] for record in records).most_common(1)[0][0]
+    return newest_records(record for record in records if record["device"] == device)

@@ -1,0 +1,63 @@
+"""Imported first by notebooks: figures in the house style, small sizes, the folder to write to.
+
+Loads none of the tools that run notebooks, so that a notebook starts fast.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from lib.core.files import ROOT
+
+# The output type that holds the key figures in an executed notebook.
+KEY_FIGURES = "application/vnd.workbook.key-figures+json"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Give figures the house style, sharp and with an alt text: `%load_ext lib.lessons.notebook`.
+
+    Also puts the workbook's folder on the import path, for processes started in other folders.
+    """
+    from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+    from lib.core.figures import describe_figures, use_house_style
+
+    sys.path.insert(0, str(ROOT))
+    use_house_style()
+    set_matplotlib_formats("retina")
+    describe_figures(shell.display_formatter.formatters["image/png"])
+
+
+def small() -> bool:
+    """Whether notebooks should use their smallest sizes: WORKBOOK_SMALL=1, as tests set it."""
+    return os.environ.get("WORKBOOK_SMALL", "") not in ("", "0")
+
+
+def workspace(root: Path = ROOT) -> Path:
+    """The folder whose data/ and artifacts/ are written to.
+
+    The workbook's own, or the working folder where the workbook is read-only (as on Kaggle).
+    """
+    return root if os.access(root, os.W_OK) else Path.cwd()
+
+
+def key_figures(**figures: Any) -> None:
+    """Show two or three results of a notebook, which the report's front page shows too.
+
+    Args:
+        figures: name with unit -> number or text; `bits_per_byte` reads "bits per byte",
+            `tokens_per_s` "tokens/s".
+    """
+    from IPython.display import display
+
+    from lib.core.records import format_value
+
+    # pairs, because notebooks are stored with the keys of mappings sorted
+    names = [re.sub(r" per s\b", "/s", name.replace("_", " ")) for name in figures]
+    shown = list(zip(names, map(format_value, figures.values())))
+    line = " · ".join(f"{name}: {value}" for name, value in shown)
+    display({KEY_FIGURES: shown, "text/plain": f"Key figures. {line}"}, raw=True)

@@ -1,0 +1,477 @@
+"""The speedrun of notebook 10: plan a training for this machine, run it, see where it was heading.
+
+`choose` sees a machine only by its description, so that it also answers for machines elsewhere;
+`this_machine` describes the one at hand, and `attention_times` measures its attention kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lib.data.prepare import TokenizeConfig
+from lib.model.config import ModelConfig, model_preset
+from lib.model.costs import num_parameters
+from lib.sharded_optimizer.memory_formula import RESERVED_BYTES, SIZES, rank_memory
+from lib.training.config import OptimizerConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from lib.sharded_optimizer.memory_formula import RankMemory
+    from lib.training.loop import TrainResult
+
+log = logging.getLogger(__name__)
+
+# Sequences in a step of the large model, over all GPUs.
+SEQUENCES = 256
+# The share of a GPU's memory that a plan fills, by formula.
+MEMORY_SHARE = 0.7
+# About how long torch.compile takes before the first step.
+COMPILE_MINUTES = 1.0
+# The attention kernels that are timed on a GPU.
+KERNELS = ("sdpa", "flash_attention_triton")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The properties of a machine that a plan depends on."""
+
+    device: str
+    """`cpu`, `cuda` or `mps`."""
+
+    chip: str
+    count: int = 1
+    """GPUs."""
+
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None without CUDA."""
+
+    memory_bytes: int = 0
+    """Of one GPU; 0 without."""
+
+
+# A Kaggle notebook with the accelerator "GPU T4 x2".
+TWO_T4 = Machine("cuda", "Tesla T4", 2, (7, 5), 15 * 2**30)
+H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79 * 2**30)
+
+
+class Setting(NamedTuple):
+    """One decision of a plan."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training that suits a machine."""
+
+    ranks: int
+    """Processes that train together, one per GPU."""
+
+    corpus: TokenizeConfig
+    train: TrainConfig
+    """The full training, without its folders."""
+
+    settings: tuple[Setting, ...]
+
+
+def this_machine() -> Machine:
+    """Describe the machine that this process runs on."""
+    import torch
+
+    from lib.core.hardware import device_name, pick_device
+
+    device = pick_device()
+    if device.type != "cuda":
+        return Machine(device.type, device_name(device))
+    properties = torch.cuda.get_device_properties(0)
+    capability = (properties.major, properties.minor)
+    count = torch.cuda.device_count()
+    return Machine("cuda", properties.name, count, capability, properties.total_memory)
+
+
+def attention_times(model: ModelConfig, *, batch_size: int = 64) -> dict[str, float]:
+    """Milliseconds of causal attention, forward and backward, with each kernel on this GPU.
+
+    In the shape and dtype in which `model` would train; empty without a CUDA device. A kernel that
+    does not run here is left out, with a warning.
+    """
+    import torch
+
+    from lib.core.hardware import pick_device, pick_dtype
+    from lib.model.attention import attention
+    from lib.profiling.measurement import measure
+
+    device = pick_device()
+    if device.type != "cuda":
+        return {}
+    shape = (batch_size, model.num_heads, model.context_length, model.head_dim)
+    options = {"device": device, "dtype": pick_dtype(device)}
+    q, k, v = (torch.randn(shape, **options).requires_grad_() for _ in range(3))
+    grad = torch.randn(shape, **options)
+
+    def both_passes(kernel: str) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attention(q, k, v, kernel=kernel), (q, k, v), grad)
+
+    times = {}
+    for kernel in KERNELS:
+        try:
+            result = measure(partial(both_passes, kernel), device=device, max_seconds=1.0)
+        # whatever a compiler raises on a chip that nobody has tried
+        except Exception as error:
+            log.warning("%s does not run here: %s", kernel, error)
+            continue
+        if result.median_ms is not None:
+            times[kernel] = result.median_ms
+    return times
+
+
+def compile_gain_of(records: Sequence[Mapping[str, Any]]) -> float:
+    """The share of a step that torch.compile saves at best in records of `benchmark training`.
+
+    0 without such records.
+    """
+    speed = {}
+    for record in records:
+        figures = record["figures"]
+        if figures.get("task") == "step":
+            speed[figures["model"], figures["candidate"]] = figures["tokens_per_s"]
+    gains = [
+        1 - speed[model, "without torch.compile"] / best
+        for (model, candidate), best in speed.items()
+        if candidate == "all" and (model, "without torch.compile") in speed
+    ]
+    return max(gains, default=0.0)
+
+
+def choose(
+    machine: Machine,
+    *,
+    minutes: float | None,
+    attention_ms: Mapping[str, float] | None = None,
+    compile_gain: float = 0.0,
+    corpus: str = "stories",
+) -> Plan:
+    """Plan what to train on `machine`, and how, with a reason for each decision.
+
+    Args:
+        minutes: the time limit for everything; None: as long as the full training takes.
+        attention_ms: from `attention_times`; without it a rule of thumb decides.
+        compile_gain: the share of a step that torch.compile saves, from `compile_gain_of`.
+        corpus: as in `TokenizeConfig`.
+    """
+    if machine.device != "cuda":
+        return _small_plan(machine, corpus)
+    dtype = _dtype(machine)
+    kernel = _attention(machine, attention_ms or {})
+    model = dataclasses.replace(
+        model_preset("tinystories"), vocab_size=None, attention_kernel=kernel.value
+    )
+    # for the memory formula, which needs a vocabulary size
+    sized = dataclasses.replace(model, vocab_size=10_000)
+    weights = _low_precision_weights(machine, sized, dtype.value)
+    sharding = _sharding(machine, sized, dtype.value, weights.value)
+    batch = _batch_size(machine, sized, dtype.value, weights.value)
+    settings = (
+        Setting("processes", machine.count, f"one for each {machine.chip}"),
+        dtype,
+        weights,
+        kernel,
+        _wrapper(machine, sharding.value),
+        sharding,
+        batch,
+        _compile(minutes, compile_gain),
+        _cuda_graph(machine, sharding.value),
+    )
+    values = {setting.name: setting.value for setting in settings}
+    del values["processes"], values["attention_kernel"]
+    train = TrainConfig(
+        model=model,
+        optimizer=OptimizerConfig(0.003, 0.0001, warmup_steps=200),
+        steps=5000,
+        gradient_accumulation_steps=SEQUENCES // (batch.value * machine.count),
+        log_interval=25,
+        eval_interval=500,
+        checkpointing_interval=1000,
+        **values,
+    )
+    vocab_size = 4096 if corpus == "stories" else 10_000
+    text = TokenizeConfig(corpus=corpus, corpus_bytes=100_000_000, vocab_size=vocab_size)
+    return Plan(machine.count, text, train, settings)
+
+
+def _small_plan(machine: Machine, corpus: str) -> Plan:
+    """Plan a minute on a machine without CUDA."""
+    train = TrainConfig(
+        model=dataclasses.replace(model_preset("tiny"), vocab_size=None),
+        optimizer=OptimizerConfig(0.004, 0.0004, warmup_steps=50),
+        steps=1600,
+        batch_size=8,
+        log_interval=4,
+        eval_interval=0,
+        eval_tokens=50_000,
+    )
+    settings = (
+        Setting("processes", 1, "several would share the same cores"),
+        Setting("dtype", "float32", f"{machine.chip} is no faster in a 16-bit dtype"),
+        Setting("attention_kernel", "sdpa", "our kernels need a CUDA GPU"),
+        Setting("ddp_wrapper", "none", "there is only one process"),
+        Setting("sharded_optimizer", "none", "there is only one process"),
+        Setting("batch_size", train.batch_size, "small, so that a minute holds many steps"),
+        Setting("compile", False, "compiling would take longer than it saves"),
+    )
+    text = TokenizeConfig(corpus=corpus, corpus_bytes=5_000_000, vocab_size=1024)
+    return Plan(1, text, train, settings)
+
+
+def _dtype(machine: Machine) -> Setting:
+    if machine.capability >= (8, 0):
+        return Setting("dtype", "bfloat16", "tensor cores, and the range of float32")
+    return Setting("dtype", "float16", "no tensor cores for bfloat16 here; the loss is scaled")
+
+
+def _low_precision_weights(machine: Machine, model: ModelConfig, dtype: str) -> Setting:
+    """bf16 parameters, unless gradients of several passes would be added up in bf16."""
+    name = "low_precision_weights"
+    if dtype == "float16":
+        return Setting(name, False, "float16 would lose small updates and overflow in large sums")
+    if _batch_size(machine, model, dtype, True).value * machine.count < SEQUENCES:
+        return Setting(name, False, "gradients of several passes are added up in float32")
+    return Setting(name, True, "no casts in a step; AdamW keeps float32 masters")
+
+
+def _attention(machine: Machine, times: Mapping[str, float]) -> Setting:
+    """The fastest kernel where they were measured on the machine itself, else a rule of thumb.
+
+    For Hopper the rule comes from the records in artifacts/attention_sweep.jsonl. For a T4 (sm_75)
+    there is no record: compiled ahead of time, Triton's kernels contain no tensor-core instruction
+    for it, while PyTorch's memory-efficient kernel uses them.
+    """
+    name = "attention_kernel"
+    if times:
+        shown = ", ".join(f"{kernel} {ms:.3g} ms" for kernel, ms in times.items())
+        return Setting(name, min(times, key=times.__getitem__), f"measured here: {shown}")
+    if machine.capability[0] == 9:
+        return Setting(name, "flash_attention_triton", "faster than PyTorch's on Hopper")
+    if machine.capability < (8, 0):
+        return Setting(name, "sdpa", "Triton uses no tensor cores on chips before Ampere")
+    return Setting(name, "sdpa", "ours was not measured on this chip")
+
+
+def _wrapper(machine: Machine, sharding: str) -> Setting:
+    name = "ddp_wrapper"
+    if machine.count == 1:
+        return Setting(name, "none", "there is only one process")
+    if sharding == "zero1":
+        return Setting(name, "none", "the sharded optimizer averages the gradients of its shard")
+    return Setting(name, "flashddp", "buckets are averaged while backward still computes")
+
+
+def _sharding(machine: Machine, model: ModelConfig, dtype: str, low_precision: bool) -> Setting:
+    """ZeRO-1 where a rank's whole state would crowd its GPU."""
+    name = "sharded_optimizer"
+    if machine.count == 1:
+        return Setting(name, "none", "there is only one process")
+    memory = _rank_memory(machine, model, dtype, low_precision, 1)
+    share = memory.between_steps / (machine.memory_bytes - RESERVED_BYTES)
+    reason = f"weights and optimizer take {share:.1%} of a GPU"
+    return Setting(name, "zero1" if share > MEMORY_SHARE / 2 else "none", reason)
+
+
+def _batch_size(machine: Machine, model: ModelConfig, dtype: str, low_precision: bool) -> Setting:
+    """The largest share of a rank's sequences that fits in one pass."""
+    usable = MEMORY_SHARE * (machine.memory_bytes - RESERVED_BYTES)
+    size = max(1, SEQUENCES // machine.count)
+    while (needed := _rank_memory(machine, model, dtype, low_precision, size).peak) > usable:
+        if size == 1:
+            break
+        size //= 2
+    room = f"{needed / 1e9:.1f} of {machine.memory_bytes / 1e9:.1f} GB by formula"
+    return Setting("batch_size", size, f"sequences of a process in one pass: {room}")
+
+
+def _rank_memory(
+    machine: Machine, model: ModelConfig, dtype: str, low_precision: bool, batch_size: int
+) -> RankMemory:
+    return rank_memory(
+        model,
+        ranks=machine.count,
+        dtype=dtype,
+        low_precision_weights=low_precision,
+        batch_size=batch_size,
+    )
+
+
+def _compile(minutes: float | None, gain: float) -> Setting:
+    pays = minutes is None or gain * minutes > COMPILE_MINUTES
+    span = "the full training" if minutes is None else f"{minutes:g} minutes"
+    compared = "more" if pays else "less"
+    reason = f"saves {gain:.0%} of a step, in {span} {compared} than the compiling takes"
+    return Setting("compile", pays, reason)
+
+
+def _cuda_graph(machine: Machine, sharding: str) -> Setting:
+    name = "cuda_graph"
+    if sharding != "none":
+        return Setting(name, False, "not tried with a sharded optimizer")
+    if machine.capability < (8, 0):
+        return Setting(name, False, "a step is long here: the host keeps ahead of the GPU")
+    return Setting(name, True, "the host would launch hundreds of kernels in a few milliseconds")
+
+
+def memory_rows(memory_bytes: int, ranks: int) -> list[dict[str, Any]]:
+    """The memory that a GPU needs to train each preset: rows of a table.
+
+    By `rank_memory`, with float32 weights, float16 matmuls, and one sequence per GPU.
+
+    Args:
+        memory_bytes: of one GPU.
+        ranks: GPUs in the last two columns.
+    """
+    rows = []
+    ways = {"one GPU": (1, 0), f"{ranks} GPUs": (ranks, 0), f"{ranks} GPUs, ZeRO-1": (ranks, 1)}
+    for name in ("tinystories", *SIZES):
+        config = model_preset(name)
+        row: dict[str, Any] = {"model": name, "weights": num_parameters(config)}
+        for way, (count, stage) in ways.items():
+            needed = rank_memory(config, ranks=count, stage=stage, dtype="float16").peak
+            fits = needed + RESERVED_BYTES <= memory_bytes
+            row[f"{way} (GB)"] = f"{needed / 1e9:.1f}" + ("" if fits else ", too much")
+        rows.append(row)
+    return rows
+
+
+def run_training(
+    plan: Plan,
+    config: TrainConfig,
+    deadline: float,
+    on_metrics: Callable[[dict[str, Any]], None] | None = None,
+) -> TrainResult:
+    """Train with `config` in the processes of `plan` until `time.time()` reaches `deadline`.
+
+    The same call with a later deadline resumes the run. With several processes, which are launched
+    here, `on_metrics` is not called.
+    """
+    from lib.ddp.launcher import launch
+    from lib.training.loop import train
+
+    # the smallest value that counts as a limit
+    seconds = max(1e-3, deadline - time.time())
+    config = dataclasses.replace(config, max_seconds=0.0 if math.isinf(seconds) else seconds)
+    if plan.ranks == 1:
+        return train(config, on_metrics=on_metrics)
+    return launch(train, plan.ranks, config)[0]
+
+
+# The fewest points of a curve to which three parameters are fitted; also those whose mean is the
+# loss reached.
+FEWEST_POINTS = 8
+# Three parts of the curve are fitted, from these shares of its points to the last.
+STARTS = (0.0, 0.25, 0.5)
+EXPONENTS = np.arange(0.05, 2.01, 0.05)
+
+
+class Point(NamedTuple):
+    """A point of a loss curve, or the mean of several."""
+
+    tokens: float
+    loss: float
+    """Nats per token."""
+
+
+class Range(NamedTuple):
+    """The lowest and the highest of several estimates."""
+
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def extrapolate(lines: Sequence[Mapping[str, Any]], tokens: float) -> Range | None:
+    """The training loss after `tokens` tokens, if the curve continues as a + b · tokens^-c.
+
+    Three fits, to the whole curve and to its last three quarters and half, disagree where the curve
+    does not have that form yet; the range spans all three, up to the loss reached. None of them
+    contains the decay of the learning rate towards the end, which usually helps.
+
+    Args:
+        lines: metrics of a run, from `lib.training.metrics.read_metrics`.
+
+    Returns:
+        Nats per token; None with fewer than 8 finite losses, or if `tokens` are already done.
+    """
+    points = _points(lines)
+    if len(points) < FEWEST_POINTS or points[-1].tokens >= tokens:
+        return None
+    # in units of the goal, so that powers stay near 1, and the curve ends at a + b
+    x, y = np.array(points, dtype=np.float64).T
+    x /= tokens
+    starts = [int(len(x) * share) for share in STARTS]
+    ends = [sum(_power_law(x[start:], y[start:])) for start in starts]
+    # a fit that ends above it already misses the end of the curve
+    highest = reached(lines).loss
+    return Range(min(*ends, highest), min(max(ends), highest))
+
+
+def reached(lines: Sequence[Mapping[str, Any]]) -> Point:
+    """The mean of the last 8 points of the curve, since a single loss is noisy.
+
+    Raises:
+        ValueError: no line has a finite training loss.
+    """
+    points = _points(lines)[-FEWEST_POINTS:]
+    if not points:
+        raise ValueError("lines must have at least one finite loss, got none")
+    return Point(*(sum(values) / len(points) for values in zip(*points)))
+
+
+def _points(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
+    points = [Point(line["tokens"], line["loss"]) for line in lines if "loss" in line]
+    return [point for point in points if math.isfinite(point.loss)]
+
+
+def _power_law(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """The a ≥ 0 and b of the least-squares fit of a + b · x^-c to y."""
+    fits = []
+    for c in EXPONENTS:
+        power = x**-c
+        columns = np.stack((np.ones_like(x), power), axis=1)
+        a, b = np.linalg.lstsq(columns, y, rcond=None)[0]
+        if a < 0:
+            a, b = 0.0, (power @ y) / (power @ power)
+        fits.append((float(np.sum((a + b * power - y) ** 2)), float(a), float(b)))
+    return min(fits)[1:]
+
+
+# Names of figures on a results card -> their names in a table.
+WORDS = {
+    "full_steps": "steps of the full training",
+    "tokens_per_s": "tokens/s",
+    "validation_loss": "validation loss (nats per token)",
+    "bits_per_byte": "bits per byte",
+    "extrapolated_loss_low": "extrapolated loss, lowest (nats per token)",
+    "extrapolated_loss_high": "extrapolated loss, highest (nats per token)",
+    "extrapolation_held": "the first half predicted the end",
+}
+
+
+def card_rows(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The figures of a results card in words: rows of a table; `seconds_story` is "story (s)"."""
+    rows = []
+    for key, value in figures.items():
+        name = WORDS.get(key, key.replace("_", " "))
+        if key.startswith("seconds_"):
+            name = f"{name.removeprefix('seconds ')} (s)"
+        rows.append({"speedrun": name, "result": value})
+    return rows

@@ -1,0 +1,177 @@
+"""The small committed model that tells stories, and a widget that lets the reader play with it.
+
+The model was trained by `python -m lib pipeline` on the generated stories, with the settings in its
+config.json; record.json holds its loss. `python -m lib.lessons.start.story RUN` makes its folder
+anew from the folder of such a training run, with the weights rounded to float16 to halve them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core.files import ROOT, make_folder, write_atomically
+from lib.core.settings import to_json
+from lib.lessons.show import TEXT
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+    from lib.model.transformer import TransformerLM
+    from lib.tokenizer.bpe import Tokenizer
+    from lib.training.evaluation import Evaluation
+
+
+FOLDER = ROOT / "artifacts/tiny_stories"
+# The figures in the record are for this many bytes of held-out text.
+EVALUATION_BYTES = 200_000
+# Fields that the record takes from that of the training run.
+KEPT = ("device", "cores", "versions", "commit", "dirty", "date", "data_sha256")
+# Shown beside the first story where nobody can move the slider.
+STILL_TEMPERATURES = (0.0, 1.5)
+
+
+def load_story_model(device: str = "auto") -> tuple[TransformerLM, Tokenizer, dict[str, Any]]:
+    """The model in float32, its tokenizer, and the record of how it was made.
+
+    Args:
+        device: as in `lib.core.hardware.pick_device`.
+    """
+    from lib.training.generation import load_model
+
+    model, tokenizer, _ = load_model(FOLDER, device)
+    record = json.loads((FOLDER / "record.json").read_text(encoding="utf-8"))
+    return model.float(), tokenizer, record
+
+
+def story_teller(
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    temperature: float = 0.7,
+    max_new_tokens: int = 100,
+) -> VBox:
+    """A box for the prompt, a slider for the temperature, and the story, token by token.
+
+    A new prompt or temperature samples with the same random numbers, the button with new ones.
+    Where nobody can move the slider, stories at two other temperatures follow.
+    """
+    import ipywidgets
+
+    from lib.training.generation import generate_text
+
+    look = {
+        "layout": ipywidgets.Layout(width="min(100%, 34rem)"),
+        "style": {"description_width": "6.5em"},
+        "continuous_update": False,
+    }
+    box = ipywidgets.Text(prompt, description="Prompt", **look)
+    slider = ipywidgets.FloatSlider(
+        temperature, min=0, max=1.5, step=0.1, description="Temperature", **look
+    )
+    button = ipywidgets.Button(description="Another story")
+    # tall enough for most stories, so that what follows does not jump
+    view = ipywidgets.Output(layout=ipywidgets.Layout(min_height="9em"))
+    still = ipywidgets.Output(layout=ipywidgets.Layout(display="none"))
+    seed = 0
+
+    def write(view: ipywidgets.Output, temperature: float, caption: str = "") -> None:
+        story = ""
+        before = view.outputs if caption else ()
+
+        def add(row: int, piece: str) -> None:
+            nonlocal story
+            story += piece
+            view.outputs = (*before, _story_output(box.value, story, caption))
+
+        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        generate_text(model, tokenizer, [box.value], **settings, on_text=add)
+
+    def update(change: Any = None) -> None:
+        write(view, slider.value)
+
+    def another(button: Any) -> None:
+        nonlocal seed
+        seed += 1
+        update()
+
+    box.observe(update, "value")
+    slider.observe(update, "value")
+    button.on_click(another)
+    update()
+    for other in STILL_TEMPERATURES:
+        write(still, other, f"Temperature: {other:.1f}")
+    return ipywidgets.VBox([box, slider, button, view, still])
+
+
+def _story_output(prompt: str, story: str, caption: str) -> dict[str, Any]:
+    head = f"<div>{html.escape(caption)}</div>" if caption else ""
+    text = f"<b>{html.escape(prompt)}</b>{html.escape(story)}"
+    data = {
+        "text/html": f'{head}<div style="{TEXT}">{text}</div>',
+        "text/plain": f"{caption}\n{prompt}{story}".strip(),
+    }
+    return {"output_type": "display_data", "data": data, "metadata": {}}
+
+
+def evaluate_on_stories(model: TransformerLM, tokenizer: Tokenizer) -> Evaluation:
+    """Evaluate `model` on the first EVALUATION_BYTES bytes of held-out generated stories."""
+    import numpy as np
+
+    from lib.data.stories import generate_stories
+    from lib.training.evaluation import bytes_of_token, evaluate
+
+    text = "".join(generate_stories(EVALUATION_BYTES, split="validation"))
+    return evaluate(
+        model,
+        np.array(tokenizer.encode(text)),
+        bytes_of_token(tokenizer),
+        batch_size=32,
+        device=model.output_weight.device,
+    )
+
+
+def keep(run: Path, folder: Path = FOLDER) -> dict[str, Any]:
+    """Make `folder` from the newest checkpoint of the training run in `run`; return its record."""
+    import torch
+
+    from lib.training.checkpoint import find_checkpoint, save_checkpoint
+    from lib.training.generation import load_model
+    from lib.training.metrics import read_metrics
+
+    model, tokenizer, config = load_model(run, "cpu")
+    before = evaluate_on_stories(model, tokenizer)
+    step = int(find_checkpoint(run / "checkpoints").name.removeprefix("step-"))
+    shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    config = dataclasses.replace(config, data=None, output=None)
+    write_atomically(folder / "config.json", to_json(config))
+    # norms stay in float32, as in training with low-precision weights
+    model.use_low_precision_weights(torch.float16)
+    save_checkpoint(folder / "checkpoints", step=step, model=model)
+    (folder / "checkpoints/.lock").unlink()
+    after = evaluate_on_stories(model.float(), tokenizer)
+    made = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    record = {name: made[name] for name in KEPT} | {
+        "made_by": "python -m lib pipeline, then python -m lib.lessons.start.story",
+        "steps": step,
+        "tokens": last["tokens"],
+        "seconds": last["seconds"],
+        "text": f"the first {EVALUATION_BYTES:,} bytes of held-out generated stories, seed 0",
+        "evaluation": dataclasses.asdict(after),
+        "loss_before_rounding_to_float16": before.loss,
+    }
+    write_atomically(folder / "record.json", json.dumps(record, indent=2) + "\n")
+    return record
+
+
+if __name__ == "__main__":
+    print(json.dumps(keep(Path(sys.argv[1])), indent=2))

@@ -1,0 +1,155 @@
+"""What notebook 08 shows: the bytes of a rank, to be moved by model, ranks, precision and stage.
+
+As in `lib.lessons.show`, where nobody can move a slider one setting is shown instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+from lib.benchmarks.multi_rank_report import Setting
+from lib.benchmarks.sharding_report import make_settings, sharding_rows
+from lib.core.records import Record
+from lib.lessons.explorer import explorer, picture
+from lib.lessons.zero1.figures import CARDS, KINDS, draw_kinds, kinds_legend
+from lib.model.config import ModelConfig, model_preset
+from lib.model.costs import num_parameters
+from lib.sharded_optimizer.memory_formula import RESERVED_BYTES, SIZES, RankMemory, rank_memory
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+
+# How weights are held and multiplied, as `rank_memory` takes it.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16 by autocast": {"dtype": "bfloat16"},
+    "bfloat16 weights": {"dtype": "bfloat16", "low_precision_weights": True},
+}
+# By name the stage of ZeRO, and who averages gradients. The first three are this library's, the
+# last two the paper's; FSDP2 is close to the last.
+STAGES = {
+    "none": (0, "flashddp"),
+    "zero1 behind flashddp": (1, "flashddp"),
+    "zero1": (1, "none"),
+    "ZeRO-2": (2, "none"),
+    "ZeRO-3": (3, "none"),
+}
+OWN = "own sizes"
+MOST_RANKS = 64
+
+
+def stage_memory(
+    config: ModelConfig, ranks: int, name: str, precision: str, *, batch_size: int = 1
+) -> RankMemory:
+    """Bytes of a GPU's rank; `name` is one of `STAGES`, and `precision` of `PRECISIONS`."""
+    stage, wrapper = STAGES[name]
+    how = {"stage": stage, "ddp_wrapper": wrapper, **PRECISIONS[precision]}
+    return rank_memory(config, ranks=ranks, batch_size=batch_size, **how)
+
+
+def memory_kinds(
+    config: ModelConfig, memory: RankMemory, ranks: int, *, is_sharded: bool
+) -> dict[str, int]:
+    """The bytes of `memory` by the kinds that `lib.lessons.zero1.figures.KINDS` names."""
+    updated = -(-num_parameters(config) // ranks) if is_sharded else num_parameters(config)
+    # two of float32 for each weight; beyond them there are only masters
+    moments = min(8 * updated, memory.optimizer_state)
+    found = (
+        memory.parameters,
+        memory.gradients,
+        moments,
+        memory.optimizer_state - moments,
+        memory.activations,
+        memory.communication + memory.gathered,
+    )
+    return dict(zip(KINDS, found))
+
+
+def verdict(memory: RankMemory) -> str:
+    """Which card is the smallest that holds the peak and what is reserved, in words."""
+    needed = memory.peak + RESERVED_BYTES
+    card = next((size for size in CARDS if needed <= size * 10**9), None)
+    words = f"peak {memory.peak / 1e9:.3g} GB"
+    if card is None:
+        return f"{words}, too much for {max(CARDS)} GB"
+    return f"{words}, fits into {card} GB"
+
+
+def draw_setting(
+    figure: Figure,
+    name: str,
+    config: ModelConfig,
+    ranks: int,
+    precision: str,
+    stage: str,
+    batch_size: int,
+) -> None:
+    """Bars of a rank's bytes by kind: of plain data parallelism, and below of `stage`."""
+    bars, peaks = {}, {}
+    for each in dict.fromkeys(("none", stage)):
+        memory = stage_memory(config, ranks, each, precision, batch_size=batch_size)
+        bars[each] = memory_kinds(config, memory, ranks, is_sharded=each != "none")
+        peaks[each] = memory.peak
+    # a fixed place, since to find one takes as long as to draw
+    axes = figure.add_axes((0.21, 0.3, 0.7, 0.44))
+    draw_kinds(axes, bars, peaks=peaks, limits=list(CARDS))
+    axes.set_ylabel("sharding")
+    kinds_legend(figure, list(KINDS), peak=True, loc="lower center")
+    words = f"{name}, {num_parameters(config) / 1e9:.3g} billion weights, {ranks} rank"
+    words += "s" * (ranks > 1)
+    words += f", {batch_size} window" + "s" * (batch_size > 1)
+    text = f"{words}, {precision}, {stage}: {verdict(memory)}"
+    figure.suptitle(text, x=0.01, y=0.98, ha="left", fontsize=11)
+
+
+def own_config(d_model: int, num_layers: int) -> ModelConfig:
+    """A model of these sizes, in all else as the presets are."""
+    sizes = {"d_model": d_model, "num_layers": num_layers, "d_ff": 4 * d_model}
+    return dataclasses.replace(model_preset("small"), num_heads=d_model // 64, **sizes)
+
+
+def memory_explorer(*, start: tuple[str, int, str, str, int]) -> VBox:
+    """Sliders for model, ranks, precision, stage and sequences; the bytes of a rank by kind.
+
+    The last two sliders are the width and layers of the model `own sizes`.
+
+    Args:
+        start: model, ranks, precision, stage and sequences shown at first.
+    """
+
+    def draw(
+        figure: Figure,
+        model: str,
+        ranks: int,
+        precision: str,
+        stage: str,
+        sequences: int,
+        own_width: int,
+        own_layers: int,
+    ) -> None:
+        config = own_config(own_width, own_layers) if model == OWN else model_preset(model)
+        draw_setting(figure, model, config, ranks, precision, stage, sequences)
+
+    controls = {
+        "model": [*SIZES, OWN],
+        "ranks": range(1, MOST_RANKS + 1),
+        "precision": list(PRECISIONS),
+        "stage": list(STAGES),
+        "sequences": [2**power for power in range(7)],
+        "own_width": range(256, 8193, 256),
+        "own_layers": range(4, 97, 4),
+    }
+    first = dict(zip(controls, start)) | {"own_width": 4096, "own_layers": 32}
+    show = picture(draw, width=10.0, height=3.4, dpi=150, layout="none")
+    return explorer(show, start=first, **controls)
+
+
+def gpu_settings(records: Iterable[Record]) -> list[Setting]:
+    """The newest trainings of `python -m lib benchmark sharding` on GPUs, by model and setting."""
+    settings = make_settings(sharding_rows(records))
+    return [setting for setting in settings if setting.rows[0]["backend"] == "nccl"]

@@ -1,0 +1,16 @@
+"""The Transformer language model, from tensors up; start with `transformer`, then `attention`."""
+
+import lazy_loader
+
+# fmt: off
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "config": ["ModelConfig"],
+        "transformer": [
+            "Linear", "Embedding", "RMSNorm", "SwiGLU", "RotaryEmbedding",
+            "CausalSelfAttention", "TransformerBlock", "TransformerLM",
+        ],
+    },
+)

@@ -1,0 +1,267 @@
+"""Attention: every kernel behind one door, two naive implementations, and the KV cache.
+
+All kernels compute softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, equation 1). They differ in
+how often they go through memory. The model calls `attend`, which splits and rotates q, k and v;
+`attention` runs a kernel on them; `kernel_function` is the only place that looks kernels up.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lib.core.hardware import runs_triton
+from lib.core.ranges import annotate
+from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.loss import softmax
+
+FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton")
+
+
+def attend(
+    qkv: Tensor,
+    rope: nn.Module | None = None,
+    *,
+    kernel: str,
+    positions: Tensor | None = None,
+    norms: tuple[nn.Module, nn.Module] | None = None,
+    cache: KVCache | None = None,
+    layer: int = 0,
+    use_kernels: bool = True,
+) -> Tensor:
+    """Causal self-attention from the projected queries, keys and values.
+
+    Args:
+        qkv: (batch, length, 3, heads, head_dim).
+        rope: a `RotaryEmbedding`, which rotates q and k; None: no positions.
+        kernel: one of `ATTENTION_KERNELS`.
+        positions: (length,) int64; 0, 1, … when left out.
+        norms: RMSNorm of q and of k in each head, before the rotation.
+        cache: keys and values of earlier tokens, to which those of layer `layer` are appended.
+        use_kernels: on a CUDA GPU, split and rotate with a Triton kernel where there is one.
+
+    Returns:
+        (batch, length, heads, head_dim).
+    """
+    is_plain = rope is not None and positions is None and norms is None and cache is None
+    if use_kernels and qkv.is_cuda and is_plain:
+        from lib.model.elementwise_triton import rotated_attention, rotated_qkv
+
+        # FlashAttention's backward also undoes the rotation, and writes one gradient of `qkv`
+        if kernel == "flash_attention_triton":
+            return rotated_attention(qkv, rope.cos, rope.sin)
+        q, k, v = (part.transpose(1, 2) for part in rotated_qkv(qkv, rope.cos, rope.sin))
+    else:
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # (batch, heads, length, head_dim) each
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        if rope is not None:
+            q, k = rope(q, positions), rope(k, positions)
+
+    if cache is None:
+        out = attention(q, k, v, kernel=kernel)
+    else:
+        k, v, mask = cache.append(layer, k, v)  # (batch, heads, cached + length, head_dim)
+        out = attention(q, k, v, kernel=kernel, is_causal=False, mask=mask)
+    return out.transpose(1, 2)
+
+
+@annotate("attention")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str = "sdpa",
+    is_causal: bool = True,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by the kernel called `kernel`.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, heads, keys, head_dim). The FlashAttention kernels also take fewer heads, each
+            shared by a group of heads of q.
+        kernel: one of `ATTENTION_KERNELS`. The FlashAttention kernels support no mask but the
+            causal one; with a `mask`, `sdpa` runs instead.
+        is_causal: query i sees keys 0 to i (aligned at the top left).
+        mask: (queries, keys) or broadcastable to (batch, heads, queries, keys), bool: True where a
+            query sees a key. Excludes `is_causal`.
+        scale: above 0; default 1 / sqrt(head_dim).
+
+    Returns:
+        (batch, heads, queries, head_dim), in the dtype of `v`; zeros where there are no keys.
+
+    Raises:
+        ValueError: `kernel` is unknown or does not run on this device, both `is_causal` and `mask`
+            are given, or `scale`, head_dim or the numbers of heads are out of range.
+    """
+    scale = _check(q, k, kernel, is_causal, mask, scale)
+    if mask is not None and kernel in FLASH_KERNELS:
+        kernel = "sdpa"
+    function = kernel_function(kernel, q.device)
+    if kernel in FLASH_KERNELS:
+        return function(q, k, v, is_causal=is_causal, scale=scale)
+    if kernel == "sdpa":
+        return function(q, k, v, mask, is_causal=is_causal, scale=scale)
+    # the naive kernels see the causal mask as any other
+    if is_causal:
+        mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
+    return function(q, k, v, mask, scale)
+
+
+def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
+    """Return the function behind an attention kernel, imported when it is first needed.
+
+    Raises:
+        ValueError: there is no kernel called `name`, or it does not run on `device`.
+    """
+    if name == "flash_attention_torch":
+        from lib.flash_attention.reference import flash_attention
+
+        return flash_attention
+    if name == "flash_attention_triton":
+        if not runs_triton(device):
+            raise ValueError(f"{name} runs on a CUDA GPU and not on {device}; use sdpa")
+        from lib.flash_attention.triton_attention import flash_attention
+
+        return flash_attention
+    if name == "vectorized_torch_compiled":
+        return _compiled_attention()
+    functions = {
+        "scaled_dot_prod_attention": head_by_head_attention,
+        "vectorized_torch": scaled_dot_product_attention,
+        "sdpa": F.scaled_dot_product_attention,
+    }
+    if name not in functions:
+        raise ValueError(f"kernel must be one of {', '.join(ATTENTION_KERNELS)}, got {name!r}")
+    return functions[name]
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device | str) -> Tensor:
+    """The mask of causal attention, (num_queries, num_keys) bool: True where key j ≤ query i."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Attention as the paper writes it, over any leading dimensions; arguments as `attention`.
+
+    It holds all scores, (..., queries, keys), so memory grows with the square of the length.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    with annotate("scores"):
+        scores = (q @ k.transpose(-2, -1)) * scale  # (..., queries, keys)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+    if not k.shape[-2]:
+        # a softmax over no keys has no maximum; an empty sum is 0
+        return scores.to(v.dtype) @ v
+    with annotate("softmax"):
+        weights = softmax(scores, dim=-1).to(v.dtype)  # (..., queries, keys)
+    with annotate("value product"):
+        return weights @ v  # (..., queries, head_dim)
+
+
+def head_by_head_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """`scaled_dot_product_attention` of one head at a time: slow, with one score matrix in memory.
+
+    q, k and v are (batch, heads, tokens, head_dim).
+    """
+    if not q.numel():
+        return scaled_dot_product_attention(q, k, v, mask, scale)
+    if mask is not None:
+        mask = mask.expand(*q.shape[:2], q.shape[-2], k.shape[-2])
+    sequences = []
+    for b in range(q.shape[0]):
+        heads = [
+            scaled_dot_product_attention(
+                q[b, h], k[b, h], v[b, h], None if mask is None else mask[b, h], scale
+            )
+            for h in range(q.shape[1])
+        ]
+        sequences.append(torch.stack(heads))  # (heads, queries, head_dim)
+    return torch.stack(sequences)
+
+
+@functools.cache
+def _compiled_attention() -> Callable[..., Tensor]:
+    return torch.compile(scaled_dot_product_attention)
+
+
+def _check(
+    q: Tensor, k: Tensor, kernel: str, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> float:
+    """Reject what no kernel can do; return the scale."""
+    if mask is not None and is_causal:
+        raise ValueError("is_causal must be False where a mask is given, got True")
+    if q.shape[-1] < 1:
+        raise ValueError("head_dim of q must be at least 1, got 0")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    groups_heads = kernel in FLASH_KERNELS and mask is None
+    if q.shape[1] != k.shape[1] and not groups_heads:
+        raise ValueError(
+            f"k must have the {q.shape[1]} heads of q, got {k.shape[1]}; only the FlashAttention "
+            f"kernels group heads, and without a mask (kernel {kernel!r})"
+        )
+    return scale
+
+
+class KVCache:
+    """The keys and values of up to `context_length` tokens in every layer, for generation.
+
+    Takes 2 · num_layers · batch_size · context_length · d_model elements of `dtype`.
+
+    Attributes:
+        keys, values: (layers, batch, heads, context_length, head_dim).
+        length: number of tokens in the cache.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (config.num_layers, batch_size, config.num_heads, config.context_length)
+        self.keys = torch.zeros(*shape, config.head_dim, device=device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append the keys and values of new tokens to one layer.
+
+        The model advances `length` once all layers have appended theirs.
+
+        Args:
+            k, v: (batch, heads, new, head_dim).
+
+        Returns:
+            All keys and all values, (batch, heads, length + new, head_dim) each, and the mask of
+            which of them each new token sees, (new, length + new) bool.
+
+        Raises:
+            ValueError: k has another batch size than the cache.
+        """
+        batch_size = self.keys.shape[1]
+        if len(k) != batch_size:
+            raise ValueError(f"k must have the cache's batch size {batch_size}, got {len(k)}")
+        end = self.length + k.shape[-2]
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
+        positions = torch.arange(end, device=k.device)
+        mask = positions[None, :] <= positions[self.length :, None]  # (new, length + new)
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end], mask

@@ -1,0 +1,131 @@
+"""The shape of a model, and presets from a laptop's CPU to 3.4 billion parameters."""
+
+import dataclasses
+from typing import Literal
+
+from lib.core.settings import check, check_numbers
+
+ATTENTION_KERNELS = (
+    "scaled_dot_prod_attention",
+    "vectorized_torch",
+    "vectorized_torch_compiled",
+    "flash_attention_torch",
+    "flash_attention_triton",
+    "sdpa",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and variants of a decoder-only Transformer language model."""
+
+    vocab_size: int | None = None
+    """Rows of the embedding (default: the tokenizer's vocabulary; rows beyond it are padding)."""
+
+    context_length: int = 256
+    """Longest sequence, in tokens."""
+
+    d_model: int = 512
+    """Width of the residual stream."""
+
+    num_layers: int = 4
+    """Number of Transformer blocks."""
+
+    num_heads: int = 16
+    """Number of attention heads, each d_model / num_heads wide."""
+
+    d_ff: int = 1344
+    """Inner width of SwiGLU; about 8/3 d_model, rounded to a multiple of 64."""
+
+    rope_theta: float = 10000.0
+    """Base of RoPE's frequencies; larger values rotate more slowly."""
+
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+
+    norm: Literal["pre", "post", "none"] = "pre"
+    """Where RMSNorm goes: before each sublayer, after each residual sum, or nowhere."""
+
+    positions: Literal["rope", "none"] = "rope"
+    """How attention sees the order of tokens: rotary embeddings, or not at all."""
+
+    feed_forward: Literal["swiglu", "silu"] = "swiglu"
+    """Feed-forward layer; `silu` has no gate, and is 1.5 times as wide for equal parameters."""
+
+    tied_embeddings: bool = False
+    """Share one matrix between the token embedding and the language-model head."""
+
+    qk_norm: bool = False
+    """Apply RMSNorm to queries and keys in each head."""
+
+    attention_kernel: str = "sdpa"
+    """Implementation of attention."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        for field in ("context_length", "d_model", "num_layers", "num_heads", "d_ff"):
+            check(self, field, getattr(self, field) > 0, "at least 1")
+        check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2")
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"d_model {self.d_model} / num_heads {self.num_heads} = head_dim {self.head_dim}, "
+                "which is odd, but RoPE rotates pairs of coordinates"
+            )
+        check(self, "rope_theta", self.rope_theta > 0, "more than 0")
+        check(self, "norm_eps", self.norm_eps > 0, "more than 0")
+        known = self.attention_kernel in ATTENTION_KERNELS
+        check(self, "attention_kernel", known, "one of " + ", ".join(ATTENTION_KERNELS))
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def ff_width(self) -> int:
+        """Inner width of the feed-forward layer, whichever it is."""
+        return self.d_ff if self.feed_forward == "swiglu" else self.d_ff * 3 // 2
+
+
+# From `small` to `2.7b` these are the shapes of Stanford's CS336, assignment 2 (2025), table 1.
+MODEL_PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(
+        vocab_size=4096, context_length=128, d_model=128, num_layers=4, num_heads=4, d_ff=352
+    ),
+    "tinystories": ModelConfig(
+        vocab_size=10_000, d_model=512, num_layers=4, num_heads=16, d_ff=1344
+    ),
+    "small": ModelConfig(vocab_size=10_000, d_model=768, num_layers=12, num_heads=12, d_ff=3072),
+    "medium": ModelConfig(vocab_size=10_000, d_model=1024, num_layers=24, num_heads=16, d_ff=4096),
+    "large": ModelConfig(vocab_size=10_000, d_model=1280, num_layers=36, num_heads=20, d_ff=5120),
+    "xl": ModelConfig(vocab_size=10_000, d_model=1600, num_layers=48, num_heads=25, d_ff=6400),
+    "2.7b": ModelConfig(vocab_size=10_000, d_model=2560, num_layers=32, num_heads=32, d_ff=10_240),
+    # GPT-2's smallest (Radford et al. 2019), with a SwiGLU of as many parameters as its GELU layer
+    # and its vocabulary of 50,257 padded to a multiple of 128
+    "gpt2-124m": ModelConfig(
+        vocab_size=50_304,
+        context_length=1024,
+        d_model=768,
+        num_layers=12,
+        num_heads=12,
+        d_ff=2048,
+        tied_embeddings=True,
+    ),
+    # narrow and deep: launching kernels costs as much as running them
+    "matrix": ModelConfig(vocab_size=10_000, d_model=512, num_layers=24, num_heads=16, d_ff=4096),
+}
+
+
+def model_preset(name: str) -> ModelConfig:
+    """Return the preset called `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in MODEL_PRESETS:
+        raise ValueError(f"model preset is {name!r}; known: {', '.join(MODEL_PRESETS)}")
+    return MODEL_PRESETS[name]

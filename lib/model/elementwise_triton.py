@@ -1,0 +1,428 @@
+"""The elementwise steps of a Transformer block as Triton kernels: RoPE, sum and RMSNorm, SwiGLU.
+
+All are bound by memory, so what counts is that each tensor is read and written once. Gradients go
+straight into the layout that the backward of the preceding matmul wants. Everything is computed in
+float32 and rounded once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lib.core.ranges import annotate
+from lib.flash_attention.triton_attention import flash_backward, flash_forward
+
+# In the norm's backward pass: the number of programs, two for each multiprocessor of a large GPU,
+# and the number of elements in the tile that each works on.
+NORM_PROGRAMS = 264
+NORM_ELEMENTS = 4096
+
+
+def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split `qkv`, and rotate q and k by their positions as `RotaryEmbedding` does.
+
+    Args:
+        qkv: (batch, length, 3, heads, head_dim), contiguous.
+        cos, sin: (at least length, head_dim / 2) float32.
+
+    Returns:
+        q, k, v: (batch, length, heads, head_dim) each; v is a view of `qkv`.
+
+    Raises:
+        ValueError: more tokens than angles.
+    """
+    _check_angles(qkv, cos)
+    return _RotatedQKV.apply(qkv, cos, sin)
+
+
+@annotate("attention")
+def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal FlashAttention of `rotated_qkv`, scaled by 1 / sqrt(head_dim).
+
+    The backward kernels undo the rotation of the gradients of q and k, and write all three
+    gradients into one tensor.
+
+    Args:
+        qkv: (batch, length, 3, heads, head_dim) bfloat16, float16 or float32, contiguous.
+        cos, sin: (at least length, head_dim / 2) float32.
+
+    Returns:
+        (batch, length, heads, head_dim).
+
+    Raises:
+        ValueError: more tokens than angles.
+    """
+    _check_angles(qkv, cos)
+    return _rotated_attention(qkv, cos, sin)[0]
+
+
+def _check_angles(qkv: Tensor, cos: Tensor) -> None:
+    # else the kernels would read past the end of the tables
+    if qkv.shape[1] > len(cos):
+        raise ValueError(f"length of qkv must be at most {len(cos)}, got {qkv.shape[1]}")
+
+
+def _rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rotated copies of q and k, (batch, length, heads, head_dim) each."""
+    batch, length, _, heads, head_dim = qkv.shape
+    q = qkv.new_empty(batch, length, heads, head_dim)
+    k = torch.empty_like(q)
+    _split_kernel[(batch * length, 2)](
+        qkv,
+        q,
+        k,
+        cos,
+        sin,
+        length,
+        WIDTH=heads * head_dim,
+        HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(heads * head_dim),
+    )
+    return q, k
+
+
+# A custom operator, so that torch.compile neither traces into it nor makes a copy for each view.
+@torch.library.custom_op("workbook::rotated_attention", mutates_args=())
+def _rotated_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(qkv):
+        q, k = _rotate(qkv, cos, sin)
+        # (batch, heads, length, head_dim) each
+        heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
+        out, lse = flash_forward(*heads, True, qkv.shape[-1] ** -0.5)
+    return out.transpose(1, 2), lse, q, k
+
+
+@_rotated_attention.register_fake
+def _(qkv, cos, sin):
+    batch, length, _, heads, head_dim = qkv.shape
+    out = qkv.new_empty(batch, length, heads, head_dim)
+    lse = qkv.new_empty(batch, heads, length, dtype=torch.float32)
+    return out, lse, torch.empty_like(out), torch.empty_like(out)
+
+
+@torch.library.custom_op("workbook::rotated_attention_backward", mutates_args=())
+def _rotated_attention_backward(
+    grad_out: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+) -> Tensor:
+    grad_qkv = torch.empty_like(qkv)
+    # (batch, heads, length, head_dim) each; the gradients are views of `grad_qkv`
+    heads = [x.transpose(1, 2) for x in (grad_out, q, k, qkv[:, :, 2], out)]
+    grads = tuple(grad_qkv.transpose(1, 3).unbind(2))
+    scale = qkv.shape[-1] ** -0.5
+    with torch.cuda.device_of(qkv):
+        flash_backward(*heads, lse, True, scale, grads=grads, angles=(cos, sin))
+    return grad_qkv
+
+
+@_rotated_attention_backward.register_fake
+def _(grad_out, qkv, cos, sin, out, lse, q, k):
+    return torch.empty_like(qkv)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, grad_out, *unused):
+    return _rotated_attention_backward(grad_out, *ctx.saved_tensors), None, None
+
+
+_rotated_attention.register_autograd(_gradient, setup_context=_save_for_backward)
+
+
+class _RotatedQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return *_rotate(qkv, cos, sin), qkv[:, :, 2]
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        cos, sin = ctx.saved_tensors
+        # attention kernels leave gradients in various layouts: the kernel takes their strides
+        grads = [g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k, grad_v)]
+        batch, length, heads, head_dim = grad_q.shape
+        # written as one tensor: torch.compile would make a copy for each view of it
+        grad_qkv = grad_q.new_empty(batch, length, 3, heads, head_dim)
+        _join_kernel[(batch * length, 3)](
+            *grads,
+            grad_qkv,
+            cos,
+            sin,
+            *[stride for grad in grads for stride in grad.stride()[:3]],
+            length,
+            WIDTH=heads * head_dim,
+            HEAD_DIM=head_dim,
+            BLOCK=triton.next_power_of_2(heads * head_dim),
+        )
+        return grad_qkv, None, None
+
+
+@triton.jit
+def _rotate_pairs(x, cos_ptr, sin_ptr, direction, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotate the pairs in x, (BLOCK,), all heads of one token, forward (direction 1) or back (-1).
+
+    `cos_ptr` and `sin_ptr` point at the token's angles.
+    """
+    pair = tl.arange(0, BLOCK // 2) % (HEAD_DIM // 2)
+    cos = tl.load(cos_ptr + pair)
+    sin = tl.load(sin_ptr + pair) * direction
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), (BLOCK // 2, 2)))
+    rotated = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    return tl.reshape(rotated, (BLOCK,)).to(x.dtype)
+
+
+@triton.jit
+def _split_kernel(
+    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    length,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rotate all heads of one token (axis 0 of the grid), of q (axis 1: 0) or of k (1)."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    angles = row % length * (HEAD_DIM // 2)
+    x = tl.load(qkv_ptr + row * 3 * WIDTH + part * WIDTH + columns, inside)
+    x = _rotate_pairs(x, cos_ptr + angles, sin_ptr + angles, 1.0, HEAD_DIM, BLOCK)
+    if part == 0:
+        tl.store(q_ptr + row * WIDTH + columns, x, inside)
+    else:
+        tl.store(k_ptr + row * WIDTH + columns, x, inside)
+
+
+@triton.jit
+def _join_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    length,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one token's gradients of q (axis 1 of the grid: 0), k (1) or v (2) into those of qkv.
+
+    Those of q and k are rotated back. The arguments q_batch to v_head are strides.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    batch, token = row // length, row % length
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    head, d = columns // HEAD_DIM, columns % HEAD_DIM
+    if part == 0:
+        x = tl.load(q_ptr + batch * q_batch + token * q_token + head * q_head + d, inside)
+    elif part == 1:
+        x = tl.load(k_ptr + batch * k_batch + token * k_token + head * k_head + d, inside)
+    else:
+        x = tl.load(v_ptr + batch * v_batch + token * v_token + head * v_head + d, inside)
+    if part < 2:
+        angles = token * (HEAD_DIM // 2)
+        x = _rotate_pairs(x, cos_ptr + angles, sin_ptr + angles, -1.0, HEAD_DIM, BLOCK)
+    tl.store(qkv_ptr + row * 3 * WIDTH + part * WIDTH + columns, x, inside)
+
+
+def swiglu(gate_and_value: Tensor) -> Tensor:
+    """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff)."""
+    return _SwiGLU.apply(gate_and_value)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_and_value):
+        ctx.save_for_backward(gate_and_value)
+        *shape, width = gate_and_value.shape
+        out = gate_and_value.new_empty(*shape, width // 2)
+        _launch_swiglu(_swiglu_kernel, gate_and_value, out, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        (gate_and_value,) = ctx.saved_tensors
+        grad = torch.empty_like(gate_and_value)
+        _launch_swiglu(_swiglu_backward_kernel, gate_and_value, grad_out.contiguous(), grad)
+        return grad
+
+
+def _launch_swiglu(kernel, gate_and_value: Tensor, second: Tensor, out: Tensor) -> None:
+    """Launch one program for each row and each block of at most 2,048 columns."""
+    d_ff = gate_and_value.shape[-1] // 2
+    block = min(2048, triton.next_power_of_2(d_ff))
+    grid = (gate_and_value.numel() // (2 * d_ff), triton.cdiv(d_ff, block))
+    kernel[grid](gate_and_value, second, out, D_FF=d_ff, BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _swiglu_kernel(x_ptr, unused_ptr, out_ptr, D_FF: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < D_FF
+    gate = tl.load(x_ptr + row * 2 * D_FF + columns, inside).to(tl.float32)
+    value = tl.load(x_ptr + row * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * value
+    tl.store(out_ptr + row * D_FF + columns, out.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(x_ptr, grad_out_ptr, grad_ptr, D_FF: tl.constexpr, BLOCK: tl.constexpr):
+    """d silu(g) / dg = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < D_FF
+    gate = tl.load(x_ptr + row * 2 * D_FF + columns, inside).to(tl.float32)
+    value = tl.load(x_ptr + row * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
+    grad_out = tl.load(grad_out_ptr + row * D_FF + columns, inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_gate = grad_out * value * (sigmoid + silu * (1 - sigmoid))
+    kind = grad_ptr.dtype.element_ty
+    tl.store(grad_ptr + row * 2 * D_FF + columns, grad_gate.to(kind), inside)
+    tl.store(grad_ptr + row * 2 * D_FF + D_FF + columns, (grad_out * silu).to(kind), inside)
+
+
+def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + branch, and its RMSNorm; x and branch are (..., d_model), contiguous."""
+    return _AddRMSNorm.apply(x, branch, weight, eps)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, weight, eps):
+        width = x.shape[-1]
+        num_rows = x.numel() // width
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        _add_rms_norm_kernel[(num_rows,)](
+            x, branch, weight, total, normed, inverse_rms, eps, WIDTH=width, BLOCK=block
+        )
+        ctx.save_for_backward(total, weight, inverse_rms)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx, grad_total, grad_normed):
+        total, weight, inverse_rms = ctx.saved_tensors
+        width = total.shape[-1]
+        num_rows = total.numel() // width
+        # each program loops over many rows, which leaves few partial sums of the weight's gradient
+        block = triton.next_power_of_2(width)
+        rows_at_once = max(1, NORM_ELEMENTS // block)
+        num_programs = min(triton.cdiv(num_rows, rows_at_once), NORM_PROGRAMS)
+        parts = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
+        grad = torch.empty_like(total)
+        _add_rms_norm_backward_kernel[(num_programs,)](
+            grad_total.contiguous(),
+            grad_normed.contiguous(),
+            total,
+            weight,
+            inverse_rms,
+            grad,
+            parts,
+            num_rows,
+            WIDTH=width,
+            ROWS=rows_at_once,
+            BLOCK=block,
+        )
+        return grad, grad, parts.sum(0).to(weight.dtype), None
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    inverse_rms_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: the sum, 1 / rms of it, and the norm."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + columns, inside, other=0.0)
+    branch = tl.load(branch_ptr + row * WIDTH + columns, inside, other=0.0)
+    # rounded before the norm, as if the two were computed one after the other
+    total = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
+    tl.store(total_ptr + row * WIDTH + columns, total, inside)
+    total = total.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
+    tl.store(inverse_rms_ptr + row, inverse_rms)
+    weight = tl.load(weight_ptr + columns, inside).to(tl.float32)
+    tl.store(normed_ptr + row * WIDTH + columns, (total * inverse_rms * weight).to(x.dtype), inside)
+
+
+@triton.jit
+def _add_rms_norm_backward_kernel(
+    grad_total_ptr,
+    grad_normed_ptr,
+    total_ptr,
+    weight_ptr,
+    inverse_rms_ptr,
+    grad_ptr,
+    parts_ptr,
+    num_rows,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """With x̂ = x · inverse_rms and g = grad_normed · weight: dx = inverse_rms (g - x̂ mean(g x̂)).
+
+    The gradient of the sum itself is added to that. Each program writes its part of the weight's
+    gradient, Σ grad_normed x̂, into its row of `parts`.
+    """
+    # int64, as tensors may have more than 2³¹ elements
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
+    weight_grad = tl.zeros((BLOCK,), tl.float32)
+    # software pipelining: the loads of three tiles are in flight at a time
+    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=3):
+        rows = first + tl.arange(0, ROWS)
+        offsets = rows[:, None] * WIDTH + columns[None, :]  # (ROWS, BLOCK)
+        mask = (rows < num_rows)[:, None] & inside[None, :]
+        inverse_rms = tl.load(inverse_rms_ptr + rows, rows < num_rows, other=0.0)[:, None]
+        grad_normed = tl.load(grad_normed_ptr + offsets, mask, other=0.0).to(tl.float32)
+        x = tl.load(total_ptr + offsets, mask, other=0.0).to(tl.float32) * inverse_rms
+        grad_total = tl.load(grad_total_ptr + offsets, mask, other=0.0)
+        weight_grad += tl.sum(grad_normed * x, 0)
+        g = grad_normed * weight[None, :]
+        grad = inverse_rms * (g - x * (tl.sum(g * x, 1)[:, None] / WIDTH)) + grad_total.to(
+            tl.float32
+        )
+        tl.store(grad_ptr + offsets, grad.to(grad_total.dtype), mask)
+    tl.store(parts_ptr + program * WIDTH + columns, weight_grad, inside)

@@ -1,0 +1,180 @@
+"""Softmax, cross-entropy, and the loss of the head without all logits in memory at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# The most logits in memory at once: in bytes on a CPU, as a fraction of its memory on a GPU.
+CHUNK_BYTES = 16 << 20
+CHUNK_PART = 1 / 32
+# float16 logits hold their gradient scaled by this: the gradient of a mean over many tokens would
+# underflow, and that of a sum overflow.
+FLOAT16_GRAD_FACTOR = 1 / 128
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """exp(x) / Σ exp(x) along `dim`, computed in at least float32.
+
+    softmax(x - c) = softmax(x), and with the maximum as c no exponential overflows. A row of
+    nothing but -inf gives zeros.
+    """
+    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    highest = x.amax(dim, keepdim=True)
+    exponentials = torch.exp(x - highest.masked_fill(highest == -torch.inf, 0))
+    total = exponentials.sum(dim, keepdim=True)
+    return exponentials / total.masked_fill(total == 0, 1)
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """log Σ exp(x) over the last dimension, without overflow: (..., n) -> (...)."""
+    highest = x.amax(-1, keepdim=True)  # (..., 1)
+    return (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean of -log softmax(logits)[target], in nats per token.
+
+    Args:
+        logits: (..., vocab), any floating-point type; computed in at least float32.
+        targets: (...) int64.
+
+    Returns:
+        A scalar.
+    """
+    x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
+    return (log_sum_exp(x) - target_logits).mean()
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """`cross_entropy(hidden @ weight.T, targets)` without all logits in memory at once.
+
+    The head is applied to a chunk of tokens at a time. The chunk's gradients are computed at once,
+    in the forward pass, so that its logits can be freed: what remains for backward has the size of
+    `hidden` and `weight`.
+
+    Args:
+        hidden: (tokens, d_model).
+        weight: (vocab, d_model).
+        targets: (tokens,) int64, from 0 to vocab - 1. Any other raises RuntimeError on a CPU and
+            makes the loss NaN on a GPU, where checking would wait for the device.
+        z_loss: adds z_loss · mean(logsumexp²), which keeps logits from drifting (PaLM, section 5).
+        chunk_tokens: tokens in a chunk; by default as many as give 16 MiB of logits on a CPU, and
+            1/32 of its memory on a GPU.
+
+    Returns:
+        A scalar, float32 (float64 for float64 `hidden`). Its gradients can be taken once.
+
+    Raises:
+        ValueError: `targets` does not have one id per token, there are no tokens, or `chunk_tokens`
+            is below 1.
+    """
+    if targets.shape != hidden.shape[:1] or not len(hidden):
+        raise ValueError(
+            "targets must be (tokens,) and hidden (tokens, d_model) with at least one token, got "
+            f"{tuple(targets.shape)} and {tuple(hidden.shape)}"
+        )
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if chunk_tokens is None:
+        token_bytes = len(weight) * hidden.element_size()
+        chunk_tokens = max(1, int(_chunk_bytes(hidden.device)) // token_bytes)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    # decided here, since inside the autograd function inputs require gradients under no_grad too
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk_tokens, needs_grad)
+
+
+def _chunk_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return CHUNK_PART * torch.cuda.get_device_properties(device).total_memory
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Compute loss and gradients chunk by chunk in the forward pass; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, z_loss, chunk_tokens, needs_grad):
+        num_tokens = len(hidden)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(num_tokens, dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = None
+        # the loss is a mean, so each token's gradient counts 1 / num_tokens
+        is_float16 = hidden.dtype == torch.float16
+        factor = FLOAT16_GRAD_FACTOR if is_float16 else 1 / num_tokens
+        for start in range(0, num_tokens, chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = hidden[chunk] @ weight.T  # (chunk, vocab)
+            grad_factor = factor if needs_grad else None
+            losses[chunk] = _loss_and_grad(logits, targets[chunk], z_loss, grad_factor)
+            if needs_grad:
+                # the logits have been overwritten by their gradient
+                torch.mm(logits, weight, out=grad_hidden[chunk])  # (chunk, d_model)
+                part = logits.T @ hidden[chunk]  # (vocab, d_model)
+                # summed over chunks in float32
+                if num_tokens > chunk_tokens:
+                    part = part.to(wide)
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+            del logits
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            ctx.scale = 1 / (factor * num_tokens) if is_float16 else 1.0
+            ctx.is_used = False
+        return losses.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        if ctx.is_used:
+            raise RuntimeError("gradients of linear_cross_entropy can be taken only once")
+        ctx.is_used = True
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad_loss * ctx.scale
+        if grad_hidden.is_cuda:
+            # PyTorch takes four times as long for a bfloat16 tensor times a float32 scalar
+            from lib.model.loss_triton import scale_
+
+            return scale_(grad_hidden, scale), scale_(grad_weight, scale), None, None, None, None
+        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None, None
+
+
+def _loss_and_grad(
+    logits: Tensor, targets: Tensor, z_loss: float, grad_factor: float | None
+) -> Tensor:
+    """Return each token's loss, (chunk,), computed in at least float32.
+
+    With a `grad_factor` the logits, (chunk, vocab), are overwritten by the gradient of the sum of
+    losses times that factor:
+    d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
+    """
+    if logits.device.type == "cuda":
+        from lib.model.loss_triton import loss_and_grad
+
+        return loss_and_grad(logits, targets, z_loss, grad_factor)
+    # in place, with one exponential per logit: on a CPU each pass over the logits counts
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (chunk,)
+    highest = x.amax(-1)
+    exponentials = x.sub_(highest.unsqueeze(-1)).exp_()
+    total = exponentials.sum(-1)
+    lse = total.log() + highest
+    if grad_factor is not None:
+        weight = (1 + 2 * z_loss * lse) * grad_factor / total
+        grad = exponentials.mul_(weight.unsqueeze(-1))
+        grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -grad_factor))
+        if grad is not logits:
+            logits.copy_(grad)
+    return lse - target_logits + z_loss * lse**2

@@ -1,0 +1,480 @@
+"""A decoder-only Transformer language model, from tensors up.
+
+    token ids -> Embedding -> TransformerBlock × num_layers -> RMSNorm -> head -> logits
+
+Weights are shaped (d_out, d_in), initialized and named as in Stanford's CS336, assignment 1 (2025).
+On a CUDA GPU the same modules run through a fused path (`TransformerLM._fused_blocks`), where each
+residual sum and the norm after it are one Triton kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lib.core.ranges import annotate
+from lib.model.attention import KVCache, attend
+from lib.model.config import ModelConfig
+from lib.model.elementwise import rms_norm, swiglu
+from lib.model.loss import linear_cross_entropy
+
+
+@torch.no_grad()
+def truncated_normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+    """Fill `weight` from N(0, std²), redrawing whatever lies beyond three standard deviations."""
+    nn.init.trunc_normal_(weight, 0.0, std, -3 * std, 3 * std, generator=generator)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ, without a bias: (..., d_in) -> (..., d_out).
+
+    Weights come from a normal distribution of variance 2 / (d_in + d_out), truncated at three
+    standard deviations (Glorot and Bengio 2010, equation 12).
+
+    Args:
+        stacked: number of matrices with the same input that are stacked in `weight`, each of
+            d_out / stacked rows and initialized on its own. One large matmul beats several small.
+    """
+
+    def __init__(self, d_in: int, d_out: int, *, stacked: int = 1, device=None, dtype=None) -> None:
+        super().__init__()
+        self.stacked = stacked
+        self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        d_out, d_in = self.weight.shape
+        truncated_normal_(self.weight, math.sqrt(2 / (d_in + d_out // self.stacked)), generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """A row for each token id: (...) int64 -> (..., d_model); initialized from N(0, 1)."""
+
+    def __init__(self, vocab_size: int, d_model: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        truncated_normal_(self.weight, 1.0, generator)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
+
+    Computed in float32 whatever the dtype of x; the result has the dtype of x.
+    """
+
+    def __init__(self, d_model: int, eps: float = 1e-5, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """W2 (SiLU(W1 x) ⊙ W3 x): a gate decides what passes (Shazeer 2020, equation 6).
+
+    SiLU(x) = x · sigmoid(x). `w13` is W1 on top of W3.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.w13 = Linear(d_model, 2 * d_ff, stacked=2, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
+        self.uses_kernels = True
+
+    @annotate("feed-forward")
+    def forward(self, x: Tensor) -> Tensor:
+        gate_and_value = self.w13(x)  # (..., 2 · d_ff)
+        return self.w2(swiglu(gate_and_value, use_kernels=self.uses_kernels))  # (..., d_model)
+
+
+class SiLUFeedForward(nn.Module):
+    """W2 SiLU(W1 x): SwiGLU without the gate."""
+
+    def __init__(self, d_model: int, d_ff: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
+
+    @annotate("feed-forward")
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)))
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotate each pair of coordinates by an angle proportional to the position (Su et al. 2021).
+
+    Coordinates 2i and 2i + 1 at position t rotate by t · theta^(-2i / head_dim), so that the dot
+    product of a query and a key depends on the distance between their positions alone.
+    """
+
+    def __init__(self, head_dim: int, max_length: int, theta: float = 10000.0, *, device=None):
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {head_dim}")
+        # in float64: an angle of many turns has few digits left in float32
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
+        frequencies = theta ** (-pairs / head_dim)
+        positions = torch.arange(max_length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, frequencies)  # (max_length, head_dim / 2)
+        # not saved, since they follow from the arguments
+        device = torch.get_default_device() if device is None else device
+        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out."""
+        if positions is None:
+            cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]  # (..., length, head_dim / 2)
+        # a pair is a complex number, and rotating it multiplies it by e^(i angle)
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (..., head_dim / 2)
+        rotated = pairs * torch.complex(cos.float(), sin.float())
+        return torch.view_as_real(rotated).flatten(-2).to(x.dtype)  # (..., length, head_dim)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which no token sees a later one (Vaswani et al. 2017, section 3.2.2).
+
+    (batch, length, d_model) -> the same.
+    """
+
+    def __init__(self, config: ModelConfig, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.num_heads, self.kernel = config.num_heads, config.attention_kernel
+        d_model = config.d_model
+        self.qkv_proj = Linear(d_model, 3 * d_model, stacked=3, device=device, dtype=dtype)
+        self.output_proj = Linear(d_model, d_model, device=device, dtype=dtype)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device)
+        self.has_qk_norm = config.qk_norm
+        self.uses_kernels = True
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: RotaryEmbedding | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        # project to queries, keys and values: (batch, length, 3, heads, head_dim)
+        qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
+        out = attend(
+            qkv,
+            rope,
+            kernel=self.kernel,
+            positions=positions,
+            norms=(self.q_norm, self.k_norm) if self.has_qk_norm else None,
+            cache=cache,
+            layer=layer,
+            use_kernels=self.uses_kernels,
+        )  # (batch, length, heads, head_dim)
+        return self.output_proj(out.flatten(-2))  # (batch, length, d_model)
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); norms where the config puts them.
+
+    (batch, length, d_model) -> the same.
+    """
+
+    def __init__(self, config: ModelConfig, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.norm = config.norm
+        self.attn = CausalSelfAttention(config, device=device, dtype=dtype)
+        feed_forward = SwiGLU if config.feed_forward == "swiglu" else SiLUFeedForward
+        self.ffn = feed_forward(config.d_model, config.ff_width, device=device, dtype=dtype)
+        if config.norm != "none":
+            self.ln1 = RMSNorm(config.d_model, config.norm_eps, device=device)
+            self.ln2 = RMSNorm(config.d_model, config.norm_eps, device=device)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: RotaryEmbedding | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        if self.norm == "pre":
+            x = x + self.attn(self.ln1(x), rope, positions, cache, layer)
+            return x + self.ffn(self.ln2(x))
+        if self.norm == "post":
+            x = self.ln1(x + self.attn(x, rope, positions, cache, layer))
+            return self.ln2(x + self.ffn(x))
+        x = x + self.attn(x, rope, positions, cache, layer)
+        return x + self.ffn(x)
+
+
+class TransformerLM(nn.Module):
+    """The language model: token ids in, logits of the next token out.
+
+    Attributes:
+        before_part: called with each part of the model (token embedding, block, final norm, head)
+            just before its parameters are read, outside of compiled blocks. Where the norm after a
+            block is fused into it, that norm counts as a part too. None: nothing is called.
+
+    Args:
+        config: the shape; `vocab_size` must be set.
+        dtype: of the matrices; norms stay in float32.
+        generator: source of the initial weights, on their device.
+        draw: initialize the weights. False leaves them undefined, to be loaded.
+
+    Raises:
+        ValueError: `vocab_size` is None.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+        draw: bool = True,
+    ) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("vocab_size must be the size of the tokenizer's vocabulary, got None")
+        self.config = config
+        d_model = config.d_model
+
+        # on the meta device, where the initialization of the parts' own constructors costs nothing
+        options = {"device": "meta", "dtype": dtype}
+        self.token_embeddings = Embedding(config.vocab_size, d_model, **options)
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, **options) for _ in range(config.num_layers)
+        )
+        self.ln_final = self.lm_head = self.rope = None
+        if config.norm == "pre":
+            self.ln_final = RMSNorm(d_model, config.norm_eps, device="meta")
+        if not config.tied_embeddings:
+            self.lm_head = Linear(d_model, config.vocab_size, **options)
+
+        # on the real device, and initialized once
+        device = torch.get_default_device() if device is None else device
+        self.to_empty(device=device)
+        if config.positions == "rope":
+            self.rope = RotaryEmbedding(
+                config.head_dim, config.context_length, config.rope_theta, device=device
+            )
+        if draw:
+            self.reset_parameters(generator)
+
+        self.before_part: Callable[[nn.Module], None] | None = None
+        self._fused_block = fused_block
+        self.uses_kernels = True
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialize all weights anew, in the order of `modules()`."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters(generator)
+        if self.lm_head is None:
+            # the embedding is also the head, whose logits must start small
+            std = math.sqrt(2 / sum(self.token_embeddings.weight.shape))
+            truncated_normal_(self.token_embeddings.weight, std, generator)
+
+    def use_low_precision_weights(self, dtype: torch.dtype) -> None:
+        """Store the matrices in `dtype` (`AdamW` keeps float32 masters); norms stay in float32."""
+        for parameter in self.parameters():
+            if parameter.ndim >= 2:
+                parameter.data = parameter.data.to(dtype)
+
+    def use_kernels(self, enabled: bool) -> None:
+        """Run elementwise steps on a CUDA GPU as Triton kernels (the default) or as PyTorch's."""
+        for module in self.modules():
+            if hasattr(module, "uses_kernels"):
+                module.uses_kernels = enabled
+
+    def compile_blocks(self) -> None:
+        """Let `torch.compile` fuse each block by itself; all blocks share one compilation.
+
+        Compiling a whole model of 48 blocks takes minutes. And the gradients of one compiled graph
+        arrive together at its end; those of blocks arrive during backward, so that averaging them
+        over ranks can overlap with it.
+        """
+        for layer in self.layers:
+            layer.compile(dynamic=False)
+        self._fused_block = torch.compile(self._fused_block, dynamic=False)
+
+    @property
+    def head(self) -> nn.Module:
+        """The module that holds the language-model head: the embedding where the two are tied."""
+        return self.token_embeddings if self.lm_head is None else self.lm_head
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The weight of the language-model head, (vocab_size, d_model)."""
+        return self.head.weight
+
+    def forward(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
+        """Return logits, (batch, length, vocab_size), for token ids (batch, length) int64.
+
+        Args:
+            cache: keys and values of the tokens before; those of `token_ids` are appended.
+
+        Raises:
+            ValueError: more tokens than `context_length`, including those in the cache.
+        """
+        hidden = self.hidden(token_ids, cache=cache)  # (batch, length, d_model)
+        self._announce(self.head)
+        return F.linear(hidden, self.output_weight)  # (batch, length, vocab_size)
+
+    def hidden(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
+        """Return the head's input, (batch, length, d_model); arguments as for `forward`."""
+        # new tokens follow those in the cache
+        first = 0 if cache is None else cache.length
+        length = token_ids.shape[-1]
+        if first + length > self.config.context_length:
+            raise ValueError(
+                f"token_ids must fit context_length {self.config.context_length}, got {first} "
+                f"cached + {length} new tokens"
+            )
+        positions = None
+        if first:
+            positions = torch.arange(first, first + length, device=token_ids.device)  # (length,)
+
+        # embed
+        self._announce(self.token_embeddings)
+        x = self.token_embeddings(token_ids)  # (batch, length, d_model)
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            # the residual stream in low precision too: half the bytes in every elementwise step
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+
+        # blocks and final norm: (batch, length, d_model) throughout
+        if self._is_fused(x):
+            x = self._fused_blocks(x, positions, cache)
+        else:
+            x = self._blocks(x, positions, cache)
+        if cache is not None:
+            cache.length += length
+        return x
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return self.uses_kernels and x.is_cuda and self.config.norm == "pre"
+
+    def _blocks(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            self._announce(layer)
+            with annotate(f"block {index}"):
+                x = layer(x, self.rope, positions, cache, index)
+        if self.ln_final is None:
+            return x
+        self._announce(self.ln_final)
+        return self.ln_final(x)
+
+    def _fused_blocks(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
+        """`_blocks` for pre-norm on a GPU, with each residual sum and its norm in one kernel.
+
+        A sum and its norm straddle two blocks, so the loop carries both x and norm(x).
+        """
+        norms = [layer.ln1 for layer in self.layers] + [self.ln_final]
+        self._announce(norms[0])
+        normed = norms[0](x)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms[1:])):
+            # without a cache all blocks get the same arguments, so that they share one compilation
+            context = (self.rope, positions) + (() if cache is None else (cache, index))
+            self._announce(layer)
+            self._announce(next_norm)
+            with annotate(f"block {index}"):
+                x, normed = self._fused_block(layer, next_norm, x, normed, *context)
+        return normed
+
+    def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a float32 scalar.
+
+        Args:
+            token_ids, targets: (batch, length) int64.
+            z_loss: as for `linear_cross_entropy`.
+        """
+        return self.loss_of_hidden(self.hidden(token_ids), targets, z_loss=z_loss)
+
+    def loss_of_hidden(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
+        """`loss`, given what `hidden` returned, (batch, length, d_model)."""
+        self._announce(self.head)
+        with annotate("loss"):
+            return linear_cross_entropy(
+                hidden.flatten(0, 1), self.output_weight, targets.flatten(), z_loss=z_loss
+            )
+
+    def _announce(self, part: nn.Module) -> None:
+        if self.before_part is not None:
+            self.before_part(part)
+
+
+def fused_block(
+    block: TransformerBlock, next_norm: RMSNorm, x: Tensor, normed: Tensor, *context: Any
+) -> tuple[Tensor, Tensor]:
+    """Run a pre-norm block and the norm that comes after it.
+
+    Args:
+        x: the residual stream, (batch, length, d_model).
+        normed: norm(x), by the block's first norm.
+        context: further arguments of `CausalSelfAttention.forward`.
+
+    Returns:
+        The residual stream after the block, and `next_norm` of it.
+    """
+    from lib.model.elementwise_triton import add_rms_norm
+
+    x, normed = add_rms_norm(x, block.attn(normed, *context), block.ln2.weight, block.ln2.eps)
+    return add_rms_norm(x, block.ffn(normed), next_norm.weight, next_norm.eps)
+
+
+class MeanLoss(nn.Module):
+    """A model's loss as a module, for the wrappers of `lib.ddp.wrappers`.
+
+    Args:
+        device: of the model.
+        autocast: dtype of matmuls under autocast; None: no autocast.
+        z_loss: as for `linear_cross_entropy`.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        z_loss: float,
+    ) -> None:
+        super().__init__()
+        self.model, self.device, self.dtype, self.z_loss = model, device, autocast, z_loss
+        self.hidden = model.hidden
+
+    def compile(self) -> None:
+        """Let `torch.compile` fuse the whole model up to the head, for this loss alone."""
+        self.hidden = torch.compile(self.model.hidden, dynamic=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss over all tokens; inputs and targets are (batch, length) int64."""
+        with self.autocast():
+            return self.model.loss_of_hidden(self.hidden(inputs), targets, z_loss=self.z_loss)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Autocast to `dtype`, or a context that does nothing where it is None."""
+        is_short = self.dtype is not None
+        return torch.autocast(self.device.type, self.dtype, enabled=is_short)

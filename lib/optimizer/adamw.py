@@ -1,0 +1,335 @@
+"""AdamW in three implementations with one result: to read, in a few kernels, and in two kernels.
+
+`reference_update` is the algorithm, `foreach_update` the same for many parameters at once, and
+`lib.optimizer.adamw_triton` runs it as a single pass over memory. `AdamW` picks one of them.
+"""
+
+import importlib.util
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.core.hardware import runs_triton
+from lib.core.settings import require
+from lib.optimizer.schedule import grad_norm, group_by
+
+IMPLEMENTATIONS = ("auto", "reference", "foreach", "triton")
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reference_update(
+    param: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take one AdamW step for one parameter, in place (Loshchilov and Hutter 2019, Algorithm 2).
+
+    `gradient` is float32 and has the shape of `param`; `state` is described at `AdamW`.
+    """
+    beta1, beta2 = betas
+    # bfloat16 is too coarse for small updates: such a parameter is a rounded copy of the weight
+    weight = state.get("master", param)
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    state["step"] += 1
+    step = state["step"].item()
+
+    # decoupled decay: it shrinks the weight and never enters the moments
+    weight.mul_(1 - lr * weight_decay)
+
+    # running means of the gradient and of its square
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    # both start at zero, and are too small at first by a factor of 1 - beta^step
+    denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
+    weight.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
+
+    if weight is not param:
+        param.copy_(weight)
+
+
+def foreach_update(
+    params: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """`reference_update` for many parameters of one dtype and device, line by line for all."""
+    beta1, beta2 = betas
+    weights = [state.get("master", param) for param, state in zip(params, states)]
+    means = [state["exp_avg"] for state in states]
+    squares = [state["exp_avg_sq"] for state in states]
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
+    steps = torch.stack(steps).tolist()
+
+    # decay
+    torch._foreach_mul_(weights, 1 - lr * weight_decay)
+
+    # moments
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+
+    # bias correction and update
+    denominators = torch._foreach_sqrt(squares)
+    torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
+    torch._foreach_add_(denominators, eps)
+    step_sizes = [-lr / (1 - beta1**step) for step in steps]
+    torch._foreach_addcdiv_(weights, means, denominators, step_sizes)
+
+    if weights[0] is not params[0]:
+        torch._foreach_copy_(params, weights)
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101).
+
+    The state of a parameter is `step` (0-dim), `exp_avg` and `exp_avg_sq`, all float32. bfloat16
+    and float16 parameters also have `master`, the float32 weight; the parameter is its
+    rounded copy. It is made at the first step; from then on the parameter's own value is not read.
+
+    Args:
+        lr: a float, or a 0-dim tensor on the parameters' device, which may change between replays
+            of a CUDA graph.
+        implementation: one of
+
+            - `reference`: `reference_update`, one parameter after another;
+            - `foreach`: `foreach_update`, a few kernels for all parameters;
+            - `triton`: two kernels for all parameters, on CUDA only. It never waits for the device,
+              so that a CUDA graph can replay the step; take one step before capturing it;
+            - `auto`: `triton` on CUDA where Triton is installed, else `foreach`.
+
+            The first two read step counts, `lr` and `skip` on the host: free on a CPU, a wait on a
+            GPU.
+
+    Raises:
+        ValueError: a hyperparameter is out of range, or the implementation is unknown.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        implementation: str = "auto",
+    ) -> None:
+        known = ", ".join(IMPLEMENTATIONS)
+        is_known = implementation in IMPLEMENTATIONS
+        require(is_known, f"implementation must be one of {known}, got {implementation!r}")
+        self.implementation = implementation
+        self._has_triton = importlib.util.find_spec("triton") is not None
+        # updates in Triton, which keep tables on the device, by key of `_batches`
+        self._fused: dict[Hashable, Any] = {}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own, as in `torch.optim.Optimizer`."""
+        group = {**self.defaults, **param_group}
+        lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+        lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else lr >= 0
+        require(lr_fits, f"lr must be 0 or more, or a 0-dim tensor, got {lr!r}")
+        betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        require(betas_fit, f"betas must be two numbers, each in [0, 1), got {betas!r}")
+        require(eps >= 0, f"eps must be 0 or more, got {eps!r}")
+        require(decay >= 0, f"weight_decay must be 0 or more, got {decay!r}")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss, as in `torch.optim.Optimizer`.
+            grad_scale: factor of all gradients, 0-dim on the parameters' device; `.grad` itself
+                stays unscaled.
+            skip: nonzero: change nothing; 0-dim on the parameters' device.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            ValueError: a gradient, parameter or scalar is of a kind without an update.
+            RuntimeError: a parameter's first step is inside a CUDA graph capture.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for key, params, group in self._batches():
+            _check_batch(params, lr=group["lr"], grad_scale=grad_scale, skip=skip)
+            self._update(key, params, group, grad_scale, skip)
+        return loss
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of all its gradients, as `grad_norm`; with `triton` in fewer launches."""
+        squares = []
+        for key, params, _ in self._batches():
+            if self._implementation_on(params[0].device) == "triton":
+                grads = [param.grad for param in params]
+                states = [self._state(param) for param in params]
+                squares.append(self._fused_for(key).square_sum(params, grads, states))
+            else:
+                squares.append(grad_norm(params).square())
+        return torch.stack(squares).sum().sqrt() if squares else grad_norm([])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a copy of `state_dict`, bit for bit, onto each parameter's device.
+
+        A learning rate that is a tensor remains the same tensor and takes the loaded value. CUDA
+        graphs captured before become invalid.
+
+        Raises:
+            ValueError: the saved groups, names or shapes do not fit; nothing has changed then.
+        """
+        own_lrs = [group["lr"] for group in self.param_groups]
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
+        loaded = {
+            param: _loaded_state(param, number, state_dict["state"][number])
+            for number, param in zip(saved_ids, params)
+            if number in state_dict["state"]
+        }
+        # groups only: the base class would round the state to the parameter's dtype
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state.update(loaded)
+        for group, lr in zip(self.param_groups, own_lrs):
+            group["lr"] = lr.fill_(group["lr"]) if isinstance(lr, Tensor) else float(group["lr"])
+
+    def _batches(self) -> Iterator[tuple[tuple, list[Tensor], dict[str, Any]]]:
+        """Yield (key, parameters with gradients, group), where key is group, device and dtypes."""
+        for index, group in enumerate(self.param_groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            for kind, batch in group_by(params, lambda p: (p.device, p.dtype, p.grad.dtype)):
+                yield (index, *kind), batch, group
+
+    def _update(
+        self,
+        key: tuple,
+        params: list[Tensor],
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        """Update one batch of `_batches`."""
+        implementation = self._implementation_on(params[0].device)
+        if implementation != "triton" and skip is not None and bool(skip):
+            return
+        states = [self._state(param) for param in params]
+        grads = [param.grad for param in params]
+        settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        if implementation == "triton":
+            fused = self._fused_for(key)
+            fused.step(params, grads, states, grad_scale=grad_scale, skip=skip, **settings)
+            return
+
+        settings["lr"] = float(settings["lr"])
+        grads = _float32(grads)
+        if grad_scale is not None:
+            grads = torch._foreach_mul(grads, grad_scale)
+        if implementation == "foreach":
+            foreach_update(params, grads, states, **settings)
+            return
+        for param, grad, state in zip(params, grads, states):
+            reference_update(param, grad, state, **settings)
+
+    def _implementation_on(self, device: torch.device) -> str:
+        """Resolve `implementation` for parameters on `device`."""
+        if self.implementation == "auto":
+            return "triton" if device.type == "cuda" and self._has_triton else "foreach"
+        if self.implementation == "triton" and not runs_triton(device):
+            raise ValueError(
+                f"implementation must be 'auto' or 'foreach' for parameters on {device}, got "
+                "'triton'"
+            )
+        return self.implementation
+
+    def _fused_for(self, key: tuple) -> Any:
+        """The Triton update of one batch."""
+        from lib.optimizer.adamw_triton import FusedAdamW
+
+        if key not in self._fused:
+            self._fused[key] = FusedAdamW()
+        return self._fused[key]
+
+    def _state(self, param: Tensor) -> dict[str, Tensor]:
+        """The state of `param`, made at its first step."""
+        state = self.state[param]
+        names = ["step", "exp_avg", "exp_avg_sq"] + ["master"] * (param.dtype != torch.float32)
+        missing = [name for name in names if name not in state]
+        if missing and param.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first step of a parameter of shape {tuple(param.shape)} is inside a CUDA "
+                "graph capture, whose replays would reset its state; step once before capturing"
+            )
+        for name in missing:
+            shape = () if name == "step" else param.shape
+            state[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
+            if name == "master":
+                state[name].copy_(param)
+        return state
+
+
+def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A float32 copy of one parameter's saved state."""
+    shapes = {"step": (), "exp_avg": param.shape, "exp_avg_sq": param.shape}
+    if "master" in saved and param.dtype != torch.float32:
+        shapes["master"] = param.shape
+    state = {}
+    for name, shape in shapes.items():
+        value = saved.get(name)
+        if not isinstance(value, Tensor) or value.shape != shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"state {name} of parameter {number} must be a tensor of shape {tuple(shape)}, "
+                f"got {found}"
+            )
+        state[name] = torch.empty(shape, dtype=torch.float32, device=param.device)
+        state[name].copy_(value)
+    return state
+
+
+def _check_batch(params: list[Tensor], **scalars: Any) -> None:
+    """Reject parameters, gradients and scalars that AdamW has no update for."""
+    device, dtype = params[0].device, params[0].dtype
+    if dtype not in PARAM_DTYPES:
+        raise ValueError(f"parameters must be float32, bfloat16 or float16, got {dtype}")
+    for layout in {param.grad.layout for param in params} - {torch.strided}:
+        raise ValueError(f"gradients must be dense (sparse=False), got {layout}")
+    for name, value in scalars.items():
+        if isinstance(value, Tensor) and (value.dim() or value.device != device):
+            raise ValueError(
+                f"{name} must be a tensor of shape () on {device}, got shape "
+                f"{tuple(value.shape)} on {value.device}"
+            )
+
+
+def _float32(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors themselves where they are float32, else copies; all have one dtype."""
+    if tensors[0].dtype == torch.float32:
+        return tensors
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

@@ -1,0 +1,100 @@
+"""The learning rate by step, and gradient clipping."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.core.settings import require
+
+
+def cosine_lr(
+    step: int, *, max_lr: float, min_lr: float, warmup_steps: int, cosine_steps: int
+) -> float:
+    """Return the learning rate at `step`: a linear warm-up, half a cosine, then constant.
+
+    It rises from 0 to `max_lr` at `warmup_steps`, falls to `min_lr` at `cosine_steps`, and stays
+    there (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts).
+
+    Raises:
+        ValueError: an argument is negative, or they are out of order.
+    """
+    require(step >= 0, f"step must be 0 or more, got {step}")
+    require(warmup_steps >= 0, f"warmup_steps must be 0 or more, got {warmup_steps}")
+    in_order = cosine_steps >= warmup_steps
+    require(in_order, f"cosine_steps must be at least {warmup_steps=}, got {cosine_steps}")
+    require(0 <= min_lr <= max_lr, f"min_lr must be between 0 and {max_lr=}, got {min_lr}")
+
+    if step < warmup_steps:
+        return step / warmup_steps * max_lr
+    if step >= cosine_steps:
+        return min_lr
+    progress = (step - warmup_steps) / (cosine_steps - warmup_steps)
+    return min_lr + (1 + math.cos(math.pi * progress)) / 2 * (max_lr - min_lr)
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients in place so that their joint L2 norm is at most `max_norm`.
+
+    The same as `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013, arXiv:1211.5063, Algorithm
+    1). Never waits for the device.
+
+    Returns:
+        The norm before clipping, as `grad_norm` does.
+
+    Raises:
+        ValueError: `max_norm` is negative.
+    """
+    params = list(params)
+    norm = grad_norm(params)
+    coefficient = clip_coefficient(norm, max_norm)
+    grads = [param.grad for param in params if param.grad is not None]
+    for (device, _), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
+        torch._foreach_mul_(batch, coefficient.to(device, non_blocking=True))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(params: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients together: 0-dim, float32, on the gradients' device.
+
+    Reads each gradient once, sums in float32 (float64 gradients in float64), and never waits for
+    the device.
+    """
+    params = list(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    device = grads[0].device if grads else params[0].device if params else None
+    norms = []
+    for (_, dtype), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
+        # PyTorch refuses a norm in a narrower dtype than the gradient's
+        norm_dtype = None if dtype.itemsize > 4 else torch.float32
+        norms += torch._foreach_norm(batch, 2, dtype=norm_dtype)
+    if not norms:
+        return torch.zeros((), device=device)
+    norms = [norm.to(device, torch.float32, non_blocking=True) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, 0-dim and at most 1, that brings gradients of norm `norm` to `max_norm`.
+
+    As `grad_scale` of `AdamW.step` it clips without a pass of its own over the gradients.
+
+    Raises:
+        ValueError: `max_norm` is negative.
+    """
+    require(max_norm >= 0, f"max_norm must be 0 or more, got {max_norm}")
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def group_by(
+    tensors: Iterable[Tensor], key: Callable[[Tensor], Hashable]
+) -> list[tuple[Any, list[Tensor]]]:
+    """Return (key, tensors) pairs; keys and tensors stay in the order in which they came."""
+    groups: dict[Hashable, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor), []).append(tensor)
+    return list(groups.items())

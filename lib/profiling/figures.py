@@ -1,0 +1,132 @@
+"""Figures of a profile: time by category, host and device, and memory over a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from lib.core.figures import (
+    BLUE,
+    COLORS,
+    GREEN,
+    GRID,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    house_figure,
+    save_figure,
+)
+from lib.profiling.trace import CATEGORIES
+
+TIME_COLORS = dict(zip(CATEGORIES, COLORS))
+MEMORY_COLORS = {
+    "parameters": BLUE,
+    "optimizer state": SKY,
+    "gradients": PURPLE,
+    "activations": ORANGE,
+    "other": GREEN,
+}
+
+
+def save_time_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> Path:
+    """Save bars of a step's time, by the figures of a record of `python -m lib profile`."""
+    by_category = {name: ms for name, ms in figures["ms_by_category"].items() if ms > 0}
+    on_gpu = figures["profiled"] == "gpu"
+    names = {
+        "wall_ms": "the step",
+        "busy_ms": "GPU busy" if on_gpu else "in operators",
+        "idle_ms": "GPU idle" if on_gpu else "between operators",
+        "dispatch_ms": "host dispatches",
+        "communication_ms": "communication",
+        "exposed_communication_ms": "… exposed",
+    }
+    whole = {name: figures[key] for key, name in names.items() if figures[key]}
+    with house_figure(width=9.0, height=3.4, ncols=2) as (figure, (left, right)):
+        for axes, values, title in (
+            (left, by_category, "Kernels" if on_gpu else "Operators"),
+            (right, whole, "Host and device" if on_gpu else "The step"),
+        ):
+            colors = [TIME_COLORS.get(name, SKY) for name in values]
+            bars = axes.barh(list(values), list(values.values()), color=colors)
+            axes.invert_yaxis()
+            axes.bar_label(bars, fmt="%.3g", padding=3)
+            axes.set(title=title, xlabel="time in a step (ms)")
+            axes.grid(visible=False, axis="y")
+            axes.margins(x=0.18)
+        left.set_ylabel("kind of kernel" if on_gpu else "kind of operator")
+        right.set_ylabel("part of the step")
+        return save_figure(figure, path)
+
+
+def draw_host_and_device(axes: Axes, steps: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw how long the host dispatches and the GPU is busy, in two lanes per step.
+
+    `steps` maps a name to the figures of a record of `python -m lib profile` on a GPU.
+    """
+    lanes = []
+    for row, (name, figures) in enumerate(steps.items()):
+        label = (lambda text: text) if row == 0 else (lambda text: None)
+        host, gpu = 2.5 * row, 2.5 * row + 1
+        axes.barh(host, figures["dispatch_ms"], color=SKY, label=label("host dispatches"))
+        busy, idle = figures["busy_ms"], figures["idle_ms"]
+        axes.barh(gpu, busy, color=BLUE, label=label("GPU busy"))
+        style = {"color": GRID, "edgecolor": INK, "hatch": "///", "linewidth": 0}
+        axes.barh(gpu, idle, left=busy, **style, label=label("GPU idle"))
+        lanes += [(host, f"{name}: host"), (gpu, "GPU")]
+    axes.set_yticks(*zip(*lanes))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set(xlabel="time in a step (ms), each kind added up", ylabel="host or GPU")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def save_memory_figure(
+    times_ms: np.ndarray,
+    num_bytes: Mapping[str, np.ndarray],
+    path: str | os.PathLike,
+    *,
+    phases: Sequence[tuple[str, float, float]],
+) -> Path:
+    """Save the memory over a step, category stacked upon category.
+
+    Args:
+        times_ms: (count,) times at which something changes.
+        num_bytes: category -> (count,) bytes from then on.
+        phases: name, start and end in ms, written above.
+    """
+    total = sum(num_bytes.values())
+    unit, scale = ("GB", 1e9) if total.max() >= 1e9 else ("MB", 1e6)
+    with house_figure(width=9.0, height=4.2) as (figure, axes):
+        axes.stackplot(
+            times_ms,
+            [values / scale for values in num_bytes.values()],
+            labels=list(num_bytes),
+            colors=[MEMORY_COLORS.get(name, INK) for name in num_bytes],
+            step="post",
+            linewidth=0,
+        )
+        top = float(total.max()) / scale
+        width = times_ms[-1] - times_ms[0]
+        for name, start, end in phases:
+            # a name needs room to be read
+            if end - start > 0.06 * width:
+                axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")
+                axes.text(start + 0.005 * width, top * 1.03, name, fontsize=9)
+        axes.set(
+            title=f"Allocated memory, at most {top:,.3g} {unit}",
+            xlabel="time (ms)",
+            ylabel=f"memory ({unit})",
+            xlim=(times_ms[0], times_ms[-1]),
+            ylim=(0, top * 1.12 or 1),
+        )
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(
+            handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9
+        )
+        return save_figure(figure, path)

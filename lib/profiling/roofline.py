@@ -1,0 +1,379 @@
+"""The roofline of a machine, and where the operations of a Transformer block lie below it.
+
+An operation of F floating-point operations that moves B bytes takes at least
+max(F / peak, B / bandwidth) (Williams, Waterman and Patterson 2009). Its *arithmetic intensity* is
+F / B: left of the ridge, peak / bandwidth, it is bound by memory, right of it by arithmetic.
+
+`python -m lib roofline` measures a GPU and writes `artifacts/roofline.jsonl`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from lib.core.allocator import synchronise
+from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
+from lib.core.hardware import pick_device, pick_dtype
+from lib.core.records import Record, append_record, new_record
+from lib.model.attention import causal_mask
+from lib.model.config import ModelConfig, model_preset
+from lib.model.costs import num_parameters
+from lib.model.loss import softmax
+from lib.model.transformer import RMSNorm, RotaryEmbedding
+from lib.profiling.measurement import measure
+
+# AdamW reads weight, gradient and two moments, and writes all but the gradient: float32 each.
+UPDATE_BYTES = 7 * 4
+# Forward and backward: each forward matmul has two of its size in the backward pass, and other
+# operations take about as much again.
+WITH_BACKWARD = 3
+# Parts of the names below: matmuls with weights, and what belongs to attention.
+MATMULS = ("projection", "gate and value")
+ATTENTION = ("scores", "softmax", "value product", "attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The best that a machine reaches."""
+
+    flops_per_s: float
+    """In a large matmul."""
+
+    bytes_per_s: float
+    """Read plus written, in a large copy."""
+
+    @property
+    def ridge(self) -> float:
+        """The arithmetic intensity in FLOP/byte from which on arithmetic is the limit."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def attainable(self, intensity: float) -> float:
+        """Return the FLOP/s of the roof at `intensity` (FLOP/byte)."""
+        return min(self.flops_per_s, intensity * self.bytes_per_s)
+
+    def least_ms(self, cost: Cost) -> float:
+        """Return the least time that an operation of this cost can take."""
+        return 1e3 * max(cost.flops / self.flops_per_s, cost.num_bytes / self.bytes_per_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The least work of one operation."""
+
+    flops: int
+    """Floating-point operations; a multiply-add is two."""
+
+    num_bytes: int
+    """Bytes of its inputs and its result, each moved once."""
+
+    @property
+    def intensity(self) -> float:
+        """FLOP/byte."""
+        return self.flops / self.num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredOperation:
+    """An operation's cost and time."""
+
+    name: str
+    cost: Cost
+    median_ms: float
+    iqr_ms: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """The FLOP/s reached."""
+        return self.cost.flops / self.median_ms * 1e3
+
+
+def matmul_cost(m: int, k: int, n: int, element_bytes: int, *, batch: int = 1) -> Cost:
+    """Return the cost of `batch` matmuls (m, k) @ (k, n) that share no operand."""
+    return Cost(2 * batch * m * k * n, batch * element_bytes * (m * k + k * n + m * n))
+
+
+def block_costs(
+    config: ModelConfig, batch_size: int, context_length: int, *, element_bytes: int = 4
+) -> dict[str, Cost]:
+    """Return the cost of each operation of a block's forward pass, by name.
+
+    Both forms of attention are included: naive ("scores" to "value product") and fused. Causal
+    attention counts in full, as in `lib.model.costs`.
+    """
+    d, f, length, e = config.d_model, config.ff_width, context_length, element_bytes
+    tokens, heads = batch_size * length, batch_size * config.num_heads
+    width, scores = tokens * d, heads * length * length
+    head_dim = config.head_dim
+    return {
+        "RMSNorm": Cost(4 * width, 2 * e * width),
+        "q, k, v projection": matmul_cost(tokens, d, 3 * d, e),
+        "RoPE": Cost(6 * width, 4 * e * width),
+        "scores": matmul_cost(length, head_dim, length, e, batch=heads),
+        "mask and softmax": Cost(5 * scores, 2 * e * scores),
+        "value product": matmul_cost(length, length, head_dim, e, batch=heads),
+        "attention, fused": Cost(4 * scores * head_dim, 4 * e * width),
+        "output projection": matmul_cost(tokens, d, d, e),
+        "residual sum": Cost(width, 3 * e * width),
+        "gate and value": matmul_cost(tokens, d, 2 * f, e),
+        "SiLU and gate": Cost(5 * tokens * f, 3 * e * tokens * f),
+        "down projection": matmul_cost(tokens, f, d, e),
+    }
+
+
+def block_functions(
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the operations of `block_costs` as functions without arguments, on random tensors."""
+    d, f, heads, length = config.d_model, config.ff_width, config.num_heads, context_length
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
+
+    x, other, inner = normal(batch_size, length, d), normal(batch_size, length, d), 2 * f
+    q, k, v = (normal(batch_size, heads, length, config.head_dim) for _ in range(3))
+    scores = normal(batch_size, heads, length, length)
+    gate_value, hidden = normal(batch_size, length, inner), normal(batch_size, length, f)
+    matrices = [normal(rows, columns) for rows, columns in ((3 * d, d), (d, d), (inner, d), (d, f))]
+    qkv_weight, out_weight, up_weight, down_weight = matrices
+    hidden_keys = ~causal_mask(length, length, device)
+    norm = RMSNorm(d, config.norm_eps, device=device)
+    rope = RotaryEmbedding(config.head_dim, length, config.rope_theta, device=device)
+
+    def masked_softmax() -> Tensor:
+        return softmax(scores.masked_fill(hidden_keys, -torch.inf), dim=-1).to(dtype)
+
+    def gated() -> Tensor:
+        gate, value = gate_value.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+    return {
+        "RMSNorm": lambda: norm(x),
+        "q, k, v projection": lambda: F.linear(x, qkv_weight),
+        "RoPE": lambda: (rope(q), rope(k)),
+        "scores": lambda: q @ k.transpose(-2, -1),
+        "mask and softmax": masked_softmax,
+        "value product": lambda: scores @ v,
+        "attention, fused": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "output projection": lambda: F.linear(x, out_weight),
+        "residual sum": lambda: x + other,
+        "gate and value": lambda: F.linear(x, up_weight),
+        "SiLU and gate": gated,
+        "down projection": lambda: F.linear(hidden, down_weight),
+    }
+
+
+@torch.no_grad()
+def measure_block(
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    samples: int = 10,
+) -> list[MeasuredOperation]:
+    """Time each operation of `block_costs` on `device`, with inputs in memory, not in a cache.
+
+    Operations that run out of memory are left out.
+    """
+    sizes = (config, batch_size, context_length)
+    functions = block_functions(*sizes, device=device, dtype=dtype)
+    costs = block_costs(*sizes, element_bytes=dtype.itemsize)
+    points = []
+    for name, function in functions.items():
+        found = measure(function, device=device, samples=samples, flush_l2=True)
+        if found.status == "ok":
+            points.append(MeasuredOperation(name, costs[name], found.median_ms, found.iqr_ms))
+    return points
+
+
+@torch.no_grad()
+def measure_limits(device: torch.device, dtype: torch.dtype, *, samples: int = 5) -> Limits:
+    """Measure the best that `device` reaches in matmuls of square matrices and in a copy.
+
+    The best sample counts, since other load only makes a machine look slower.
+    """
+    on_gpu = device.type == "cuda"
+    rates = []
+    for size in (4096, 8192) if on_gpu else (256, 512, 1024):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        # as the model multiplies: on a CPU another library may compute `a @ b`
+        matmul = measure(lambda a=a, b=b: F.linear(a, b), device=device, samples=samples)
+        rates.append(2e3 * size**3 / min(matmul.times_ms))
+    # more than the caches hold
+    copied_bytes = 1 << 30 if on_gpu else 64 << 20
+    source, target = (torch.ones(copied_bytes, dtype=torch.int8, device=device) for _ in range(2))
+    copy = measure(lambda: target.copy_(source), device=device, samples=samples)
+    return Limits(max(rates), 2e3 * copied_bytes / min(copy.times_ms))
+
+
+@torch.no_grad()
+def measure_call(
+    fn: Callable[[], Any], device: torch.device, *, samples: int = 10
+) -> tuple[float, float]:
+    """Return median ms until `fn()` returns, and until the device has finished its work."""
+    returned, done = [], []
+    fn()
+    for _ in range(samples):
+        synchronise(device)
+        start = time.perf_counter()
+        fn()
+        returned.append(time.perf_counter() - start)
+        synchronise(device)
+        done.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(returned), 1e3 * statistics.median(done)
+
+
+@torch.no_grad()
+def measure_sizes(
+    sizes: Sequence[int], device: torch.device, *, samples: int = 10
+) -> list[dict[str, float]]:
+    """Time one elementwise operation on float32 tensors of each of `sizes`."""
+    rows = []
+    for size in sizes:
+        x = torch.zeros(size, device=device)
+        found = measure(lambda x=x: x.add_(1), device=device, samples=samples)
+        times = {"median_ms": found.median_ms, "iqr_ms": found.iqr_ms}
+        rows.append({"numbers": size, "min_ms": min(found.times_ms), **times})
+    return rows
+
+
+def predicted_ms(
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    limits: Limits,
+    *,
+    element_bytes: int = 4,
+    dispatch_ms: float = 0.0,
+    runs_ahead: bool = False,
+) -> float:
+    """Predict the time of a training step as the sum of the least times of its operations.
+
+    Counts every operation of the blocks and the head three times, for forward and backward; the
+    update, which moves 28 bytes per parameter; and the host.
+
+    Args:
+        limits: of a machine, in the dtype of the matmuls.
+        dispatch_ms: time the host takes to issue the step's operations.
+        runs_ahead: whether the host issues them while the device works (a GPU), not before each
+            operation (a CPU).
+    """
+    sizes = (config, batch_size, context_length)
+    costs = block_costs(*sizes, element_bytes=element_bytes)
+    # of the two forms of attention, the fused one
+    for name in ("scores", "mask and softmax", "value product"):
+        del costs[name]
+    # each block has these twice
+    again = ("RMSNorm", "residual sum")
+    block = sum(limits.least_ms(cost) * (2 if n in again else 1) for n, cost in costs.items())
+    tokens, vocab_size = batch_size * context_length, config.vocab_size
+    head = limits.least_ms(matmul_cost(tokens, config.d_model, vocab_size, element_bytes))
+    update = UPDATE_BYTES * num_parameters(config) / limits.bytes_per_s * 1e3
+    device_ms = WITH_BACKWARD * (config.num_layers * block + head) + update
+    return max(device_ms, dispatch_ms) if runs_ahead else device_ms + dispatch_ms
+
+
+def draw_roofline(
+    axes: Axes, limits: Limits, points: Sequence[MeasuredOperation], *, title: str
+) -> None:
+    """Draw the roof and `points` below it: colors are kinds of operation, markers its members."""
+    intensities = [point.cost.intensity for point in points] or [limits.ridge / 300]
+    low = min(*intensities, limits.ridge) / 3
+    high = max(*intensities, limits.ridge) * 4
+    unit, scale = ("TFLOP/s", 1e12) if limits.flops_per_s >= 1e13 else ("GFLOP/s", 1e9)
+    span = np.geomspace(low, high, 200)
+    roof = [limits.attainable(intensity) / scale for intensity in span]
+    axes.plot(span, roof, color=INK, marker="")
+    axes.axvline(limits.ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
+    axes.text(limits.ridge, 0.02, " ridge", fontsize=9, transform=axes.get_xaxis_transform())
+    markers = {color: itertools.cycle(MARKERS) for color in (VERMILLION, BLUE, ORANGE)}
+    for point in points:
+        color = _color(point.name)
+        # hollow: points at one spot stay visible
+        style = {"color": color, "marker": next(markers[color]), "markerfacecolor": "none"}
+        x, y = point.cost.intensity, point.flops_per_s / scale
+        style |= {"linestyle": "", "markeredgewidth": 1.6, "markersize": 9}
+        axes.plot(x, y, label=point.name, **style)
+    lowest = min([point.flops_per_s / scale for point in points], default=roof[0])
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set(xlim=(low, high), ylim=(min(lowest, roof[0]) / 2, roof[-1] * 2.5))
+    axes.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel=f"performance ({unit})")
+    if points:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, labelspacing=0.4)
+
+
+def _color(name: str) -> str:
+    """Return the color of an operation: attention, matmuls with weights, everything else."""
+    if any(word in name for word in ATTENTION):
+        return VERMILLION
+    return BLUE if any(word in name for word in MATMULS) else ORANGE
+
+
+def points_of(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[Limits | None, list[MeasuredOperation]]:
+    """Return the newest limits and operations in records of `write_records`."""
+    limits, points = None, {}
+    for figures in (record["figures"] for record in records):
+        if figures["task"] == "limits":
+            limits = Limits(figures["flops_per_s"], figures["bytes_per_s"])
+        elif figures["task"] == "operation":
+            cost = Cost(figures["flops"], figures["num_bytes"])
+            name, times = figures["name"], (figures["median_ms"], figures["iqr_ms"])
+            points[name] = MeasuredOperation(name, cost, *times)
+    return limits, list(points.values())
+
+
+def write_records(
+    path: str | os.PathLike = "artifacts/roofline.jsonl",
+    *,
+    model: str = "gpt2-124m",
+    batch_size: int = 32,
+    context_length: int = 1024,
+    dtype: str = "bfloat16",
+    device: str = "cuda",
+) -> list[Record]:
+    """Measure limits, a block, calls with and without waiting, and one operation by its size.
+
+    `task` in a record's figures is one of `limits`, `operation`, `call`, `size`.
+    """
+    chip = pick_device(device)
+    kind = pick_dtype(chip, dtype)
+    asked = {"model": model, "batch_size": batch_size, "context_length": context_length}
+    asked["dtype"] = str(kind).removeprefix("torch.")
+    limits = dataclasses.asdict(measure_limits(chip, kind))
+    rows: list[dict[str, Any]] = [{"task": "limits", **limits}]
+    sizes = (model_preset(model), batch_size, context_length)
+    for point in measure_block(*sizes, device=chip, dtype=kind):
+        times = {"median_ms": point.median_ms, "iqr_ms": point.iqr_ms}
+        cost = dataclasses.asdict(point.cost)
+        rows.append({"task": "operation", "name": point.name, **cost, **times})
+    for size in (256, 1024, 4096):
+        a = torch.randn(size, size, device=chip, dtype=kind)
+        returned, done = measure_call(lambda a=a: a @ a, chip)
+        rows.append({"task": "call", "size": size, "returned_ms": returned, "done_ms": done})
+    powers = [4**power for power in range(4, 14)]
+    rows += [{"task": "size", **row} for row in measure_sizes(powers, chip)]
+    records = [new_record(row, config=asked, seed=0, device=chip) for row in rows]
+    for record in records:
+        append_record(path, record)
+    return records

@@ -1,0 +1,1 @@
+"""Notebooks run, as report pages, and as a bundle for Kaggle: start with `run_notebooks`."""

@@ -1,0 +1,131 @@
+"""Notebook cells as they are shown and committed: the first one, static widgets, clean metadata."""
+
+from __future__ import annotations
+
+import copy
+import html
+import re
+from typing import Any
+
+from nbformat import NotebookNode, from_dict
+from nbformat.v4 import new_output
+
+# The first code cell of every notebook, word for word; `make lint` compares.
+FIRST_CELL = """\
+# `lib` is in the folder above or in this one (papermill from elsewhere: give --cwd).
+import sys
+
+sys.path[:0] = ["..", "."]
+%load_ext lib.lessons.notebook"""
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def clean(notebook: NotebookNode) -> NotebookNode:
+    """Return a copy of `notebook` with the metadata that is committed and no other.
+
+    Cells keep their tags, pictures their sizes. Pieces of one stream are joined, and of a line that
+    was overwritten again and again (a progress bar) the last state stays.
+    """
+    notebook = copy.deepcopy(notebook)
+    notebook.metadata = from_dict(METADATA)
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = from_dict({"tags": tags} if tags else {})
+        if cell.cell_type == "code":
+            cell.outputs = _joined_streams(cell.outputs)
+    return notebook
+
+
+def static_widgets(notebook: NotebookNode) -> NotebookNode:
+    """Return a copy of `notebook` whose widgets are replaced by what they last showed.
+
+    An `Output` widget (also the one inside `interact`) becomes its outputs, a control its name and
+    value as text, a container its children. Without saved state the text form stays.
+    """
+    notebook = copy.deepcopy(notebook)
+    models = notebook.metadata.pop("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        outputs = []
+        for output in cell.outputs:
+            is_widget = WIDGET_VIEW in output.get("data", {})
+            outputs += _static(output, models) if is_widget else [output]
+        cell.outputs = _joined_streams(outputs)
+    return notebook
+
+
+def _joined_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Join printed pieces into one text, without what a carriage return overwrote."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    for output in joined:
+        if output.output_type == "stream":
+            output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
+    return joined
+
+
+def _static(output: NotebookNode, models: dict[str, Any]) -> list[NotebookNode]:
+    """Return the outputs that stand in for the widget in `output`: a line of text, and pictures."""
+    texts: list[str] = []
+    shown = _shown_by(output.data[WIDGET_VIEW]["model_id"], models, texts)
+    if not texts and not shown:
+        texts = [output.data.get("text/plain", "")]
+    if not any(texts):
+        return shown
+    # HTML collapses spaces, so parts are separated by dots there
+    line = f'<div class="report-widget">{html.escape(" · ".join(texts))}</div>'
+    data = {"text/html": line, "text/plain": "  ".join(texts)}
+    return [new_output("display_data", data=data), *shown]
+
+
+def _shown_by(model_id: str, models: dict[str, Any], texts: list[str]) -> list[NotebookNode]:
+    """Return the outputs that the widget shows, and append its texts to `texts`."""
+    model = models.get(model_id)
+    if model is None:
+        return []
+    state = model["state"]
+    if model["model_name"] == "OutputModel":
+        return [from_dict(_without_twin(output)) for output in state.get("outputs", [])]
+    if "children" not in state:
+        texts += _texts_of(model["model_name"], state)
+    shown = []
+    for child in state.get("children", []):
+        shown += _shown_by(child.removeprefix("IPY_MODEL_"), models, texts)
+    return shown
+
+
+def _without_twin(output: dict[str, Any]) -> dict[str, Any]:
+    """Return `output` without the HTML of a picture, which is for a running JupyterLab only."""
+    data = output.get("data", {})
+    if "image/png" not in data:
+        return output
+    return output | {"data": {kind: data[kind] for kind in data if kind != "text/html"}}
+
+
+def _texts_of(name: str, state: dict[str, Any]) -> list[str]:
+    """Return a control's description and value: only the former for bars, none for buttons."""
+    if "Button" in name and "Toggle" not in name:
+        return []
+    if "Progress" in name or "Image" in name:
+        value = ""
+    elif "_options_labels" in state and isinstance(state.get("index"), int):
+        value = state["_options_labels"][state["index"]]
+    else:
+        value = state.get("value", "")
+    description, value = _plain(state.get("description") or ""), _plain(value)
+    text = f"{description}: {value}" if description and value else description or value
+    return [text] if text else []
+
+
+def _plain(markup: Any) -> str:
+    return " ".join(html.unescape(re.sub("<[^>]+>", "", str(markup))).split())

@@ -1,0 +1,132 @@
+"""The report's front page: the state, time and key figures of each notebook, and earlier runs.
+
+A report is a folder that links only within itself: executed notebooks, their pages, `index.html`,
+and copies of the files they link to. Before a run changes it, `keep_earlier_run` copies it whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jinja2 import Environment, FileSystemLoader
+from nbformat import NotebookNode
+
+from lib.core.files import write_atomically
+from lib.lessons.notebook import KEY_FIGURES
+from lib.publish.pages import TEMPLATES, local_date, page_note, short_title
+
+EARLIER = "previous"
+# Earlier runs beyond these are removed, oldest first.
+KEPT_RUNS = 5
+LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
+
+
+def write_front_page(report: Path, names: Sequence[str], *, newest: str | None = None) -> Path:
+    """Write `index.html` over the executed notebooks in `report`; return its path.
+
+    Args:
+        names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
+        newest: for an earlier run, the link to the newest one.
+    """
+    pages = [_page(report, name) for name in published(report, names)]
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    shown = {"summary": _summary(pages), "facts": _facts(pages), "earlier": _earlier_runs(report)}
+    template = environment.get_template("front_page.html")
+    write_atomically(report / "index.html", template.render(pages=pages, newest=newest, **shown))
+    return report / "index.html"
+
+
+def published(report: Path, names: Iterable[str]) -> list[str]:
+    """Return those of the notebooks `names` that are in `report`."""
+    return [name for name in names if (report / f"{name}.html").exists()]
+
+
+def _page(report: Path, name: str) -> dict[str, Any]:
+    """Return what the front page shows of a notebook."""
+    notebook = nbformat.read(report / f"{name}.ipynb", as_version=4)
+    about = notebook.metadata.get("workbook", {})
+    status = about.get("status", "skipped")
+    return {
+        "name": name,
+        "number": name.split("_")[0],
+        "title": short_title(notebook, name),
+        "status": status,
+        "label": LABELS[status],
+        "note": page_note(about),
+        "error": about.get("error"),
+        "figures": key_figures_of(notebook),
+        "records": about.get("records", []),
+        "about": about,
+    }
+
+
+def key_figures_of(notebook: NotebookNode) -> list[tuple[str, str]]:
+    """Return what an executed notebook passed to `lib.lessons.notebook.key_figures`."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    shown = [output.get("data", {}).get(KEY_FIGURES, []) for output in outputs]
+    return [(name, value) for pairs in shown for name, value in pairs]
+
+
+def _summary(pages: Sequence[dict[str, Any]]) -> str:
+    parts = [f"{len(pages)} notebook{'s' * (len(pages) != 1)}"]
+    for status, label in LABELS.items():
+        if count := sum(page["status"] == status for page in pages):
+            parts.append(f"{count} {label.split(' ', 1)[1]}")
+    return " · ".join(parts)
+
+
+def _facts(pages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return machine, versions and commit of the newest page, for the foot."""
+    made = [page["about"] for page in pages if page["about"].get("provenance")]
+    if not made:
+        return []
+    provenance = max(made, key=lambda about: about["finished"])["provenance"]
+    versions = " · ".join(f"{name} {v}" for name, v in provenance["versions"].items() if v)
+    commit = provenance["commit"] or "not in a git checkout"
+    commit += " with uncommitted changes" if provenance["dirty"] else ""
+    return [
+        ("Device", provenance["device"]),
+        ("Processor", f"{provenance['cpu']}, {provenance['cores']} cores"),
+        ("Versions", versions),
+        ("System", provenance["platform"]),
+        ("Commit", commit),
+    ]
+
+
+def keep_earlier_run(report: Path, names: Sequence[str]) -> None:
+    """Copy the report to `previous/DATE`, and remove the oldest of those beyond `KEPT_RUNS`.
+
+    DATE is when its newest notebook finished; a report that is there already stays.
+    """
+    finished = [
+        nbformat.read(report / f"{name}.ipynb", as_version=4).metadata.get("workbook", {})
+        for name in published(report, names)
+    ]
+    if not finished:
+        return
+    newest = max(about.get("finished", "") for about in finished)
+    # without the time zone, which is UTC, and without colons, which Windows refuses in names
+    target = report / EARLIER / (newest.split("+")[0].replace(":", "-") or "unknown")
+    if not target.exists():
+        shutil.copytree(report, target, ignore=shutil.ignore_patterns(EARLIER, ".*"))
+        write_front_page(target, names, newest="../../index.html")
+    for old in _earlier_folders(report)[KEPT_RUNS:]:
+        shutil.rmtree(old)
+
+
+def _earlier_runs(report: Path) -> list[dict[str, str]]:
+    """Return link and date of each earlier run, newest first."""
+    runs = []
+    for folder in _earlier_folders(report):
+        day, _, time = folder.name.partition("T")
+        date = local_date(f"{day}T{time.replace('-', ':')}+00:00") if time else folder.name
+        runs.append({"href": f"{EARLIER}/{folder.name}/index.html", "date": date})
+    return runs
+
+
+def _earlier_folders(report: Path) -> list[Path]:
+    return sorted((path for path in (report / EARLIER).glob("*") if path.is_dir()), reverse=True)

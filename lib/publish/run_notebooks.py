@@ -1,0 +1,516 @@
+"""Run the notebooks and publish them as a report: find them, plan, run in parallel, report.
+
+`run_notebooks` is `python -m lib run`. `refresh_notebooks` and `clean_notebooks` are
+`python -m lib notebooks refresh|clean`, which bring notebooks into the form that is committed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from nbclient.output_widget import OutputWidget
+from nbformat import NotebookNode
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import Engine, papermill_engines
+from papermill.exceptions import PapermillExecutionError
+from tqdm import tqdm
+
+from lib.core.files import ROOT
+from lib.core.hardware import available_cpus, provenance
+from lib.core.settings import check
+from lib.lessons.notebook import workspace
+from lib.publish.cells import clean, static_widgets
+
+THREADS = "OMP_NUM_THREADS"
+MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
+# ipykernel 7 warns at each start that its connection, inside this machine, is not encrypted.
+KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Which notebooks to run, and with which parameters."""
+
+    notebooks: tuple[str, ...] = ()
+    """Numbers (`01`) or names (`01_tokenizer`); default: all."""
+
+    parameters: str | None = None
+    """A YAML file of parameters, or the name of one in `notebooks/parameters/`."""
+
+    report: Path | None = None
+    """Folder for the pages (default: `artifacts/report`)."""
+
+    workers: int | None = None
+    """Notebooks to run at a time (default: one per two cores, but at least two if there are two
+    cores). Those whose numbers are timings always run alone."""
+
+    def __post_init__(self) -> None:
+        check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
+
+
+def run_notebooks(
+    notebooks: Sequence[str] = (),
+    *,
+    parameters: str | os.PathLike | None = None,
+    report: Path | None = None,
+    workers: int | None = None,
+    root: Path = ROOT,
+) -> int:
+    """Run notebooks in parallel processes and write them as web pages with a front page.
+
+    A notebook whose parameters cell says `# needs: 01` runs after 01 if both are run, and is
+    skipped if 01 failed; all others go on. One that says `# runs alone` runs beside no other. The
+    report as it was before is kept in `previous/`. The arguments are those of `RunConfig`; a file
+    of parameters maps a notebook's name to a mapping of its parameters.
+
+    Returns:
+        The exit code: 0, or 1 if a notebook failed, or 2 if the arguments make no sense.
+    """
+    from lib.publish.front_page import keep_earlier_run, published, write_front_page
+    from lib.publish.pages import short_title, write_page
+
+    # find and plan
+    report = Path(report or workspace(root) / "artifacts/report").resolve()
+    try:
+        every = find_notebooks((), root)
+        jobs = plan(find_notebooks(notebooks, root), parameters, root)
+        report.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    names, chosen = [path.stem for path in every], {job.name for job in jobs}
+    before = published(report, names)
+    keep_earlier_run(report, names)
+    pages = {path.stem: path for path in every if path.stem in chosen or path.stem in before}
+    titles = {name: short_title(_read(path), name) for name, path in pages.items()}
+
+    # run and report
+    cores = available_cpus()
+    run = Run(report, str(parameters or ""), _now(), titles)
+    try:
+        results = run_all(jobs, run, workers or min(cores, max(2, cores // 2)))
+        # pages of earlier runs may link to the new ones now
+        for name in set(before) - chosen if chosen - set(before) else ():
+            executed, folder = _read(report / f"{name}.ipynb"), pages[name].parent
+            write_page(executed, report / f"{name}.html", source_folder=folder, titles=titles)
+    finally:
+        index = write_front_page(report, names)
+    for result in results:
+        if result.traceback:
+            print(f"\n{result.name} failed:\n{_plain(result.traceback)}", file=sys.stderr)
+    print(f"\nReport: {index}")
+    return int(any(result.status != "done" for result in results))
+
+
+def find_notebooks(selection: Sequence[str], root: Path) -> list[Path]:
+    """Return the numbered notebooks in reading order, or only those that `selection` names."""
+    known = sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    if not known:
+        raise ValueError(f"no notebook is named like 01_topic.ipynb in {root / 'notebooks'}")
+    chosen = set()
+    for wanted in selection:
+        stem = Path(wanted).name.removesuffix(".ipynb")
+        found = {
+            path for path in known if stem in (path.stem, path.stem[:2], path.stem[:2].lstrip("0"))
+        }
+        if not found:
+            names = _known(path.stem for path in known)
+            raise ValueError(f"no notebook is called {wanted!r}; {names}")
+        chosen |= found
+    return [path for path in known if path in chosen or not selection]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One notebook to run."""
+
+    source: Path
+    parameters: dict[str, Any]
+
+    needs: tuple[str, ...]
+    """Names of the notebooks whose results it reads."""
+
+    runs_alone: bool = False
+    """Whether no other notebook may run beside it, because its numbers are timings."""
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+
+def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: Path) -> list[Job]:
+    """Return what to run with which parameters (see `run_notebooks`), with every name checked."""
+    known = {path.stem: parameter_names(path) for path in find_notebooks((), root)}
+    sections = read_parameters(parameters, root) if parameters else {}
+    for name, values in sections.items():
+        if name not in known:
+            raise ValueError(f"{parameters}: no notebook is called {name!r}; {_known(known)}")
+        for unknown in sorted(values.keys() - known[name]):
+            raise ValueError(
+                f"{parameters}: {name} has no parameter {unknown!r}; {_known(known[name])}"
+            )
+    return [
+        Job(
+            path,
+            sections.get(path.stem, {}),
+            _needed_by(path, list(known)),
+            bool(re.search(r"^# runs alone\b", _parameters_cell(path), re.MULTILINE)),
+        )
+        for path in notebooks
+    ]
+
+
+def _known(names: Iterable[str]) -> str:
+    return f"there are: {', '.join(sorted(names)) or 'none'}"
+
+
+def read_parameters(name: str | os.PathLike, root: Path) -> dict[str, dict[str, Any]]:
+    """Return the parameter file called `name`, or at that path: notebook name -> parameters.
+
+    Raises:
+        ValueError: there is no such file, or it has another form.
+    """
+    import yaml
+
+    folder = root / "notebooks/parameters"
+    path = Path(name) if str(name).endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        names = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ValueError(f"no parameter file is called {str(name)!r}; {_known(names)}")
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(sections, dict):
+        raise ValueError(f"{path} must map notebook names to parameters")
+    for section, values in sections.items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: {section} must be a mapping of parameters, got {values!r}")
+    return sections
+
+
+def parameter_names(notebook: Path) -> set[str]:
+    """Return the names that the notebook's cell tagged `parameters` assigns."""
+    nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the notebooks that a line `# needs: 01, 02` in the parameters cell lists."""
+    found = re.search(r"^# needs: *(.+)$", _parameters_cell(notebook), re.MULTILINE)
+    needed = []
+    for wanted in re.findall(r"\w+", found[1]) if found else []:
+        matches = [name for name in names if wanted in (name, name[:2])]
+        # a lower number only, so that no two can wait for each other
+        if not matches or matches[0] >= notebook.stem:
+            earlier = [name for name in names if name < notebook.stem]
+            raise ValueError(f"{notebook.name}: needs {wanted!r}; earlier ones: {_known(earlier)}")
+        needed += matches
+    return tuple(needed)
+
+
+def _parameters_cell(notebook: Path) -> str:
+    cells = _read(notebook).cells
+    return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings shared by all notebooks of a run."""
+
+    report: Path
+    """Folder for the executed notebooks and their pages."""
+
+    parameters: str
+    """Name of the parameter file, for the pages."""
+
+    started: str
+    """Start in UTC."""
+
+    titles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name -> title of each page that the report will have, in reading order."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a notebook ended; `status` is done, failed or skipped."""
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    error: str | None = None
+    traceback: str | None = None
+
+
+def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
+    """Run each job after those it needs, `workers` at a time, with a progress bar for each."""
+    chosen, waiting = {job.name for job in jobs}, list(jobs)
+    running: dict[Future, Job] = {}
+    results: dict[str, Result] = {}
+    bars: dict[str, Any] = {}
+    workers = max(1, min(workers, sum(not job.runs_alone for job in jobs)))
+    # fresh processes: papermill changes the working folder, and a fork would copy threads
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_exit_quietly_on_interrupt)
+    with context.Manager() as manager, pool:
+        events = manager.Queue()
+        while waiting or running:
+            # skip jobs that need a failed one, and start those that can start
+            failed = {name for name, result in results.items() if result.status != "done"}
+            for job in [job for job in waiting if failed.intersection(job.needs)]:
+                waiting.remove(job)
+                lost = next(name for name in job.needs if name in failed)
+                results[job.name] = Result(job.name, "skipped", error=f"needs {lost}, which failed")
+                publish(results[job.name], job.source, job, run)
+                _print_result(results[job.name])
+            while job := next_job(waiting, running.values(), chosen - results.keys(), workers):
+                waiting.remove(job)
+                # more threads than cores slow all of them down
+                shared = workers > 1 and not job.runs_alone
+                threads = max(1, available_cpus() // workers) if shared else None
+                running[pool.submit(run_one, job, run, events, threads)] = job
+
+            # show progress, and collect those that have ended
+            ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            while not events.empty():
+                _update_bar(bars, *events.get())
+            for future in ended:
+                job = running.pop(future)
+                if job.name in bars:
+                    bars.pop(job.name).close()
+                if error := future.exception():
+                    # its process died
+                    text = f"{type(error).__name__}: {error}"
+                    results[job.name] = Result(job.name, "failed", error=text, traceback=text)
+                    publish(results[job.name], job.source, job, run)
+                else:
+                    results[job.name] = future.result()
+                _print_result(results[job.name])
+    return [results[job.name] for job in jobs]
+
+
+def next_job(
+    waiting: Sequence[Job], running: Iterable[Job], unfinished: set[str], workers: int
+) -> Job | None:
+    """Return the job to start now: the first that may run beside those running, or None.
+
+    Jobs that run alone come last, when nothing else is running.
+    """
+    running = list(running)
+    if len(running) >= workers or any(job.runs_alone for job in running):
+        return None
+    ready = [job for job in waiting if unfinished.isdisjoint(job.needs)]
+    shared = [job for job in ready if not job.runs_alone]
+    alone = [job for job in ready if job.runs_alone and not running]
+    return next(iter([*shared, *alone]), None)
+
+
+def _exit_quietly_on_interrupt() -> None:
+    """Let Ctrl-C end this process in order, its kernel too, without a traceback of its own."""
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+
+
+def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
+    """Run one notebook in its own folder, and write it and its page into the report.
+
+    Args:
+        events: a queue for the cells done; see `execute` for `threads`.
+    """
+    started, reached, total = time.monotonic(), 0, len(_read(job.source).cells)
+    # until it is done, the pages of an earlier run stay
+    executed = run.report / f".{job.name}.ipynb"
+    executed.unlink(missing_ok=True)
+
+    def on_cell(count: int) -> None:
+        nonlocal reached
+        reached = count
+        events.put((job.name, count, total))
+
+    on_cell(0)
+    try:
+        execute(job.source, executed, job.parameters, on_cell, threads)
+        result = Result(job.name, "done", time.monotonic() - started)
+    except PapermillExecutionError as error:
+        text = f"In [{error.exec_count}]: {error.ename}: {error.evalue}"
+        traceback = "\n".join(error.traceback)
+        result = Result(job.name, "failed", time.monotonic() - started, text, traceback)
+    except Exception as error:  # a kernel that died or did not start, a disk that is full
+        text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
+        result = Result(job.name, "failed", time.monotonic() - started, text, text)
+    publish(result, executed if executed.exists() else job.source, job, run)
+    executed.unlink(missing_ok=True)
+    return result
+
+
+def execute(
+    source: Path,
+    output: Path | None,
+    parameters: Mapping[str, Any] | None = None,
+    on_cell: Callable[[int], None] | None = None,
+    threads: int | None = None,
+) -> NotebookNode:
+    """Run the notebook at `source` in its own folder with papermill; return it executed.
+
+    Args:
+        output: where the executed notebook is written, cell by cell.
+        parameters: names from its cell tagged `parameters` -> values.
+        on_cell: called with the number of cells done.
+        threads: of PyTorch's operators, unless the environment says; default: the notebook decides.
+
+    Raises:
+        papermill.PapermillExecutionError: a cell failed; `output` has its traceback.
+        RuntimeError: the kernel did not start, or died.
+    """
+    return papermill.execute_notebook(
+        source,
+        output,
+        parameters,
+        cwd=source.parent,
+        engine_name="workbook",
+        kernel_name="python3",
+        progress_bar=False,
+        on_cell=on_cell or (lambda count: None),
+        env=({THREADS: str(threads)} if threads else {}) | os.environ,
+    )
+
+
+class _OneWayOutput(OutputWidget):
+    """Collects what an `Output` widget shows without sending it back to the kernel.
+
+    nbclient sends it over the socket on which it waits for the cell's end. Now and then that
+    swallows the wake-up, and it waits for ever (seen with nbclient 0.11, pyzmq 27, ipykernel 7).
+    """
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Engine(Engine):
+    @classmethod
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, on_cell, env, **_):
+        client = PapermillNotebookClient(
+            nb_man,
+            kernel_name=kernel_name,
+            extra_arguments=KERNEL_ARGUMENTS,
+            on_cell_executed=lambda cell, cell_index, **_: on_cell(cell_index + 1),
+        )
+        client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
+        return client.execute(env=env)
+
+
+papermill_engines.register("workbook", _Engine)
+
+
+def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
+    """Write `notebook` with a note of how it ended, and its page, into the report."""
+    from lib.publish.pages import copy_into_report, write_page
+
+    content, target = _read(notebook), run.report / f"{job.name}.ipynb"
+    root = job.source.parent.parent
+    records = [copy_into_report(path, root, run.report) for path in _records_of(content, root)]
+    content.metadata["workbook"] = {
+        "status": result.status,
+        "seconds": round(result.seconds, 3),
+        "error": result.error,
+        "parameters": run.parameters,
+        "run": run.started,
+        "finished": _now(),
+        "provenance": provenance(config=job.parameters) | _graphics_cards(),
+        "records": records,
+    }
+    page, folder = target.with_suffix(".html"), job.source.parent
+    write_page(content, page, source_folder=folder, titles=run.titles)
+    nbformat.write(content, target)
+
+
+def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
+    """Return the committed records and tables that the notebook's code names."""
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    words = set(re.findall(r"\w+", code))
+    files = sorted((root / "artifacts").glob("*.*"))
+    return [path for path in files if path.suffix in (".csv", ".jsonl") and path.stem in words]
+
+
+def _graphics_cards() -> dict[str, str]:
+    """Return the GPUs' names from NVIDIA's driver: asking torch would occupy their memory."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    counts = Counter(listed.stdout.split("\n")[:-1])
+    return {"device": ", ".join(f"{count} × {name}" for name, count in counts.items())}
+
+
+def _print_result(result: Result) -> None:
+    note = f"  {result.error}" if result.error else ""
+    tqdm.write(f"  {MARKS[result.status]} {result.name:<24} {result.seconds:6.1f} s{note}")
+    sys.stdout.flush()
+
+
+def _update_bar(bars: dict[str, Any], name: str, count: int, total: int) -> None:
+    if name not in bars:
+        form = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}"
+        # disable=None: no bars in a log, where the lines of `_print_result` are enough
+        bars[name] = tqdm(total=total, desc=name, bar_format=form, leave=False, disable=None)
+    bars[name].update(count - bars[name].n)
+
+
+def _plain(text: str) -> str:
+    """Return `text` without terminal colors where nobody sees them."""
+    return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def _read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> int:
+    """Run notebooks one after another and store their outputs in them, as they are committed.
+
+    Returns the exit code; a notebook that fails is left as it was.
+    """
+    failed = 0
+    for path in find_notebooks(notebooks, root):
+        started = time.monotonic()
+        try:
+            executed = execute(path, None)
+        except (PapermillExecutionError, RuntimeError) as error:
+            print(f"{path.stem} failed and is left as it was:\n{_plain(str(error))}")
+            failed = 1
+            continue
+        nbformat.write(clean(static_widgets(executed)), path)
+        print(f"{path.stem}: outputs stored after {time.monotonic() - started:.1f} s", flush=True)
+    return failed
+
+
+def clean_notebooks(root: Path = ROOT) -> int:
+    """Bring the notebooks' metadata into the form that is committed, without running them."""
+    for path in find_notebooks((), root):
+        notebook = _read(path)
+        cleaned = clean(notebook)
+        if cleaned != notebook:
+            nbformat.write(cleaned, path)
+            print(f"{path.stem}: metadata cleaned")
+    return 0

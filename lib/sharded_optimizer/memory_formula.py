@@ -1,0 +1,272 @@
+"""Memory of a rank in training, by formula: with plain data parallelism and with ZeRO.
+
+Mixed precision with Adam keeps 16 bytes per weight (Rajbhandari et al. 2020, arXiv:1910.02054,
+section 3.1), and plain data parallelism keeps all of them on every rank. The stages of ZeRO divide
+them among n ranks:
+
+| stage | weights | gradients | optimizer state |
+|-------|---------|-----------|-----------------|
+| 0     | W       | G         | S               |
+| 1     | W       | G         | S / n           |
+| 2     | W       | G / n     | S / n           |
+| 3     | W / n   | G / n     | S / n           |
+
+A weight, its gradient and its state take 4 + 4 + 8 bytes in float32 and under autocast; with
+`low_precision_weights` a matrix takes 2 + 2 + 12, norms as before. Beside them there are
+
+- **activations**, which the forward pass keeps for the backward pass (`lib.model.costs`);
+- **communication**: `flashddp` copies one bucket of gradients at a time on CPUs and none on GPUs,
+  `flat` copies all, G. A sharded optimizer that averages gradients itself (stage 1, `none`) packs
+  each bucket for its reduce-scatter, and frees it while the second one after it is being sent: a
+  rank keeps the means of its slices, G / n, as in stage 2, and at most three buckets. Over gloo, on
+  CPUs, a reduce-scatter makes one more copy. Stage 2 as in the paper takes one bucket, stage 3 the
+  gradients of a block;
+- **gathered** weights in stage 3: embedding, head, and two blocks in `dtype`, one in use and one on
+  its way;
+- **working** memory: the logits (on a CPU 16 MiB at a time, three times that in 2-byte types) or
+  what is between the matmuls of a feed-forward layer, whichever is larger.
+
+Stages 0 and 1 are what `lib.ddp.wrappers` and `lib.sharded_optimizer.optimizer` hold; 2 and 3 are
+the paper's, with this library's precisions. Like `lib.model.costs` it needs no model and no torch.
+Left out is what does not grow with the model's width: step counts, alignment, RoPE's fixed tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lib.core.settings import require
+from lib.ddp.costs import default_bucket_cap_mb
+from lib.model.config import ModelConfig, model_preset
+from lib.model.costs import activation_bytes, num_parameters, parameters_by_part
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# From small to large.
+SIZES = ("small", "medium", "large", "xl", "2.7b")
+# Memory of a GPU that is not for tensors: CUDA's context, NCCL's buffers, gaps between blocks.
+RESERVED_BYTES = 10**9
+# Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
+CPU_LOGITS_BYTES = 16 << 20
+# Who averages gradients: `none` is a sharded optimizer by itself.
+AVERAGED_BY = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank, each kind at its own maximum; the maxima are at different times."""
+
+    parameters: int
+    """Weights that the model computes with."""
+
+    gradients: int
+    """At the end of the backward pass, when all are complete."""
+
+    optimizer_state: int
+    """AdamW's moments, and float32 masters of low-precision weights; from the first step on."""
+
+    activations: int
+    """At the start of the backward pass."""
+
+    communication: int = 0
+    """Sent and received at the end of the backward pass, besides the gradients."""
+
+    averaged_gradients: int = 0
+    """Gradients that are left when the optimizer steps."""
+
+    gathered: int = 0
+    """Other ranks' weights while they are needed (stage 3)."""
+
+    working: int = 0
+    """Temporaries of a layer or of the loss when activations are at their maximum."""
+
+    update: int = 0
+    """Temporaries of the optimizer's step; 0 on a GPU, where it is one fused kernel."""
+
+    gradients_stay: bool = False
+    """Whether the gradients' memory is kept between steps, as by PyTorch's DDP."""
+
+    @property
+    def initialised(self) -> int:
+        """Before the first step, which creates the optimizer state."""
+        return self.between_steps - self.optimizer_state
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes that a rank holds all the time."""
+        gradients = self.gradients if self.gradients_stay else 0
+        return self.parameters + self.optimizer_state + gradients
+
+    @property
+    def before_step(self) -> int:
+        """Between the backward pass and the optimizer's step, with averaged gradients."""
+        gradients = self.gradients if self.gradients_stay else self.averaged_gradients
+        return self.parameters + self.optimizer_state + gradients
+
+    @property
+    def peak(self) -> int:
+        """The maximum over a step: at the start or the end of backward, or in the update.
+
+        Backward frees activations while it creates gradients, layer by layer, so its maximum is at
+        one of its ends.
+        """
+        kept = self.parameters + self.optimizer_state + self.gathered
+        gradients = self.gradients if self.gradients_stay else 0
+        start_of_backward = kept + gradients + self.activations + self.working
+        end_of_backward = kept + self.gradients + self.communication
+        return max(start_of_backward, end_of_backward, self.before_step + self.update)
+
+
+def rank_memory(
+    config: ModelConfig,
+    *,
+    ranks: int,
+    stage: int = 0,
+    batch_size: int = 1,
+    dtype: str = "bfloat16",
+    low_precision_weights: bool = False,
+    ddp_wrapper: str = "flashddp",
+    bucket_cap_mb: float | None = None,
+    cuda: bool = True,
+) -> RankMemory:
+    """Bytes on the fullest of `ranks` ranks that train `TransformerLM(config)` together.
+
+    Args:
+        stage: of ZeRO, 0 to 3; one rank is stage 0 in any case.
+        batch_size: sequences of `config.context_length` tokens in a rank's forward pass.
+        dtype: of matmuls: `float32`, `bfloat16` or `float16`.
+        low_precision_weights: whether matrices are held in `dtype`.
+        ddp_wrapper: who averages gradients in stages 0 and 1; `none` is for stage 1.
+        bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket (default:
+            `lib.ddp.costs.default_bucket_cap_mb`).
+        cuda: whether the rank has a GPU. A CPU's AdamW works on a float32 copy of the gradients
+            and on the updates' denominators, 8 bytes for each weight that it updates.
+
+    Raises:
+        ValueError: an unknown stage, dtype or wrapper, or fewer than one rank or sequence.
+    """
+    _check(ranks, batch_size, stage, dtype, ddp_wrapper, bucket_cap_mb)
+    element_bytes = ELEMENT_BYTES[dtype]
+    stage = stage if ranks > 1 else 0
+
+    def share(num_bytes: int) -> int:
+        return -(-num_bytes // ranks)
+
+    weights, state = _weight_and_state_bytes(config, element_bytes if low_precision_weights else 4)
+    updated = num_parameters(config)
+    autocast = not low_precision_weights and stage < 3
+    whole = RankMemory(
+        parameters=weights,
+        gradients=weights,
+        optimizer_state=share(state) if stage else state,
+        activations=activation_bytes(
+            config, batch_size, element_bytes=element_bytes, autocast=autocast, cuda=cuda
+        ),
+        averaged_gradients=weights,
+        working=_working_bytes(config, batch_size, element_bytes, cuda=cuda),
+        update=0 if cuda else 8 * (share(updated) if stage else updated),
+    )
+    if ranks == 1:
+        return whole
+
+    cap_mb = bucket_cap_mb or default_bucket_cap_mb(weights)
+    bucket = min(int(cap_mb * 2**20), weights)
+    change = dataclasses.replace
+    if stage == 0 or (stage == 1 and ddp_wrapper != "none"):
+        # a wrapper averages whole gradients
+        copied = {"flat": weights, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
+        return change(whole, communication=copied, gradients_stay=ddp_wrapper == "torch_ddp")
+    sliced = change(whole, gradients=share(weights), averaged_gradients=share(weights))
+    if stage == 1:
+        return change(sliced, communication=min((3 if cuda else 4) * bucket, 2 * weights))
+    if stage == 2:
+        return change(sliced, communication=bucket)
+    parts = parameters_by_part(config)
+    block = element_bytes * (parts["attention"] + parts["feed_forward"]) // config.num_layers
+    outer_bytes = element_bytes if low_precision_weights else 4
+    outer = outer_bytes * (parts["token_embeddings"] + parts["lm_head"])
+    gathered = outer + min(2, config.num_layers) * block
+    return change(sliced, parameters=share(weights), gathered=gathered, communication=block)
+
+
+def largest_preset(
+    memory_bytes: int,
+    ranks: int = 1,
+    *,
+    stage: int = 0,
+    batch_size: int = 1,
+    reserved_bytes: int = RESERVED_BYTES,
+    **settings,
+) -> str | None:
+    """The largest of the presets `small` to `2.7b` whose training fits; None if none does.
+
+    Args:
+        memory_bytes: memory of a GPU.
+        reserved_bytes: the part of it that is not for tensors.
+        settings: for `rank_memory`.
+
+    Example:
+        A T4 with its 16 GB, with weights in two bytes:
+
+        >>> largest_preset(16 * 10**9, low_precision_weights=True)
+        'medium'
+        >>> largest_preset(16 * 10**9, 2, stage=1, low_precision_weights=True)
+        'large'
+    """
+    fits = None
+    for name in SIZES:
+        config = model_preset(name)
+        needed = rank_memory(config, ranks=ranks, stage=stage, batch_size=batch_size, **settings)
+        if needed.peak + reserved_bytes <= memory_bytes:
+            fits = name
+    return fits
+
+
+def default_cap_mb(config: ModelConfig, *, dtype: str, low_precision_weights: bool) -> float:
+    """The default MiB in a bucket of this model's gradients."""
+    element_bytes = ELEMENT_BYTES[dtype] if low_precision_weights else 4
+    return default_bucket_cap_mb(_weight_and_state_bytes(config, element_bytes)[0])
+
+
+def _weight_and_state_bytes(config: ModelConfig, element_bytes: int) -> tuple[int, int]:
+    """Bytes of the weights, and of AdamW's state; matrices in `element_bytes`, norms in 4.
+
+    The state is two float32 moments, and a float32 master of a weight in two bytes.
+    """
+    norms = parameters_by_part(config)["norms"]
+    matrices = num_parameters(config) - norms
+    weights = matrices * element_bytes + norms * 4
+    state = matrices * (8 if element_bytes == 4 else 12) + norms * 8
+    return weights, state
+
+
+def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int, *, cuda: bool) -> int:
+    """Bytes of temporaries in the loss or in a feed-forward layer."""
+    token_bytes = batch_size * config.context_length * element_bytes
+    logits = token_bytes * (config.vocab_size or 0)
+    if not cuda:
+        # in 2-byte types the loss also copies them to float32
+        logits = min(logits, CPU_LOGITS_BYTES) * (1 if element_bytes == 4 else 3)
+    return max(logits, token_bytes * (4 * config.d_model + 3 * config.ff_width))
+
+
+def _check(
+    ranks: int,
+    batch_size: int,
+    stage: int,
+    dtype: str,
+    ddp_wrapper: str,
+    bucket_cap_mb: float | None,
+) -> None:
+    for name, value in {"ranks": ranks, "batch_size": batch_size}.items():
+        require(value >= 1, f"{name} must be at least 1, got {value}")
+    require(stage in range(4), f"stage must be 0, 1, 2 or 3, got {stage}")
+    known = ", ".join(ELEMENT_BYTES)
+    require(dtype in ELEMENT_BYTES, f"dtype must be one of {known}, got {dtype!r}")
+    known = ", ".join(AVERAGED_BY)
+    message = f"ddp_wrapper must be one of {known}, got {ddp_wrapper!r}"
+    require(ddp_wrapper in AVERAGED_BY, message)
+    averages = stage > 0 or ddp_wrapper != "none" or ranks == 1
+    require(averages, f"ddp_wrapper must not be 'none' in stage 0 on {ranks} ranks; use flashddp")
+    is_positive = bucket_cap_mb is None or bucket_cap_mb > 0
+    require(is_positive, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")

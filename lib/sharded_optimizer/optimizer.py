@@ -1,0 +1,416 @@
+"""ZeRO stage 1: each rank keeps the optimizer state of a part of the model, and updates that part.
+
+AdamW keeps 8 or 12 bytes per weight, and in plain data parallelism every rank keeps the same
+ones. Here each rank keeps 1/world_size (Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1).
+A step has four phases:
+
+1. **average gradients** (`finish_gradient_synchronization`): each rank gets the mean gradient of
+   its shards. A wrapper of `lib.ddp.wrappers` averages all gradients, or with `reduces_gradients`
+   a reduce-scatter here gives each rank its part alone, started in backward with `overlap`;
+2. **norm** (`grad_norm`, `clip_grad_norm`): each rank sums the squares of its part, and one number
+   is all-reduced;
+3. **update** (`step`): the inner optimizer updates this rank's shards;
+4. **gather** (`step`): the ranks exchange updated parameters, under the next forward pass with
+   `overlap_gather_with_forward`.
+
+Two strategies give the same result:
+
+- `parameters`: whole parameters are assigned to ranks, balanced by size, and each owner broadcasts
+  its own after the update. Easy to read, and for any optimizer.
+- `flat`: parameters are laid out in flat buffers, which are cut into equal slices. Reduce-scatter
+  and all-gather together send what one all-reduce does. For elementwise optimizers, such as SGD
+  and the Adam family.
+
+One step of `parameters`, behind a wrapper that averages gradients:
+
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=1e-3)
+    loss(model(x)).backward()
+    model.finish_gradient_synchronization()
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+and one of `flat`, which needs no wrapper:
+
+    broadcast_module(module)
+    optimizer = ShardedOptimizer(
+        module.parameters(), AdamW, strategy="flat", reduces_gradients=True, overlap=True, lr=1e-3
+    )
+    with optimizer.no_sync():
+        loss(module(first)).backward()
+    loss(module(second)).backward()
+    optimizer.finish_gradient_synchronization()
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+**Missing gradients.** A parameter without a gradient on any rank is left alone, as by an unsharded
+optimizer. With `reduces_gradients`, one that some rank used gets the mean, in which the other
+ranks count as zero.
+
+**With `reduces_gradients`** averaged gradients are in the shards, where only the optimizer's own
+`zero_grad` clears them, not the module's. `torch.amp.GradScaler` would look at the wrong
+gradients: each rank at its own, some of which have moved on. After an exception in backward, ranks
+on which every gradient had arrived before call `zero_grad` and go on. Two optimizers that overlap
+need a group each, unless every rank uses the same parameters.
+
+**Memory of `flat`.** Parameters become views of the buffers, at new addresses: capture CUDA graphs
+later, and convert and move the module before. They are contiguous from then on. With
+`reduces_gradients` a gradient moves into the shards when it is averaged; the parameter's `.grad`
+is None afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.core.settings import require
+from lib.ddp.process_group import check_same, on_each_rank, rank, world_size
+from lib.optimizer.adamw import AdamW
+from lib.optimizer.schedule import clip_coefficient, grad_norm
+from lib.sharded_optimizer.flat_slices import FlatSlices
+from lib.sharded_optimizer.saved_state import (
+    pack_shards,
+    read_shards,
+    settings_of,
+    unpack_shards,
+    write_shard,
+)
+from lib.sharded_optimizer.shards import Shard, ShardingStrategy
+from lib.sharded_optimizer.whole_parameters import WholeParameters
+
+STRATEGIES = ("parameters", "flat", "fsdp2")
+# Their update of an element depends on the rest of the parameter, or on all parameters.
+NEEDS_WHOLE_PARAMETERS = ("LBFGS", "Adafactor", "Muon")
+NEEDS_ALL_PARAMETERS = ("LBFGS",)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is divided among the ranks of a group.
+
+    To its caller it is one optimizer over all parameters: parameter groups, schedulers, closures
+    and `add_param_group` work as usual. `inner` is the `optimizer_cls` over this rank's shards;
+    `state` is the inner optimizer's. In a group of one rank it is the plain optimizer. All ranks
+    make the same calls in the same order, starting from equal parameters.
+
+    Args:
+        params: as for any optimizer; tied parameters once.
+        optimizer_cls: such as torch.optim.SGD or `lib.optimizer.adamw.AdamW`.
+        group: the ranks that share the state (default: all).
+        strategy: `parameters` or `flat`, see above; or `fsdp2`, for parameters that PyTorch's
+            `fully_shard` has already divided among the ranks.
+        reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
+            only.
+        overlap: whether that happens during backward, bucket by bucket.
+        bucket_cap_mb: MiB (2²⁰ bytes) of parameters in a buffer of `flat`; a larger parameter gets
+            its own.
+        kwargs: arguments of `optimizer_cls`.
+
+    Raises:
+        ValueError: an argument is wrong, or parameters differ between ranks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        *,
+        group: dist.ProcessGroup | None = None,
+        strategy: Literal["parameters", "flat", "fsdp2"] = "parameters",
+        reduces_gradients: bool = False,
+        overlap: bool = False,
+        bucket_cap_mb: float = 25.0,
+        **kwargs: Any,
+    ) -> None:
+        flat_options = {
+            "reduces_gradients": reduces_gradients,
+            "overlap": overlap,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        _check_arguments(optimizer_cls, strategy, **flat_options)
+        self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
+        facts = {"strategy": strategy} | flat_options
+        check_same({name: str(value) for name, value in facts.items()}, group)
+        # without parameters, to learn its class and defaults
+        empty = self._make_inner([{"params": []}])
+        _check_elementwise(type(empty), strategy)
+        self.strategy = _make_strategy(strategy, group, flat_options)
+        self.inner: torch.optim.Optimizer | None = None
+        self.inner_groups: list[dict[str, Any]] = []
+        super().__init__(params, dict(empty.defaults))
+        # over all groups at once: some optimizers create state here, not in the first step
+        self.inner = on_each_rank(lambda: self._make_inner(self.inner_groups), group)
+        self.state = self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard further parameters, with settings of their own; on all ranks, also in training.
+
+        Raises:
+            ValueError: `optimizer_cls` refuses the settings, or parameters differ between ranks.
+        """
+        # before anything is moved, let it refuse wrong settings
+        self._make_inner([_inner_group(param_group, [])])
+        first = sum(len(group["params"]) for group in self.param_groups)
+        super().add_param_group(param_group)
+        params = param_group["params"]
+        try:
+            facts = {f"parameter {first + n}": _describe(param) for n, param in enumerate(params)}
+            check_same(facts, self.group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        inner_group = _inner_group(param_group, self.strategy.add(params, first))
+        if self.inner is None:
+            self.inner_groups.append(inner_group)
+        else:
+            self.inner.add_param_group(inner_group)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards that this rank updates, in the order of the inner optimizer."""
+        return self.strategy.shards
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, backward passes only add up gradients on this rank (for `overlap`)."""
+        return self.strategy.no_sync()
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Give each shard its averaged gradient; after the last backward pass, on all ranks.
+
+        With `reduces_gradients` this finishes the reduce-scatters, and starts those that backward
+        did not; without, it takes gradients that a wrapper has averaged. `grad_norm`,
+        `clip_grad_norm` and `step` call it if the caller has not.
+
+        Raises:
+            RuntimeError: a parameter was moved, or gradients came after they were averaged.
+        """
+        self.strategy.finish_gradient_synchronization()
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks."""
+        self._take_gradients()
+        if isinstance(self.inner, AdamW):
+            norm = self.inner.grad_norm()
+        else:
+            norm = grad_norm(shard.leaf for shard in self.shards)
+        if world_size(self.group) == 1:
+            return norm
+        # a rank without shards has its norm, 0, on the CPU
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        device = next((param.device for param in params), norm.device)
+        # norm² of the whole = sum of the ranks' norm²
+        square = norm.to(device, torch.float64).square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt().float()
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm before.
+
+        The same as `lib.optimizer.schedule.clip_grad_norm` of the averaged gradients, of which
+        each rank scales its own part.
+        """
+        norm = self.grad_norm()
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's shards and gather all parameters; return what `closure` returns.
+
+        The phases: take the averaged gradients, update this rank's shards with the inner optimizer,
+        and gather the parameters, for which the next forward pass may wait.
+
+        Args:
+            closure: called once, on every rank.
+            options: for the inner optimizer's step, such as `grad_scale` and `skip` of
+                `lib.optimizer.adamw.AdamW`.
+
+        Raises:
+            RuntimeError: as `finish_gradient_synchronization`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # parameters of the step before, if nothing has waited for them since
+        self.wait_for_parameters()
+
+        # take the averaged gradients
+        self._take_gradients()
+
+        # update this rank's shards; schedulers set `lr` here, and some optimizers change settings
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups):
+            inner_group.update(settings_of(group))
+        self.inner.step(**options)
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups):
+            group.update(settings_of(inner_group))
+
+        # gather the parameters
+        self.strategy.gather_parameters()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero; on all ranks."""
+        self.strategy.clear_gradients(set_to_none)
+        super().zero_grad(set_to_none)
+        for shard in self.shards:
+            if shard.leaf is not shard.param:
+                shard.leaf.grad = None
+
+    def overlap_gather_with_forward(
+        self, parts: Sequence[nn.Module], *, in_graph: bool
+    ) -> Callable[[nn.Module], None]:
+        """Let `step` return while parameters are still being gathered (`flat` only).
+
+        The all-gathers then run under the forward passes of earlier parts. Buckets with parameters
+        outside of `parts` are still waited for in the step. To read parameters in other ways, call
+        `wait_for_parameters` first, on all ranks together if `in_graph`.
+
+        Args:
+            parts: modules that forward passes run one after another.
+            in_graph: whether a CUDA graph captures forward, backward and step. It cannot leave
+                anything pending at its end, so forward then also starts the all-gathers; call
+                `mark_replayed` after each replay.
+
+        Returns:
+            What the model must call with a module of `parts`, or one inside, just before it reads
+            that module's parameters: it waits for them.
+        """
+        return self.strategy.overlap_gather_with_forward(parts, in_graph=in_graph)
+
+    def mark_replayed(self) -> None:
+        """Note that a CUDA graph's replay has updated the shards, which must be gathered."""
+        self.strategy.mark_replayed()
+
+    def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Wait until `params` (default: all) have the values of the last step.
+
+        Needed after `overlap_gather_with_forward` only, to read parameters outside of forward.
+        """
+        self.strategy.wait_for_parameters(params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, and which elements it is for; see `saved_state`."""
+        self.wait_for_parameters()
+        packed = pack_shards(self.shards, self.inner, self.param_groups)
+        return packed | {"rank": rank(self.group), "world_size": world_size(self.group)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's `state_dict`, or that of an unsharded optimizer.
+
+        Raises:
+            ValueError: it does not fit, or comes from another rank or number of ranks (which
+                `load_shards` can read).
+        """
+        self._load([state_dict], "state_dict")
+
+    def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
+        """Write this rank's state into `folder`, which should be empty; return the file's path.
+
+        All ranks call it, and return when all files are complete. A file is whole or absent.
+
+        Args:
+            group: the same ranks, to wait for each other in (default: the optimizer's group, whose
+                timeout a slow disk may exceed).
+
+        Raises:
+            OSError: a rank cannot write; raised on all ranks.
+        """
+        return write_shard(folder, self.state_dict(), group or self.group)
+
+    def load_shards(self, folder: str | os.PathLike) -> None:
+        """Load what any number of ranks saved with any strategy; reads only what this rank needs.
+
+        With the same number of ranks, strategy and `bucket_cap_mb`, training continues bit for
+        bit. `load_unsharded` reads the same files.
+
+        Raises:
+            FileNotFoundError: a file is missing; raised on all ranks, like the others.
+            ValueError: the files do not fit the parameters, or are from different saves.
+        """
+        on_each_rank(lambda: self._load(read_shards(folder), folder), self.group)
+
+    def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
+        unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)
+        self.state = self.inner.state
+
+    def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return self.optimizer_cls(groups, **self.kwargs)
+
+    def _take_gradients(self) -> None:
+        """Give the inner optimizer the averaged gradients, and average them first if nobody has."""
+        self.finish_gradient_synchronization()
+        for shard in self.shards:
+            shard.leaf.grad = shard.grad
+
+
+def _make_strategy(
+    name: str, group: dist.ProcessGroup | None, flat_options: dict[str, Any]
+) -> ShardingStrategy:
+    if name == "fsdp2":
+        # slow to import
+        from lib.sharded_optimizer.fsdp2 import FullyShardedParameters
+
+        return FullyShardedParameters(group)
+    if name == "parameters" or world_size(group) == 1:
+        return WholeParameters(group)
+    return FlatSlices(group, **flat_options)
+
+
+def _inner_group(group: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:
+    return {**settings_of(group), "params": [shard.leaf for shard in shards]}
+
+
+def _describe(param: Tensor) -> str:
+    kind = str(param.dtype).removeprefix("torch.")
+    return f"{kind} {tuple(param.shape)}, {'trained' if param.requires_grad else 'frozen'}"
+
+
+def _check_arguments(
+    optimizer_cls: Any,
+    strategy: str,
+    *,
+    reduces_gradients: bool,
+    overlap: bool,
+    bucket_cap_mb: float,
+) -> None:
+    require(
+        callable(optimizer_cls),
+        f"optimizer_cls must be a class, such as torch.optim.AdamW, got {optimizer_cls!r}",
+    )
+    known = ", ".join(STRATEGIES)
+    require(strategy in STRATEGIES, f"strategy must be one of {known}, got {strategy!r}")
+    require(
+        strategy == "flat" or not reduces_gradients,
+        f"reduces_gradients needs strategy 'flat', got {strategy!r}; other strategies need a "
+        "wrapper of lib.ddp.wrappers that averages gradients",
+    )
+    require(reduces_gradients or not overlap, "overlap needs reduces_gradients=True, got False")
+    require(bucket_cap_mb > 0, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+
+
+def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: str) -> None:
+    """Refuse optimizers whose update of an element reads others that may be on another rank."""
+    names = {cls.__name__ for cls in optimizer_cls.__mro__}
+    needs_all = not names.isdisjoint(NEEDS_ALL_PARAMETERS)
+    needs_whole = strategy != "parameters" and not names.isdisjoint(NEEDS_WHOLE_PARAMETERS)
+    if needs_all or needs_whole:
+        remedy = "use another optimizer" if needs_all else "use strategy 'parameters'"
+        raise ValueError(
+            f"optimizer_cls must update each element by itself, but {optimizer_cls.__name__} reads "
+            f"others, which may be on another rank; {remedy}"
+        )

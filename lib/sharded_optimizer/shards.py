@@ -1,0 +1,93 @@
+"""Shards of parameters, and what every strategy of sharding offers to `ShardedOptimizer`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(eq=False)
+class Shard:
+    """The elements of one parameter that this rank updates."""
+
+    param: nn.Parameter
+    """The whole parameter."""
+
+    number: int
+    """Index among all parameters of the optimizer."""
+
+    start: int
+    """First element of the shard, counted in row-major order."""
+
+    stop: int
+    """One past its last element."""
+
+    weight: Tensor
+    """These elements, in the parameter's memory; in its shape where they are all of them."""
+
+    leaf: nn.Parameter
+    """What the inner optimizer updates: `weight` as a parameter."""
+
+    grad: Tensor | None = None
+    """Averaged gradient of these elements, in the shape of `weight`."""
+
+    def slice_of(self, grad: Tensor | None) -> Tensor | None:
+        """This shard's part of the whole parameter's gradient, a view where possible."""
+        if grad is None or grad.shape == self.weight.shape:
+            return grad
+        return grad.reshape(-1)[self.start : self.stop]  # (stop - start,)
+
+
+def make_shard(param: nn.Parameter, number: int, start: int, stop: int, weight: Tensor) -> Shard:
+    """The shard of elements `start` to `stop` of `param`, whose memory is the 1-dim `weight`."""
+    if stop - start == param.numel():
+        weight = weight.view(param.shape)
+    return Shard(param, number, start, stop, weight, nn.Parameter(weight))
+
+
+class ShardingStrategy:
+    """How parameters are split into shards, and what the ranks send each other.
+
+    The methods that do nothing suit gradients that something else averages, and parameters that
+    are complete when `gather_parameters` returns.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.shards: list[Shard] = []
+
+    def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
+        """Shard `params`, numbered from `first`; return the shards of this rank."""
+        raise NotImplementedError
+
+    def finish_gradient_synchronization(self) -> None:
+        """Give every shard its averaged gradient."""
+        raise NotImplementedError
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drop the shards' gradients; the parameters' own are the caller's to drop."""
+        for shard in self.shards:
+            shard.grad = None
+
+    def gather_parameters(self) -> None:
+        """Give every rank the parameters that the others updated."""
+
+    def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Wait until `params` (default: all) are complete."""
+
+    def overlap_gather_with_forward(
+        self, parts: Sequence[nn.Module], *, in_graph: bool
+    ) -> Callable[[nn.Module], None]:
+        """As `ShardedOptimizer.overlap_gather_with_forward`."""
+        return lambda part: None
+
+    def mark_replayed(self) -> None:
+        """As `ShardedOptimizer.mark_replayed`."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, backward passes only add up gradients on this rank."""
+        return contextlib.nullcontext()

@@ -1,0 +1,70 @@
+"""PyTorch's ZeroRedundancyOptimizer behind the interface of `ShardedOptimizer`: the peer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lib.ddp.process_group import on_each_rank, rank, world_size
+from lib.optimizer.schedule import grad_norm
+from lib.sharded_optimizer.saved_state import pack_shards, read_shards, unpack_shards, write_shard
+from lib.sharded_optimizer.shards import Shard
+
+
+class TorchZero(ZeroRedundancyOptimizer):
+    """Assigns whole parameters to ranks and broadcasts them; a wrapper averages the gradients.
+
+    It saves the same state as `ShardedOptimizer`, each rank its own.
+    """
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's parameters, as `ShardedOptimizer.inner`."""
+        return self.optim
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards that this rank updates, in the order of `inner`."""
+        numbers = {id(param): number for number, param in enumerate(_params(self))}
+        return [
+            Shard(param, numbers[id(param)], 0, param.numel(), param.detach(), param)
+            for param in _params(self.optim)
+        ]
+
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of all gradients: 0-dim, float32."""
+        return grad_norm(_params(self))
+
+    def wait_for_parameters(self) -> None:
+        """Do nothing: parameters are complete when `step` returns."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's parameters, as `ShardedOptimizer.state_dict`."""
+        group = self.process_group
+        packed = pack_shards(self.shards, self.optim, self.param_groups)
+        return packed | {"rank": rank(group), "world_size": world_size(group)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's `state_dict`, or that of an unsharded optimizer."""
+        self._load([state_dict], "state_dict")
+
+    def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
+        """As `ShardedOptimizer.save_shard`."""
+        return write_shard(folder, self.state_dict(), group or self.process_group)
+
+    def load_shards(self, folder: str | os.PathLike) -> None:
+        """As `ShardedOptimizer.load_shards`."""
+        on_each_rank(lambda: self._load(read_shards(folder), folder), self.process_group)
+
+    def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
+        unpack_shards(state_dicts, source, self.shards, self.optim, self.param_groups)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,554 @@
+"""Byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019).
+
+Training starts from the 256 bytes and repeatedly merges the most frequent pair of neighbors into a
+new token. Encoding replays those merges in the order in which they were learned.
+
+This file is the version to read: first training (`train_bpe`), then the `Tokenizer`.
+`lib.tokenizer.compiled_encoder` is the same compiled by Numba, with identical results; it serves
+large texts where Numba is installed.
+"""
+
+import heapq
+import importlib.util
+import logging
+import operator
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cached_property
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+
+from lib.core.hardware import available_cpus, ordered_map
+from lib.tokenizer import files as tokenizer_files
+from lib.tokenizer.files import Parts
+from lib.tokenizer.pretokenize import (
+    CHUNK_BYTES,
+    iter_chunks,
+    safe_cut,
+    special_token_pattern,
+    split_at_spaces,
+    split_pretokens,
+    split_special,
+)
+
+Pair = tuple[int, int]
+# an id, or the bytes of a token
+Token = TypeVar("Token", int, bytes)
+IMPLEMENTATIONS = ("auto", "python", "numba")
+# below these sizes, compiling with Numba or even loading its cache costs more than it saves
+COMPILED_TRAINING_BYTES = 8 << 20
+COMPILED_ENCODING_BYTES = 1 << 20
+# once compiled, much smaller texts pay
+COMPILED_AGAIN_BYTES = 1 << 12
+# the address space that importing and compiling with Numba takes
+NUMBA_BYTES = 1 << 30
+# the compiled encoder keeps an id in 24 bits
+MAX_IDS = 1 << 24
+# words that the readable encoder caches; some 30 MB
+MAX_CACHED_WORDS = 1 << 17
+# how much text `encode_iterable` gathers before it encodes: little, to keep memory small
+ITERABLE_BYTES = 1 << 13
+log = logging.getLogger(__name__)
+
+
+# Training
+
+
+def count_pretokens(text: str, special_tokens: Sequence[str] = ()) -> Counter[bytes]:
+    """Count how often each pre-token occurs in `text`, leaving special tokens out."""
+    # split at spaces first, so that the slow pattern sees each distinct word only once
+    pattern = special_token_pattern(special_tokens)
+    beginnings, spaced_words = Counter(), Counter()
+    for ordinary, _ in split_special(text, pattern):
+        beginning, words = split_at_spaces(ordinary)
+        beginnings[beginning] += 1
+        spaced_words.update(words)
+
+    counts = Counter()
+    for words, space in ((beginnings, ""), (spaced_words, " ")):
+        for word, count in words.items():
+            for pretoken in split_pretokens(space + word):
+                counts[pretoken.encode()] += count
+    return counts
+
+
+def train_from_counts(
+    counts: Mapping[bytes, int], num_tokens: int
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Learn merges from pre-token counts until there are `num_tokens` tokens, bytes included.
+
+    Among equally frequent pairs, merges the lexicographically greatest pair of byte strings. Stops
+    early if no pair is left.
+
+    Returns the vocabulary (token id -> bytes) and the merges in order.
+
+    >>> train_from_counts({b"aaaa": 1, b"aaa": 1}, 259)[1]
+    [(b'a', b'a'), (b'aa', b'aa'), (b'aa', b'a')]
+    """
+    vocab = {byte: bytes([byte]) for byte in range(256)}
+    merges = []
+
+    # count the pairs of all words, and remember which words hold each pair
+    words = [list(pretoken) for pretoken in counts]
+    word_counts = list(counts.values())
+    pair_counts: Counter[Pair] = Counter()
+    words_with_pair: defaultdict[Pair, set[int]] = defaultdict(set)
+    for index, word in enumerate(words):
+        for pair in pairwise(word):
+            pair_counts[pair] += word_counts[index]
+            words_with_pair[pair].add(index)
+
+    def priority(pair: Pair) -> tuple:
+        left, right = pair
+        return -pair_counts[pair], _reversed_order(vocab[left]), _reversed_order(vocab[right]), pair
+
+    heap = [priority(pair) for pair in pair_counts]
+    heapq.heapify(heap)
+    while len(vocab) < num_tokens and heap:
+        # the most frequent pair; skip an entry whose count has changed since, a newer one is there
+        negative_count, *_, pair = heapq.heappop(heap)
+        if pair_counts[pair] != -negative_count:
+            continue
+        left, right = pair
+        new_id = len(vocab)
+        vocab[new_id] = vocab[left] + vocab[right]
+        merges.append((vocab[left], vocab[right]))
+
+        # merge it in every word that holds it, and note how the counts of pairs change; a word that
+        # has lost the pair meanwhile stays the same, and its changes cancel out
+        changes: Counter[Pair] = Counter()
+        for index in words_with_pair.pop(pair):
+            old, count = words[index], word_counts[index]
+            words[index] = new = merge_pair(old, pair, new_id)
+            for old_pair in pairwise(old):
+                changes[old_pair] -= count
+            for new_pair in pairwise(new):
+                changes[new_pair] += count
+                words_with_pair[new_pair].add(index)
+
+        # push the new counts
+        for changed, change in changes.items():
+            pair_counts[changed] += change
+            if change and pair_counts[changed]:
+                heapq.heappush(heap, priority(changed))
+    return vocab, merges
+
+
+def merge_pair(ids: Sequence[Token], pair: tuple[Token, Token], new_id: Token) -> list[Token]:
+    """Replace each `pair` of neighbors in `ids`, from left to right, by `new_id`.
+
+    >>> merge_pair([1, 1, 1, 2], (1, 1), 256)
+    [256, 1, 2]
+    """
+    left, right = pair
+    merged, index, last = [], 0, len(ids) - 1
+    while index <= last:
+        if ids[index] == left and index < last and ids[index + 1] == right:
+            merged.append(new_id)
+            index += 2
+        else:
+            merged.append(ids[index])
+            index += 1
+    return merged
+
+
+_COMPLEMENT = bytes(range(255, -1, -1))
+
+
+def _reversed_order(token: bytes) -> str:
+    """Return a key that sorts byte strings from greatest to least, longer before their prefixes."""
+    return token.translate(_COMPLEMENT).decode("latin-1") + "\u0100"
+
+
+def train_bpe(
+    input_path: str | os.PathLike,
+    vocab_size: int,
+    special_tokens: Sequence[str] | None = (),
+    *,
+    implementation: str = "auto",
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Train a byte-level BPE vocabulary on a UTF-8 text file.
+
+    Args:
+        input_path: the text; read in chunks, never whole. Invalid bytes count as U+FFFD.
+        vocab_size: number of tokens: 256 bytes, merges, special tokens.
+        special_tokens: never merged across and never counted; their ids come last.
+        implementation: "python", "numba" (identical results), or "auto": Numba for large files.
+        workers: processes (python) or threads (numba) that count; one per core by default.
+        progress: called with the number of bytes just counted.
+
+    Returns:
+        The vocabulary (id -> bytes) and the merges in the order in which they were learned. Ids are
+        the bytes 0 to 255, then one for each merge, then the special tokens.
+
+    Raises:
+        ValueError: `vocab_size` is too small for the bytes and the special tokens, a special token
+            is empty, `workers` is less than 1, or `implementation` is unknown.
+    """
+    if isinstance(special_tokens, str):
+        raise ValueError(f"special_tokens must be a list of texts, got {special_tokens!r}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    special_tokens = list(dict.fromkeys(special_tokens or ()))
+    special_token_pattern(special_tokens)
+    smallest = 256 + len(special_tokens)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size must be at least 256 bytes + {len(special_tokens)} special tokens = "
+            f"{smallest}, got {vocab_size}"
+        )
+
+    path = Path(input_path)
+    num_tokens = vocab_size - len(special_tokens)
+    workers = workers or available_cpus()
+    if (
+        choose_implementation(implementation, path.stat().st_size, COMPILED_TRAINING_BYTES)
+        == "numba"
+    ):
+        from lib.tokenizer.compiled_encoder import train_file
+
+        vocab, merges = train_file(path, num_tokens, special_tokens, workers, progress)
+    else:
+        counts = _count_file(path, special_tokens, workers, progress)
+        vocab, merges = train_from_counts(counts, num_tokens)
+
+    if len(vocab) < num_tokens:
+        log.warning(
+            "vocab_size %d is more than the text can give: stopped at %d tokens, no pair is left",
+            vocab_size,
+            len(vocab) + len(special_tokens),
+        )
+    vocab.update(enumerate((token.encode() for token in special_tokens), start=len(vocab)))
+    return vocab, merges
+
+
+def _count_file(
+    path: Path,
+    special_tokens: Sequence[str],
+    workers: int,
+    progress: Callable[[int], None] | None,
+) -> Counter[bytes]:
+    """Count the pre-tokens of a file, in several processes if it is large."""
+    counts = Counter()
+    with open(path, "rb") as stream:
+        chunks = iter_chunks(stream, CHUNK_BYTES, [token.encode() for token in special_tokens])
+        jobs = ((chunk, special_tokens) for chunk in chunks)
+        if workers == 1 or path.stat().st_size <= 2 * CHUNK_BYTES:
+            results = map(_count_chunk, jobs)
+            executor = nullcontext()
+        else:
+            # spawn, not fork: the caller may have started CUDA or threads
+            executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+            results = ordered_map(executor, _count_chunk, jobs, workers + 1)
+        with executor:
+            for num_bytes, chunk_counts in results:
+                counts.update(chunk_counts)
+                if progress:
+                    progress(num_bytes)
+    return counts
+
+
+def _count_chunk(job: tuple[bytes, Sequence[str]]) -> tuple[int, Counter[bytes]]:
+    chunk, special_tokens = job
+    return len(chunk), count_pretokens(chunk.decode("utf-8", "replace"), special_tokens)
+
+
+# Encoding and decoding
+
+
+class Tokenizer:
+    """Converts text to token ids and back.
+
+    Args:
+        vocab: token id -> bytes; holds every single byte.
+        merges: pairs of byte strings in the order in which they were learned.
+        special_tokens: encoded as one token each wherever they occur; if several begin at the same
+            index, the longest wins. Those that `vocab` lacks get the next free ids.
+        implementation: "python", "numba" (identical results), or "auto": Numba for large texts.
+
+    Raises:
+        ValueError: `vocab` lacks a byte or the result of a merge or has an id of more than 24 bits,
+            or a special token is empty.
+    """
+
+    def __init__(
+        self,
+        vocab: Mapping[int, bytes],
+        merges: Sequence[tuple[bytes, bytes]],
+        special_tokens: Sequence[str] | None = None,
+        *,
+        implementation: str = "auto",
+    ):
+        check_implementation(implementation)
+        self.implementation = implementation
+        self.vocab = dict(vocab)
+        self.merges = [(bytes(left), bytes(right)) for left, right in merges]
+
+        # bytes -> id; of two ids with the same bytes, the lower one counts
+        ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
+        missing = [byte for byte in range(256) if bytes([byte]) not in ids]
+        if missing:
+            raise ValueError(f"vocab must hold all 256 bytes, but lacks {missing[:8]}")
+        if b"" in ids:
+            raise ValueError(f"vocab must have bytes for every id, got none for {ids[b'']}")
+        if max(vocab) >= MAX_IDS:
+            raise ValueError(f"vocab must have ids below {MAX_IDS}, got {max(vocab)}")
+        self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
+        self._ranks = rank_merges(self.merges, ids)
+
+        # a special token may read like an ordinary one: only ids that no merge makes are its own
+        self.special_tokens: dict[str, int] = {}
+        ordinary = {*self._byte_ids, *(merged for _, merged in self._ranks.values())}
+        special_ids = {token: i for i, token in sorted(vocab.items()) if i not in ordinary}
+        for token in dict.fromkeys(special_tokens or ()):
+            token_id = special_ids.get(token.encode(), max(self.vocab) + 1)
+            self.vocab[token_id] = token.encode()
+            self.special_tokens[token] = token_id
+        self._special_pattern = special_token_pattern(list(self.special_tokens))
+        self._special_bytes = [token.encode() for token in self.special_tokens]
+        # word -> the ids of a space and the word
+        self._spaced_words: dict[str, list[int]] = {}
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id: the rows that an embedding needs."""
+        return max(self.vocab) + 1
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned type of at least 16 bits that holds every id."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Vocabulary, merges and special tokens, as `lib.tokenizer.files` reads and writes them."""
+        return Parts(self.vocab, self.merges, self.special_tokens)
+
+    @cached_property
+    def sha256(self) -> str:
+        """A fingerprint: two tokenizers with the same one give the same ids."""
+        return tokenizer_files.fingerprint(self.parts)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the tokenizer to a JSON file. `lib.tokenizer.files` has other formats."""
+        tokenizer_files.save(path, self.parts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, implementation: str = "auto") -> "Tokenizer":
+        """Read a file that `save` wrote; raises `ValueError` if it is damaged or was altered."""
+        return cls.from_parts(tokenizer_files.load(path), implementation=implementation)
+
+    @classmethod
+    def from_parts(cls, parts: Parts, *, implementation: str = "auto") -> "Tokenizer":
+        """Make a tokenizer from parts that `lib.tokenizer.files` has read."""
+        vocab, merges, special_tokens = parts
+        tokenizer = cls(vocab, merges, list(special_tokens), implementation=implementation)
+        if tokenizer.special_tokens != special_tokens:
+            raise ValueError(f"special_tokens must have their ids in vocab, got {special_tokens}")
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Convert `text` to token ids.
+
+        Raises:
+            UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
+        """
+        if self._use_compiled(len(text)):
+            return self._compiled.encode(text.encode()).tolist()
+        ids = []
+        for ordinary, special in split_special(text, self._special_pattern):
+            beginning, words = split_at_spaces(ordinary)
+            ids += self._encode_piece(beginning)
+            for word in words:
+                ids += self._spaced_words.get(word) or self._encode_spaced_word(word)
+            if special is not None:
+                ids.append(self.special_tokens[special])
+        return ids
+
+    def _encode_piece(self, text: str) -> list[int]:
+        return [i for pretoken in split_pretokens(text) for i in self._merge(pretoken.encode())]
+
+    def _encode_spaced_word(self, word: str) -> list[int]:
+        """Encode a space and `word`, and cache the ids."""
+        if len(self._spaced_words) >= MAX_CACHED_WORDS:
+            self._spaced_words.clear()
+        ids = self._spaced_words[word] = self._encode_piece(" " + word)
+        return ids
+
+    def _merge(self, pretoken: bytes) -> list[int]:
+        """Apply the merges to one pre-token, the earliest learned first."""
+        ids = [self._byte_ids[byte] for byte in pretoken]
+        while known := [pair for pair in pairwise(ids) if pair in self._ranks]:
+            pair = min(known, key=self._ranks.__getitem__)
+            ids = merge_pair(ids, pair, self._ranks[pair][1])
+        return ids
+
+    def encode_array(self, text: str | bytes) -> np.ndarray:
+        """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD."""
+        if self._use_compiled(len(text)):
+            data = text.encode() if isinstance(text, str) else text
+            return self._compiled.encode(data).astype(self.dtype)
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return np.array(self.encode(text), dtype=self.dtype)
+
+    def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
+        """Yield the ids of the joined strings of `iterable`, such as a file's lines, one by one.
+
+        Memory stays bounded: text is held back only while its tokens may still change.
+        """
+        pending, enough = bytearray(), ITERABLE_BYTES
+        for text in iterable:
+            pending += text.encode()
+            if len(pending) >= enough:
+                cut = safe_cut(pending, self._special_bytes)
+                yield from self.encode(pending[:cut].decode())
+                del pending[:cut]
+                enough = max(ITERABLE_BYTES, 2 * len(pending))
+        yield from self.encode(pending.decode())
+
+    def encode_stream(
+        self, stream: BinaryIO, *, chunk_bytes: int = CHUNK_BYTES, workers: int | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Encode a UTF-8 stream chunk by chunk, in order, with bounded memory.
+
+        Yields (bytes read, ids of `dtype`) for each chunk. The result depends neither on
+        `chunk_bytes` (about that many at a time) nor on `workers` (threads; one per core by
+        default).
+        """
+        chunks = iter_chunks(stream, chunk_bytes, self._special_bytes)
+
+        def encode(chunk: bytes) -> tuple[int, np.ndarray]:
+            return len(chunk), self.encode_array(chunk)
+
+        workers = workers or available_cpus()
+        with ThreadPoolExecutor(workers) as executor:
+            yield from ordered_map(executor, encode, chunks, workers + 1)
+
+    def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
+        """Convert ids (a list, array or tensor) to text; `errors` as in `bytes.decode`."""
+        return self.decode_bytes(ids).decode("utf-8", errors)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Convert ids (a list, array or tensor) to bytes.
+
+        Raises:
+            ValueError: an id is not in the vocabulary; the message names it.
+        """
+        ids = np.asarray(ids) if hasattr(ids, "__array__") else list(ids)
+        is_array = isinstance(ids, np.ndarray)
+        if is_array and ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise ValueError(f"ids must be integers, (n,), got {ids.dtype} of shape {ids.shape}")
+        if not len(ids):
+            return b""
+        try:
+            if self._use_compiled(len(ids)):
+                return self._compiled.decode(ids)
+            return b"".join(map(self.vocab.__getitem__, ids.tolist() if is_array else ids))
+        except (KeyError, OverflowError):
+            ids = [operator.index(token_id) for token_id in ids]
+            unknown = next((token_id for token_id in ids if token_id not in self.vocab), None)
+            if unknown is None:
+                # they were integers of another type, such as tensors of one element
+                return self.decode_bytes(ids)
+            raise ValueError(
+                f"token id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1})"
+            ) from None
+
+    def _use_compiled(self, size: int) -> bool:
+        if self.implementation != "auto":
+            return self.implementation == "numba"
+        if "_compiled" in self.__dict__:
+            return size >= COMPILED_AGAIN_BYTES
+        return size >= COMPILED_ENCODING_BYTES and (
+            choose_implementation("auto", size, COMPILED_ENCODING_BYTES) == "numba"
+        )
+
+    @cached_property
+    def _compiled(self):
+        from lib.tokenizer.compiled_encoder import CompiledEncoder
+
+        return CompiledEncoder(self.vocab, self._byte_ids, self._ranks, self.special_tokens)
+
+
+def rank_merges(
+    merges: Sequence[tuple[bytes, bytes]], ids: Mapping[bytes, int]
+) -> dict[Pair, tuple[int, int]]:
+    """Map each pair of ids to (rank, id of the merged token); lower ranks are merged first.
+
+    Raises:
+        ValueError: a merge joins or makes a token that is not in `ids`, or one out of order.
+            Training makes a token before it is joined to others, and no token twice.
+    """
+    ranks, made = {}, {bytes([byte]) for byte in range(256)}
+    for rank, (left, right) in enumerate(merges):
+        merged = left + right
+        if merged not in ids:
+            raise ValueError(f"merge {rank} makes {merged!r}, which is not in the vocabulary")
+        for part in (left, right):
+            if part not in made:
+                raise ValueError(f"merge {rank} joins {part!r}, which no earlier merge has made")
+        if merged in made:
+            raise ValueError(f"merge {rank} makes {merged!r}, which an earlier merge has made")
+        made.add(merged)
+        ranks[ids[left], ids[right]] = (rank, ids[merged])
+    return ranks
+
+
+# The choice between this file and the compiled one
+
+
+def choose_implementation(implementation: str, num_bytes: int, threshold: int) -> str:
+    """Resolve "auto" for an input of `num_bytes`: "numba" from `threshold` bytes on. Logs it."""
+    check_implementation(implementation)
+    if implementation != "auto":
+        return implementation
+    reason = None
+    if num_bytes < threshold:
+        reason = "small input"
+    elif not numba_installed():
+        reason = "Numba is not installed"
+    elif not _numba_fits():
+        reason = "too little address space for Numba"
+    if reason is None:
+        log.info("tokenizer: compiled implementation (Numba) for %.1f MB", num_bytes / 1e6)
+        return "numba"
+    log.info("tokenizer: Python implementation for %.1f MB (%s)", num_bytes / 1e6, reason)
+    return "python"
+
+
+def check_implementation(implementation: str) -> None:
+    """Raise `ValueError` for an unknown implementation, `ImportError` for a missing one."""
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+    if implementation == "numba" and not numba_installed():
+        raise ImportError("implementation 'numba' needs the package numba, which is not installed")
+
+
+def numba_installed() -> bool:
+    """Whether the compiled implementation is available."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def _numba_fits() -> bool:
+    """Whether a limit on this process's address space leaves enough for Numba.
+
+    An import that runs out of memory halfway can leave Python itself broken.
+    """
+    if "numba" in sys.modules or not Path("/proc/self/statm").exists():
+        return True
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return limit == resource.RLIM_INFINITY or limit - used > NUMBA_BYTES

@@ -1,0 +1,226 @@
+"""Tokenizers as files: our own JSON, Hugging Face's `tokenizer.json`, and tiktoken's Encoding.
+
+A tokenizer is three things here: `vocab` (id -> bytes), `merges` (pairs of bytes, in order) and
+`special_tokens` (text -> id).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lib.core.files import write_atomically
+from lib.tokenizer.pretokenize import GPT2_PATTERN
+
+if TYPE_CHECKING:
+    import tiktoken
+
+FORMAT = "byte-level-bpe"
+
+
+class Parts(NamedTuple):
+    """The parts that define a tokenizer."""
+
+    vocab: dict[int, bytes]
+    merges: list[tuple[bytes, bytes]]
+    special_tokens: dict[str, int]
+
+
+def save(path: str | os.PathLike, parts: Parts) -> None:
+    """Write `parts` as JSON with their fingerprint, whole or not at all."""
+    document = _document(parts) | {"sha256": fingerprint(parts)}
+    write_atomically(path, json.dumps(document, ensure_ascii=False, indent=1))
+
+
+def load(path: str | os.PathLike) -> Parts:
+    """Read a file that `save` wrote.
+
+    Raises:
+        ValueError: it is not such a file, or it was altered since.
+    """
+    document = _read_json(path)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a tokenizer of this library: its format must be {FORMAT!r}"
+        )
+    if document.get("version") != 1:
+        raise ValueError(f"{path}: version must be 1, got {document.get('version')}")
+    try:
+        parts = _parts(document["vocab"], document["merges"], document["special_tokens"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    if (actual := fingerprint(parts)) != document.get("sha256"):
+        raise ValueError(
+            f"{path} was altered: its content has SHA-256 {actual[:12]}…, "
+            f"not the stored {str(document.get('sha256'))[:12]}…"
+        )
+    return parts
+
+
+def fingerprint(parts: Parts) -> str:
+    """Compute a SHA-256, in hex, of everything that determines the ids."""
+    content = json.dumps(_document(parts), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _document(parts: Parts) -> dict:
+    """Return `parts` as our JSON document, without the fingerprint."""
+    ordinary = {
+        token_id: token
+        for token_id, token in parts.vocab.items()
+        if token_id not in parts.special_tokens.values()
+    }
+    if len(set(ordinary.values())) < len(ordinary):
+        raise ValueError("vocab must have different bytes for each id to be saved, got a duplicate")
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "pattern": GPT2_PATTERN,
+        "unicode": "16.0",
+        "special_tokens": dict(parts.special_tokens),
+        "vocab": {to_printable(token): token_id for token_id, token in sorted(ordinary.items())},
+        "merges": [f"{to_printable(a)} {to_printable(b)}" for a, b in parts.merges],
+    }
+
+
+def _read_json(path: str | os.PathLike) -> object:
+    try:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _parts(
+    vocab: Mapping[str, int], merges: Sequence[str | Sequence[str]], special_tokens: dict[str, int]
+) -> Parts:
+    """Make `Parts` from a vocabulary and merges in printable form."""
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    ordinary = {
+        token_id: from_printable(token)
+        for token, token_id in vocab.items()
+        if special_tokens.get(token) != token_id
+    }
+    specials = {token_id: token.encode() for token, token_id in special_tokens.items()}
+    return Parts(
+        ordinary | specials,
+        [(from_printable(left), from_printable(right)) for left, right in pairs],
+        dict(special_tokens),
+    )
+
+
+def save_huggingface(path: str | os.PathLike, parts: Parts) -> None:
+    """Write a `tokenizer.json` for Hugging Face's `tokenizers`.
+
+    Raises:
+        ValueError: a special token reads like an ordinary one; that format cannot tell them apart.
+    """
+    document = _document(parts)
+    clashing = [token for token in parts.special_tokens if token in document["vocab"]]
+    if clashing:
+        raise ValueError(
+            f"special_tokens must differ from ordinary tokens in this format, got {clashing[0]!r}"
+        )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    huggingface = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": token_id, "content": token, **flags, "special": True}
+            for token, token_id in parts.special_tokens.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level | {"use_regex": True},
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": document["vocab"] | parts.special_tokens,
+            "merges": [merge.split(" ") for merge in document["merges"]],
+        },
+    }
+    write_atomically(path, json.dumps(huggingface, ensure_ascii=False, indent=1))
+
+
+def load_huggingface(path: str | os.PathLike) -> Parts:
+    """Read a `tokenizer.json` of Hugging Face's `tokenizers` that holds a byte-level BPE.
+
+    Raises:
+        ValueError: it holds another model, or is not JSON.
+    """
+    document = _read_json(path)
+    model = document.get("model", {})
+    if model.get("type") != "BPE":
+        raise ValueError(f"{path}: model must be a byte-level BPE, got {model.get('type')}")
+    special_tokens = {token["content"]: token["id"] for token in document.get("added_tokens", [])}
+    return _parts(model["vocab"], model["merges"], special_tokens)
+
+
+def to_tiktoken(parts: Parts, name: str = "workbook") -> tiktoken.Encoding:
+    """Make the `tiktoken.Encoding` that gives the same ids.
+
+    Raises:
+        ValueError: the ids of merged tokens do not grow with their merges. tiktoken merges by id.
+    """
+    import tiktoken
+
+    specials = set(parts.special_tokens.values())
+    ranks = {token: i for i, token in sorted(parts.vocab.items()) if i not in specials}
+    merged = [ranks[left + right] for left, right in parts.merges]
+    if merged != sorted(merged):
+        raise ValueError("the ids of merged tokens must be in the order of their merges")
+    return tiktoken.Encoding(
+        name,
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens=parts.special_tokens,
+    )
+
+
+# GPT-2's printable bytes
+
+
+def _printable_bytes() -> dict[int, str]:
+    """Map each byte to the printable character that GPT-2 writes for it in JSON, mostly itself.
+
+    >>> "".join(_printable_bytes()[byte] for byte in b" the")
+    'Ġthe'
+    """
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {
+        byte: chr(256 + rank) for rank, byte in enumerate(hidden)
+    }
+
+
+_TO_PRINTABLE = str.maketrans(_printable_bytes())
+_FROM_PRINTABLE = {char: byte for byte, char in _printable_bytes().items()}
+
+
+def to_printable(token: bytes) -> str:
+    """Write the bytes of a token in GPT-2's printable form; `from_printable` reverses it."""
+    return token.decode("latin-1").translate(_TO_PRINTABLE)
+
+
+def from_printable(text: str) -> bytes:
+    """Read the bytes of a token from GPT-2's printable form.
+
+    Raises:
+        ValueError: a character encodes no byte.
+    """
+    try:
+        return bytes(_FROM_PRINTABLE[char] for char in text)
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]!r} in {text!r} encodes no byte") from None

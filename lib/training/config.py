@@ -1,0 +1,275 @@
+"""The settings of a training run, of sampling, and of the whole pipeline; loads no torch.
+
+Frozen dataclasses, checked when made. A field's docstring is its text in `--help`.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Literal
+
+from lib.core.settings import check, check_numbers
+from lib.data.prepare import TokenizeConfig
+from lib.model.config import ModelConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DDP_WRAPPERS = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
+# FSDP2 shards the model itself, so it is not a wrapper around a whole model.
+TRAINING_WRAPPERS = (*DDP_WRAPPERS, "fsdp2")
+OPTIMIZER_SHARDINGS = ("none", "zero1", "torch_zero")
+ZERO1_STRATEGIES = ("flat", "parameters")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate, reached at the end of warmup."""
+
+    min_learning_rate: float = 1e-4
+    """Learning rate of the last step, where the cosine ends."""
+
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises linearly from 0."""
+
+    weight_decay: float = 0.1
+    """Weight decay of matrices; vectors (the norms' weights) have none."""
+
+    beta1: float = 0.9
+    """Decay rate of AdamW's first moment."""
+
+    beta2: float = 0.95
+    """Decay rate of AdamW's second moment."""
+
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this value. 0 = no clipping."""
+
+    z_loss: float = 0.0
+    """Weight of the auxiliary loss mean(logsumexp²), which keeps logits small (PaLM, section 5)."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        for field in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "z_loss"):
+            check(self, field, getattr(self, field) >= 0, "at least 0")
+        right = f"between 0 and learning_rate {self.learning_rate}"
+        check(self, "min_learning_rate", 0 <= self.min_learning_rate <= self.learning_rate, right)
+        for field in ("beta1", "beta2"):
+            check(self, field, 0 <= getattr(self, field) < 1, "at least 0 and less than 1")
+        check(self, "eps", self.eps > 0, "more than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run: model, data, schedule, hardware, and what is written when.
+
+    On several GPUs of one host: `torchrun --nproc_per_node=2 -m lib train …`, with the same flags.
+    """
+
+    model: ModelConfig = ModelConfig()
+    """The model."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its learning-rate schedule."""
+
+    data: Path | None = None
+    """Folder with tokenizer.json, train.npy and validation.npy, as `tokenize` writes it."""
+
+    output: Path | None = None
+    """The run's folder. None = a folder in `runs_dir` named after data and settings."""
+
+    runs_dir: Path = Path("artifacts/runs")
+    """Parent folder of runs without an `output`."""
+
+    steps: int = 1000
+    """Total optimizer steps."""
+
+    batch_size: int = 32
+    """Sequences of context_length tokens per forward pass on each rank.
+
+    An optimizer step uses batch_size × gradient_accumulation_steps × ranks sequences.
+    """
+
+    gradient_accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step, whose gradients are summed."""
+
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+    dtype: str = "auto"
+    """Dtype of activations and matmuls: `auto`, `float32`, `bfloat16` or `float16`."""
+
+    low_precision_weights: bool = False
+    """Store matrices in `dtype`, with float32 master weights in AdamW."""
+
+    tf32: bool = True
+    """Allow TF32 in float32 matmuls, on GPUs that support it."""
+
+    compile: bool = False
+    """Compile the model with `torch.compile`."""
+
+    cuda_graph: bool = False
+    """Record the whole step as a CUDA graph and replay it, to avoid kernel-launch overhead."""
+
+    ddp_wrapper: str = "flashddp"
+    """How ranks average gradients: `naive`, `flat`, `overlap`, `flashddp` or `torch_ddp`.
+
+    A rank is a process with a GPU of its own, as `torchrun --nproc_per_node=2 -m lib train …`
+    starts them; lib/ddp/wrappers.py explains the wrappers. `none` leaves averaging to
+    `sharded_optimizer` zero1; `fsdp2` is PyTorch's fully_shard, which also shards parameters and
+    gradients. Ignored with one process.
+    """
+
+    sharded_optimizer: str = "none"
+    """How AdamW's state is sharded over ranks: `none`, `zero1` or `torch_zero`.
+
+    `torch_zero` is PyTorch's ZeroRedundancyOptimizer; lib/sharded_optimizer/optimizer.py explains
+    `zero1`. Training gives the same result either way. Ignored with one process.
+    """
+
+    zero1_strategy: Literal["flat", "parameters"] = "flat"
+    """What zero1 assigns to ranks: equal slices of flat buffers, or whole `parameters`."""
+
+    bucket_size_mb: float | None = None
+    """MiB of gradients per bucket, for `flashddp`, `torch_ddp` and zero1's `flat`.
+
+    None = 25, or 1/32 of all gradients if that is more.
+    """
+
+    deterministic: bool = False
+    """Use deterministic kernels only, so that a repeated run is bitwise identical."""
+
+    log_interval: int = 10
+    """Log metrics every N steps."""
+
+    eval_interval: int = 100
+    """Evaluate on the validation tokens every N steps. 0 = only at the end."""
+
+    eval_tokens: int = 100_000
+    """Number of validation tokens per evaluation, from the start. 0 = all."""
+
+    checkpointing_interval: int = 0
+    """Save a checkpoint every N steps; the last step is always saved. 0 or less = only that one."""
+
+    keep_last: int = 2
+    """Number of checkpoints to keep."""
+
+    resume: bool = True
+    """Resume the run found in `output`; if false, `output` must not contain a run."""
+
+    max_seconds: float = 0.0
+    """Checkpoint and stop after this many seconds; rerun to continue. 0 = no limit."""
+
+    max_nonfinite_steps: int = 20
+    """Abort after this many consecutive steps with a non-finite loss or gradient."""
+
+    wandb: bool = False
+    """Also log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")
+        for field in (*positive, "keep_last", "max_nonfinite_steps"):
+            check(self, field, getattr(self, field) > 0, "at least 1")
+        for field in ("seed", "eval_interval", "eval_tokens", "max_seconds"):
+            check(self, field, getattr(self, field) >= 0, "at least 0")
+        for field, choices in (
+            ("dtype", DTYPES),
+            ("ddp_wrapper", TRAINING_WRAPPERS),
+            ("sharded_optimizer", OPTIMIZER_SHARDINGS),
+            ("zero1_strategy", ZERO1_STRATEGIES),
+        ):
+            check(self, field, getattr(self, field) in choices, f"one of {', '.join(choices)}")
+        if self.ddp_wrapper == "fsdp2" and self.sharded_optimizer != "none":
+            raise ValueError(
+                "sharded_optimizer must be 'none' with ddp_wrapper 'fsdp2', which shards the "
+                f"optimizer's state itself, got {self.sharded_optimizer!r}"
+            )
+        cap = self.bucket_size_mb
+        check(self, "bucket_size_mb", cap is None or 0 < cap < math.inf, "more than 0, and finite")
+        if self.optimizer.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps must be at most steps, {self.steps}, "
+                f"got {self.optimizer.warmup_steps}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """How text is sampled from a trained model."""
+
+    prompts: tuple[str, ...] = ("Once upon a time",)
+    """Texts to continue, as one batch; an empty one starts a new document."""
+
+    max_new_tokens: int = 200
+    """Maximum number of tokens added to each prompt."""
+
+    temperature: float = 0.8
+    """Logits are divided by this; higher is more random. 0 = always the most likely token."""
+
+    top_k: int = 0
+    """Sample from the k most likely tokens. 0 = from all."""
+
+    top_p: float = 0.95
+    """Sample from the smallest set of most likely tokens with this total probability. 1 = all."""
+
+    seed: int = 0
+    """Random seed."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        check(self, "prompts", bool(self.prompts), "at least one text")
+        for field in ("max_new_tokens", "temperature", "top_k", "seed"):
+            check(self, field, getattr(self, field) >= 0, "at least 0")
+        check(self, "top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
+
+    def options(self) -> dict[str, float | int]:
+        """The arguments of `lib.training.generation.generate_text` but the prompts."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Which model continues which texts, and how they are sampled."""
+
+    checkpoint: Path | None = None
+    """A run's folder or one of its checkpoints. None = the newest run in `artifacts/runs`."""
+
+    sample: SampleConfig = SampleConfig()
+    """Prompts and sampling."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """Settings of the whole way from a corpus to a trained model and a sample of its text."""
+
+    corpus: TokenizeConfig = dataclasses.field(default_factory=TokenizeConfig)
+    """Corpus, tokenizer and token arrays."""
+
+    train: TrainConfig = TrainConfig()
+    """The model and its training; `data` defaults to the output of the corpus step."""
+
+    sample: SampleConfig = SampleConfig()
+    """The text sampled at the end."""
+
+    skip_data: bool = False
+    """Skip the corpus step and train on the existing token arrays in `train.data`."""
+
+    def __post_init__(self) -> None:
+        if self.skip_data and self.train.data is None:
+            raise ValueError("train.data must be a folder of token arrays with skip_data, got None")

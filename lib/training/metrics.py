@@ -1,0 +1,310 @@
+"""The metrics of a run: a line of JSON each time, a progress bar, and Weights & Biases on request.
+
+tqdm and wandb are imported only where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import io
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder
+
+# Lines of progress in total where a line can't be overwritten, as in a log file.
+PLAIN_LINES = 10
+# JSON has no such numbers; `float` reads each of these texts.
+NOT_FINITE = ("nan", "inf", "-inf")
+# Without a network, W&B would retry for 90 seconds, and forever at the end.
+WANDB_INIT_TIMEOUT_S = 15
+WANDB_FINISH_TIMEOUT_S = 60
+log = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Writes metrics to a JSONL file, shows progress, and logs to W&B on request.
+
+    A context manager; entering it opens the file, and fails if the run can't be resumed there.
+
+    Args:
+        path: the file, one JSON object per line. W&B's folder goes beside it.
+        total_steps: of the whole run.
+        start_step: the step that a resumed run continues from.
+        resume_at: the `position` saved in the checkpoint that is resumed. Anything after it (lines
+            of steps that will be repeated, a line cut short by a crash) is removed. None: start a
+            new file.
+        wandb: also log to W&B, in the mode given by WANDB_MODE (`offline` if unset). An error there
+            is a warning and never ends the run.
+        run_name: the run's name in W&B; a resumed run is another one in a group of that name.
+        config: JSON values that W&B shows with the run.
+
+    Example:
+        with MetricsLog(path, total_steps=100) as metrics:
+            metrics.write({"step": 1, "loss": 8.3})
+            metrics.advance(1, loss=8.3)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        resume_at: int | None = None,
+        wandb: bool = False,
+        run_name: str | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        self.path, self.total_steps, self.start_step = Path(path), total_steps, start_step
+        self.position = resume_at or 0
+        """Length of the file in bytes, all lines complete; a checkpoint saves it."""
+        self._wandb, self._run_name, self._config = wandb, run_name, config
+
+    def __enter__(self) -> MetricsLog:
+        self._file = _open_at(self.path, self.position)
+        self._run = None
+        if self._wandb:
+            self._run = _start_wandb(self.path.parent, self._run_name, self._config)
+        self._progress = _Progress(self.total_steps, self.start_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._progress.bar.close()
+        with self._wandb_errors_as_warnings():
+            if self._run is not None:
+                self._run.finish(exit_code=0 if error is None else 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record` as one line, which the system holds when this returns.
+
+        It has JSON values, and scalars of NumPy or PyTorch; non-finite numbers are written as the
+        texts nan, inf and -inf. W&B takes its step from `step`. If the line does not fit on the
+        disk, the file stays as it was.
+        """
+        record = _map_values(record, lambda x: x.item() if hasattr(x, "item") else x)
+        line = json.dumps(_map_values(record, _to_text), ensure_ascii=False, allow_nan=False)
+        data = f"{line}\n".encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "only a part of the line was written")
+        except OSError as error:
+            self._file.truncate(self.position)
+            if error.errno in NO_SPACE:
+                raise no_space_error(error, self.path, len(data)) from error
+            raise
+        self.position += len(data)
+        with self._wandb_errors_as_warnings():
+            if self._run is not None:
+                self._run.log(record, step=record.get("step"))
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk; before a checkpoint that saves `position`."""
+        os.fsync(self._file.fileno())
+        sync_folder(self.path.parent)
+
+    def advance(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        validation_loss: float | None = None,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        """Show that `step` steps are done; a figure left out stays as it was last shown."""
+        figures = {
+            "loss {:.3f}": loss,
+            "validation loss {:.3f}": validation_loss,
+            "{:,.0f} tokens/s": tokens_per_s,
+        }
+        self._progress.advance(step, figures)
+
+    @contextlib.contextmanager
+    def _wandb_errors_as_warnings(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            log.warning("W&B failed (%s); the run continues without it", _one_line(error))
+            self._run = None
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records in the file at `path`, in order; nan, inf and -inf as numbers again.
+
+    A last line that was cut short, as by a crash, is left out; another damaged one is a ValueError.
+    """
+    path = Path(path)
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"must be an object {{…}}, got {type(record).__name__}")
+        except ValueError as error:
+            # empty after the last line's end, or cut short
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}:{number} is not a record: {error}") from error
+        records.append(_map_values(record, _to_number))
+    return records
+
+
+def _open_at(path: Path, position: int) -> io.FileIO:
+    """Open the file at `path` for appending, made if missing and cut off at `position`."""
+    make_folder(path.parent)
+    with open(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < position:
+            raise ValueError(
+                f"resume_at must be at most the size of {path}, {size:,} bytes, got {position:,}: "
+                "lines that the checkpoint counts on are missing"
+            )
+        if position and (file.seek(position - 1), file.read(1))[1] != b"\n":
+            raise ValueError(
+                f"resume_at must be the end of a line of {path}, got {position:,}, inside one"
+            )
+        file.truncate(position)
+    # unbuffered, so that no line waits in this process
+    return open(path, "ab", buffering=0)
+
+
+def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to everything that its objects and lists contain."""
+    if isinstance(value, dict):
+        return {key: _map_values(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_values(item, change) for item in value]
+    return change(value)
+
+
+def _to_text(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _to_number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else value
+
+
+# Progress
+
+
+class _Progress:
+    """tqdm's figures as one line that is overwritten, or as a few plain ones in a log file.
+
+    A notebook's cell gets text that is updated in place, not tqdm's widget: a stored notebook
+    cannot show widgets, but keeps the text as it was last.
+    """
+
+    def __init__(self, total_steps: int, start_step: int) -> None:
+        from tqdm import tqdm
+
+        self.figures: dict[str, float] = {}
+        self.is_plain = False
+        form = "step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
+        # miniters=1 keeps tqdm's monitor thread from writing into whichever cell is running
+        options = {"total": total_steps, "initial": start_step, "miniters": 1, "bar_format": form}
+        if _in_notebook():
+            options |= {"file": _CellText(), "ascii": False, "mininterval": 0.5}
+        elif sys.stderr.isatty():
+            options |= {"dynamic_ncols": True}
+        else:
+            # tqdm only counts and measures
+            self.is_plain = True
+            options |= {"file": io.StringIO(), "mininterval": float("inf")}
+            options |= {"bar_format": form.replace(" |{bar:20}| ", ", ")}
+        self.bar = tqdm(**options)
+
+    def advance(self, step: int, figures: dict[str, float | None]) -> None:
+        self.figures |= {form: value for form, value in figures.items() if value is not None}
+        shown = [form.format(float(self.figures[form])) for form in figures if form in self.figures]
+        self.bar.set_postfix_str(", ".join(shown), refresh=False)
+        lines_before = self.bar.n * PLAIN_LINES // self.bar.total
+        self.bar.update(step - self.bar.n)
+        if self.is_plain and self.bar.n * PLAIN_LINES // self.bar.total > lines_before:
+            print(self.bar, file=sys.stderr, flush=True)
+
+
+class _CellText:
+    """A file for tqdm in a notebook: what is written replaces what the cell showed before."""
+
+    def __init__(self) -> None:
+        self.handle = None
+
+    def write(self, text: str) -> None:
+        from IPython.display import display
+
+        if not text.strip():
+            return
+        data = {"text/plain": text.strip()}
+        if self.handle is None:
+            self.handle = display(data, raw=True, display_id=True)
+        else:
+            self.handle.update(data, raw=True)
+
+    def flush(self) -> None:
+        pass
+
+
+def _in_notebook() -> bool:
+    if "IPython" not in sys.modules:
+        return False
+    return hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
+# Weights & Biases
+
+
+def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) -> Any:
+    """Start a W&B run with its files in `folder`; None, with a warning, if that fails.
+
+    Without a key or a network, an online run becomes an offline one. Never prompts.
+    """
+    mode = os.environ.get("WANDB_MODE") or "offline"
+    if mode == "disabled":
+        return None
+    try:
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_TIMEOUT_S)
+        # missing in older releases
+        if hasattr(settings, "finish_timeout"):
+            settings.finish_timeout = WANDB_FINISH_TIMEOUT_S
+        project = os.environ.get("WANDB_PROJECT") or "workbook"
+        names = {"project": project, "name": name, "group": name}
+        options = {"dir": str(folder), "config": config, "settings": settings, **names}
+        if mode not in ("offline", "dryrun"):
+            try:
+                if not _has_wandb_key(wandb):
+                    raise ValueError("no API key is stored")
+                return wandb.init(mode=mode, **options)
+            except Exception as error:
+                reason = _one_line(error)
+                log.warning("W&B is not online (%s); `wandb sync` can upload later", reason)
+        return wandb.init(mode="offline", **options)
+    except Exception as error:
+        log.warning("W&B does not work here (%s); the run continues without it", _one_line(error))
+        return None
+
+
+def _has_wandb_key(wandb: Any) -> bool:
+    """Whether an API key is stored; without one `wandb.init` would prompt."""
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return bool(wandb.api.api_key)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

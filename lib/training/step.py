@@ -1,0 +1,297 @@
+"""One training step: forward, backward, synchronize, clip, update, without waiting for the device.
+
+The step makes its decisions (is the loss finite, how far to clip, the loss scale) on the device, so
+that the host can run ahead and a CUDA graph can replay the whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.core.ranges import annotate
+from lib.ddp.process_group import mean_over_ranks, world_size
+from lib.model.transformer import MeanLoss, TransformerLM
+from lib.optimizer.schedule import clip_coefficient
+from lib.training.config import TrainConfig
+from lib.training.parallelism import OVERLAPPING, check_wrapper, parallelise
+
+# float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
+FIRST_LOSS_SCALE = 2.0**16
+LARGEST_LOSS_SCALE = 2.0**24
+GROWTH_INTERVAL = 1000
+
+
+class StepLog(NamedTuple):
+    """What one step reports."""
+
+    loss: float
+    """Mean cross-entropy (plus z-loss) in nats per token, over all ranks."""
+
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping."""
+
+    is_skipped: bool
+    """Whether the update was skipped because the loss or a gradient was not finite.
+
+    On several ranks the gradients alone decide: they are averaged and so the same everywhere, while
+    a rank does not see the others' losses in time.
+    """
+
+
+class TrainStep:
+    """Takes optimizer steps of `model`, and keeps what each reported until it is read.
+
+    Call it with the sequences of a step. The first call compiles or records what the config asks
+    for. All ranks call it together, each with its own sequences. `parallel` is the model's loss in
+    the wrapper that averages gradients.
+
+    Args:
+        model: on `device`; its matrices in `dtype` with config.low_precision_weights. All ranks get
+            the weights of rank 0.
+        dtype: of activations and matmuls.
+        group: the ranks that train `model` together; all by default.
+
+    Raises:
+        ValueError: settings that can't be combined (see `check_wrapper`); models or settings differ
+            between ranks.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        config: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model, self.config, self.device, self.dtype = model, config, device, dtype
+        self.group, self.num_ranks = group, world_size(group)
+        check_wrapper(config, self.num_ranks)
+
+        # Loss, gradient averaging and optimizer.
+        uses_autocast = dtype != torch.float32 and not config.low_precision_weights
+        autocast = dtype if uses_autocast else None
+        self.loss = MeanLoss(model, device, autocast, config.optimizer.z_loss)
+        if config.compile:
+            self._compile()
+        self.lr = torch.zeros((), device=device)
+        self.parallel, self.optimizer = parallelise(self.loss, config, self.lr, group)
+        self.is_sharded = hasattr(self.optimizer, "save_shard")
+
+        # The step's input, at a fixed address for CUDA graphs.
+        shape = (config.gradient_accumulation_steps, config.batch_size)
+        self.windows = torch.zeros(
+            *shape, model.config.context_length + 1, dtype=torch.int64, device=device
+        )  # (passes, batch, context_length + 1)
+
+        # The loss scale of float16, and the steps since it changed.
+        self.uses_scale = dtype == torch.float16
+        self.loss_scale = torch.tensor(FIRST_LOSS_SCALE if self.uses_scale else 1.0, device=device)
+        self.good_steps = torch.zeros((), device=device)
+
+        # A ring buffer of what steps reported: loss and gradient norm.
+        self.rows = torch.zeros(min(config.log_interval, config.steps), 2, device=device)
+        self.next_row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.unread = 0
+
+        # While true, a step updates nothing: for the warmup before a graph is recorded.
+        self.hold = torch.zeros((), dtype=torch.bool, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @annotate("training step")
+    def __call__(self, windows: Tensor, lr: float) -> None:
+        """Take one step at learning rate `lr`; read the log at least every log_interval steps.
+
+        Args:
+            windows: this rank's sequences, (gradient_accumulation_steps · batch_size,
+                context_length + 1) int64: inputs, and targets one position later.
+        """
+        self.windows.copy_(windows.view_as(self.windows), non_blocking=True)
+        self.lr.fill_(lr)
+        if self.config.cuda_graph:
+            self._replay()
+        else:
+            self._step()
+        self.unread += 1
+
+    def _step(self) -> None:
+        # As few operations as possible beside model and optimizer: small models feel each kernel.
+        losses, last = [], len(self.windows) - 1
+        for index, windows in enumerate(self.windows):  # (batch, context_length + 1)
+            # Ranks exchange gradients in the last pass only; those before just add them up.
+            with contextlib.nullcontext() if index == last else self.parallel.no_sync():
+                # Forward pass: the mean loss of each pass counts equally.
+                with annotate("forward"):
+                    inputs, targets = windows[:, :-1], windows[:, 1:]  # (batch, context_length)
+                    loss = self.parallel(inputs, targets) / len(self.windows)
+                # Backward pass: adds to the gradients, and starts to average them over ranks.
+                with annotate("backward"):
+                    self.backward(loss)
+            losses.append(loss.detach())
+
+        # Finish gradient synchronization: every gradient is its mean over the ranks.
+        self.parallel.finish_gradient_synchronization()
+
+        # Gradient norm, over all parameters and shards; without the loss scale.
+        with annotate("gradient norm"):
+            norm = self.optimizer.grad_norm()
+        if self.uses_scale:
+            norm = norm / self.loss_scale
+        row = torch.stack((sum(losses), norm))  # (2,)
+
+        # Clip: the factor that the optimizer multiplies gradients by, on the fly.
+        max_norm = self.config.optimizer.max_grad_norm
+        scale = clip_coefficient(norm, max_norm) if max_norm else None
+
+        # Skip the update if the loss or a gradient is not finite; the loss scale adapts to that.
+        is_finite = row.isfinite().all() if self.num_ranks == 1 else norm.isfinite()
+        if self.uses_scale:
+            scale = (1 if scale is None else scale) / self.loss_scale
+            self._adapt_loss_scale(is_finite)
+        skip = is_finite.logical_not_().logical_or_(self.hold)
+
+        # Update the weights.
+        with annotate("optimizer"):
+            self.optimizer.step(grad_scale=scale, skip=skip)
+        self.optimizer.zero_grad(set_to_none=True)
+
+        # Log loss and norm, on the device.
+        self.rows.index_copy_(0, self.next_row, row.unsqueeze(0))
+        self.next_row.add_(1).remainder_(len(self.rows))
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, times the loss scale of float16, to those of the weights."""
+        (loss * self.loss_scale if self.uses_scale else loss).backward()
+
+    def _adapt_loss_scale(self, is_finite: Tensor) -> None:
+        """Halve the scale after an overflow, double it after GROWTH_INTERVAL steps without one."""
+        good_steps = torch.where(is_finite, self.good_steps + 1, 0)
+        grows = good_steps >= GROWTH_INTERVAL
+        factor = torch.where(is_finite, torch.where(grows, 2.0, 1.0), 0.5)
+        self.loss_scale.mul_(factor).clamp_(1.0, LARGEST_LOSS_SCALE)
+        self.good_steps.copy_(torch.where(grows, 0.0, good_steps))
+
+    def read_log(self) -> list[StepLog]:
+        """What each step since the last call reported; waits for the device and the other ranks."""
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
+        # the oldest row first
+        rows = mean_over_ranks(self.rows, self.group).roll(-int(self.next_row), dims=0)
+        rows = rows[len(rows) - self.unread :].tolist()
+        self.unread = 0
+        # the same rule as in `_step`
+        decisive = slice(None) if self.num_ranks == 1 else slice(1, None)
+        return [StepLog(*row, not all(map(math.isfinite, row[decisive]))) for row in rows]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state that a checkpoint needs beside model and optimizer."""
+        return {"loss_scale": self.loss_scale, "good_steps": self.good_steps}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `state_tensors` returned."""
+        for name, tensor in self.state_tensors().items():
+            tensor.copy_(tensors[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict after the last step; all ranks call it, and rank 0 gets it."""
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
+        # fully_shard must put the weights together first
+        gather = getattr(self.parallel, "whole_state_dict", self.model.state_dict)
+        return gather()
+
+    def whole_model(self) -> TransformerLM:
+        """The model, or a copy of it, with all weights of the last step on every rank.
+
+        All ranks call it.
+        """
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
+        copy = getattr(self.parallel, "whole_model", None)
+        return copy() if copy else self.model
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Run matmuls in `dtype`, unless the weights themselves have it."""
+        return self.loss.autocast()
+
+    def _compile(self) -> None:
+        if self.num_ranks == 1 or self.config.ddp_wrapper not in OVERLAPPING:
+            self.loss.compile()
+            return
+        if self.config.ddp_wrapper == "fsdp2":
+            _compile_sublayers(self.model)
+            return
+        self.model.compile_blocks()
+        if self.config.ddp_wrapper == "torch_ddp":
+            # it would split graphs at its buckets, but blocks are small enough
+            torch._dynamo.config.optimize_ddp = False
+
+    # CUDA graph
+
+    def _replay(self) -> None:
+        """Take the step by replaying its CUDA graph, which the first call records."""
+        if self.graph is None:
+            self._warm_up()
+            self.graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog thread may call CUDA while ranks record
+            mode = "global" if self.num_ranks == 1 else "thread_local"
+            with torch.cuda.graph(self.graph, capture_error_mode=mode):
+                self._step()
+        self.graph.replay()
+        if self.is_sharded:
+            self.optimizer.mark_replayed()
+
+    def _warm_up(self) -> None:
+        """Run the step a few times on a side stream, as recording needs; nothing changes."""
+        changed = (self.loss_scale, self.good_steps, self.next_row)
+        before = [tensor.clone() for tensor in changed]
+        self.hold.fill_(True)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        for tensor, value in zip(changed, before):
+            tensor.copy_(value)
+        self.hold.fill_(False)
+
+
+def _compile_sublayers(model: TransformerLM) -> None:
+    """Compile what runs between two gatherings of FSDP2, whose hooks stay outside.
+
+    `Module.compile` would compile those hooks, too.
+    """
+    for layer in model.layers:
+        for part in (layer.attn, layer.ffn):
+            part.forward = torch.compile(part.forward, dynamic=False)
+
+
+@contextlib.contextmanager
+def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
+    """Set PyTorch's global switches for speed or repeatability, and restore them afterwards."""
+    precision = torch.get_float32_matmul_precision()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if deterministic:
+        # older releases of PyTorch refuse matmuls on a GPU without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # its backward pass adds up in whatever order thread blocks arrive
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)

@@ -1,0 +1,105 @@
+"""Settings of kept records, measured again: the same ones, as many as there is time for."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.__main__ import main
+from lib.benchmarks import repeat
+from lib.benchmarks.lm_matrix import LmMatrixConfig
+from lib.benchmarks.repeat import RepeatConfig, choose_settings, config_of, settings_of
+from lib.core.records import read_records
+from lib.core.settings import to_dict
+from tests.benchmarks.rank_benchmarks import SMALL, flags, plant
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = [
+    setting
+    for name in ("lm_matrix", "sharding_benchmark")
+    for setting in settings_of(read_records(ROOT / f"artifacts/{name}.jsonl"))[1]
+]
+QUICK = SMALL | {"epochs": 2, "timed_epochs": 1, "trace_steps": 0, "loss_steps": 0}
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@pytest.fixture
+def kept(tmp_path) -> Path:
+    """Records of two settings on two ranks, and of one on one, with a cell each."""
+    config = LmMatrixConfig(**QUICK, bucket_size_mb=1.0).with_defaults(2, on_gpu=False)
+    case = config.case("sdpa", "flat", "float32")
+    for changes in ({}, {"low_precision_weights": True, "dtype": "bfloat16"}, {"ranks": 1}):
+        plant(tmp_path / "kept.jsonl", dataclasses.replace(case, **changes), 5.0)
+    return tmp_path / "kept.jsonl"
+
+
+@pytest.mark.parametrize("setting", COMMITTED, ids=lambda setting: setting.title)
+def test_a_committed_setting_is_measured_as_it_was(setting, tmp_path):
+    newest = max(setting.rows, key=lambda row: row["date"])
+    config = config_of(setting, RepeatConfig(output=tmp_path))
+    assert config.output == tmp_path
+    config = config.with_defaults(newest["ranks"], on_gpu=newest["backend"] == "nccl")
+    keys = ("model", "method") if "method" in newest else ("kernel", "wrapper")
+    case = to_dict(config.case(*(newest[key] for key in keys), newest["dtype"]))
+    assert case == {key: newest[key] for key in case}
+
+
+def test_buckets_can_be_those_that_training_chooses():
+    setting = COMMITTED[-1]
+    kept = config_of(setting, RepeatConfig()).bucket_size_mb
+    assert kept == setting.rows[-1]["bucket_size_mb"]
+    assert config_of(setting, RepeatConfig(keep_buckets=False)).bucket_size_mb is None
+
+
+def test_the_command_measures_the_named_settings_of_as_many_ranks_again(kept, tmp_path, capsys):
+    command = ["benchmark", "repeat", *flags(records=kept, output=tmp_path, only="parameters")]
+    assert main(command) == 0
+    [again] = read_records(tmp_path / "lm_matrix.jsonl")
+    assert again["config"] == read_records(kept)[1]["config"]
+    assert again["figures"]["status"] == "ok"
+    assert capsys.readouterr().out.count("-- tiny") == 1
+    assert (tmp_path / "lm_matrix_report.md").read_text().count("\n## tiny") == 1
+
+
+def test_ranks_of_torchrun_measure_and_one_writes(kept, tmp_path, quiet_environment):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "lib", "benchmark", "repeat", *flags(records=kept, output=tmp_path)]
+    environment = quiet_environment | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    again = read_records(tmp_path / "lm_matrix.jsonl")
+    assert [record["config"] for record in again] == [
+        record["config"] for record in read_records(kept)[:2]
+    ]
+    assert done.stdout.count("-- tiny") == 2
+    assert done.stdout.count("sdpa, flat: ") == 2
+    assert (tmp_path / "lm_matrix_report.md").exists()
+
+
+def test_nothing_is_begun_that_would_end_too_late(kept, tmp_path, monkeypatch, capsys):
+    clock = iter([0.0, 0.0, 30.0])
+    monkeypatch.setattr(repeat.time, "monotonic", lambda: next(clock))
+    measured = []
+    monkeypatch.setattr(
+        repeat, "run_benchmark", lambda _, config, report: measured.append(config) or []
+    )
+    monkeypatch.setattr(repeat, "read_records", lambda path: read_records(kept))
+    repeat.benchmark_repeat(RepeatConfig(records=kept, seconds=50, output=tmp_path))
+    assert len(measured) == 1
+    assert "seconds 50 are over: 1 of 2 left" in capsys.readouterr().out
+
+
+def test_texts_that_no_title_has_are_refused_with_the_titles(kept):
+    _, settings = settings_of(read_records(kept))
+    with pytest.raises(ValueError, match=r"only must be .* 2 ranks over gloo, got .*nowhere.*tiny"):
+        choose_settings(settings, ["nowhere"], "gloo", 2)
+    with pytest.raises(ValueError, match=r"4 ranks over nccl.*there are: none"):
+        choose_settings(settings, [], "nccl", 4)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"records .*none\.jsonl: no such file"):
+        repeat.benchmark_repeat(RepeatConfig(records=tmp_path / "none.jsonl"))

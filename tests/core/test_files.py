@@ -1,0 +1,123 @@
+"""Files that are whole or absent, locks, errors of a full disk, hashes."""
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lib.core.files import (
+    ROOT,
+    atomic_write,
+    lock_file,
+    lock_folder,
+    make_folder,
+    no_space_error,
+    sha256_file,
+    write_atomically,
+)
+
+
+def test_a_written_file_holds_exactly_the_bytes(tmp_path):
+    path = tmp_path / "new" / "folder" / "file.txt"
+    write_atomically(path, "a\r\nb\n€")
+    assert path.read_bytes() == "a\r\nb\n€".encode()
+
+
+def test_nothing_appears_under_the_name_before_the_end(tmp_path):
+    path = tmp_path / "file"
+    with atomic_write(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert not path.exists()
+    assert path.read_bytes() == b"half"
+
+
+def test_an_error_leaves_the_old_file_and_no_remains(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    with pytest.raises(TypeError), atomic_write(path) as file:
+        file.writelines([b"new", None])
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    with open(path, "rb") as reader:
+        write_atomically(path, b"new")
+        assert reader.read() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_new_files_have_the_permissions_that_the_umask_gives(tmp_path):
+    write_atomically(tmp_path / "ours", b"")
+    (tmp_path / "plain").write_bytes(b"")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_path_below_a_file_is_rejected_by_name(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match=r"not a folder.*file'"):
+        write_atomically(tmp_path / "file" / "below", b"")
+
+
+def test_a_folder_that_cannot_be_written_to_is_rejected_by_name(tmp_path, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir / "x"))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(PermissionError, match=r"cannot be written to .*denied.*here'"):
+        make_folder(tmp_path / "here")
+
+
+def test_a_lock_covers_its_file_alone_and_waiting_is_logged(tmp_path, caplog):
+    def wait():
+        with lock_file(tmp_path / "a.jsonl"):
+            pass
+
+    with lock_file(tmp_path / "a.jsonl"):
+        with lock_file(tmp_path / "b.jsonl"), lock_folder(tmp_path):
+            pass
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert caplog.messages == [f"waiting for another process that writes to {tmp_path / 'a.jsonl'}"]
+
+
+def test_a_lock_is_free_again_after_its_holder_was_killed(tmp_path):
+    code = (
+        "import os, signal, sys; from lib.core.files import lock_folder\n"
+        "with lock_folder(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_a_full_disk_names_the_file_and_what_is_needed_and_free(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match=rf"{path}.* MB are free") as caught, atomic_write(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []
+    error = no_space_error(OSError(errno.ENOSPC, ""), tmp_path / "x", 12_345_678)
+    assert "12.3 MB more" in str(error)
+
+
+def test_sha256_is_that_of_the_content_and_progress_adds_up(tmp_path):
+    content = os.urandom(3_000_001)
+    (tmp_path / "file").write_bytes(content)
+    done = []
+    digest = sha256_file(tmp_path / "file", progress=done.append)
+    assert digest == hashlib.sha256(content).hexdigest()
+    assert sum(done) == len(content)

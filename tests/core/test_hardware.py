@@ -1,0 +1,155 @@
+"""The machine: devices, dtypes and peaks; ordered work on several processors; provenance."""
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from lib.core import hardware
+from lib.core.files import ROOT
+from lib.core.hardware import ordered_map, peak, pick_device, pick_dtype, provenance
+from lib.data.prepare import TokenizeConfig
+
+
+def test_the_automatic_device_works():
+    assert torch.ones(2, device=pick_device()).sum().item() == 2
+
+
+def test_cuda_comes_first_then_mps_then_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device().type == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device().type == "mps"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert pick_device().type == "cpu"
+
+
+def test_a_device_that_is_unknown_or_absent_is_rejected_with_the_ones_found(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"one of cpu:0, cuda:0, cuda:1, got 'cuda:2'.* sees 2"):
+        pick_device("cuda:2")
+    with pytest.raises(ValueError, match=r"device must be auto, cpu, cuda, .* got 'gpu'"):
+        pick_device("gpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+)
+def test_the_automatic_dtype_is_the_fast_one_of_the_chip(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert pick_dtype("cuda") == dtype
+    assert pick_dtype("cpu") == torch.float32
+
+
+def test_bfloat16_is_rejected_on_a_t4_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match="auto, float32, float16 on Tesla T4, got 'bfloat16'"):
+        pick_dtype("cuda", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16", "bandwidth"),
+    [
+        ("NVIDIA H200", 989.4e12, 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
+        ("Tesla T4", None, 320e9),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 1008e9),
+    ],
+)
+def test_peaks_of_known_chips(name, bfloat16, bandwidth):
+    assert peak(name).bfloat16 == bfloat16
+    assert peak(name).bandwidth == bandwidth
+
+
+@pytest.mark.parametrize(
+    "name", ["", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 MIG 1g.18gb"]
+)
+def test_peaks_of_other_chips_are_not_guessed(name):
+    assert peak(name) is None
+
+
+def test_no_dtype_is_quoted_faster_than_a_shorter_one():
+    for name, chip in hardware.PEAKS.items():
+        known = [p for p in (chip.float16, chip.bfloat16, chip.tf32, chip.float32) if p]
+        assert known == sorted(known, reverse=True), name
+
+
+def test_results_keep_the_order_of_their_jobs_and_an_error_comes_out():
+    with ThreadPoolExecutor(4) as executor:
+        squares = list(ordered_map(executor, lambda k: k * k, range(50), 5))
+        assert squares == [k * k for k in range(50)]
+        with pytest.raises(ZeroDivisionError):
+            list(ordered_map(executor, lambda k: 1 // k, [1, 0, 2], 2))
+
+
+def test_jobs_are_taken_only_so_far_ahead():
+    taken, lock = [], threading.Lock()
+
+    def jobs():
+        for k in range(100):
+            with lock:
+                taken.append(k)
+            yield k
+
+    with ThreadPoolExecutor(2) as executor:
+        results = ordered_map(executor, lambda k: k, jobs(), 3)
+        assert next(results) == 0
+        assert len(taken) == 3
+        results.close()
+
+
+def test_provenance_survives_json_and_names_the_software_and_the_machine():
+    record = provenance(seed=3, config=TokenizeConfig(), device="cpu")
+    assert json.loads(json.dumps(record)) == record
+    assert (record["seed"], record["config"]["vocab_size"]) == (3, 4096)
+    assert record["device"] == record["cpu"]
+    assert record["cores"] >= 1
+    assert record["versions"]["numpy"] == np.__version__
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["date"].endswith("+00:00")
+
+
+def test_provenance_names_the_gpu_when_torch_is_loaded_and_sees_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert provenance()["device"] == "NVIDIA H200"
+    assert provenance(device="cpu")["device"] == provenance()["cpu"]
+
+
+def test_provenance_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; from lib.core.hardware import provenance; record = provenance();"
+        "print({'torch', 'numpy'} & {*sys.modules}, record['versions']['torch'])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert output.split() == ["set()", torch.__version__]
+
+
+def test_commit_is_of_this_checkout_and_dirty_looks_at_the_code_only(tmp_path, monkeypatch):
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
+
+    nothing = {"commit": None, "dirty": None}
+    monkeypatch.setattr(hardware, "ROOT", tmp_path.resolve())
+    assert hardware._git_state() == nothing
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "result.csv").write_text("1")
+    assert hardware._git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "lib" / "a.py").write_text("2")
+    assert hardware._git_state()["dirty"] is True
+    # a folder inside somebody else's checkout
+    monkeypatch.setattr(hardware, "ROOT", (tmp_path / "lib").resolve())
+    assert hardware._git_state() == nothing

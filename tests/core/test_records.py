@@ -1,0 +1,135 @@
+"""Records: appended safely, read back, resumed from, shown as tables."""
+
+import csv
+import io
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.core.files import ROOT
+from lib.core.records import (
+    append_record,
+    format_value,
+    new_record,
+    read_records,
+    remaining,
+    to_csv,
+    to_markdown,
+)
+from lib.data.prepare import TokenizeConfig
+
+
+def test_records_come_back_in_the_order_written(tmp_path):
+    path = tmp_path / "new" / "records.jsonl"
+    assert read_records(path) == []
+    records = [new_record({"ms": 1.5, "note": "é"}, seed=i) for i in range(3)]
+    for record in records:
+        append_record(path, record)
+    assert read_records(path) == records
+
+
+def test_every_record_has_the_keys_of_its_provenance():
+    record = new_record({}, config={"a": 1}, seed=0)
+    assert {"config", "figures", "device", "versions", "commit", "seed", "date"} <= record.keys()
+
+
+@pytest.mark.parametrize("kept", [1, 12])
+def test_a_torn_last_line_is_skipped_and_does_not_swallow_the_next(tmp_path, kept):
+    path = tmp_path / "records.jsonl"
+    for value in (1, 2):
+        append_record(path, {"figures": {"a": value}})
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:kept])
+    append_record(path, {"figures": {"a": 3}})
+    with pytest.warns(UserWarning, match=r"records\.jsonl:2 is not a record"):
+        assert [record["figures"]["a"] for record in read_records(path)] == [1, 3]
+
+
+def test_a_last_line_without_its_newline_counts(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"a": 1}')
+    append_record(path, {"a": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_records(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_line_that_is_json_but_no_object_is_skipped(tmp_path):
+    (tmp_path / "r.jsonl").write_text('[1]\n{"a": 1}\n')
+    with pytest.warns(UserWarning, match="expected an object, got list"):
+        assert read_records(tmp_path / "r.jsonl") == [{"a": 1}]
+
+
+def test_numpy_values_configs_and_paths_are_written_as_plain_json(tmp_path):
+    path = tmp_path / "records.jsonl"
+    record = {"a": np.float32(0.5), "b": np.arange(2), "c": Path("x/y"), "d": TokenizeConfig()}
+    append_record(path, record)
+    (read,) = read_records(path)
+    assert read.pop("d")["vocab_size"] == 4096
+    assert read == {"a": 0.5, "b": [0, 1], "c": "x/y"}
+
+
+def test_a_figure_that_is_not_finite_is_rejected_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"figures\.loss is nan"):
+        append_record(tmp_path / "records.jsonl", {"figures": {"loss": float("nan")}})
+    assert read_records(tmp_path / "records.jsonl") == []
+
+
+def test_only_configs_without_a_record_remain(tmp_path):
+    path = tmp_path / "records.jsonl"
+    configs = [TokenizeConfig(vocab_size=size) for size in (300, 400, 500)]
+    append_record(path, new_record({}, config=configs[1]))
+    assert remaining(configs, read_records(path)) == [configs[0], configs[2]]
+    assert remaining([{"b": 1, "a": 2}], [{"config": {"a": 2, "b": 1}}]) == []
+
+
+def test_csv_has_a_row_for_each_record_and_a_column_for_each_key(tmp_path):
+    records = [{"config": {"n": 1}, "figures": {"ms": 0.1}}, {"figures": {"ms": None, "oom": True}}]
+    text = to_csv(records, tmp_path / "table.csv")
+    assert (tmp_path / "table.csv").read_text() == text
+    assert list(csv.DictReader(io.StringIO(text))) == [
+        {"config.n": "1", "figures.ms": "0.1", "figures.oom": ""},
+        {"config.n": "", "figures.ms": "", "figures.oom": "True"},
+    ]
+
+
+def test_markdown_table_is_aligned_with_numbers_to_the_right():
+    rows = [{"name": "a|b", "x": {"ms": 1234.5}}, {"name": "long name", "x": {"ms": 0.5}}]
+    assert to_markdown(rows, {"name": "Name", "x.ms": "time (ms)"}) == (
+        "| Name      | time (ms) |\n"
+        "| --------- | --------: |\n"
+        "| a\\|b      |     1,234 |\n"
+        "| long name |     0.500 |\n"
+    )
+    with pytest.raises(ValueError, match="columns must be among x, got 'y'"):
+        to_markdown([{"x": 1}], ["y"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (9.999, "10.0"),
+        (99.96, "100"),
+        (-3.14159, "-3.14"),
+        (1234.5, "1,234"),
+        (0.00012, "0.000120"),
+        (0.000012, "1.20e-05"),
+        (1.5e13, "1.50e+13"),
+        (1234567, "1,234,567"),
+        (None, "–"),
+        (True, "yes"),
+        ("oom", "oom"),
+    ],
+)
+def test_values_are_shown_with_three_digits(value, text):
+    assert format_value(value) == text
+
+
+def test_pandas_is_loaded_for_tables_only():
+    code = "import sys, lib.core.records; print('pandas' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"

@@ -1,0 +1,195 @@
+"""Settings: strict JSON in and out, flags without tyro, errors that name the field."""
+
+import dataclasses
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tyro
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib.core.settings import check, check_numbers, from_json, to_dict, to_json, with_flags
+from lib.data.prepare import TokenizeConfig
+from lib.training.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    width: int = 8
+    rate: float = 0.5
+    name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    steps: int
+    inner: Inner = Inner()
+    kind: Literal["a", "b", 3] = "a"
+    is_on: bool = False
+    path: Path = Path("here")
+    names: tuple[str, ...] = ()
+    pair: tuple[int, float] = (1, 2.0)
+    inners: list[Inner] = dataclasses.field(default_factory=list)
+    table: dict[str, int] = dataclasses.field(default_factory=dict)
+    free: Any = None
+    size: int | str = 0
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+inners = st.builds(Inner, st.integers(), finite, st.none() | st.text())
+outers = st.builds(
+    Outer,
+    steps=st.integers(),
+    inner=inners,
+    kind=st.sampled_from(["a", "b", 3]),
+    is_on=st.booleans(),
+    path=st.text("abc/.", min_size=1).map(Path),
+    names=st.lists(st.text()).map(tuple),
+    pair=st.tuples(st.integers(), finite),
+    inners=st.lists(inners, max_size=3),
+    table=st.dictionaries(st.text(), st.integers()),
+    free=st.none() | st.booleans() | st.text(),
+    size=st.integers() | st.text(),
+)
+
+
+@given(outers)
+def test_json_round_trip_gives_an_equal_config(config):
+    assert from_json(Outer, to_json(config)) == config
+
+
+def test_a_file_is_read_from_a_path_or_its_text(tmp_path):
+    config = TokenizeConfig(output=Path("x"))
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert from_json(TokenizeConfig, tmp_path / "config.json") == config
+    assert from_json(TokenizeConfig, str(tmp_path / "config.json")) == config
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        from_json(TokenizeConfig, "nowhere.json")
+
+
+def test_missing_keys_take_their_defaults():
+    assert from_json(Outer, '{"steps": 3, "inner": {"width": 1}}') == Outer(3, Inner(width=1))
+
+
+def test_whole_numbers_become_floats_where_a_number_is_expected():
+    rate = from_json(Inner, '{"rate": 2}').rate
+    assert (rate, type(rate)) == (2.0, float)
+
+
+def test_to_dict_holds_plain_values():
+    values = to_dict(TokenizeConfig())
+    assert values["special_tokens"] == ["<|endoftext|>"]
+    assert values["data_dir"] == "data"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"steps": 1, "inner": {"widht": 3}}', r"'inner\.widht'; did you mean 'width'\?"),
+        ('{"stesp": 1}', "unknown key 'stesp'; did you mean 'steps'?.* known keys: steps, inner"),
+        ("{}", "'steps' is missing"),
+        ('{"steps": "1"}', 'steps must be a whole number, got "1"'),
+        ('{"steps": true}', "steps must be a whole number, got true"),
+        ('{"steps": 1.0}', "steps must be a whole number, got 1.0"),
+        ('{"steps": null}', "steps must be a whole number, got null"),
+        ('{"steps": 1, "is_on": 1}', "is_on must be true or false, got 1"),
+        ('{"steps": 1, "names": "abc"}', 'names must be a list, each text, got "abc"'),
+        ('{"steps": 1, "names": ["a", 2]}', r"names\[1\] must be text, got 2"),
+        ('{"steps": 1, "pair": [1]}', r"pair must be a list of exactly \[a whole number, a nu"),
+        ('{"steps": 1, "kind": "c"}', 'kind must be one of "a", "b", 3, got "c"'),
+        ('{"steps": 1, "inner": 3}', "inner must be an object, got 3"),
+        ('{"steps": 1, "inners": [{}, {"rate": "x"}]}', r"inners\[1\]\.rate must be a number"),
+        ('{"steps": 1, "table": {"a": "b"}}', r"table\.a must be a whole number"),
+        ('{"steps": 1, "size": 1.5}', "size must be a whole number or text, got 1.5"),
+        ('{"steps": 1, "steps": 2}', "duplicate key 'steps'"),
+        ('{"steps": NaN}', "NaN is not a number in JSON"),
+        ('{"steps": 1', "Outer: .*line 1"),
+    ],
+)
+def test_wrong_json_is_rejected_by_name(text, message):
+    with pytest.raises(ValueError, match=message):
+        from_json(Outer, text)
+
+
+def test_an_error_in_a_file_names_the_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"vocab_sise": 3}')
+    with pytest.raises(ValueError, match=r"mine\.json: unknown key 'vocab_sise'"):
+        from_json(TokenizeConfig, path)
+
+
+def test_a_check_names_the_field_what_is_right_and_the_value():
+    check(Inner(), "width", True, "at least 1")
+    with pytest.raises(ValueError, match=r"^name must be text, got 'a'$"):
+        check(Inner(name="a"), "name", False, "text")
+
+
+@pytest.mark.parametrize("wrong", [{"rate": math.inf}, {"rate": math.nan}, {"width": 2**63}])
+def test_numbers_that_no_machine_holds_are_rejected(wrong):
+    check_numbers(Inner(width=2**63 - 1))
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        check_numbers(Inner(**wrong))
+    if "rate" in wrong:
+        with pytest.raises(ValueError, match="JSON"):
+            to_json(Inner(**wrong))
+
+
+# Flags without tyro
+
+TRAIN = TrainConfig(data=Path("data"), output=Path("run"), steps=700)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--steps=100 --ddp_wrapper fsdp2",
+        "--model.d_model=64 --model.num_heads 4",
+        "--compile --no_tf32",
+        "--optimizer.learning_rate 3e-4 --output else/where",
+        "--seed 3 --compile --no_compile",
+    ],
+)
+def test_flags_give_what_tyro_gives(line):
+    by_tyro = tyro.cli(TrainConfig, args=line.split(), default=TRAIN, use_underscores=True)
+    assert with_flags(TRAIN, line.split()) == by_tyro
+    assert (by_tyro == TRAIN) == (line == "")
+
+
+def test_a_list_takes_several_values():
+    config = with_flags(TokenizeConfig(), ["--special_tokens", "<a>", "<b>", "--vocab_size=512"])
+    assert (config.special_tokens, config.vocab_size) == (("<a>", "<b>"), 512)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--stepz 3", "unknown flag '--stepz'; known without tyro: .*--steps"),
+        ("steps 3", "unknown flag 'steps'"),
+        ("--nothing.steps 3", "unknown flag '--nothing.steps'"),
+        ("--steps.more 3", "unknown flag '--steps.more'"),
+        ("--steps many", "steps must be a whole number"),
+        ("--steps 1 2", "steps must be a whole number"),
+        ("--steps -3", "steps must be at least 1"),
+        ("--help", "unknown flag '--help'"),
+    ],
+)
+def test_wrong_flags_are_rejected_by_name(line, message):
+    with pytest.raises(ValueError, match=message):
+        with_flags(TRAIN, line.split())
+
+
+def test_the_command_line_works_without_tyro(tmp_path, monkeypatch):
+    from lib.__main__ import parse_alone
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tyro" else find_spec(name)
+    )
+    (tmp_path / "train.json").write_text(to_json(TRAIN))
+    arguments = ["--config", str(tmp_path / "train.json"), "--steps", "900"]
+    assert parse_alone(TrainConfig, "train", arguments).steps == 900
+    assert parse_alone(TokenizeConfig, "tokenize", ["--vocab_size", "512"]).vocab_size == 512

@@ -1,0 +1,215 @@
+"""Batches: random ones, and a sampler that visits every window once per epoch."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.data.batches import BatchSampler, get_batch, random_tokens, take_windows
+
+
+def test_targets_are_the_inputs_moved_by_one():
+    dataset = np.arange(100, dtype=np.uint16)
+    x, y = get_batch(dataset, 32, 7, "cpu")
+    assert x.shape == y.shape == (32, 7)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(x + 1, y)
+    assert torch.equal(x, x[:, :1] + torch.arange(7))
+
+
+def test_every_offset_is_drawn_about_equally_often():
+    dataset = np.arange(100)
+    generator = np.random.default_rng(0)
+    counts = Counter()
+    for _ in range(1000):
+        counts.update(get_batch(dataset, 32, 7, "cpu", generator=generator)[0][:, 0].tolist())
+    assert set(counts) == set(range(93))
+    expected = 32_000 / 93
+    assert max(abs(count - expected) for count in counts.values()) < 5 * expected**0.5
+
+
+def test_ids_above_the_signed_range_survive():
+    x, _ = get_batch(np.full(10, 65535, np.uint16), 1, 4, "cpu")
+    assert x.tolist() == [[65535] * 4]
+
+
+def test_data_of_one_window_gives_that_window():
+    x, y = get_batch(np.arange(5), 2, 4, "cpu")
+    assert x.tolist() == [[0, 1, 2, 3]] * 2
+    assert y.tolist() == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("make", [get_batch, lambda d, b, c, _: BatchSampler(len(d), c, b, seed=0)])
+def test_a_context_longer_than_the_data_is_rejected(make):
+    with pytest.raises(ValueError, match="context_length 5 needs 6 tokens, but the data has 5"):
+        make(np.arange(5), 1, 5, "cpu")
+
+
+@pytest.mark.gpu
+def test_batches_on_a_gpu_are_those_on_the_cpu():
+    starts = np.arange(0, 64, 8)
+    for gpu, cpu in zip(*(take_windows(np.arange(100), starts, 8, d) for d in ("cuda", "cpu"))):
+        assert gpu.is_cuda
+        assert torch.equal(gpu.cpu(), cpu)
+
+
+# The sampler
+
+sizes = st.tuples(st.integers(2, 400), st.integers(1, 12)).filter(lambda s: s[0] > s[1])
+
+
+def make_sampler(size, batch_size=1, **options):
+    return BatchSampler(*size, batch_size, **({"seed": 0} | options))
+
+
+@given(size=sizes, seed=st.integers(0, 99), epoch=st.integers(0, 3))
+def test_an_epoch_visits_each_window_once_and_none_overlap(size, seed, epoch):
+    sampler = make_sampler(size, seed=seed)
+    sampler.windows_seen = epoch * sampler.num_windows
+    starts = sorted(int(sampler.next_starts()[0]) for _ in range(sampler.num_windows))
+    assert (np.diff(starts) == size[1]).all()
+    assert starts[0] >= 0
+    assert starts[-1] + size[1] < size[0]
+
+
+def test_windows_stay_inside_data_that_is_barely_longer_than_one():
+    for num_tokens in range(6, 16):
+        for seed in range(20):
+            start = int(make_sampler((num_tokens, 5), seed=seed).next_starts()[0])
+            assert 0 <= start <= num_tokens - 6
+
+
+@given(size=sizes)
+def test_an_epoch_leaves_out_less_than_two_windows(size):
+    sampler = make_sampler(size)
+    left_out = size[0] - 1 - sampler.num_windows * size[1]
+    assert 0 <= left_out < 2 * size[1]
+
+
+@settings(max_examples=50)
+@given(size=sizes, batch_size=st.integers(1, 3), world_size=st.integers(1, 4))
+def test_ranks_together_see_what_one_process_would(size, batch_size, world_size):
+    num_windows = make_sampler(size).num_windows
+    if batch_size * world_size > num_windows:
+        return
+    one = make_sampler(size, batch_size * world_size)
+    ranks = [
+        make_sampler(size, batch_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for _ in range(2 * num_windows // (batch_size * world_size) + 2):
+        together = np.concatenate([sampler.next_starts() for sampler in ranks])
+        assert together.tolist() == one.next_starts().tolist()
+
+
+@settings(max_examples=50)
+@given(size=sizes, before=st.integers(0, 200))
+def test_a_saved_position_resumes_exactly(size, before):
+    sampler = make_sampler(size)
+    for _ in range(before):
+        sampler.next_starts()
+    state = json.loads(json.dumps(sampler.state_dict()))
+    expected = [sampler.next_starts().tolist() for _ in range(5)]
+    resumed = make_sampler(size)
+    resumed.next_starts()
+    resumed.load_state_dict(state)
+    assert [resumed.next_starts().tolist() for _ in range(5)] == expected
+
+
+def test_a_position_resumes_with_another_number_of_ranks():
+    one = make_sampler((1000, 10), 4)
+    one.next_starts()
+    ranks = [make_sampler((1000, 10), 2, rank=rank, world_size=2) for rank in range(2)]
+    for sampler in ranks:
+        sampler.load_state_dict(one.state_dict())
+    together = np.concatenate([sampler.next_starts() for sampler in ranks])
+    assert together.tolist() == one.next_starts().tolist()
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"size": (999, 10)}, {"size": (1000, 9)}])
+def test_a_position_in_other_data_is_rejected(other):
+    state = make_sampler((1000, 10)).state_dict()
+    with pytest.raises(ValueError, match=r"(seed|num_tokens|context_length) must be .* as in the"):
+        make_sampler(**({"size": (1000, 10)} | other)).load_state_dict(state)
+
+
+def test_epochs_and_seeds_differ_in_order_and_offset():
+    def epoch(seed, number):
+        sampler = make_sampler((10_000, 10), seed=seed)
+        sampler.windows_seen = number * sampler.num_windows
+        return [int(sampler.next_starts()[0]) for _ in range(sampler.num_windows)]
+
+    orders = [epoch(0, 0), epoch(0, 1), epoch(1, 0)]
+    assert len({order[0] % 10 for order in orders}) > 1
+    # two random orders of 1,000 agree at one index on average
+    for a in orders:
+        for b in orders:
+            agreements = sum(i // 10 == j // 10 for i, j in zip(a, b))
+            assert agreements < 10 or a is b
+
+
+def test_every_order_of_a_few_windows_comes_equally_often():
+    counts = Counter()
+    for seed in range(2400):
+        sampler = BatchSampler(41, 8, 4, seed=seed)
+        counts[tuple(sampler.next_starts() // 8)] += 1
+    assert sampler.num_windows == 4
+    assert len(counts) == 24
+    # 99.99th percentile of chi-squared with 23 degrees of freedom
+    assert sum((count - 100) ** 2 / 100 for count in counts.values()) < 56
+
+
+def test_offsets_cover_every_alignment():
+    offsets = Counter(int(make_sampler((100, 7), seed=s).next_starts()[0]) % 7 for s in range(200))
+    assert set(offsets) == set(range(7))
+
+
+def test_order_is_the_same_on_every_platform_and_version():
+    sampler = BatchSampler(100_000, 128, 6, seed=1234)
+    assert sampler.next_starts().tolist() == [51584, 87040, 84608, 94976, 51328, 98944]
+
+
+def test_a_huge_array_costs_no_memory():
+    sampler = BatchSampler(10**14, 128, 4, seed=0)
+    sampler.windows_seen = 10**11
+    starts = sampler.next_starts()
+    assert len(set(starts.tolist())) == 4
+    assert (starts < 10**14).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1 = 1, got 2"),
+        ({"rank": -1}, "rank must be"),
+        ({"batch_size": 0}, "batch_size and world_size must be at least 1"),
+        (
+            {"batch_size": 50, "world_size": 2},
+            r"batch_size 50 \* world_size 2 = 100 windows per step, but 1,000 tokens give only 99",
+        ),
+    ],
+)
+def test_impossible_samplers_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_sampler((1000, 10), **options)
+
+
+# Random tokens
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_random_tokens_fit_their_type(vocab_size, dtype):
+    tokens = random_tokens(100_000, vocab_size, seed=0)
+    assert tokens.dtype == dtype
+    assert 0.99 * vocab_size < tokens.max() < vocab_size
+
+
+def test_random_tokens_depend_on_the_seed_alone():
+    tokens = random_tokens(2_000_000, 7, seed=5)
+    assert np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=5))
+    assert not np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=6))
+    assert np.ptp(np.bincount(tokens)) < 5 * (2_000_000 / 7) ** 0.5

@@ -1,0 +1,133 @@
+"""From a corpus to a tokenizer and token arrays; each step runs only when needed."""
+
+import dataclasses
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lib.data.prepare import TokenizeConfig, tokenize_corpus
+from lib.data.token_array import load_token_array
+from lib.tokenizer.bpe import Tokenizer
+from lib.tokenizer.pretokenize import SEPARATOR
+
+STORY = f"The cat sat on the mat. “Là,” said the dog.\n{SEPARATOR}\n"
+
+
+@contextmanager
+def silent(name, num_bytes):
+    yield lambda count: None
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{i} {STORY}" for i in range(100)), encoding="utf-8")
+    return TokenizeConfig(
+        corpus=str(path), vocab_size=300, data_dir=tmp_path / "data", output=tmp_path / "out"
+    )
+
+
+def tokenize(config, **changes):
+    rows = tokenize_corpus(dataclasses.replace(config, **changes), progress_bar=silent)
+    return {row["step"]: row for row in rows}
+
+
+def steps_made(rows):
+    return [name for name, row in rows.items() if row["MB_per_s"]]
+
+
+def test_arrays_decode_to_the_corpus_and_the_table_adds_up(config, tmp_path):
+    rows = tokenize(config)
+    assert list(rows) == steps_made(rows) == ["tokenizer", "train", "validation"]
+    assert rows["tokenizer"]["tokens"] == 300
+    tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    for part in ("train", "validation"):
+        (text_path,) = (tmp_path / "data").glob(f"*/*{part}*.txt")
+        tokens = load_token_array(
+            tmp_path / "out" / f"{part}.npy", tokenizer=tokenizer, verify=True
+        )
+        assert tokenizer.decode(tokens) == text_path.read_text(encoding="utf-8")
+        assert rows[part]["tokens"] == len(tokens)
+        assert rows[part]["bytes"] == text_path.stat().st_size > 0
+        assert rows[part]["bytes_per_token"] == rows[part]["bytes"] / rows[part]["tokens"]
+
+
+def test_a_second_run_does_nothing(config, tmp_path):
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+
+    tokenize(config)
+    before = times()
+    assert steps_made(tokenize(config)) == []
+    assert times() == before
+
+
+def test_another_vocabulary_or_corpus_makes_everything_again(config, tmp_path):
+    tokenize(config)
+    rows = tokenize(config, vocab_size=290)
+    assert rows["tokenizer"]["tokens"] == 290
+    assert steps_made(rows) == ["tokenizer", "train", "validation"]
+    (tmp_path / "book.txt").write_text(f"Another story.\n{SEPARATOR}\n" * 100)
+    assert steps_made(tokenize(config, vocab_size=290)) == ["tokenizer", "train", "validation"]
+
+
+def test_only_a_missing_array_is_made_again(config, tmp_path):
+    tokenize(config)
+    (tmp_path / "out" / "validation.npy").unlink()
+    assert steps_made(tokenize(config)) == ["validation"]
+
+
+def test_an_altered_tokenizer_is_rejected_by_name(config, tmp_path):
+    tokenize(config)
+    path = tmp_path / "out" / "tokenizer.json"
+    path.write_text(path.read_text().replace("endoftext", "endoftest"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        tokenize(config)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])
+def test_a_damaged_source_record_means_training_again(config, tmp_path, content):
+    before = tokenize(config)
+    (tmp_path / "out" / "tokenizer.source.json").write_bytes(content)
+    after = tokenize(config)
+    assert steps_made(after)[0] == "tokenizer"
+    assert after["train"]["tokens"] == before["train"]["tokens"]
+    assert steps_made(tokenize(config)) == []
+
+
+def test_another_tokenizer_under_the_same_name_is_noticed(config, tmp_path):
+    tokenize(config)
+    tokens = (tmp_path / "out" / "train.npy").read_bytes()
+    other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
+    other.save(tmp_path / "out" / "tokenizer.json")
+    tokenize(config)
+    assert (tmp_path / "out" / "train.npy").read_bytes() == tokens
+    assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size == 300
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"vocab_size": 256}, "vocab_size must be .* = 257, got 256"),
+        ({"special_tokens": ("a", "")}, "special_tokens"),
+        ({"special_tokens": ("a", "a")}, "special_tokens"),
+        ({"corpus": ""}, "corpus must be .* got ''"),
+        ({"corpus_bytes": 0}, "corpus_bytes must be at least 1"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"validation_fraction": 0.0}, "validation_fraction must be more than 0"),
+    ],
+)
+def test_impossible_values_are_rejected_when_the_config_is_made(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        TokenizeConfig(**wrong)
+
+
+def test_the_output_folder_is_named_for_corpus_and_vocabulary():
+    assert TokenizeConfig().output_dir == Path("data/stories-4096")
+    assert TokenizeConfig(corpus="some/where/book.txt").output_dir == Path("data/book-4096")
+    assert TokenizeConfig(output=Path("mine")).output_dir == Path("mine")

@@ -1,0 +1,338 @@
+"""Properties of the wrappers, each a function that both of two ranks run."""
+
+import contextlib
+import copy
+import gc
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.core import ranges
+from lib.ddp.process_group import current_device, rank
+from lib.ddp.wrappers import BucketedDDP, FlatDDP, NaiveDDP, wrap
+from tests.ddp.training_cases import WRAPPERS
+from tests.ddp.workers import message_of, recorded_collectives
+
+OURS = ("naive", "flat", "overlap", "flashddp")
+
+
+@contextlib.contextmanager
+def recorded_all_reduces() -> Iterator[list[int]]:
+    """Elements of each all-reduce that starts in the block."""
+    lengths: list[int] = []
+    with recorded_collectives(lambda kind, length: kind == "all_reduce" and lengths.append(length)):
+        yield lengths
+
+
+def stack(sizes: tuple[int, ...] = (4, 6, 8, 3)) -> nn.Sequential:
+    """Linear layers without biases: 24, 48, 24 elements by default."""
+    return nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)])
+
+
+def input_of(number: int, width: int = 4) -> Tensor:
+    return torch.full((2, width), 1.0 + number)
+
+
+def step_of(model: nn.Module, width: int = 4, dtype: torch.dtype = torch.float32) -> None:
+    """Forward, backward and finish on this rank's own input."""
+    model(input_of(rank(), width).to(dtype)).square().mean().backward()
+    model.finish_gradient_synchronization()
+
+
+def check_mean(module: nn.Module, alone: nn.Module, what: str, width: int = 4) -> None:
+    """Gradients are those of one process on the inputs of both ranks."""
+    alone.zero_grad()
+    for number in range(2):
+        (alone(input_of(number, width)).square().mean() / 2).backward()
+    for param, expected in zip(module.parameters(), alone.parameters()):
+        torch.testing.assert_close(
+            param.grad, expected.grad, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}"
+        )
+
+
+def check_messages_of_each_wrapper() -> None:
+    # three parameters of 24, 48 and 24 elements; behind them, who has gradients
+    expected = {"naive": [24, 48, 24, 3], "flat": [96, 3], "overlap": [24, 48, 24, 3]}
+    # a cap of two of 24 or one of 48
+    for name, lengths in (expected | {"flashddp": [72, 24, 3]}).items():
+        model = wrap(name, stack(), bucket_cap_mb=72 * 4 / 2**20)
+        step_of(model)
+        with recorded_all_reduces() as sent:
+            step_of(model)
+        assert sent == lengths, (name, sent)
+
+
+def check_no_sync_sends_nothing_and_adds_up() -> None:
+    module = stack()
+    model, alone = BucketedDDP(module), copy.deepcopy(module)
+    for _ in range(2):
+        model.zero_grad()
+        with recorded_all_reduces() as sent, model.no_sync():
+            model(input_of(rank())).square().mean().backward()
+        assert sent == []
+        step_of(model)
+    for param in module.parameters():
+        param.grad /= 2
+    alone.load_state_dict(module.state_dict())
+    check_mean(module, alone, "no_sync")
+
+
+def check_all_reduces_start_in_backward_where_they_overlap() -> None:
+    for name in OURS:
+        module = stack()
+        model = wrap(name, module, bucket_cap_mb=1e-6)
+        step_of(model)
+        started = []
+        with recorded_all_reduces() as sent:
+            module[0].weight.register_hook(lambda grad: started.append(len(sent)))  # noqa: B023
+            model(input_of(rank())).square().mean().backward()
+            started.append(len(sent))
+            model.finish_gradient_synchronization()
+        # two gradients are complete before the first layer's, which is the last
+        assert started == ([2, 4] if name in ("overlap", "flashddp") else [0, 0]), (name, started)
+
+
+class Branches(nn.Module):
+    """Two layers, used in either order, so that gradients arrive in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for name in names:
+            x = torch.tanh(getattr(self, name)(x))
+        return x
+
+
+def check_ranks_may_use_layers_in_other_orders_or_not_at_all() -> None:
+    for name in ("naive", "flat", "overlap", "flashddp", "flashddp, caps below a parameter"):
+        torch.manual_seed(0)
+        module = Branches()
+        model, alone = WRAPPERS[name](module), copy.deepcopy(module)
+        for uses in (("ab", "ba"), ("ba", "a"), ("", "b"), ("b", "ab"), ("", "")):
+            for number, names in enumerate(uses):
+                x = torch.full((1, 3), 1.0 + number, requires_grad=True)
+                (alone(x, names).sum() / 2).backward()
+            x = torch.full((1, 3), 1.0 + rank(), requires_grad=True)
+            model(x, uses[rank()]).sum().backward()
+            model.finish_gradient_synchronization()
+            for param, expected in zip(module.parameters(), alone.parameters()):
+                # None where no rank used the layer
+                torch.testing.assert_close(param.grad, expected.grad, rtol=1e-5, atol=1e-6)
+                param.grad = expected.grad = None
+
+
+def check_gradients_take_their_own_memory_only_and_zero_grad_frees_it() -> None:
+    module = stack((4, 5, 7, 3))
+    model = BucketedDDP(module)
+    step_of(model)
+    grads = [param.grad for param in module.parameters()]
+    # 20, 35 and 21 elements of four bytes, each padded to a multiple of 16 bytes, and for each of
+    # the three parameters who has a gradient
+    storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage() for grad in grads}
+    assert [storage.nbytes() for storage in storages.values()] == [4 * (20 + 36 + 24 + 3)]
+    assert [grad.data_ptr() % 16 for grad in grads] == [0, 0, 0]
+    buffer = weakref.ref(grads[0]._base)
+    assert buffer() is not None
+    del grads, storages
+    model.zero_grad()
+    gc.collect()
+    # gloo's thread lets go of what it sent a moment later
+    deadline = time.monotonic() + 10
+    while buffer() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert buffer() is None
+
+
+class Joined(nn.Module):
+    """Parameters of 3 and 4 elements, and the input between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.ones(3), torch.ones(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.params[0], x, self.params[1]]) * torch.arange(1.0, 9.0)
+
+
+def check_gradients_that_are_not_the_modules_are_left_alone() -> None:
+    for name in OURS:
+        model = WRAPPERS[name](Joined())
+        for _ in range(2):
+            model.zero_grad()
+            x = torch.ones(1, requires_grad=True)
+            (model(x) * (rank() + 1)).sum().backward()
+            model.finish_gradient_synchronization()
+        # the fourth of the factors, times this rank's
+        assert x.grad.item() == 4.0 * (rank() + 1), name
+
+
+def check_gradients_may_be_dropped_before_finish() -> None:
+    for name in OURS:
+        model = wrap(name, stack())
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+            model.finish_gradient_synchronization()
+            left = [param.grad for param in model.parameters() if param.grad is not None]
+            assert not any(grad.any() for grad in left), name
+        step_of(model)
+        check_mean(model.module, copy.deepcopy(model.module), name)
+
+
+def check_a_forgotten_finish_is_an_error_at_the_next_forward() -> None:
+    for name in OURS:
+        model = wrap(name, stack())
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            message = message_of(lambda: model(torch.ones(2, 4)))  # noqa: B023
+            assert message.startswith("RuntimeError: forward after a backward pass"), message
+            model.finish_gradient_synchronization()
+            model(torch.ones(2, 4))
+
+
+def check_a_second_backward_is_an_error_that_names_the_parameter() -> None:
+    for name in OURS:
+        model = wrap(name, stack())
+        step_of(model)
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        message = message_of(loss.backward)
+        assert message.startswith("RuntimeError: the gradient of 2.weight grew again"), message
+        model.finish_gradient_synchronization()
+        step_of(model)
+
+
+class Raise(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("in backward")
+
+
+def check_training_goes_on_after_backward_failed_elsewhere_on_each_rank() -> None:
+    for name in ("naive", "flat", "overlap", "flashddp", "flashddp, caps below a parameter"):
+        module = stack()
+        model = WRAPPERS[name](module)
+        step_of(model)
+        hook = module[rank()].register_forward_hook(lambda *args: Raise.apply(args[2]))
+        loss = model(torch.ones(2, 4)).sum()
+        assert message_of(loss.backward) == "RuntimeError: in backward", name
+        hook.remove()
+        loss = model(input_of(rank())).square().mean()
+        module.zero_grad()
+        loss.backward()
+        model.finish_gradient_synchronization()
+        check_mean(module, copy.deepcopy(module), name)
+
+
+def check_what_cannot_be_averaged_is_refused_by_name() -> None:
+    module = stack()
+    module[1].requires_grad_(False)
+    model = BucketedDDP(module)
+    step_of(model)
+    module[1].requires_grad_(True)
+    message = message_of(lambda: step_of(model))
+    assert message.startswith("RuntimeError: parameter 1.weight was frozen when"), message
+    sparse = BucketedDDP(nn.Embedding(5, 4, sparse=True))
+    message = message_of(lambda: sparse(torch.tensor([1])).sum().backward())
+    assert message.startswith("ValueError: the gradient of weight must be dense"), message
+
+
+def check_settings_that_differ_between_ranks_are_named() -> None:
+    different: dict[str, Callable[[], nn.Module]] = {
+        "bucket_cap_mb must be the same": lambda: BucketedDDP(stack(), bucket_cap_mb=1 + rank()),
+        "ddp_wrapper must be the same": lambda: (NaiveDDP, FlatDDP)[rank()](stack()),
+        "0.weight must be the same": lambda: NaiveDDP(stack((4, 5 + rank()))),
+        "ddp_wrapper must average": lambda: wrap("none", stack()),
+    }
+    for words, make in different.items():
+        assert message_of(make).startswith(f"ValueError: {words}"), message_of(make)
+
+
+class Mixed(nn.Module):
+    """Parameters of float32 and float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).double()).float())
+
+
+def check_parameters_of_several_dtypes_and_initial_weights_that_differ() -> None:
+    makes = WRAPPERS | {"torch_ddp": lambda module: wrap("torch_ddp", module)}
+    for name, make in makes.items():
+        torch.manual_seed(rank())
+        module = Mixed()
+        model = make(module)
+        torch.manual_seed(0)
+        alone = Mixed()
+        for _ in range(2):
+            module.zero_grad()
+            step_of(model, width=3)
+        check_mean(module, alone, name, width=3)
+
+
+def check_the_state_is_that_of_the_module_compiled_or_not() -> None:
+    for name in (*OURS, "torch_ddp"):
+        model = wrap(name, stack())
+        other = wrap(name, torch.compile(stack(), backend="eager"))
+        other.load_state_dict(model.state_dict())
+        assert list(other.state_dict()) == ["0.weight", "1.weight", "2.weight"], name
+        for key, value in model.state_dict().items():
+            assert torch.equal(other.state_dict()[key], value), name
+
+
+def check_hooks_work_with_compiled_modules() -> None:
+    for name in OURS:
+        module = stack()
+        alone = copy.deepcopy(module)
+        model = wrap(name, torch.compile(module, backend="aot_eager"))
+        alone.load_state_dict(module.state_dict())
+        for _ in range(2):
+            module.zero_grad()
+            step_of(model)
+        check_mean(module, alone, name)
+
+
+def check_profilers_see_the_all_reduces() -> None:
+    # where they overlap: one for each message, and the waiting for them
+    for name, count in {"naive": 1, "flat": 1, "overlap": 4, "flashddp": 2}.items():
+        model = wrap(name, stack())
+        step_of(model)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with ranges.enabled(), torch.profiler.profile(activities=activities) as profiler:
+            step_of(model)
+        found = sum(event.name == "all-reduce" for event in profiler.events())
+        assert found == count, (name, found)
+
+
+def operations_on_gpus() -> set[str]:
+    """The operations that NCCL is asked for in a step of each wrapper."""
+    operations, original = set(), dist.all_reduce
+
+    def all_reduce(tensor: Tensor, op: Any, **options: Any) -> Any:
+        operations.add(str(op).rpartition(".")[2])
+        return original(tensor, op, **options)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        for make in WRAPPERS.values():
+            model = make(stack().to(current_device()))
+            model(input_of(rank()).to(current_device())).sum().backward()
+            model.finish_gradient_synchronization()
+    return operations

@@ -1,0 +1,98 @@
+"""Deliberate faults in this room; the tests catch each of them (`tests/test_faults.py`)."""
+
+from tests.fault import Fault
+
+FAULTS = [
+    Fault(
+        "lib/ddp/ring.py",
+        "sent = [(rank - number) % ranks for rank in range(ranks)]",
+        "sent = [(rank + number) % ranks for rank in range(ranks)]",
+        "tests/ddp/test_ring.py",
+    ),
+    Fault(
+        "lib/ddp/costs.py",
+        "slow = (hosts - 1) / (ranks - 1)",
+        "slow = hosts / (ranks - 1)",
+        "tests/ddp/test_costs.py",
+    ),
+    Fault(
+        "lib/ddp/costs.py",
+        "start = max(ready if overlap else backward_ms, end)",
+        "start = ready if overlap else backward_ms",
+        "tests/ddp/test_costs.py",
+    ),
+    # padding to the next multiple becomes padding to the one before
+    Fault(
+        "lib/ddp/buckets.py",
+        "self.lengths = [-(-param.numel() // step) * step for param in self.params]",
+        "self.lengths = [param.numel() // step * step for param in self.params]",
+        "tests/ddp/test_buckets.py",
+    ),
+    Fault(
+        "lib/ddp/buckets.py",
+        "if bucket and cap_bytes is not None and size > limit:",
+        "if bucket and cap_bytes is not None and size >= limit:",
+        "tests/ddp/test_buckets.py",
+    ),
+    # the sum in place of the mean
+    Fault(
+        "lib/ddp/buckets.py",
+        "self.divisor = None if averages else dist.get_world_size(group)",
+        "self.divisor = None",
+        "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
+    ),
+    # unused parameters keep gradients of zeros, with which AdamW decays them
+    Fault(
+        "lib/ddp/wrappers.py",
+        "                if share == 0:\n                    self.params[index].grad = None",
+        "                if share < 0:\n                    self.params[index].grad = None",
+        "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
+    ),
+    # who has gradients is sent before that is known
+    Fault(
+        "lib/ddp/wrappers.py",
+        "is_last = bucket is self.buckets[-1]",
+        "is_last = bucket is self.buckets[0]",
+        "tests/ddp/test_wrappers.py::test_on_two_ranks",
+    ),
+    Fault(
+        "lib/ddp/wrappers.py",
+        "        if not self.is_syncing:\n            return\n",
+        "",
+        "tests/ddp/test_wrappers.py::test_on_two_ranks",
+    ),
+    # no broadcast of rank 0's weights
+    Fault(
+        "lib/ddp/wrappers.py",
+        "            broadcast_module(module, group)\n            self._register_hooks()",
+        "            self._register_hooks()",
+        "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
+    ),
+    Fault(
+        "lib/ddp/process_group.py",
+        "total /= world_size(group)",
+        "total /= max(1, world_size(group) - 1)",
+        "tests/ddp/test_process_group.py",
+    ),
+    # a rank that fails alone, while the others go on
+    Fault(
+        "lib/ddp/process_group.py",
+        "    if first is None:\n        return result\n    raise mark_collective",
+        "    if error is None:\n        return result\n    raise mark_collective",
+        "tests/ddp/test_process_group.py",
+    ),
+    # what ranks of an earlier start left is taken for an answer
+    Fault(
+        "lib/ddp/process_group.py",
+        'prefix = store.get(f"prefix for/{own}").decode()',
+        'prefix = store.get(f"prefix for/{rank}").decode()',
+        "tests/ddp/test_process_group.py",
+    ),
+    # the last exception in place of the first
+    Fault(
+        "lib/ddp/launcher.py",
+        'rank = min(failures, key=lambda r: failures[r]["time"])',
+        'rank = max(failures, key=lambda r: failures[r]["time"])',
+        "tests/ddp/test_launcher.py::test_the_rank_that_failed_first_is_the_cause",
+    ),
+]

@@ -1,0 +1,55 @@
+"""Buckets: filled in order within their cap, and packed without a change."""
+
+import pytest
+import torch
+from torch import nn
+
+from lib.ddp.buckets import Bucket, fill_buckets
+
+
+@pytest.mark.parametrize(
+    ("sizes_mb", "cap_mb", "expected"),
+    [
+        # the first is small, later ones fill up to exactly the cap
+        ([0.5, 0.5, 0.5, 1, 2, 2, 1], 4, [[0.5, 0.5], [0.5, 1, 2], [2, 1]]),
+        # a parameter above the cap has its own
+        ([8, 1, 1, 8, 1], 2, [[8], [1, 1], [8], [1]]),
+        ([8, 1, 1], None, [[8, 1, 1]]),
+    ],
+)
+def test_buckets_fill_in_order_within_their_cap(sizes_mb, cap_mb, expected):
+    params = [nn.Parameter(torch.empty(int(size * 2**18), device="meta")) for size in sizes_mb]
+    buckets = fill_buckets(params, cap_bytes=None if cap_mb is None else cap_mb * 2**20)
+    found = [[param.nbytes / 2**20 for param in bucket.params] for bucket in buckets]
+    assert found == expected
+
+
+def test_a_bucket_has_one_dtype_and_they_come_in_the_order_of_their_last_parameters():
+    dtypes = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+    params = [nn.Parameter(torch.empty(4, dtype=dtype)) for dtype in dtypes]
+    buckets = fill_buckets(params)
+    assert [bucket.params[0].dtype for bucket in buckets] == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_keeps_gradients_and_aligns_them(dtype):
+    shapes = [(3,), (), (2, 5), (0,), (4, 4)]
+    params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
+    grads = [torch.randn(shape).to(dtype) for shape in shapes]
+    # as a transposed weight has
+    grads[4] = grads[4].T
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    last = torch.ones(5, dtype=dtype)
+    bucket = Bucket(params)
+    (buffer,) = bucket.tensors(last)
+    assert torch.equal(buffer[-5:], last)
+    for param, grad in zip(params, grads):
+        assert torch.equal(param.grad, grad)
+        assert param.grad.storage_offset() * buffer.element_size() % 16 == 0
+    # all are views, and found again
+    buffer.fill_(7)
+    assert all((param.grad == 7).all() for param in params)
+    again, after = bucket.tensors(last)
+    assert again.data_ptr() == buffer.data_ptr()
+    assert after is last

@@ -1,0 +1,172 @@
+"""Launching ranks: results in order, failures with rank and traceback, and nothing hangs."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.ddp.launcher import WorkerError, launch
+from tests.ddp import workers
+from tests.ddp.rank_server import ranks_from_a_server
+
+ROOT = Path(__file__).resolve().parents[2]
+# Well below every timeout that is not the test's subject.
+SOON = 45
+
+
+@pytest.fixture
+def quick():
+    """Most tests need no rank that loads torch first."""
+    with ranks_from_a_server():
+        yield
+
+
+def failure_of(how: str, *, world_size: int = 2, timeout: float = 60) -> WorkerError:
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        launch(workers.fail, world_size, how, backend="gloo", timeout=timeout)
+    assert time.monotonic() - start < SOON
+    return caught.value
+
+
+def test_results_come_in_order_and_each_rank_has_its_own_copy():
+    x = torch.zeros(2)
+    results = launch(workers.identity, 2, x, backend="gloo", timeout=60)
+    assert [result[:2] for result in results] == [(0, 2), (1, 2)]
+    assert [result[2].tolist() for result in results] == [[0, 0], [1, 1]]
+    assert x.tolist() == [0, 0]
+    assert [result[3] for result in results] == [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} for rank in range(2)
+    ]
+
+
+def test_one_rank_has_a_group(quick):
+    assert launch(workers.inside_init, 1, backend="gloo", timeout=60) == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "rank 1 of 2 raised KeyError: 'a name that is missing'"),
+        ("exits", "SystemExit: 3"),
+        ("vanishes", "exit code 0 before its function returned"),
+        ("is killed", "rank 1 of 2 was ended by SIGKILL"),
+    ],
+)
+def test_the_rank_that_failed_first_is_the_cause(quick, how, words):
+    error = failure_of(how)
+    assert error.rank == 1
+    assert words in str(error)
+    assert ('raise KeyError("a name that is missing")' in error.worker_traceback) == (
+        how == "raises"
+    )
+
+
+def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named(quick):
+    error = failure_of("hangs", world_size=3, timeout=3)
+    assert "longer than timeout = 3 s" in str(error)
+    assert "not called by rank 1" in str(error)
+
+
+def test_a_rank_that_returned_too_early_is_named(quick):
+    assert "had returned by then: rank 1" in str(failure_of("returns early"))
+
+
+def test_a_failure_with_a_collective_open_ends_the_job_at_once(quick):
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0 of 2 raised ValueError: open"):
+        launch(workers.fail_with_collective_open, 2, backend="gloo", timeout=300)
+    assert time.monotonic() - start < SOON
+
+
+def test_a_result_that_cannot_be_saved_is_an_error(quick):
+    with pytest.raises(WorkerError, match=r"rank 0 of 1 raised .*lambda"):
+        launch(workers.return_what_cannot_be_saved, 1, backend="gloo", timeout=60)
+
+
+def of_a_cell():
+    """A function that only this process has."""
+
+
+of_a_cell.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [of_a_cell, lambda: 1, functools.partial(of_a_cell), torch.zeros(1).sum],
+    ids=["cell", "lambda", "partial", "method"],
+)
+def test_a_function_that_workers_cannot_import_is_refused(fn):
+    with pytest.raises(ValueError, match="fn must be a function at the top level of a file"):
+        launch(fn, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"world_size": 2, "timeout": 0}, "timeout must be above 0"),
+        ({"world_size": 2, "backend": "mpi"}, "backend must be None or one of nccl"),
+        ({"world_size": 99, "backend": "nccl"}, "'nccl' needs a GPU for each of 99 ranks"),
+    ],
+)
+def test_a_wrong_argument_is_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        launch(workers.inside_init, **options)
+
+
+def test_a_worker_whose_parent_is_gone_ends_without_working(tmp_path):
+    code = "import sys; from pathlib import Path; from lib.ddp.launcher import _work; "
+    code += "_work(0, 1, Path(sys.argv[1]), 'gloo', 5.0, parent=1)"
+    command = [sys.executable, "-c", code, tmp_path]
+    assert subprocess.run(command, cwd=ROOT).returncode == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_that_one_rank_refuses_end_all_and_that_rank_says_why(quick):
+    assert launch(workers.parsed, 2, backend="gloo", timeout=60) == [
+        {"first": "exit 2, bogus is no flag\n", "second": "exit 2, ", "none": "a config, "},
+        {
+            "first": "exit 2, ",
+            "second": "exit 2, rank 1:\nbogus is no flag\n",
+            "none": "a config, ",
+        },
+    ]
+
+
+def torchrun(*options: str) -> tuple[int, str]:
+    """Exit code and output of two ranks of `tests.ddp.workers`."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*agent, *options],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_torchrun_starts_ranks_again_after_one_was_killed(tmp_path):
+    # one restart, which fails where ranks still find addresses of the first start
+    program = ("-m", "tests.ddp.workers", str(tmp_path), "--fail", "once")
+    code, output = torchrun("--max-restarts=1", *program)
+    assert code == 0, output
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert records == [
+        {"rank": rank, "world_size": 2, "device": "cpu", "mean": 0.5} for rank in range(2)
+    ]
+
+
+def test_a_failure_under_torchrun_ends_the_job(tmp_path):
+    start = time.monotonic()
+    code, output = torchrun("-m", "tests.ddp.workers", str(tmp_path), "--fail", "open")
+    assert code != 0
+    assert "ValueError: open" in output
+    assert time.monotonic() - start < SOON

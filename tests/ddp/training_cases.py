@@ -1,0 +1,146 @@
+"""Training with every wrapper and in one process, for ranks of the wrappers' tests."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp import process_group, wrappers
+from lib.optimizer.adamw import AdamW
+
+STEPS, BATCH = 5, 4
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "naive": wrappers.NaiveDDP,
+    "flat": wrappers.FlatDDP,
+    "overlap": wrappers.OverlappedDDP,
+    "flashddp": wrappers.BucketedDDP,
+    "flashddp, caps below a parameter": lambda m: wrappers.BucketedDDP(m, bucket_cap_mb=1e-6),
+    "flashddp, caps of two parameters": lambda m: wrappers.BucketedDDP(m, bucket_cap_mb=3e-4),
+    "flashddp, not packed": lambda m: wrappers.BucketedDDP(m, bucket_cap_mb=3e-4, packed=False),
+}
+
+
+class Toy(nn.Module):
+    """Tied, frozen and unused parameters, one that only some passes use, and odd sizes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 7)
+        self.sometimes = nn.Linear(7, 7)
+        self.frozen = nn.Linear(7, 6)
+        self.never = nn.Linear(3, 3)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.zeros(1))
+        for tensor in [*self.parameters(), self.scale]:
+            nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
+        self.frozen.requires_grad_(False)
+        self.to(process_group.current_device())
+
+    def forward(self, tokens: Tensor, uses_all: bool) -> Tensor:
+        x = torch.tanh(self.first(self.embedding(tokens)))
+        if uses_all:
+            x = x + torch.tanh(self.sometimes(x))
+        return self.head(self.frozen(x) * self.scale)
+
+
+def part(step: int, micro: int, rank: int) -> tuple[Tensor, bool]:
+    """The tokens of a rank in a micro-batch, and whether it uses all of the model."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    tokens = torch.randint(11, (BATCH, 2), generator=generator).to(process_group.current_device())
+    # used by all; by rank 0; by none; by odd ranks; before the last micro-batch only
+    uses_all = (True, rank == 0, False, rank % 2 == 1, micro == 0)[step % 5]
+    return tokens, uses_all
+
+
+def loss_of(model: nn.Module, tokens: Tensor, uses_all: bool) -> Tensor:
+    logits = model(tokens[:, 0], uses_all)
+    return nn.functional.cross_entropy(logits, tokens[:, 1])
+
+
+def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    return AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def reference(optimizer_name: str, micros: int, world_size: int) -> list[list[Tensor]]:
+    """Parameters after each step of one process on the union of all parts."""
+    module = Toy(seed=0)
+    optimizer = make_optimizer(optimizer_name, module)
+    steps = []
+    for step in range(STEPS):
+        for micro in range(micros):
+            for rank in range(world_size):
+                (loss_of(module, *part(step, micro, rank)) / (micros * world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append([param.detach().clone() for param in module.parameters()])
+    return steps
+
+
+def train(
+    make: Callable[[nn.Module], nn.Module], optimizer_name: str, micros: int
+) -> Iterator[nn.Module]:
+    """Train from other weights on each rank; yields the module after each step."""
+    rank = process_group.rank()
+    module = Toy(seed=rank)
+    model = make(module)
+    optimizer = make_optimizer(optimizer_name, module)
+    for step in range(STEPS):
+        for micro in range(micros):
+            is_last = micro == micros - 1
+            with nullcontext() if is_last else model.no_sync():
+                (loss_of(model, *part(step, micro, rank)) / micros).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield module
+
+
+def ways_to_train(world_size: int) -> list[tuple[str, str, int]]:
+    """Wrapper, optimizer and micro-batches; fewer where ranks outnumber cores."""
+    hows = [("adamw", 3), ("sgd", 1)] if world_size < 3 else [("adamw", 3)]
+    return [(name, *how) for how in hows for name in WRAPPERS]
+
+
+def equality(world_size: int) -> dict:
+    """How far each way to train is from that in one process, and a digest of the parameters.
+
+    A group of three ranks tells of one of two ranks too: starting workers takes longest.
+    """
+    results = {}
+    for way in ways_to_train(world_size):
+        name, *how = way
+        error = 0.0
+        for expected, module in zip(reference(*how, world_size), train(WRAPPERS[name], *how)):
+            pairs = zip(expected, module.parameters())
+            error = max(error, *((a - b).abs().max().item() for a, b in pairs))
+        bits = b"".join(param.detach().cpu().numpy().tobytes() for param in module.parameters())
+        results[way] = error, hashlib.sha256(bits).hexdigest()
+    return results | {"subgroup": subgroup() if world_size == 3 else None}
+
+
+def subgroup() -> list[float] | None:
+    """Gradients of ranks 1 and 2 of three, which have a group of their own."""
+    group = dist.new_group([1, 2])
+    if process_group.rank() == 0:
+        return None
+    device = process_group.current_device()
+    results = []
+    for name in ("naive", "flat", "overlap", "flashddp", "torch_ddp"):
+        module = nn.Linear(1, 1, bias=False, device=device)
+        nn.init.constant_(module.weight, process_group.rank())
+        model = wrappers.wrap(name, module, group=group)
+        results.append(module.weight.item())
+        for _ in range(2):
+            module.zero_grad()
+            model(torch.full((1, 1), float(process_group.rank()), device=device)).sum().backward()
+            model.finish_gradient_synchronization()
+        results.append(module.weight.grad.item())
+    return results

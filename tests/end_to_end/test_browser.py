@@ -1,0 +1,361 @@
+"""In a browser: a notebook runs in JupyterLab and its slider moves a figure; the report is whole.
+
+Each test leaves a picture of what it saw in artifacts/screenshots.
+"""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+
+from lib.publish.cells import clean, static_widgets
+
+ROOT = Path(__file__).resolve().parents[2]
+SCREENSHOTS = ROOT / "artifacts/screenshots"
+
+pytestmark = pytest.mark.browser
+
+
+@dataclass
+class View:
+    """An open tab, and what its page says and asks for."""
+
+    name: str
+    tab: object
+    console: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def screenshot(self, suffix: str = "") -> Path:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{self.name.replace('/', '_')}{suffix}.png"
+        self.tab.screenshot(path=path)
+        return path
+
+    def evidence(self) -> str:
+        """What the page looks like and has said, for the report of a failed test."""
+        lines = self.console or ["nothing on the console"]
+        return "\n".join([f"picture: {self.screenshot('_failed')}", *lines])
+
+
+@contextmanager
+def opened(browser, name: str, **options) -> Iterator[View]:
+    """A view without a page, in a window of its own."""
+    context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
+    context.set_default_timeout(60_000)
+    view = View(name, context.new_page())
+    view.tab.on("console", lambda said: view.console.append(f"{said.type}: {said.text}"))
+    view.tab.on("pageerror", lambda error: view.console.append(f"error: {error}"))
+    view.tab.on("request", lambda request: view.requests.append(request.url))
+    yield view
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory) -> Path:
+    """A copy of the workbook, with the notebook that is opened as if it had never been run.
+
+    It ends with its first slider; `make test` runs the cells behind it without JupyterLab.
+    """
+    book, source = tmp_path_factory.mktemp("book"), ROOT / "notebooks/02_model.ipynb"
+    for folder in ("lib", "artifacts"):
+        remade = ("__pycache__", "runs", "report", "profile", "kaggle", "screenshots", ".*.lock")
+        shutil.copytree(ROOT / folder, book / folder, ignore=shutil.ignore_patterns(*remade))
+    notebook = clean(nbformat.read(source, as_version=4))
+    slider = next(i for i, cell in enumerate(notebook.cells) if "scale_slider()" in cell.source)
+    del notebook.cells[slider + 1 :]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    (book / "notebooks").mkdir()
+    nbformat.write(notebook, book / "notebooks/02_model.ipynb")
+    return book
+
+
+@pytest.fixture
+def jupyterlab(book, tmp_path, quiet_environment) -> Iterator[str]:
+    """JupyterLab on a free port, with settings of its own; yields the address of the notebook."""
+    folders = {f"JUPYTER_{name}_DIR": tmp_path / name for name in ("CONFIG", "DATA", "RUNTIME")}
+    folders |= {f"JUPYTERLAB_{n}_DIR": tmp_path / n for n in ("SETTINGS", "WORKSPACES")}
+    folders["IPYTHONDIR"] = tmp_path / "ipython"
+    environment = quiet_environment | {name: str(path) for name, path in folders.items()}
+    environment |= {"JUPYTER_NO_CONFIG": "1", "WORKBOOK_SMALL": "1", "OMP_NUM_THREADS": "1"}
+    # an Agg backend, which other tests want, would keep figures out of the notebook
+    environment.pop("MPLBACKEND", None)
+    settings = tmp_path / "SETTINGS/@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
+    settings.parent.mkdir(parents=True)
+    # cells out of sight stay in the page, in each version of JupyterLab
+    settings.write_text('{"windowingMode": "none"}')
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    command += ["--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--ServerApp.root_dir={book}"]
+    command += ["--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"]
+    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    log = tmp_path / "server.txt"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        address = server_address(server, tmp_path / "RUNTIME", log)
+        yield address.format("lab/tree/notebooks/02_model.ipynb")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def server_address(server: subprocess.Popen, folder: Path, log: Path) -> str:
+    """Where the server answers, with its token, once it does; `{}` stands for the page."""
+    deadline = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < deadline:
+        for path in folder.glob("jpserver-*.json"):
+            if text := path.read_text():
+                about = json.loads(text)
+                return f"{about['url']}{{}}?token={about['token']}"
+        time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab does not start:\n{log.read_text()}")
+
+
+@pytest.fixture
+def lab(browser, jupyterlab) -> Iterator[View]:
+    with opened(browser, "lab") as view:
+        view.tab.goto(jupyterlab)
+        yield view
+
+
+KERNEL_IS_IDLE = """
+() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === "idle"
+"""
+CODE = """
+const code = jupyterapp.shell.currentWidget.content.widgets.map(w => w.model)
+  .filter(model => model.type === "code");
+const outputs = code.flatMap(
+  model => Array.from({length: model.outputs.length}, (_, i) => model.outputs.get(i)));
+const errors = outputs.filter(output => output.type === "error").map(output => output.toJSON());
+"""
+HAS_RUN = f"() => {{ {CODE} return errors.length || code.every(model => model.executionCount) }}"
+ERRORS = f"() => {{ {CODE} return errors.map(error => `${{error.ename}}: ${{error.evalue}}`) }}"
+VISIBLE = "[...cell.querySelectorAll('img')].find(image => image.offsetWidth)"
+PICTURE = f"cell => {VISIBLE}?.src"
+SIZE = (
+    f"async cell => {{ const i = {VISIBLE}; await i.decode(); return [i.naturalWidth, i.height] }}"
+)
+
+
+def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
+    tab = lab.tab
+    tab.wait_for_function(KERNEL_IS_IDLE)
+    tab.get_by_role("menuitem", name="Run", exact=True).click()
+    tab.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    # generous: other tests may be using the processor
+    tab.wait_for_function(HAS_RUN, timeout=300_000, polling=250)
+    tab.wait_for_function(KERNEL_IS_IDLE)
+    assert tab.evaluate(ERRORS) == []
+
+    cell = tab.locator(".jp-CodeCell").filter(has=tab.get_by_role("slider")).first
+    cell.locator(".jp-InputPrompt").click()
+    # the buttons of the cell may come first
+    for _ in range(10):
+        tab.keyboard.press("Tab")
+        if has_focus := cell.evaluate("c => c.querySelector('[role=slider]:focus') !== null"):
+            break
+    assert has_focus, "the Tab key does not reach the slider"
+    first = cell.evaluate(PICTURE)
+    lab.screenshot("_before")
+    changed = f"([cell, first]) => ![undefined, first].includes(({PICTURE})(cell))"
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_function(changed, arg=[cell.element_handle(), first])
+    assert min(cell.evaluate(SIZE)) > 200
+    lab.screenshot("_after")
+    assert "head_dim 16" in cell.evaluate(f"cell => {VISIBLE}.alt")
+    second = cell.evaluate(PICTURE)
+    tab.keyboard.press("ArrowLeft")
+    tab.wait_for_function(changed, arg=[cell.element_handle(), second])
+    assert cell.evaluate(PICTURE) == first, "back at the start, another figure"
+    here = re.match(r"http://[^/]+/", tab.url)[0]
+    assert [url for url in lab.requests if not url.startswith((here, "data:", "blob:"))] == []
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory, make_notebook) -> Path:
+    """A report: every notebook with the outputs that it is committed with, and one run twice."""
+    from lib.publish.front_page import keep_earlier_run, write_front_page
+    from lib.publish.run_notebooks import Job, Result, Run, execute, publish
+
+    folder = tmp_path_factory.mktemp("report")
+    own = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom lib.lessons.model import explorers"
+    figures = ("%md $$\\frac{q \\cdot k}{\\sqrt{d}}$$", "explorers.scale_slider()")
+    widgets = make_notebook(folder / "notebooks/99_widgets.ipynb", "steps = 3", *figures, first=own)
+    executed = folder / "executed.ipynb"
+    execute(widgets, executed)
+    sources = [*sorted(ROOT.glob("notebooks/*.ipynb")), widgets]
+    titles = {source.stem: source.stem for source in sources}
+    pages = folder / "pages"
+
+    def publish_all(sources, titles):
+        for source in sources:
+            notebook = executed if source == widgets else source
+            run = Run(pages, "", "now", titles)
+            publish(Result(source.stem, "done", 1.0), notebook, Job(source, {}, ()), run)
+
+    publish_all([widgets], {widgets.stem: "Widgets"})
+    keep_earlier_run(pages, titles)
+    (earlier,) = (pages / "previous").iterdir()
+    earlier.rename(pages / "previous/first")
+    publish_all(sources, titles)
+    write_front_page(pages, titles)
+    return folder / "pages"
+
+
+NOTEBOOKS = [path.stem for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
+PAGES = ["index", *NOTEBOOKS, "99_widgets", "previous/first/index", "previous/first/99_widgets"]
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def page(request, browser, report) -> Iterator[View]:
+    """Each page of the report, opened from disk without a network, all folds open."""
+    with opened(browser, f"report_{request.param}", offline=True) as view:
+        view.tab.goto((report / f"{request.param}.html").as_uri())
+        view.tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        yield view
+
+
+def source_of(page: View):
+    """The notebook that the page was made from, its widgets static; None for a front page."""
+    path = Path(unquote(urlsplit(page.tab.url).path)).with_suffix(".ipynb")
+    return static_widgets(nbformat.read(path, as_version=4)) if path.exists() else None
+
+
+def test_a_page_asks_nothing_of_the_network_and_complains_of_nothing(page):
+    assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+    assert page.console == []
+
+
+def test_every_picture_is_on_its_page_with_a_text(page):
+    width = "image => image.decode().then(() => image.naturalWidth, error => 0)"
+    widths = page.tab.evaluate(f"() => Promise.all([...document.images].map({width}))")
+    assert min(widths, default=99) > 10
+    assert page.tab.evaluate("[...document.images].filter(i => !i.alt).map(i => i.outerHTML)") == []
+    cells = source_of(page).cells if source_of(page) else []
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert len(widths) >= sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+RAW_FORMULAS = """() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    const text = walker.currentNode;
+    if (/\\$\\$|\\\\[a-z]+\\{/.test(text.data) && !text.parentElement.closest("pre, code, style"))
+      found.push(text.data);
+  }
+  return found;
+}"""
+
+
+def test_formulas_are_set(page):
+    assert page.tab.evaluate(RAW_FORMULAS) == []
+    widths = "[...document.querySelectorAll('math')].map(m => m.getBoundingClientRect().width)"
+    assert min(page.tab.evaluate(widths), default=99) > 3
+    cells = source_of(page).cells if source_of(page) else []
+    prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    without_code = re.sub(r"```.*?```|`[^`]*`", "", "\n\n".join(prose), flags=re.DOTALL)
+    formulas = re.findall(r"(?<!\\)(\$\$?)[^$]+\1", without_code)
+    assert page.tab.locator("math").count() >= len(formulas)
+
+
+# of each cell with controls: what they say, and what stands there beside
+WIDGETS = """() => [...document.querySelectorAll(".jp-Cell:has(.report-widget)")].map(cell => {
+  const said = cell.querySelector(".report-widget").innerText;
+  const outputs = [...cell.querySelectorAll(".jp-OutputArea-output")];
+  const others = outputs.filter(output => !output.querySelector(".report-widget"));
+  return [said, others.filter(o => o.querySelector("img") || o.innerText.trim()).length];
+})"""
+
+
+def test_widgets_show_what_they_last_showed(page):
+    widgets = page.tab.evaluate(WIDGETS)
+    # a bar tells how far something is, and shows nothing else
+    assert [said for said, shown in widgets if not shown and "/s]" not in said] == []
+    if page.name.endswith("99_widgets"):
+        assert widgets == [["head_dim: 4", 3]]
+
+
+def test_links_lead_somewhere(page):
+    dead = []
+    for address in page.tab.evaluate("[...document.querySelectorAll('a[href]')].map(a => a.href)"):
+        parts = urlsplit(address)
+        path = Path(unquote(parts.path))
+        if parts.scheme != "file":
+            assert parts.scheme == "https", address
+            continue
+        names = {parts.fragment, unquote(parts.fragment)}
+        if not path.exists() or (parts.fragment and not names & ids_on(path)):
+            dead.append(address)
+    assert dead == []
+
+
+@functools.cache
+def ids_on(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r'\bid="([^"]+)"', path.read_text()))
+
+
+# code with more lines on the screen than it has, or that cannot be moved into view
+BROKEN_CODE = """() => [...document.querySelectorAll(
+  ".jp-RenderedHTMLCommon pre, .jp-InputArea pre")].filter(pre => {
+  const range = document.createRange();
+  range.selectNodeContents(pre);
+  const height = parseFloat(getComputedStyle(pre).lineHeight);
+  const is_cut = pre.scrollWidth > pre.clientWidth && getComputedStyle(pre).overflowX !== "auto";
+  const lines = pre.textContent.split("\\n").length;
+  return is_cut || range.getBoundingClientRect().height > (lines + 0.5) * height;
+}).map(pre => pre.textContent.slice(0, 60))"""
+
+
+def test_on_a_phone_lines_of_code_stay_whole_and_the_page_as_wide_as_the_screen(page):
+    wide = page.tab.viewport_size
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    try:
+        page.screenshot("_phone")
+        assert page.tab.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.tab.evaluate(BROKEN_CODE) == []
+    finally:
+        page.tab.set_viewport_size(wide)
+
+
+# text whose colour is too close to what is behind it: the contrast of WCAG 2.2, from 1 to 21
+FAINT = """() => {
+  const channels = color => color.match(/[\\d.]+/g).map(Number);
+  const linear = v => v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const color = channels(getComputedStyle(element).backgroundColor);
+      if (color.length < 4 || color[3] > 0.5) return color;
+    }
+    return [255, 255, 255];
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = new Map();
+  while (walker.nextNode()) {
+    const text = walker.currentNode, element = text.parentElement;
+    if (!text.data.trim() || !element.getClientRects().length) continue;
+    const color = getComputedStyle(element).color;
+    const lights = [light(channels(color)), light(behind(element))];
+    const contrast = (Math.max(...lights) + 0.05) / (Math.min(...lights) + 0.05);
+    if (contrast < 3) found.set(color + behind(element), text.data.trim().slice(0, 60));
+  }
+  return [...found];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(page, scheme):
+    page.tab.emulate_media(color_scheme=scheme)
+    page.screenshot(f"_{scheme}")
+    assert page.tab.evaluate(FAINT) == []

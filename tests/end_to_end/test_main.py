@@ -1,0 +1,385 @@
+"""The command line: commands are found, configs parsed, errors fit on one line."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lib import __main__ as command_line
+from lib.__main__ import COMMANDS, Command, exit_code, load, main, parse
+from lib.core.settings import from_json, to_json
+from lib.data.prepare import TokenizeConfig
+from lib.training.config import GenerateConfig, PipelineConfig, TrainConfig
+
+ROOT = Path(command_line.__file__).parents[1]
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "lib", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Add a command that calls a function; its name is `try`, its flags are `train`'s."""
+
+    def add(function, name="try", **options):
+        monkeypatch.setitem(COMMANDS, name, Command("Try it.", TrainConfig, function, **options))
+
+    return add
+
+
+def raising(error):
+    def function(config):
+        raise error
+
+    return function
+
+
+# Commands
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command(arguments, capsys):
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    for name, each in COMMANDS.items():
+        assert f"  {name} " in output
+        assert each.help in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_config_and_a_function(name):
+    # the tuner imports Triton
+    if name == "benchmark tune-attention":
+        pytest.importorskip("triton")
+    each = COMMANDS[name]
+    config = load(each.config)()
+    assert callable(load(each.function))
+    values = {"config": config, "result": "RESULT"}
+    assert not each.prints or "{" not in each.prints.format(**values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [([], "dataclasses"), (["tokenize", "--help"], "torch"), (["train", "--help"], "torch")],
+)
+def test_help_loads_nothing_that_takes_time(arguments, limit):
+    heavy = ["torch", "numba", "matplotlib"] + ["numpy", "tyro"] * (limit != "torch")
+    code = (
+        "import sys; from lib.__main__ import main\n"
+        f"try: main({arguments})\n"
+        "except SystemExit: pass\n"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert output.splitlines()[-1] == "[]"
+
+
+def test_a_command_of_two_words_gets_the_flags_behind_them(command):
+    seen = []
+    command(lambda config: seen.append(config.steps) or 7, "benchmark this")
+    assert main(["benchmark", "this", "--steps", "300"]) == 7
+    assert seen == [300]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tokenise"], "unknown command 'tokenise'; did you mean 'tokenize'? known: pipeline, "),
+        (["benchmark", "those"], "benchmark needs one more word: benchmark tokenizer, "),
+        (
+            ["pipeline", "--config", "tinny"],
+            "--config tinny: no such file, and the presets are: shakespeare, ",
+        ),
+    ],
+)
+def test_what_is_unknown_is_refused_with_the_known_ones(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "printed"), [("x", 0, "artifacts/runs: x\n"), (None, 0, ""), (3, 3, "")]
+)
+def test_what_a_command_returns_decides_what_is_printed_and_the_exit_code(
+    command, capsys, result, code, printed
+):
+    prints = "" if result == 3 else "{config.runs_dir}: {result}"
+    command(lambda config: result, prints=prints)
+    assert main(["try"]) == code
+    assert capsys.readouterr().out == printed
+
+
+def test_notebooks_are_run_refreshed_and_cleaned_as_asked(monkeypatch):
+    from lib.publish import run_notebooks
+
+    calls = []
+    for name in ("run_notebooks", "refresh_notebooks", "clean_notebooks"):
+        monkeypatch.setattr(
+            run_notebooks, name, lambda name=name, **options: calls.append((name, options)) or 1
+        )
+    assert main(["run", "--notebooks", "01", "02", "--parameters", "laptop"]) == 1
+    assert main(["notebooks", "refresh", "--notebooks", "03"]) == 1
+    assert main(["notebooks", "clean"]) == 1
+    asked = {"parameters": "laptop", "report": None, "workers": None}
+    assert calls == [
+        ("run_notebooks", {"notebooks": ("01", "02"), **asked}),
+        ("refresh_notebooks", {"notebooks": ("03",)}),
+        ("clean_notebooks", {}),
+    ]
+
+
+# Flags
+
+
+def test_flags_are_the_names_of_the_fields_on_top_of_a_config_file_or_preset(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"vocab_size": 300, "seed": 5, "special_tokens": ["<a>", "<b>"]}))
+    flags = ["--seed", "6", "--config", str(path), "--output", "x", "--workers", "2"]
+    assert parse(TokenizeConfig, "tokenize", flags) == TokenizeConfig(
+        vocab_size=300, seed=6, special_tokens=("<a>", "<b>"), output=Path("x"), workers=2
+    )
+    preset = from_json(PipelineConfig, command_line.PRESETS / "tiny.json")
+    assert parse(PipelineConfig, "pipeline", ["--config=tiny"]) == preset
+    changed = parse(PipelineConfig, "pipeline", ["--config", "tiny", "--steps", "60"])
+    assert (changed.train.steps, changed.train.model) == (60, preset.train.model)
+
+
+def test_help_of_a_command_shows_each_field_with_its_note(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(TokenizeConfig, "tokenize", ["--help"])
+    assert caught.value.code == 0
+    output = capsys.readouterr().out
+    assert "--vocab_size INT" in output
+    assert "Number of token ids" in output
+    assert "--config FILE.json" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        (["--d_model", "64"], "train.model.d_model", 64),
+        (["--d-model=64"], "train.model.d_model", 64),
+        (["--attention_kernel", "vectorized_torch"], "train.model.attention_kernel", None),
+        (["--no-resume"], "train.resume", False),
+        (["--train.seed", "3"], "train.seed", 3),
+        (["--train.model.vocab_size", "4100"], "train.model.vocab_size", 4100),
+        # of several fields the outermost
+        (["--vocab_size", "300"], "corpus.vocab_size", 300),
+        (["--corpus", "book.txt"], "corpus.corpus", "book.txt"),
+        (["--prompts", "Now", "Then"], "sample.prompts", ("Now", "Then")),
+        (["--data", "tokens"], "train.data", Path("tokens")),
+    ],
+)
+def test_a_flag_needs_no_more_of_its_path_than_tells_it_apart(flags, path, value):
+    config = parse(PipelineConfig, "pipeline", flags)
+    changed = {
+        name: new for name, new in leaves(config).items() if leaves(PipelineConfig())[name] != new
+    }
+    assert changed == {path: flags[1] if value is None else value}
+
+
+def leaves(config, prefix=""):
+    """Each value of a config and those in it by its name with dots."""
+    values = {}
+    for name, value in vars(config).items():
+        is_config = hasattr(value, "__dataclass_fields__")
+        values |= leaves(value, f"{prefix}{name}.") if is_config else {prefix + name: value}
+    return values
+
+
+def test_a_flag_that_can_be_several_is_refused_with_all_of_them(capsys):
+    assert main(["pipeline", "--seed=3"]) == 2
+    names = "--corpus.seed or --train.seed or --sample.seed"
+    assert capsys.readouterr().err == f"error: --seed=3 can be {names}; name one\n"
+    assert parse(TrainConfig, "train", ["--seed", "3"]).seed == 3
+    assert parse(GenerateConfig, "generate", ["--top_p", "0.5"]).sample.top_p == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--corpus.vocab_size", "3"], "vocab_size must be"),
+        (["--corpus.vocab_size", "many"], "--corpus.vocab_size"),
+        (["--vocab_sise", "300"], "--vocab_sise"),
+        (["--implementation", "best"], "best"),
+        (["--d_model", "30", "--num_heads", "4"], "num_heads"),
+    ],
+)
+def test_wrong_flags_are_named(flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(PipelineConfig, "pipeline", flags)
+    assert caught.value.code == 2
+    assert message in "".join(capsys.readouterr())
+
+
+def test_wrong_config_files_are_one_line(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text('{"vocab_sise": 3}')
+    assert main(["tokenize", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: unknown key 'vocab_sise'; did you mean 'vocab_size'?")
+    assert error.count("\n") == 1
+
+
+# Errors and exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x.txt"), "x.txt: No such"),
+        (FileNotFoundError("place x here"), "place x here"),
+        (OSError(errno.ENOSPC, "no space left to write x"), "no space left to write x"),
+        (ValueError("a\n  b"), "a b"),
+        (ValueError(), "ValueError"),
+        (FloatingPointError("nan"), "nan"),
+    ],
+)
+def test_errors_that_a_user_can_fix_are_one_line_and_exit_code_2(
+    command, error, line, capsys, monkeypatch
+):
+    command(raising(error))
+    assert main(["try"]) == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"error: {line}")
+    assert output.count("\n") == 1
+    # or where it came from, if asked for
+    assert main(["try", "--debug"]) == 2
+    monkeypatch.setenv("WORKBOOK_DEBUG", "1")
+    assert main(["try"]) == 2
+    assert capsys.readouterr().err.count("Traceback") == 2
+
+
+def test_errors_of_the_program_keep_their_traceback(command):
+    for error in (KeyError("bug"), RuntimeError("bug")):
+        command(raising(error))
+        with pytest.raises(type(error)):
+            main(["try"])
+
+
+def test_an_interruption_is_quiet_and_exit_code_130(command, capsys):
+    command(raising(KeyboardInterrupt()))
+    assert main(["try"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_orderly_stop_is_no_failure_to_torchrun(monkeypatch):
+    stopped, done = SimpleNamespace(status="stopped"), SimpleNamespace(status="done")
+    monkeypatch.delenv("RANK", raising=False)
+    assert (exit_code(stopped), exit_code(done)) == (130, 0)
+    monkeypatch.setenv("RANK", "1")
+    assert (exit_code(stopped), exit_code(done)) == (0, 0)
+
+
+def test_generate_without_a_run_says_how_to_make_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no training run in artifacts")
+    assert "python -m lib pipeline" in error
+    assert error.count("\n") == 1
+    assert main(["generate", "--checkpoint", str(tmp_path)]) == 2
+    assert f"no config.json in {tmp_path}" in capsys.readouterr().err
+
+
+# Commands that print more than a file's name
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A pipeline of a moment: its config in a file, and what the command printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "book.txt").write_text("The cat sat on the mat.\n\n<|endoftext|>\n" * 300)
+    shape = {"context_length": 8, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
+    fields = {
+        "corpus": {
+            "corpus": str(folder / "book.txt"),
+            "vocab_size": 280,
+            "data_dir": str(folder),
+            "output": str(folder / "tokens"),
+        },
+        "train": {
+            "model": shape,
+            "optimizer": {"warmup_steps": 2},
+            "output": str(folder / "run"),
+            "steps": 10,
+            "batch_size": 2,
+            "device": "cpu",
+        },
+        "sample": {"prompts": ["The cat", "A dog"], "max_new_tokens": 8},
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+    done = run("pipeline", "--config", folder / "config.json")
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_pipeline_prints_what_it_made_and_a_sample(trained, capsys):
+    folder, output = trained
+    table, _, sample = output.partition("finished at step 10")
+    steps = [line.split()[1] for line in table.splitlines()[2:]]
+    assert steps == ["tokenizer", "train", "validation"]
+    first, second, *texts = sample.splitlines()
+    assert first == f": {folder / 'run'}"
+    assert second.startswith("validation loss 5.")
+    assert second.endswith(" bits per byte")
+    assert texts[:2] == ["", next(text for text in texts if text.startswith("The cat"))]
+    assert "\n\nA dog" in sample
+    # `train` prints the same of the run that is done
+    (folder / "train.json").write_text(
+        to_json(from_json(PipelineConfig, folder / "config.json").train)
+    )
+    flags = ["--config", str(folder / "train.json"), "--data", str(folder / "tokens")]
+    assert main(["train", *flags]) == 0
+    assert capsys.readouterr().out == f"up to date at step 10{first}\n{second}\n"
+
+
+def test_tokenize_prints_the_same_table_and_names_a_missing_text(trained, tmp_path, capsys):
+    folder, output = trained
+    flags = ["--vocab_size", "280", "--data_dir", str(folder), "--output", str(folder / "tokens")]
+    assert main(["tokenize", "--corpus", str(folder / "book.txt"), *flags]) == 0
+    rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()]
+    assert rows == [line.split("|")[1:4] for line in output.splitlines()[: len(rows)]]
+    assert main(["tokenize", "--corpus", str(tmp_path / "none.txt"), *flags]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "none.txt" in error
+
+
+def test_generate_writes_whole_texts_into_a_pipe(trained):
+    folder, output = trained
+    flags = ["--checkpoint", folder / "run", "--max_new_tokens", 8, "--device", "cpu"]
+    done = run("generate", *flags, "--prompts", "The cat", "A dog")
+    assert done.returncode == 0, done.stderr
+    # the sample that the pipeline drew, with the same seed
+    assert output.endswith("\n\n" + done.stdout)
+    assert done.stdout.startswith("The cat")
+
+
+def test_generate_streams_one_text_to_a_terminal_only(trained, monkeypatch, capsys):
+    flags = ["--checkpoint", str(trained[0] / "run"), "--max_new_tokens", "8", "--device", "cpu"]
+    outputs, counts, plain = [], [], print
+    for is_terminal in (True, False):
+        pieces = []
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.print", lambda *a, **k: pieces.append(a) or plain(*a, **k))  # noqa: B023
+            patch.setattr(sys.stdout, "isatty", lambda: is_terminal)  # noqa: B023
+            assert main(["generate", *flags, "--prompts", "The cat", "--top_k", "1"]) == 0
+        outputs.append(capsys.readouterr().out)
+        counts.append(len(pieces))
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("The cat")
+    assert len(outputs[0]) > len("The cat\n")
+    assert counts[0] > 3 > counts[1] == 1

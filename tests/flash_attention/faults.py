@@ -1,0 +1,69 @@
+"""Deliberate faults in this room; `tests/test_faults.py` shows that the tests catch them all."""
+
+from tests.fault import Fault
+
+REFERENCE = "lib/flash_attention/reference.py"
+FORWARD = "lib/flash_attention/hopper/forward.py"
+BACKWARD = "lib/flash_attention/hopper/backward.py"
+BLOCKS = "lib/flash_attention/hopper/blocks.py"
+LAUNCH = "lib/flash_attention/hopper/launch.py"
+TEST_REFERENCE = "tests/flash_attention/test_reference.py"
+TEST_SIMULATED = "tests/flash_attention/test_hopper_simulated.py"
+TEST_LAUNCH = "tests/flash_attention/test_hopper_launch.py"
+
+FAULTS = [
+    # the reference: a mask one off, sums not rescaled, a factor lost, tiles skipped
+    Fault(REFERENCE, "key > query[:, None]", "key >= query[:, None]", TEST_REFERENCE),
+    Fault(REFERENCE, "O = shrink * O + P @ V", "O = O + P @ V", TEST_REFERENCE),
+    Fault(REFERENCE, "dK += scale * (dS.mT @ Q)", "dK += (dS.mT @ Q)", TEST_REFERENCE),
+    Fault(
+        REFERENCE,
+        "start = columns.start // query_tile * query_tile if",
+        "start = columns.stop // query_tile * query_tile if",
+        TEST_REFERENCE,
+    ),
+    Fault(REFERENCE, "l.clamp(min=1)", "l", TEST_REFERENCE),
+    # the portable kernels, in the interpreter
+    Fault(
+        "lib/flash_attention/triton_kernels.py",
+        "lse = row_max * LN_2 + tl.log(row_sum)",
+        "lse = row_max + tl.log(row_sum)",
+        "tests/flash_attention/test_triton_attention.py",
+    ),
+    # inputs
+    Fault(
+        "lib/flash_attention/inputs.py",
+        "x.stride(2) < 2**23",
+        "x.stride(2) < 2**33",
+        "tests/flash_attention/test_triton_attention.py -k token_stride",
+    ),
+    # the Hopper kernels, in the simulator: a wait lost, one off, a sign
+    Fault(
+        FORWARD,
+        "mbarrier.wait(args.q_ring.empty.index(part), index & 1 ^ 1)",
+        "mbarrier.wait(args.q_ring.empty.index(part), index & 1)",
+        TEST_SIMULATED,
+    ),
+    Fault(BACKWARD, "p = gl.where(key <= query, p, 0.0)", "pass", TEST_SIMULATED),
+    Fault(
+        BACKWARD,
+        "gl.join(even * cos + odd * sin, odd * cos - even * sin)",
+        "gl.join(even * cos - odd * sin, odd * cos + even * sin)",
+        TEST_SIMULATED,
+    ),
+    Fault(
+        BACKWARD,
+        "gl.store(args.minus_delta_ptr + padded_row, -delta)",
+        "gl.store(args.minus_delta_ptr + padded_row, delta)",
+        TEST_SIMULATED,
+    ),
+    Fault(
+        BLOCKS,
+        "last = gl.minimum(last, query)",
+        "last = gl.minimum(last, query - 1)",
+        TEST_SIMULATED,
+    ),
+    # launching: heads left out, a check skipped
+    Fault(LAUNCH, "for s in starts for t in order", "for t in order for s in starts", TEST_LAUNCH),
+    Fault(LAUNCH, "stride % 8 == 0 for", "stride % 4 == 0 for", TEST_LAUNCH),
+]

@@ -1,0 +1,230 @@
+"""What every implementation of flash attention does: the reference and the Triton kernels.
+
+The kernels run on a GPU; `test_triton_attention` runs them in the interpreter.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lib.flash_attention import reference
+from tests.flash_attention.cases import (
+    EMPTY,
+    Case,
+    formula,
+    largest,
+    make_inputs,
+    new_memory_is_nan,
+    right_results,
+    with_gradients,
+)
+from tests.model.kernels import INTERPRETING, SHORT_TYPES
+
+# On a Hopper GPU heads of 64 and 128 in 16 bits take the kernels of `hopper/`.
+ON_WIDTHS = pytest.mark.parametrize("head_dim", [16] if INTERPRETING else [16, 64, 128])
+ON_ENTRIES = pytest.mark.parametrize("entry", ["function", "by_the_class"])
+PLAIN = Case(33, 33, 16, batch=1)
+
+
+class Implementation(NamedTuple):
+    """Flash attention as a function and as a class, and where it runs."""
+
+    attention: Callable[..., Tensor]
+    flash_class: type[torch.autograd.Function]
+    device: str
+
+    def function(self, case: Case) -> Callable[..., Tensor]:
+        """The function with the settings of `case`."""
+        return lambda q, k, v: self.attention(q, k, v, is_causal=case.is_causal, scale=case.scale)
+
+    def by_the_class(self, case: Case) -> Callable[..., Tensor]:
+        """The class on (batch · heads, tokens, head_dim)."""
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            return self.flash_class.apply(*flat, case.is_causal).unflatten(0, q.shape[:2])
+
+        return attention
+
+    def inputs(self, case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+        return make_inputs(case, dtype, self.device)
+
+
+@pytest.fixture(
+    params=["kernels"]
+    if INTERPRETING
+    else ["reference", pytest.param("kernels", marks=pytest.mark.gpu)]
+)
+def flash(request) -> Implementation:
+    """The implementation under test."""
+    if request.param == "reference":
+        return Implementation(reference.flash_attention, reference.FlashAttention, "cpu")
+    from lib.flash_attention import triton_attention as kernels
+
+    device = "cpu" if INTERPRETING else "cuda"
+    return Implementation(kernels.flash_attention, kernels.FlashAttentionTriton, device)
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=str)
+def test_where_there_is_nothing_to_see_there_are_zeros(flash, case):
+    inputs = flash.inputs(case, torch.float16)
+    with new_memory_is_nan():
+        results = with_gradients(flash.function(case), inputs)
+    for result, like in zip(results, (inputs[0], *inputs)):
+        assert result.shape == like.shape
+        assert (result == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (33, 49), (97, 63)], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_class_saves_one_natural_log_sum_exp(flash, sizes, is_causal):
+    case = Case(*sizes, 32, is_causal, heads=1, key_heads=1)
+    inputs = flash.inputs(case, torch.float16)
+    q, k, v = (x.squeeze(1) for x in inputs[:3])
+    with new_memory_is_nan():
+        out = flash.flash_class.apply(q, k, v, is_causal)
+    saved = [x for x in out.grad_fn.saved_tensors if x.shape == q.shape[:2]]
+    assert len(saved) == 1
+    assert saved[0].dtype == torch.float32
+    lse = formula(*(x.detach().double() for x in inputs[:3]), case)[1].squeeze(1)
+    torch.testing.assert_close(saved[0].double(), lse, rtol=1e-5, atol=1e-5)
+
+
+def test_the_class_gives_what_the_function_gives_and_is_not_causal_unless_asked(flash):
+    case = Case(63, 40, 32, batch=1)
+    inputs = flash.inputs(case)
+    right = with_gradients(flash.function(case), inputs)
+    results = with_gradients(flash.by_the_class(case), inputs)
+    assert all(a.equal(b) for a, b in zip(results, right))
+    q, k, v = (x.flatten(0, 1) for x in inputs[:3])
+    full = flash.flash_class.apply(q, k, v)
+    assert full.equal(flash.flash_class.apply(q, k, v, False))
+    assert not full.equal(right[0].flatten(0, 1))
+
+
+@ON_WIDTHS
+def test_keys_that_no_query_sees_have_no_influence(flash, head_dim):
+    # keys so far after the last query that no tile of any size on the diagonal holds them
+    case = Case(20, 300, head_dim, batch=1)
+    inputs = flash.inputs(case, torch.float16)
+    right = with_gradients(flash.function(case), inputs)
+    with torch.no_grad():
+        inputs[1][:, :, 256:], inputs[2][:, :, 256:] = math.nan, math.nan
+    again = with_gradients(flash.function(case), inputs)
+    assert all(a.equal(b) for a, b in zip(again, right))
+
+
+@ON_WIDTHS
+def test_large_scores_do_not_overflow(flash, head_dim):
+    case = Case(160, 160, head_dim, batch=1)
+    *leaves, grad_out = (x.detach() for x in flash.inputs(case, torch.float16))
+    inputs = (*((100 * x).requires_grad_() for x in leaves), grad_out)
+    results = with_gradients(flash.function(case), inputs)
+    right = right_results(inputs, case)[0]
+    torch.testing.assert_close(results[0].double(), right, rtol=0, atol=0.02 * largest(right))
+    assert all(result.isfinite().all() for result in results)
+
+
+@ON_WIDTHS
+@pytest.mark.parametrize(("tokens", "is_causal"), [(64, True), (63, False), (100, True)])
+def test_a_key_of_minus_infinity_has_no_weight_and_no_gradient(flash, tokens, is_causal, head_dim):
+    case = Case(tokens, tokens, head_dim, is_causal)
+    q, k, v, grad_out = (x.detach() for x in flash.inputs(case, torch.float16))
+    q, k = q.abs() + 0.1, k.clone()
+    k[:, :, 2] = -torch.inf
+    leaves = [x.requires_grad_() for x in (k, v)]
+    out = flash.function(case)(q, k, v)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    right = formula(q.double(), k.detach().double(), v.detach().double(), case)[0]
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=0.02 * largest(v))
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert not grad[:, :, 2].any()
+
+
+@ON_WIDTHS
+def test_where_all_scores_are_minus_infinity_there_are_zeros(flash, head_dim):
+    q, v = (
+        torch.ones(1, 1, 70, head_dim, device=flash.device).half().requires_grad_()
+        for _ in range(2)
+    )
+    k = torch.zeros_like(q)
+    k[:, :, 0] = -torch.inf
+    out = flash.attention(q, k, v)
+    assert out[0, 0, :, 0].tolist() == [0.0] + 69 * [1.0]
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert grad.isfinite().all()
+    assert not grad[0, 0, 0].any()
+
+
+def test_the_upstream_gradient_may_be_an_expanded_number(flash):
+    *leaves, _ = flash.inputs(PLAIN)
+    gradients = torch.autograd.grad(flash.function(PLAIN)(*leaves).sum(), leaves)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    right = torch.autograd.grad(formula(*wide, PLAIN)[0].sum(), wide)
+    for a, b in zip(gradients, right):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_only_one_input_may_require_gradients(flash):
+    inputs = flash.inputs(PLAIN)
+    right = with_gradients(flash.function(PLAIN), inputs)
+    for wanted in range(3):
+        leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(inputs[:3])]
+        out = flash.function(PLAIN)(*leaves)
+        (gradient,) = torch.autograd.grad(out, leaves[wanted], inputs[3])
+        assert gradient.equal(right[1 + wanted])
+
+
+@ON_WIDTHS
+def test_autocast_computes_as_if_the_inputs_had_its_dtype(flash, head_dim):
+    case, dtype = Case(97, 97, head_dim, batch=1), SHORT_TYPES[-1]
+    *leaves, grad_out = flash.inputs(case)
+    short = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    grad_out = grad_out.to(dtype)
+    right = with_gradients(flash.function(case), (*short, grad_out))
+    with torch.autocast(flash.device, dtype):
+        # the backward pass, too, must not lose float32 between its tiles
+        results = with_gradients(flash.function(case), (*leaves, grad_out))
+        mixed = flash.function(case)(leaves[0], short[1], leaves[2])
+    assert results[0].equal(right[0])
+    assert mixed.equal(right[0])
+    for a, b in zip(results[1:], right[1:]):
+        assert a.dtype == torch.float32
+        assert a.equal(b.float())
+
+
+@ON_ENTRIES
+def test_activation_checkpointing_changes_nothing(flash, entry):
+    attention = getattr(flash, entry)(PLAIN)
+    inputs = flash.inputs(PLAIN)
+    right = with_gradients(attention, inputs)
+    q, k, v, grad_out = inputs
+    out = checkpoint(attention, q, k, v, use_reentrant=entry == "by_the_class")
+    # the reentrant form refuses torch.autograd.grad
+    out.backward(grad_out)
+    assert all(a.equal(b) for a, b in zip([out, q.grad, k.grad, v.grad], right))
+
+
+@ON_ENTRIES
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph_also_for_lengths_that_change(flash, entry, dynamic):
+    layout = "packed" if entry == "function" and not dynamic else "heads first"
+    cases = [Case(n, n, 16, batch=1, layout=layout) for n in ((33, 48) if dynamic else (33,))]
+    attention = getattr(flash, entry)(cases[0])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q * 2, k, v) + 1
+
+    torch.compiler.reset()
+    backend = "inductor" if flash.device == "cuda" else "aot_eager"
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    for case in cases:
+        inputs = flash.inputs(case)
+        for a, b in zip(with_gradients(compiled, inputs), with_gradients(function, inputs)):
+            torch.testing.assert_close(a, b)

@@ -1,0 +1,470 @@
+"""The Hopper kernels: compiled ahead of time, and against float64 on a Hopper GPU.
+
+Run as a program, the file compiles the jobs that it reads from standard input.
+"""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.flash_attention.cases import (
+    Case,
+    assert_error_at_most_twice_pytorchs,
+    largest,
+    make_inputs,
+    new_memory_is_nan,
+    right_results,
+    with_gradients,
+)
+from tests.flash_attention.test_tiles import (
+    ROOT,
+    SHARED_KB,
+    compile_all,
+    compile_jobs_from_stdin,
+    resources,
+)
+
+KERNELS = ("forward_kernel", "backward_queries_kernel", "backward_keys_kernel")
+# Bytes that a thread may spill: for dK and dV with head_dim 128, and for the others
+MAX_SPILLED = {True: 120, False: 16}
+# what the former may spill in addition if lengths are uneven or gradients rotated back
+MAX_SPILLED_FURTHER = 24
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    """The module that launches the kernels; it needs a Triton with Gluon."""
+    pytest.importorskip("triton")
+    try:
+        from lib.flash_attention.hopper import launch
+    except ImportError as error:
+        pytest.skip(str(error))
+    return launch
+
+
+def launches(job: dict, replace: Callable) -> dict[str, dict]:
+    """The arguments with which the library would launch each kernel."""
+    from lib.flash_attention.hopper import launch as hopper
+
+    found = {}
+
+    class Recorder:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda **arguments: found.update({self.name: arguments})
+
+    for name in KERNELS:
+        replace(hopper, name, Recorder(name))
+    # fewer than there are items of work
+    replace(hopper, "_multiprocessors", lambda device: 2)
+    replace(hopper, "_work_list", lambda *work: torch.zeros(2, dtype=torch.int32))
+    dtype = {name: dtype for dtype, name in DTYPES.items()}[job["dtype"]]
+    head_dim, length = job["head_dim"], 384 + job.get("is_uneven", False)
+    is_persistent = job.get("is_persistent", True)
+    first, *others = (
+        schedule._replace(is_persistent=is_persistent)
+        for schedule in (
+            hopper.forward_schedule(head_dim),
+            *hopper.backward_schedules(head_dim),
+        )
+    )
+    q = torch.zeros(1, 2, length, head_dim, dtype=dtype)
+    angles = (torch.zeros(length, head_dim // 2),) * 2 if job.get("has_rope") else None
+    mask_and_scale = (job.get("is_causal", True), 0.1)
+    out, lse = hopper.flash_forward(q, q, q, *mask_and_scale, schedule=first)
+    hopper.flash_backward(
+        out, q, q, q, out, lse, *mask_and_scale, schedules=tuple(others), angles=angles
+    )
+    return found
+
+
+def type_of(argument) -> str:
+    """The type of an argument as Triton writes it."""
+    if isinstance(argument, Tensor):
+        return f"*{DTYPES[argument.dtype]}"
+    if isinstance(argument, (int, float)):
+        return "i32" if isinstance(argument, int) else "fp32"
+    block = f"{DTYPES[argument.base.dtype]}{list(argument.block_shape)}"
+    return f"tensordesc<{block},{argument.layout!r}>"
+
+
+def compile_one(job: dict) -> dict:
+    """`job` with the resources of the compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from lib.flash_attention.hopper import launch as hopper
+
+    function = getattr(hopper, job["kernel"])
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = launches(job, patch.setattr)[job["kernel"]]
+    names = function.arg_names
+    signature = {name: type_of(arguments[name]) for name in names if name != "CONFIG"}
+    signature["CONFIG"] = "constexpr"
+    constants = {(names.index("CONFIG"),): arguments["CONFIG"]}
+    divisible = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name.startswith("out_") or signature[name].startswith("*")
+    }
+    compiled = triton.compile(
+        GluonASTSource(function, signature, constants, divisible),
+        target=GPUTarget("cuda", 90, 32),
+        options={key: arguments[key] for key in ("num_warps", "maxnreg")},
+    )
+    matmuls = compiled.asm["ptx"].count("wgmma.mma_async")
+    return job | resources(compiled) | {"matmuls": matmuls}
+
+
+def jobs(**variant) -> list[dict]:
+    """A job for each kernel and head_dim."""
+    return [
+        {"kernel": kernel, "head_dim": head_dim, "dtype": "bf16", **variant}
+        for kernel, head_dim in itertools.product(KERNELS, (64, 128))
+    ]
+
+
+def assert_all_fit(compiled: list[dict]) -> None:
+    for row in compiled:
+        assert row["shared"] <= SHARED_KB[90] * 1024, row
+        is_largest = row["kernel"] == "backward_keys_kernel" and row["head_dim"] == 128
+        further = row.get("has_rope", False) or row.get("is_uneven", False)
+        most = MAX_SPILLED[is_largest] + MAX_SPILLED_FURTHER * (is_largest and further)
+        assert row["stack"] <= most, row
+        assert row["matmuls"] > 0, row
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_tightest_kernels_fit_the_chip(quiet_environment):
+    # three warpgroups that share a multiprocessor's registers, or most of its shared memory
+    tightest = [
+        ("forward_kernel", 64),
+        ("backward_queries_kernel", 64),
+        ("backward_keys_kernel", 128),
+    ]
+    wanted = [job for job in jobs() if (job["kernel"], job["head_dim"]) in tightest]
+    assert_all_fit(compile_all(wanted, quiet_environment, __file__))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"is_causal": False},
+        {"is_uneven": True},
+        {"is_causal": False, "is_uneven": True},
+        {"has_rope": True},
+        {"has_rope": True, "is_causal": False},
+        {"is_persistent": False},
+        {"dtype": "fp16"},
+    ],
+    ids=str,
+)
+def test_every_form_of_the_kernels_fits_the_chip(variant, quiet_environment):
+    assert_all_fit(compile_all(jobs(**variant), quiet_environment, __file__))
+
+
+@pytest.fixture
+def launched(hopper, monkeypatch):
+    """The arguments of each kernel, as they would be launched."""
+    return lambda **job: launches({"dtype": "bf16", "head_dim": 64} | job, monkeypatch.setattr)
+
+
+def test_a_program_for_each_item_when_not_persistent(launched):
+    assert not any(x["CONFIG"].HAS_WORK_LIST for x in launched(is_persistent=False).values())
+    assert all(x["CONFIG"].HAS_WORK_LIST for x in launched().values())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("has_rope", [False, True])
+def test_a_launch_has_every_argument_of_the_kernel(hopper, launched, kernel, has_rope):
+    names = getattr(hopper, kernel).arg_names
+    arguments = launched(has_rope=has_rope)[kernel]
+    assert set(arguments) == {*names, "num_warps", "maxnreg"}
+    # dQ, dK and dV only
+    assert (has_rope and kernel != "forward_kernel") == arguments["CONFIG"].HAS_ROPE
+
+
+def test_an_upstream_gradient_at_any_address_is_taken(launched, monkeypatch, hopper):
+    launched()
+    q = torch.zeros(1, 2, 9, 64, dtype=torch.bfloat16)
+    # contiguous, so that `contiguous` would make no copy
+    grad_out = torch.zeros(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+    hopper.flash_backward(grad_out, q, q, q, q, q.new_zeros(1, 2, 9).float(), True, 0.1)
+
+
+OLD_GLUON = """
+from triton.experimental.gluon import language
+del language.num_warps
+"""
+SMALL_ATTENTION = """
+import torch
+from lib.flash_attention import triton_attention as kernels
+assert kernels.hopper is None
+q = torch.randn(1, 2, 5, 64, dtype=torch.float16, requires_grad=True)
+out = kernels.flash_attention(q, q, q)
+right = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+torch.testing.assert_close(out, right, rtol=0.01, atol=0.01)
+assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+"""
+
+
+@pytest.mark.usefixtures("hopper")
+def test_an_older_triton_has_the_portable_kernels(quiet_environment):
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_GLUON + SMALL_ATTENTION],
+        cwd=ROOT,
+        env=quiet_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def scheduled(hopper, forward, backward):
+    """Attention with these schedules; None for the tuned ones."""
+
+    class Scheduled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal, scale):
+            assert hopper.supports(q, k, v)
+            ctx.settings = (is_causal, scale or q.shape[-1] ** -0.5)
+            out, lse = hopper.flash_forward(q, k, v, *ctx.settings, schedule=forward)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            tensors = (grad_out, *ctx.saved_tensors)
+            grads = hopper.flash_backward(*tensors, *ctx.settings, schedules=backward)
+            return *grads, None, None
+
+    return lambda q, k, v, *, is_causal, scale: Scheduled.apply(q, k, v, is_causal, scale)
+
+
+# warpgroups, keys, stages, is_ordered, is_persistent, kept: of the forward pass, and of dQ and of
+# dK and dV
+FORWARD = {
+    64: [(2, 128, 2), (3, 128, 3, True, False), (3, 128, 2, True), (2, 128, 3, False, True, 1)],
+    128: [(2, 128, 2), (2, 64, 4), (2, 128, 2, True, True, 1)],
+}
+BACKWARD = {
+    64: [
+        ((3, 64, 4), (2, 64, 4)),
+        ((3, 64, 4, False, False, 1), (2, 64, 4, False, False, 2)),
+        ((2, 128, 3), (2, 64, 3, False, True, 1)),
+    ],
+    128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, 1), (2, 64, 3, False, False))],
+}
+SCHEDULES = [(d, s, None) for d in FORWARD for s in FORWARD[d]]
+SCHEDULES += [(d, None, s) for d in BACKWARD for s in BACKWARD[d]]
+TUNED = [
+    Case(1, 300, 64),
+    Case(300, 1, 128),
+    Case(63, 65, 64, False, heads=4, key_heads=1),
+    Case(193, 191, 128, heads=4, key_heads=1),
+    Case(256, 256, 64, False),
+    Case(90, 1000, 128, heads=4),
+    Case(1000, 90, 64, heads=4, key_heads=1),
+    Case(1000, 90, 128, False),
+]
+# each width with one mask: half as much to compile
+ON_FORMS = pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)], ids=str)
+
+
+@pytest.fixture(scope="module")
+def kernels(hopper):
+    """What chooses between these kernels and the portable ones, on a Hopper GPU."""
+    if not hopper._multiprocessors(torch.device("cuda:0")):
+        pytest.skip("needs a Hopper GPU")
+    from lib.flash_attention import triton_attention
+
+    return triton_attention
+
+
+def ours(kernels, case: Case):
+    return lambda q, k, v: kernels.flash_attention(
+        q, k, v, is_causal=case.is_causal, scale=case.scale
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "forward", "backward"), SCHEDULES, ids=str)
+@pytest.mark.usefixtures("kernels")
+def test_every_schedule_is_right(hopper, head_dim, forward, backward):
+    attention = scheduled(
+        hopper,
+        forward and hopper.Schedule(*forward),
+        backward and tuple(hopper.Schedule(*schedule) for schedule in backward),
+    )
+    for sizes in [(450, 450), (130, 700), (700, 130), (1, 1)]:
+        # more items than an H200 has multiprocessors, and some rows in the last tiles
+        case = Case(*sizes, head_dim, heads=6, key_heads=3, batch=12)
+        assert_error_at_most_twice_pytorchs(attention, case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", TUNED, ids=str)
+@pytest.mark.usefixtures("kernels")
+def test_the_tuned_kernels_are_right(hopper, case, dtype, monkeypatch):
+    # several items of work for each
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    attention = scheduled(hopper, None, None)
+    assert_error_at_most_twice_pytorchs(attention, case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("layout", "is_taken"),
+    [
+        ("tokens first", True),
+        ("packed", True),
+        ("amid NaN", True),
+        ("gaps in head_dim", False),
+        ("transposed", False),
+        ("one batch for all", False),
+    ],
+)
+def test_any_layout_is_right(kernels, hopper, layout, is_taken):
+    # the layouts that are not taken test the portable kernels on Hopper
+    for head_dim, is_causal in ((64, True), (128, False)):
+        case = Case(200, 200, head_dim, is_causal, layout=layout)
+        q, k, v, _ = make_inputs(case, torch.bfloat16, "cuda")
+        assert hopper.supports(q, k, v) == is_taken
+        assert_error_at_most_twice_pytorchs(kernels.flash_attention, case, torch.bfloat16, "cuda")
+
+
+def rotations_of(length: int, head_dim: int) -> Tensor:
+    """e^(i angle) of each position and pair."""
+    frequencies = 0.01 ** torch.linspace(0, 1, head_dim // 2, device="cuda")
+    angles = torch.arange(length, device="cuda")[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+@pytest.mark.gpu
+@ON_FORMS
+def test_gradients_are_rotated_back_as_well_as_afterwards(kernels, hopper, head_dim, is_causal):
+    case = Case(450, 300, head_dim, is_causal, heads=6, key_heads=2)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    q, k, v, grad_out = (x.detach() for x in inputs)
+    rotations = rotations_of(500, head_dim)
+
+    def rotated_back(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rotations[: x.shape[2]].conj()).flatten(-2)
+
+    tensors = (grad_out, q, k, v, *hopper.flash_forward(q, k, v, is_causal, head_dim**-0.5))
+    settings = (*tensors, is_causal, head_dim**-0.5)
+    angles = (rotations.real.contiguous(), rotations.imag.contiguous())
+    with new_memory_is_nan():
+        results = hopper.flash_backward(*settings, angles=angles)
+    plain, right = hopper.flash_backward(*settings), right_results(inputs, case)[1:]
+    assert results[2].equal(plain[2])
+    for a, b, c in zip(results[:2], plain, right):
+        # one rounding fewer, but the largest error may be that of another element
+        assert largest(a - rotated_back(c)) <= 1.5 * largest(rotated_back(b) - rotated_back(c))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_seen_before", [False, True])
+@ON_FORMS
+def test_a_recorded_graph_is_right(kernels, hopper, head_dim, is_causal, is_seen_before):
+    # as many as in no other test
+    heads = 41 + 6 * is_seen_before
+    case = Case(330, 330, head_dim, is_causal, heads=heads, key_heads=heads)
+    q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.bfloat16, "cuda"))
+    settings = (is_causal, 0.1)
+
+    def attention() -> list[Tensor]:
+        out, lse = kernels.flash_forward(q, k, v, *settings)
+        return [out, *kernels.flash_backward(grad_out, q, k, v, out, lse, *settings)]
+
+    for_queries, for_keys = (
+        s._replace(is_persistent=False) for s in hopper.backward_schedules(head_dim)
+    )
+    schedule = hopper.forward_schedule(head_dim)._replace(is_persistent=False)
+    # compiled before the recording
+    once = hopper.flash_forward(q, k, v, *settings, schedule=schedule)
+    hopper.flash_backward(grad_out, q, k, v, *once, *settings, schedules=(for_queries, for_keys))
+    if is_seen_before:
+        attention()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    known = len(hopper._work_lists(q.device))
+    with torch.cuda.graph(graph):
+        results = attention()
+    assert len(hopper._work_lists(q.device)) == known
+    for _ in range(2):
+        for x in (q, k, v, grad_out):
+            x.copy_(torch.randn_like(x))
+        for x in results:
+            x.fill_(torch.nan)
+        graph.replay()
+        # `attention()` also makes the work list, if there was none
+        assert all(a.equal(b) for a, b in zip(results, attention()))
+
+
+@pytest.mark.gpu
+@ON_FORMS
+def test_results_repeat_to_the_bit_whatever_runs_beside(kernels, head_dim, is_causal):
+    case = Case(450, 450, head_dim, is_causal, heads=6, key_heads=6, batch=12)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    attention = ours(kernels, case)
+    first = with_gradients(attention, inputs)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    again = []
+    for i in range(12):
+        with torch.cuda.stream(streams[i % 3]):
+            again.append(with_gradients(attention, inputs))
+    torch.cuda.synchronize()
+    for results in again:
+        assert all(a.equal(b) for a, b in zip(results, first))
+
+
+@pytest.mark.gpu
+def test_rotated_attention_compiles_into_one_graph(kernels):
+    from lib.model.elementwise_triton import rotated_attention
+
+    torch.compiler.reset()
+    rotations = rotations_of(400, 64)
+    cos, sin = rotations.real.contiguous(), rotations.imag.contiguous()
+    qkv = torch.randn(2, 310, 3, 7, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def attention(qkv: Tensor) -> Tensor:
+        return rotated_attention(qkv * 2, cos, sin) + 1
+
+    results = []
+    for function in (torch.compile(attention, fullgraph=True, dynamic=False), attention):
+        out = function(qkv)
+        (gradient,) = torch.autograd.grad(out, qkv, torch.ones_like(out))
+        results.append((out.detach(), gradient))
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_another_device_than_the_current_one(kernels):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = Case(200, 200)
+    inputs = make_inputs(case, torch.bfloat16, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    right = right_results(inputs, case)
+    for a, b in zip(with_gradients(ours(kernels, case), inputs), right):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.02 * largest(b))
+
+
+if __name__ == "__main__":
+    compile_jobs_from_stdin(compile_one)

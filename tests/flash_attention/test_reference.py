@@ -1,0 +1,241 @@
+"""Tiled attention against the formula in float64: results, tiles, memory, types, errors.
+
+What it has in common with the Triton kernels is in `test_every_implementation`.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lib.flash_attention.reference import FlashAttention, backward, flash_attention, forward
+from tests.flash_attention.cases import (
+    GROUPED,
+    LONG,
+    SCALED,
+    SHAPES,
+    STRIDED,
+    Case,
+    assert_error_at_most_twice_pytorchs,
+    make_inputs,
+    right_results,
+    with_gradients,
+)
+
+ON_MASKS = pytest.mark.parametrize("is_causal", [False, True])
+
+
+def ours(case: Case, **tiles: int):
+    """`flash_attention` with the settings of `case`."""
+    return lambda q, k, v: flash_attention(
+        q, k, v, is_causal=case.is_causal, scale=case.scale, **tiles
+    )
+
+
+SCALED_ODDLY = [Case(65, 65, 32, scale=scale) for scale in (0.0, -0.3)]
+
+
+@pytest.mark.parametrize("case", SHAPES + LONG + GROUPED + STRIDED + SCALED + SCALED_ODDLY, ids=str)
+def test_error_is_at_most_twice_pytorchs(case):
+    assert_error_at_most_twice_pytorchs(flash_attention, case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*SHAPES[4:6], *SHAPES[-2:], *GROUPED[:2]], ids=str)
+def test_error_in_16_bits_is_at_most_twice_pytorchs(case, dtype):
+    assert_error_at_most_twice_pytorchs(flash_attention, case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*LONG[:2], *GROUPED[:2]], ids=str)
+def test_error_on_a_gpu_is_at_most_twice_pytorchs(case, dtype):
+    assert_error_at_most_twice_pytorchs(flash_attention, case, dtype, "cuda")
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_shape_in_any_tiles_is_the_formula(data):
+    size, key_heads = st.integers(0, 40), data.draw(st.integers(1, 3))
+    case = Case(
+        queries=data.draw(size),
+        keys=data.draw(size),
+        head_dim=data.draw(st.integers(1, 9)),
+        is_causal=data.draw(st.booleans()),
+        heads=key_heads * data.draw(st.integers(1, 3)),
+        key_heads=key_heads,
+        scale=data.draw(st.sampled_from([None, 1.5, -0.5, 0.0])),
+    )
+    tiles = {name: data.draw(st.integers(1, 45)) for name in ("query_tile", "key_tile")}
+    inputs = make_inputs(case, torch.float64)
+    for a, b in zip(with_gradients(ours(case, **tiles), inputs), right_results(inputs, case)):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_log_sum_exp_of_no_keys_is_minus_infinity():
+    q, k = torch.ones(2, 3, 4), torch.ones(2, 0, 4)
+    out, lse = forward(q, k, k, False, 1.0, 2, 2)
+    assert out.equal(torch.zeros(2, 3, 4))
+    assert lse.equal(torch.full((2, 3), -math.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@ON_MASKS
+def test_low_precision_is_computed_in_float32_and_rounded_once(dtype, is_causal):
+    q, k, v, grad_out = (x.detach() for x in make_inputs(Case(100, 100, 32), dtype))
+    settings = (is_causal, 0.2, 16, 16)
+    out, lse = forward(q, k, v, *settings)
+    wide = forward(q.float(), k.float(), v.float(), *settings)
+    assert out.equal(wide[0].to(dtype))
+    assert lse.equal(wide[1])
+    saved = (grad_out, q, k, v, out)
+    gradients = backward(*saved, lse, *settings)
+    wide = backward(*(x.float() for x in saved), lse, *settings)
+    assert all(a.equal(b.to(dtype)) for a, b in zip(gradients, wide))
+
+
+class Operators(TorchDispatchMode):
+    """Records the name of each operator and the size of the largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return out
+
+
+def operators_of(queries: int, keys: int, is_causal: bool, tile: int = 32) -> list[Operators]:
+    """Operators of the forward and of the backward pass; one head, head_dim 16, float32."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 16, generator=generator) for n in (queries, keys, keys))
+    settings = (is_causal, 0.25, tile, tile)
+    with Operators() as of_forward:
+        out, lse = forward(q, k, v, *settings)
+    with Operators() as of_backward:
+        backward(out, q, k, v, out, lse, *settings)
+    return [of_forward, of_backward]
+
+
+@ON_MASKS
+def test_no_tensor_grows_faster_than_the_length(is_causal):
+    for short, long in zip(operators_of(128, 128, is_causal), operators_of(512, 512, is_causal)):
+        # q has 16 numbers a token, a tile of scores 32 x 32, and all scores would be 512²
+        assert short.largest == 128 * 16 * 4
+        assert long.largest == 512 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "visited", "on_diagonal"),
+    # tiles of 32 x 32
+    [(128, 128, 10, 4), (128, 64, 7, 2), (64, 128, 3, 2), (100, 100, 10, 4), (32, 1, 1, 0)],
+)
+def test_hidden_tiles_are_not_visited_and_diagonal_ones_alone_masked(
+    queries, keys, visited, on_diagonal
+):
+    of_forward, of_backward = operators_of(queries, keys, is_causal=True)
+    assert of_forward.names.count("bmm") == 2 * visited
+    assert of_backward.names.count("bmm") == 5 * visited
+    for operators in (of_forward, of_backward):
+        assert operators.names.count("masked_fill") == on_diagonal
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "transposed"])
+def test_the_operators_do_what_they_are_registered_to_do(layout):
+    case = Case(9, 7, 8, layout=layout)
+    q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.float32))
+    settings = (True, 0.3, 4, 4)
+    checks = ("test_schema", "test_faketensor")
+    names = torch.ops.workbook
+    torch.library.opcheck(
+        names.flash_attention_torch.default, (q, k, v, *settings), test_utils=checks
+    )
+    saved = (q, k, v, *forward(q, k, v, *settings))
+    torch.library.opcheck(
+        names.flash_attention_torch_backward.default,
+        (grad_out, *saved, *settings),
+        test_utils=checks,
+    )
+
+
+def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": zeros(2, 4, 5, 16)}, r"shape of v must be \(2, 4, 5, 16\), .* got \(2, 4, 5, 8\)"),
+        ({"q": zeros(2, 4, 5, 16)}, "head_dim of k must be 16, .* got 8"),
+        ({"q": zeros(3, 4, 5, 8)}, "batch size of k must be 3, .* got 2"),
+        ({"q": zeros(2, 6, 5, 8)}, "heads of q must be divisible .* got 6 and 4"),
+        ({"q": zeros(2, 3, 5, 8)}, "heads of q must be divisible .* got 3 and 4"),
+        ({"k": zeros(2, 4, 5, 8, dtype=torch.half)}, "dtype of k must be torch.float32"),
+        ({"v": zeros(2, 4, 5, 8, dtype=torch.double)}, "dtype of v must be torch.float32"),
+        ({"k": zeros(2, 4, 5, 8, device="meta")}, "device of k must be cpu"),
+        ({"q": zeros(4, 5, 8)}, r"q must be \(batch, heads, tokens, .* got shape \(4, 5, 8\)"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim of q must be at least 1"),
+        (dict.fromkeys("qkv", zeros(1, 1, 2, 4, dtype=torch.int64)), "q must have dtype"),
+        ({"query_tile": 0}, "query_tile must be at least 1, got 0"),
+        ({"key_tile": -1}, "key_tile must be at least 1, got -1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, message):
+    arguments = {name: zeros(2, 4, 5, 8) for name in "qkv"} | change
+    with pytest.raises(ValueError, match=message):
+        flash_attention(**arguments)
+
+
+def test_gradients_of_gradients_are_refused():
+    q, k, v, _ = make_inputs(Case(3, 3, 4), torch.float64)
+    (gradient,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        gradient.sum().backward()
+
+
+def test_autocast_leaves_float64_alone_and_refuses_integers():
+    wide = make_inputs(Case(9, 9, 8), torch.float64)[:3]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attention(*wide)
+    assert out.equal(flash_attention(*wide))
+    x = zeros(1, 1, 4, 16, dtype=torch.int64)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="q must have dtype"),
+    ):
+        flash_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(2, 5, 8), (3, 5, 8), (3, 5, 8)], "batch size of k must be 2, .* got 3"),
+        ([(2, 5, 8), (2, 5, 8), (2, 6, 8)], "shape of v must be"),
+        ([(2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)], "number of dimensions of k must be 3, .* got 4"),
+        ([(5, 8), (5, 8), (5, 8)], r"q must be \(batch, queries, head_dim\)"),
+    ],
+)
+def test_the_class_names_arguments_that_do_not_fit(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        FlashAttention.apply(*(zeros(*shape) for shape in shapes))
+
+
+def test_a_first_tile_of_infinitely_small_scores_counts_as_nothing():
+    q, k, v = (
+        torch.randn(1, 1, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 300, 300)
+    )
+    q, k[:, :, :128] = q.abs(), -math.inf
+    out = flash_attention(q, k, v, is_causal=False)
+    torch.testing.assert_close(
+        out, flash_attention(q, k[:, :, 128:], v[:, :, 128:], is_causal=False)
+    )

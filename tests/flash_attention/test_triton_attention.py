@@ -1,0 +1,312 @@
+"""The portable Triton kernels against the formula in float64, on a GPU and interpreted.
+
+What they have in common with the reference is in `test_every_implementation`.
+"""
+
+import functools
+import gc
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.flash_attention import test_every_implementation
+from tests.flash_attention.cases import (
+    GROUPED,
+    LONG,
+    SCALED,
+    SHAPES,
+    STRIDED,
+    Case,
+    assert_error_at_most_twice_pytorchs,
+    largest,
+    make_inputs,
+    pytorchs_results,
+    right_results,
+    with_gradients,
+)
+from tests.model.kernels import INTERPRETING, ON_DTYPES, ON_KERNEL_DEVICES, OUTSIDE_THE_INTERPRETER
+
+pytest.importorskip("triton")
+
+ON_MASKS = pytest.mark.parametrize("is_causal", [False, True])
+UNUSUAL_WIDTHS = [
+    Case(97, 97, head_dim, is_causal)
+    for head_dim in (1, 8, 40, 192, 256)
+    for is_causal in (True, False)
+]
+SMALL = [
+    Case(queries, keys, head_dim, is_causal, batch=1, key_heads=1)
+    for (queries, keys, head_dim), is_causal in [
+        ((1, 1, 16), True),
+        ((63, 63, 32), False),
+        ((97, 40, 16), True),
+        ((97, 40, 16), False),
+        ((40, 97, 80), True),
+        ((40, 97, 80), False),
+    ]
+]
+
+
+def grid() -> list:
+    """The cases for this device; the interpreter is slow and gets small ones."""
+    if INTERPRETING:
+        strided = [Case(33, 33, 16, batch=1, layout=case.layout) for case in STRIDED[2:5]]
+        scaled = Case(33, 33, 16, batch=1, scale=0.7)
+        return [*SMALL, *strided, Case(33, 20, 16, heads=6, batch=1), scaled]
+    return [*SHAPES, *UNUSUAL_WIDTHS, *LONG, *GROUPED, *STRIDED, *SCALED]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The module under test, imported only when a test runs."""
+    from lib.flash_attention import triton_attention
+
+    return triton_attention
+
+
+def ours(kernels, case: Case):
+    """`flash_attention` with the settings of `case`."""
+    return lambda q, k, v: kernels.flash_attention(
+        q, k, v, is_causal=case.is_causal, scale=case.scale
+    )
+
+
+@ON_KERNEL_DEVICES
+@ON_DTYPES
+@pytest.mark.parametrize("case", grid(), ids=str)
+def test_the_kernels_error_is_at_most_twice_pytorchs(kernels, case, dtype, device):
+    # a product of two factors, each in two TF32 parts, leaves out that of the lower ones: 2⁻²²
+    roundings = 2 if dtype == torch.float32 and device == "cuda" else 1
+    attention = kernels.flash_attention
+    assert_error_at_most_twice_pytorchs(attention, case, dtype, device, roundings=roundings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*SMALL, *LONG, *GROUPED], ids=str)
+def test_ieee_on_request_has_the_error_of_float32(kernels, case):
+    attention = functools.partial(kernels.flash_attention, precision="ieee")
+    assert_error_at_most_twice_pytorchs(attention, case, torch.float32, "cuda")
+
+
+@ON_KERNEL_DEVICES
+@pytest.mark.parametrize(
+    ("tile", "sizes", "is_causal"),
+    [
+        ((16, 64), (70, 100), True),
+        ((16, 64), (100, 70), False),
+        ((64, 16), (70, 100), False),
+        ((64, 16), (100, 70), True),
+        ((32, 32), (70, 70), True),
+    ],
+    ids=str,
+)
+def test_the_kernels_are_right_in_any_tiles(kernels, tile, sizes, is_causal, device):
+    case = Case(*sizes, 16, is_causal, heads=1, key_heads=1, batch=1)
+    inputs = make_inputs(case, torch.float32, device)
+    q, k, v, grad_out = (x.detach() for x in inputs)
+    tiles = kernels.Tiles(*tile, num_warps=4, num_stages=1)
+    out, lse = kernels.flash_forward(q, k, v, is_causal, 0.25, tiles=tiles)
+    gradients = kernels.flash_backward(
+        grad_out, q, k, v, out, lse, is_causal, 0.25, tiles=(tiles, tiles)
+    )
+    for a, b in zip((out, *gradients), right_results(inputs, case)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@ON_KERNEL_DEVICES
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(16, True), (24, False)])
+def test_the_kernels_rotate_gradients_back_by_the_positions(kernels, head_dim, is_causal, device):
+    case = Case(33, 40, head_dim, is_causal, heads=2, key_heads=1, batch=1)
+    *leaves, grad_out = make_inputs(case, torch.float32, device)
+    frequencies = 0.1 ** torch.arange(head_dim // 2, device=device)
+    angles = torch.arange(40, device=device)[:, None] * frequencies  # (tokens, head_dim / 2)
+    rotations = torch.polar(torch.ones_like(angles), angles)
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rotations[: x.shape[2]]).flatten(-2)
+
+    q, k, v = rotated(leaves[0]), rotated(leaves[1]), leaves[2]
+    settings = (is_causal, 0.2)
+    saved = [x.detach() for x in (q, k, v)]
+    saved += kernels.flash_forward(*saved, *settings)
+    plain = kernels.flash_backward(grad_out, *saved, *settings)
+    right = torch.autograd.grad((q, k, v), leaves, plain)
+    results = kernels.flash_backward(
+        grad_out, *saved, *settings, angles=(angles.cos(), angles.sin())
+    )
+    torch.testing.assert_close(results, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@ON_DTYPES
+@ON_MASKS
+def test_results_repeat_to_the_bit(kernels, is_causal, dtype):
+    case = Case(1000, 1000, 64, is_causal, batch=1)
+    inputs = make_inputs(case, dtype, "cuda")
+    first = with_gradients(ours(kernels, case), inputs)
+    for _ in range(5):
+        again = with_gradients(ours(kernels, case), inputs)
+        assert all(a.equal(b) for a, b in zip(again, first))
+
+
+@ON_KERNEL_DEVICES
+def test_no_gradient_goes_through_the_log_sum_exp(kernels, device):
+    q = torch.ones(1, 1, 4, 16, device=device, requires_grad=True)
+    out, lse = torch.ops.workbook.flash_attention(q, q, q, True, 0.25, "ieee")
+    assert (out.requires_grad, lse.requires_grad) == (True, False)
+
+
+@ON_KERNEL_DEVICES
+def test_the_kernels_refuse_derivatives_in_forward_mode(kernels, device):
+    q = torch.ones(1, 1, 4, 16, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            kernels.flash_attention(dual, q, q)
+
+
+@ON_KERNEL_DEVICES
+def test_the_kernels_under_autocast_refuse_float64(kernels, device):
+    x = torch.ones(1, 1, 4, 16, dtype=torch.float64, device=device)
+    with torch.autocast(device, torch.float16), pytest.raises(ValueError, match="one dtype of"):
+        kernels.flash_attention(x, x, x)
+
+
+@pytest.mark.gpu
+@ON_MASKS
+def test_tf32_on_request_has_the_error_of_tf32(kernels, is_causal):
+    case = Case(500, 500, 64, is_causal)
+    inputs = make_inputs(case, torch.float32, "cuda")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        peers = pytorchs_results(inputs, case)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    attention = functools.partial(kernels.flash_attention, is_causal=is_causal, precision="tf32")
+    exact = with_gradients(ours(kernels, case), inputs)
+    results = with_gradients(attention, inputs)
+    for a, b, c, d in zip(results, peers, right_results(inputs, case), exact):
+        assert largest(d - c) < largest(a - c) / 10
+        # Triton cuts the last bits off, where PyTorch's products round: errors of one sign add up
+        assert largest(a - c) <= 16 * largest(b - c)
+
+
+def peak_bytes(attention, length: int, dtype: torch.dtype) -> int:
+    """Peak memory of a forward and backward pass of one head, without its inputs."""
+    inputs = make_inputs(Case(length, length, 64, heads=1, key_heads=1, batch=1), dtype, "cuda")
+    with_gradients(attention, inputs)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with_gradients(attention, inputs)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_grows_linearly(kernels, dtype):
+    lengths = (4096, 16384)
+    short, long = (peak_bytes(kernels.flash_attention, n, dtype) for n in lengths)
+    assert long <= 4.2 * short
+    # the output, three gradients, and in float32 a log-sum-exp and a delta for each row
+    size = dtype.itemsize
+    assert long <= 2 * lengths[1] * (4 * 64 * size + 2 * 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_forward_pass_allocates_its_results_and_no_more(kernels, dtype):
+    q, k, v = (torch.randn(1, 8, 2048, 64, device="cuda", dtype=dtype) for _ in range(3))
+    kernels.flash_attention(q, k, v)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kernels.flash_attention(q, k, v)
+    results = q.numel() * dtype.itemsize + q.numel() // 64 * 4
+    assert torch.cuda.max_memory_allocated() - before == results
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.parametrize("layout", ["many heads", "far tokens", "far heads"])
+def test_tensors_and_strides_beyond_2_to_the_31_elements(kernels, layout):
+    if torch.cuda.mem_get_info()[0] < 26 << 30:
+        pytest.skip("needs 26 GiB of GPU memory")
+    if layout == "many heads":
+        x = torch.randn(2**31 // (64 * 128) + 8, 1, 64, 128, dtype=torch.bfloat16, device="cuda")
+        # views of one tensor, which spares memory; equal q and k would leave next to no gradients
+        parts = [x[:-3], x[1:-2], x[2:-1], x[3:]]
+    else:
+        # 1025 tokens, or heads, of 64 numbers that are 2²¹ + 64 numbers apart
+        x = torch.randn(1, 1025, 2**21 // 64 + 1, 64, dtype=torch.bfloat16, device="cuda")
+        parts = [x[:, :, i : i + 16] for i in (0, 5, x.shape[2] - 16, 40)]
+        if layout == "far tokens":
+            parts = [part.transpose(1, 2) for part in parts]
+    _, heads, tokens, head_dim = parts[0].shape
+    case = Case(tokens, tokens, head_dim, heads=heads, key_heads=heads)
+    leaves = [part.detach().requires_grad_() for part in parts[:3]]
+    results = with_gradients(kernels.flash_attention, (*leaves, parts[3]))
+    # the last batches are the farthest
+    right = right_results([part[-4:] for part in parts], case)
+    for a, b in zip(results, right):
+        torch.testing.assert_close(a[-4:].double(), b, rtol=0, atol=0.02 * largest(b))
+
+
+def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": zeros(2, 4, 5, 16)}, "v must have the shape of k"),
+        ({"v": zeros(2, 4, 6, 8)}, "v must have the shape of k"),
+        ({"q": zeros(2, 4, 5, 16)}, "one head_dim, got q (2, 4, 5, 16)"),
+        ({"q": zeros(3, 4, 5, 8)}, "one batch size and one head_dim, got q (3, 4, 5, 8)"),
+        ({"q": zeros(2, 6, 5, 8)}, "heads of q must be divisible by heads of k and v"),
+        ({"q": zeros(4, 5, 8)}, "got q (4, 5, 8)"),
+        ({"k": zeros(2, 4, 5, 8, dtype=torch.half)}, "torch.float16"),
+        ({"k": zeros(2, 4, 5, 8, device="meta")}, "one device, got cpu, meta, cpu"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 8, dtype=torch.double)), "torch.float64"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 257)), "head_dim must be from 1 to 256, got 257"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be from 1 to 256, got 0"),
+        ({"scale": 0.0}, "scale must be above 0, got 0.0"),
+        ({"scale": float("nan")}, "scale must be above 0, got nan"),
+        ({"precision": "tf16"}, "precision must be tf32x3, ieee, tf32, got 'tf16'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_are_not_supported_are_named(kernels, change, words):
+    arguments = {name: zeros(2, 4, 5, 8) for name in "qkv"} | change
+    with pytest.raises(ValueError, match=re.escape(words)):
+        kernels.flash_attention(**arguments)
+
+
+def test_a_token_stride_beyond_32_bits_within_a_tile_is_copied(kernels):
+    x = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), dtype=torch.half)
+    assert kernels.with_unit_stride(x).is_contiguous()
+    assert kernels.with_unit_stride(x[:, :, :1].contiguous()).stride(-1) == 1
+
+
+def test_a_cpu_without_the_interpreter_is_refused(kernels, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = zeros(1, 1, 3, 16)
+    with pytest.raises(ValueError, match="q must be on a CUDA device"):
+        kernels.flash_attention(x, x, x)
+    with pytest.raises(ValueError, match="q must be on a CUDA device"):
+        kernels.FlashAttentionTriton.apply(x[0], x[0], x[0])
+
+
+@OUTSIDE_THE_INTERPRETER
+def test_the_kernels_in_the_interpreter(run_in_interpreter):
+    # one process for both files
+    run_in_interpreter(__file__, test_every_implementation.__file__)

@@ -1,0 +1,73 @@
+"""Deliberate faults in this room; `tests/test_faults.py` shows that tests catch each of them."""
+
+from tests.fault import Fault
+
+EXERCISE = "lib/lessons/exercise.py"
+EXPLORER = "lib/lessons/explorer.py"
+SHOW = "lib/lessons/show.py"
+
+FAULTS = [
+    # an edit that changes nothing, or something twice, is no mistake
+    Fault(
+        EXERCISE,
+        "if source.count(old) != 1:",
+        "if source.count(old) > 1:",
+        "tests/lessons/test_exercise.py::test_a_mistake_is_an_edit_of_text_that_occurs_once",
+    ),
+    # the reader's function may change its argument
+    Fault(
+        EXERCISE,
+        "arguments = copy.deepcopy(arguments)",
+        "arguments = tuple(arguments)",
+        "tests/lessons/test_exercise.py::test_a_function_may_change_its_argument",
+    ),
+    # a half-done stub counts as wrong
+    Fault(
+        EXERCISE,
+        "            return NOT_ATTEMPTED\n        expected",
+        "            break\n        expected",
+        "tests/lessons/test_exercise.py::test_a_stub_that_is_half_done_is_not_attempted",
+    ),
+    # the time limit of a check stays on
+    Fault(
+        EXERCISE,
+        "        signal.signal(signal.SIGPROF, handler)\n",
+        "        pass\n",
+        "tests/lessons/test_exercise.py::test_an_endless_loop_is_stopped",
+    ),
+    # several sliders redraw at every step of the hand
+    Fault(
+        EXPLORER,
+        "continuous_update=is_alone",
+        "continuous_update=True",
+        "tests/lessons/test_explorer.py",
+    ),
+    # the stills are lost where nobody can move a slider
+    Fault(
+        EXPLORER,
+        "for values in still if values != setting()",
+        "for values in still if values == setting()",
+        "tests/lessons/test_explorer.py",
+    ),
+    # a slider that does nothing
+    Fault(
+        EXPLORER,
+        '        widget.observe(update, "value")',
+        '        widget.observe(update, "index_")',
+        "tests/lessons/test_explorer.py",
+    ),
+    # a figure is drawn again for a setting that was shown before
+    Fault(
+        EXPLORER,
+        "    @functools.cache\n    def show(",
+        "    def show(",
+        "tests/lessons/test_explorer.py",
+    ),
+    # merges that join nothing in the text are shown
+    Fault(
+        SHOW,
+        "pair = min(known, key=ranks.__getitem__)",
+        "pair = max(known, key=ranks.__getitem__)",
+        "tests/lessons/test_show.py",
+    ),
+]

@@ -1,0 +1,255 @@
+"""What notebook 06 shows: online softmax in steps, code of kernels, who works when, records."""
+
+import ast
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from lib.benchmarks.attention_steps import NAMES, draw_steps
+from lib.flash_attention import reference
+from lib.flash_attention.hopper import launch
+from lib.lessons import show
+from lib.lessons.flash_attention import explorers
+from lib.lessons.flash_attention.explorers import (
+    TIMELINES,
+    draw_softmax_step,
+    interpret,
+    needed_row,
+    recorded_on_gpu,
+    show_kernel,
+    softmax_stepper,
+    softmax_steps,
+    timeline_slider,
+)
+from lib.lessons.flash_attention.figures import (
+    STAGES,
+    busy_share,
+    draw_timeline,
+    draw_visited_tiles,
+    simulate,
+)
+from lib.model.attention import attention, scaled_dot_product_attention
+from tests.lessons.stored import stored_outputs
+
+ROOT = Path(__file__).resolve().parents[3]
+SCORES = np.array([0.5, -1.0, 2.0, 1.5, 30.0, 2.5, -40.0])
+VALUES = np.random.default_rng(0).normal(size=(7, 3))
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3, 7, 9])
+def test_after_each_tile_the_output_is_softmax_of_the_keys_seen(tile):
+    steps = softmax_steps(SCORES, VALUES, tile)
+    assert [step.seen for step in steps] == [0, *range(tile, 7, tile), 7]
+    for step in steps[1:]:
+        weights = np.exp(SCORES[: step.seen] - SCORES[: step.seen].max())
+        assert step.maximum == SCORES[: step.seen].max()
+        assert step.total == pytest.approx(weights.sum())
+        assert step.out / step.total == pytest.approx(weights @ VALUES[: step.seen] / weights.sum())
+
+
+def test_exponentials_are_drawn_for_the_keys_seen_and_shrink_with_a_new_maximum():
+    steps = softmax_steps(SCORES, VALUES, 3)
+    exponentials, words = [], []
+    for number in range(len(steps)):
+        figure = Figure()
+        draw_softmax_step(figure, SCORES, steps, number)
+        exponentials.append([bar.get_height() for bar in figure.axes[1].patches])
+        words.append(figure.get_suptitle())
+    assert not any(exponentials[0])
+    assert exponentials[1] == pytest.approx([np.exp(-1.5), np.exp(-3), 1, 0, 0, 0, 0])
+    assert exponentials[2][2] == pytest.approx(np.exp(2 - 30))
+    starts = ["Nothing seen", "First tile: m = 2.00", "m: 2.00 → 30.00", "m stays 30.00"]
+    assert all(text.startswith(start) for text, start in zip(words, starts, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make_box",
+    [lambda: softmax_stepper(SCORES, VALUES, tile=3), timeline_slider],
+    ids=["softmax", "timeline"],
+)
+def test_each_position_of_a_slider_has_its_own_picture_also_where_it_cannot_be_moved(make_box):
+    box = make_box()
+    slider, view, _ = box.children
+    seen = set()
+    for option in slider.options:
+        slider.value = option
+        seen.add(view.outputs[0]["data"]["image/png"])
+    assert len(seen) == len(slider.options)
+    slider.index = 0
+    outputs = stored_outputs(box)
+    assert sum("image/png" in output.data for output in outputs) == len(slider.options)
+
+
+SETTINGS = [*TIMELINES.values(), {"warpgroups": 3, "tiles": 5, "runs_ahead": True}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_work_comes_after_what_it_needs(setting):
+    spans = {(s.who, s.what, s.tile): s for s in simulate(**setting)}
+    groups, tiles = range(setting["warpgroups"]), range(setting["tiles"])
+    assert len(spans) == len(tiles) * (2 + 3 * len(groups))
+    for group, tile in itertools.product(groups, tiles):
+        scores, softmax, values = (
+            spans[group, what, tile] for what in ("scores", "softmax", "values")
+        )
+        assert spans[-1, "load K", tile].end <= scores.start
+        assert spans[-1, "load V", tile].end <= values.start
+        assert scores.end <= softmax.start < softmax.end <= values.start
+        old = tile - STAGES
+        if old >= 0:
+            assert spans[group, "scores", old].end <= spans[-1, "load K", tile].start
+            assert spans[group, "values", old].end <= spans[-1, "load V", tile].start
+        if tile and not setting["runs_ahead"]:
+            assert spans[group, "values", tile - 1].end <= scores.start
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_tensor_cores_do_no_more_than_they_can(setting):
+    spans = simulate(**setting)
+    matmuls = 2 * setting["tiles"] * setting["warpgroups"]
+    assert busy_share(spans) * max(span.end for span in spans) == pytest.approx(matmuls, rel=0.1)
+    if setting.get("in_turns"):
+        times = sorted((s.start, s.end) for s in spans if s.what in ("scores", "values"))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(times))
+
+
+def test_asking_ahead_more_warpgroups_and_turns_keep_the_tensor_cores_busy():
+    shares = {name: busy_share(simulate(**setting)) for name, setting in TIMELINES.items()}
+    assert shares["one, step by step"] < shares["one, asking ahead"]
+    assert shares["two, at will"] < 0.8 * shares["two, in turns"]
+    assert shares["two, in turns"] < shares["three, in turns"]
+
+
+def test_a_timeline_draws_all_work_and_says_how_busy_the_tensor_cores_are():
+    setting, figure = TIMELINES["two, in turns"], Figure()
+    draw_timeline(figure, setting)
+    (axes,) = figure.axes
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == ["producer warp", "warpgroup 0", "warpgroup 1", "tensor cores"]
+    assert f"{busy_share(simulate(**setting)):.0%}" in axes.get_title()
+    assert len(axes.patches) == 4 * (2 + 3 * 2)
+
+
+@pytest.mark.parametrize(("queries", "keys", "tile"), [(8, 8, 2), (7, 9, 3), (5, 2, 4), (3, 9, 1)])
+def test_visited_tiles_are_those_that_hold_a_visible_pair(queries, keys, tile):
+    visible = np.tril(np.ones((queries, keys), bool))
+    kinds = []
+    for row, column in itertools.product(range(0, queries, tile), range(0, keys, tile)):
+        part = visible[row : row + tile, column : column + tile]
+        kinds.append(0 if not part.any() else 1 if part.all() else 2)
+    axes = Figure().subplots()
+    draw_visited_tiles(axes, queries, keys, tile)
+    assert axes.collections[0].get_array().ravel().tolist() == kinds
+    assert f"{np.mean(np.array(kinds) > 0):.0%} visited" in axes.get_title()
+
+
+def test_bars_are_as_long_as_speeds_and_a_failure_is_a_word():
+    shape = {"batch_size": 1, "heads": 2, "tokens": 64, "head_dim": 64, "direction": "forward"}
+    rows = [{**shape, "step": "textbook", "tflops": None, "status": "oom"}]
+    rows += [{**shape, "step": "hopper", "tflops": 300.0, "status": "ok"}]
+    figure = Figure()
+    draw_steps(figure, rows)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [0, 300]
+    assert [text.get_text() for text in axes.texts] == ["oom", "300"]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [NAMES["textbook"], NAMES["hopper"]]
+
+
+def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text = show_kernel("flash_attention/triton_kernels", "_rows", "row = tl.arange", "column").data
+    assert text.startswith("`lib/flash_attention/triton_kernels.py`, `_rows`:\n\n```python\nrow =")
+    assert text.endswith("column = tl.arange(0, WIDTH)\n```")
+
+
+def test_an_unknown_function_or_line_is_refused():
+    with pytest.raises(ValueError, match=r"lib/flash_attention/reference.py has no function"):
+        show_kernel("flash_attention/reference", "tiles")
+    with pytest.raises(ValueError, match=r"no line from line 1 on contains 'nothing'"):
+        show_kernel("flash_attention/reference", "_tiles", "nothing")
+
+
+NOTEBOOK = ROOT / "notebooks/06_flash_attention.ipynb"
+SHOWING = [
+    cell.source
+    for cell in nbformat.read(NOTEBOOK, as_version=4).cells
+    if cell.cell_type == "code" and ("show_kernel(" in cell.source or "show_source(" in cell.source)
+    if not cell.source.startswith("import")
+]
+
+
+@pytest.mark.parametrize("source", SHOWING)
+def test_every_piece_of_code_in_the_notebook_is_there_and_parses(source):
+    shown = []
+    names = {
+        "display": shown.append,
+        "show_kernel": show_kernel,
+        "show": show,
+        "reference": reference,
+        "launch": launch,
+        "scaled_dot_product_attention": scaled_dot_product_attention,
+    }
+    body = ast.parse(source).body
+    exec(compile(ast.Module(body[:-1], []), "cell", "exec"), names)
+    shown.append(eval(compile(ast.Expression(body[-1].value), "cell", "eval"), names))
+    for markdown in shown:
+        code = markdown.data.split("```python\n")[1].removesuffix("\n```")
+        # an excerpt may begin inside of a loop or function
+        ast.parse("def f():\n" + "".join(f"    {line}\n" for line in code.split("\n")))
+
+
+def test_the_interpreter_gives_output_and_gradients_of_the_kernels():
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad_out = torch.randn(4, 1, 1, 17, 16, generator=generator).unbind()
+    found, seconds = interpret(q, k, v, grad_out)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, kernel="vectorized_torch")
+    right = [out, *torch.autograd.grad(out, leaves, grad_out)]
+    for a, b in zip(found, right):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert seconds > 0
+
+
+def test_an_error_in_the_interpreter_is_passed_on():
+    pytest.importorskip("triton")
+    with pytest.raises(RuntimeError, match=r"head_dim must be from 1 to 256, got 300"):
+        interpret(*[torch.zeros(1, 1, 4, 300)] * 4)
+
+
+def test_without_triton_the_interpreter_says_so(monkeypatch):
+    monkeypatch.setattr(explorers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="Triton is not installed"):
+        interpret(*[torch.zeros(1, 1, 4, 16)] * 4)
+
+
+def test_a_row_that_the_lesson_needs_is_found_or_named():
+    rows = [{"kernel": "a", "queries": 8}, {"kernel": "b", "queries": 8}]
+    assert needed_row(rows, kernel="b", queries=8) is rows[1]
+    with pytest.raises(LookupError, match=r"no measured row has kernel = 'b', queries = 16"):
+        needed_row(rows, kernel="b", queries=16)
+
+
+def test_of_records_the_newest_of_each_case_count_on_the_gpu_with_the_most(tmp_path):
+    def record(device, queries, ms, samples=3):
+        config = {"queries": queries, "kernels": ["sdpa"], "samples": samples}
+        return {"device": device, "cpu": "CPU", "config": config, "figures": {"ms": ms}}
+
+    path = tmp_path / "sweep.jsonl"
+    given = [record("CPU", n, 0) for n in range(9)]
+    given += [record("GPU A", 8, 1), record("GPU A", 16, 2), record("GPU B", 8, 3)]
+    given += [record("GPU A", 8, 4, samples=5)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in given))
+    found = recorded_on_gpu(path)
+    assert {(r["config"]["queries"], r["figures"]["ms"]) for r in found} == {(8, 4), (16, 2)}
+    assert {r["device"] for r in found} == {"GPU A"}
+    path.write_text(json.dumps(given[0]) + "\n")
+    assert recorded_on_gpu(path) == recorded_on_gpu(tmp_path / "none.jsonl") == []

@@ -1,0 +1,93 @@
+"""The committed model: whole, small, deterministic, and as good as its record says."""
+
+import contextlib
+import json
+import re
+
+import pytest
+
+from lib.core.settings import from_json
+from lib.data.prepare import TokenizeConfig
+from lib.data.stories import generate_stories
+from lib.lessons.start.story import FOLDER, evaluate_on_stories, keep, load_story_model
+from lib.model.config import ModelConfig
+from lib.publish import kaggle
+from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
+from lib.training.generation import generate_text, load_model
+from lib.training.metrics import read_metrics
+from lib.training.pipeline import run_pipeline
+
+
+@pytest.fixture(scope="module")
+def story_model():
+    return load_story_model("cpu")
+
+
+def test_it_is_small_and_loads_as_any_training_run_does():
+    model, tokenizer, config = load_model(FOLDER, "cpu")
+    assert model.config.vocab_size == tokenizer.vocab_size == config.model.vocab_size
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 5e6
+
+
+def test_the_same_seed_tells_the_same_story(story_model):
+    model, tokenizer, _ = story_model
+    settings = {"max_new_tokens": 40, "temperature": 0.8, "top_p": 0.95}
+    prompts = ["Once upon a time", ""]
+    first, again, other = (
+        generate_text(model, tokenizer, prompts, seed=seed, **settings) for seed in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+def test_its_story_goes_on_in_words_of_the_stories(story_model):
+    model, tokenizer, _ = story_model
+    known = set(re.findall(r"[a-z]+", "".join(generate_stories(1_000_000))))
+    (text,) = generate_text(
+        model, tokenizer, ["Once upon a time"], max_new_tokens=100, temperature=0.8, seed=1
+    )
+    words = re.findall(r"\b[a-z]+\b", text)
+    assert len(words) > 40
+    assert sum(word in known for word in words) / len(words) > 0.95
+
+
+def test_it_predicts_held_out_stories_as_well_as_its_record_says(story_model):
+    model, tokenizer, record = story_model
+    judged = evaluate_on_stories(model, tokenizer)
+    assert judged.tokens == record["evaluation"]["tokens"]
+    # matmuls round differently from machine to machine
+    assert judged.loss <= record["evaluation"]["loss"] + 1e-3
+    assert judged.bits_per_byte <= record["evaluation"]["bits_per_byte"] + 1e-3
+
+
+def test_its_record_says_how_it_was_made_and_nothing_private(story_model):
+    record = story_model[2]
+    assert record["evaluation"]["loss"] - record["loss_before_rounding_to_float16"] < 1e-3
+    assert re.fullmatch(r"[0-9a-f]{40}", record["commit"])
+    assert record["dirty"] is False
+    assert {"torch", "python"} <= record["versions"].keys()
+    assert record["steps"] == from_json(TrainConfig, FOLDER / "config.json").steps
+    assert kaggle.find_leaks(FOLDER) == []
+
+
+def test_keep_makes_such_a_folder_from_a_training_run(tmp_path):
+    config = PipelineConfig(
+        TokenizeConfig(corpus_bytes=50_000, vocab_size=300, data_dir=tmp_path, workers=1),
+        TrainConfig(
+            model=ModelConfig(context_length=16, d_model=16, num_layers=1, num_heads=1, d_ff=16),
+            optimizer=OptimizerConfig(warmup_steps=1),
+            output=tmp_path / "run",
+            steps=2,
+            batch_size=2,
+            device="cpu",
+        ),
+        SampleConfig(max_new_tokens=1),
+    )
+    run_pipeline(config, progress_bar=lambda *_: contextlib.nullcontext(lambda count: None))
+    record = keep(tmp_path / "run", tmp_path / "kept")
+    assert record == json.loads((tmp_path / "kept/record.json").read_text())
+    assert record["tokens"] == read_metrics(tmp_path / "run/metrics.jsonl")[-1]["tokens"]
+    model, _, kept = load_model(tmp_path / "kept", "cpu")
+    assert model.output_weight.element_size() == 2
+    assert kept.output is None
+    files = {path.name for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    assert ".lock" not in files

@@ -1,0 +1,275 @@
+"""Each exercise of each notebook both ways, each named mistake, and how a check reports."""
+
+import importlib
+import math
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+
+from lib.lessons import exercise as lessons_exercise
+from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, verdict
+from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE_PRETOKEN, MERGE_PAIR
+from lib.tokenizer.bpe import merge_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# the room of a notebook's lesson -> its exercises
+TOPICS = {
+    path.parent.name: importlib.import_module(f"lib.lessons.{path.parent.name}.exercises")
+    for path in sorted((ROOT / "lib/lessons").glob("*/exercises.py"))
+}
+CHECKED = {
+    name: value
+    for topic in TOPICS.values()
+    for name, value in vars(topic).items()
+    if isinstance(value, Exercise)
+}
+
+
+def exercise_cells():
+    """(stub, Markdown cell behind it, lesson) of every exercise in the notebooks."""
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        for number, cell in enumerate(cells):
+            if "exercise" in cell.metadata.get("tags", []):
+                following = cells[number + 1].source
+                lesson = path.stem.split("_", 1)[1]
+                yield pytest.param(cell.source, following, lesson, id=f"{path.stem}-{number + 1}")
+
+
+EXERCISES = list(exercise_cells())
+
+
+def run(code: str, lesson: str) -> None:
+    names = {"exercises": TOPICS[lesson], "merge_pair": merge_pair, "math": math, "torch": torch}
+    exec(code, names)
+
+
+@pytest.mark.parametrize(("stub", "help_text", "lesson"), EXERCISES)
+def test_an_untouched_stub_is_not_attempted(stub, help_text, lesson, capsys):
+    run(stub, lesson)
+    assert capsys.readouterr().out == f"{NOT_ATTEMPTED}\n"
+
+
+@pytest.mark.parametrize(("stub", "help_text", "lesson"), EXERCISES)
+def test_the_folded_solution_passes(stub, help_text, lesson, capsys):
+    hint, solution = help_text.split("<summary>Solution</summary>")
+    assert "<summary>Hint</summary>" in hint
+    code = re.search(r"```python\n(.*?)```", solution, re.DOTALL)[1]
+    call = stub.strip().splitlines()[-1]
+    run(f"{code}\n{call}", lesson)
+    assert capsys.readouterr().out.startswith("right")
+
+
+def test_each_lesson_with_exercises_has_three_in_its_notebook():
+    counts = Counter(case.values[2] for case in EXERCISES)
+    assert counts == dict.fromkeys(TOPICS, 3)
+
+
+MISTAKES = [
+    pytest.param(exercise, name, mistake, id=f"{exercise.solve.__name__}: {name}")
+    for exercise in CHECKED.values()
+    for name, mistake in exercise.wrong_functions().items()
+]
+
+
+# each seed draws 150 inputs of its own
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))]
+
+
+@pytest.mark.parametrize(("exercise", "name", "mistake"), MISTAKES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_mistake_is_recognised_by_name(exercise, name, mistake, seed):
+    text = verdict(exercise, mistake, seed=seed)
+    assert text.startswith(f"not yet: {mistake.__name__}(")
+    assert f"It looks as if {name}." in text
+
+
+@pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)
+def test_the_right_function_passes_on_fresh_inputs(exercise):
+    for _ in range(5):
+        assert verdict(exercise, exercise.solve).startswith("right")
+
+
+@pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)
+def test_a_function_that_gives_its_input_back_fails(exercise):
+    assert verdict(exercise, lambda given, *_: given).startswith("not yet")
+
+
+def verdict_on(result, expected):
+    """The verdict on a function that returns `result` where the solution returns `expected`."""
+    exercise = Exercise(lambda n: expected, lambda generator, size: (size,), {})
+
+    def attempt(n):
+        return result
+
+    return verdict(exercise, attempt)
+
+
+TENSOR = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+COUNTS = {(1, 2): 3, (2, 1): 5}
+MANY = dict.fromkeys(range(50), 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "message"),
+    [
+        ([1, 7, 3], [1, 2, 3], "position 1: yours 7, expected 2"),
+        ([1, 2], [1, 2, 3], "position 2: yours nothing, expected 3"),
+        ([1, 2, 3, 4], [1, 2, 3], "position 3: yours 4, expected nothing"),
+        (None, [1, 2], "it returned None (is a `return` missing?); expected [1, 2]"),
+        ("123", [1, 2], "it returned '123', which is a str; expected [1, 2]"),
+        ({1: 2}, [1, 2], "it returned {1: 2}, which is a dict; expected [1, 2]"),
+        (1.25, 1, "result: yours 1.25, expected 1"),
+        (1_000_001, 1_000_000, "result: yours 1000001, expected 1000000"),
+        ({(1, 2): 3}, COUNTS, "(2, 1): yours nothing, expected 5"),
+        (COUNTS | {(1, 2): 4}, COUNTS, "(1, 2): yours 4, expected 3"),
+        (COUNTS | {(9, 9): 1}, COUNTS, "(9, 9): yours 1, expected nothing"),
+        ({"1 2": 3}, COUNTS, "it returned {'1 2': 3}, with keys of another kind; expected {(1,"),
+        (MANY, {(1, 2): 3}, "(1, 2): yours nothing, expected 3"),
+        (torch.zeros(2, 3), TENSOR, "the result: yours has shape (2, 3), expected (3, 2)"),
+        (TENSOR + torch.eye(3)[:, :2], TENSOR, "(0, 0): yours 2, expected 1 (2 of 6 values differ"),
+        (
+            TENSOR.new_full((3, 2), torch.nan),
+            TENSOR,
+            "(0, 0): yours nan, expected 1 (6 of",
+        ),
+        ([[1, 2], [3, 4]], TENSOR, "which is a list; expected tensor([[1, 2], [3, 4], [5, 6]])"),
+        ([torch.zeros(2)] * 3, TENSOR, "which is a list; expected tensor("),
+        (None, torch.zeros(5, 4), "expected <tensor of shape (5, 4)>"),
+    ],
+)
+def test_the_first_difference_is_named(result, expected, message):
+    first, second = verdict_on(result, expected).splitlines()
+    assert first == "not yet: attempt(1)"
+    assert message in second
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ((1, 2, 3), [1, 2, 3]),
+        (np.array([1, 2, 3]), [1, 2, 3]),
+        ([torch.tensor([3.0, 2.0]), torch.tensor([0.5])], [[3.0, 2.0], [0.5]]),
+        (1 + 1e-6, 1.0),
+        (np.float64(3), 3),
+        (TENSOR.double() * (1 + 1e-6), TENSOR),
+        (TENSOR.bfloat16(), TENSOR),
+        (TENSOR.clone().requires_grad_(), TENSOR),
+    ],
+)
+def test_rounding_and_the_kind_of_sequence_or_dtype_do_not_count(result, expected):
+    assert verdict_on(result, expected).startswith("right")
+
+
+@pytest.mark.parametrize("text", ["pair", "not there"])
+def test_a_mistake_is_an_edit_of_text_that_occurs_once(text):
+    exercise = Exercise(COUNT_PAIRS.solve, COUNT_PAIRS.draw, {"wrong": (text, "triple")})
+    with pytest.raises(ValueError, match=f"'{text}' must occur once in count_pairs, found"):
+        exercise.wrong_functions()
+
+
+def test_an_error_names_its_line_and_is_the_same_mistake_in_another_line():
+    def fail(words):
+        return words["nothing"]
+
+    def fail_later(words):
+        nothing = "nothing"
+        return words[nothing]
+
+    exercise = Exercise(lambda words: 1, lambda generator, size: ({},), {"there is nothing": fail})
+    text = verdict(exercise, fail_later)
+    line = fail_later.__code__.co_firstlineno + 2
+    assert f"it raised KeyError: 'nothing' in line {line} of the cell; expected 1" in text
+    assert "It looks as if there is nothing." in text
+
+
+def test_of_an_error_of_pytorch_the_first_line_is_shown():
+    text = verdict(COUNT_PAIRS, lambda words: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
+    assert "it raised RuntimeError: " in text
+    assert len(text.splitlines()) == 2
+
+
+def test_an_unusual_mistake_is_shown_without_a_guess():
+    text = verdict(MERGE_PAIR, lambda ids, pair, new_id: [777, *merge_pair(ids, pair, new_id)])
+    assert "position 0: yours 777" in text
+    assert "It looks as if" not in text
+
+
+def test_a_function_may_change_its_argument():
+    def attempt(ids, pair, new_id):
+        merged = merge_pair(ids, pair, new_id)
+        ids.clear()
+        return merged
+
+    assert verdict(MERGE_PAIR, attempt).startswith("right")
+
+
+def test_a_stub_that_is_half_done_is_not_attempted():
+    def attempt(ids, pair, new_id):
+        if len(ids) < 5:
+            return merge_pair(ids, pair, new_id)
+        raise NotImplementedError
+
+    assert verdict(MERGE_PAIR, attempt) == NOT_ATTEMPTED
+
+
+def test_inputs_are_fresh_and_can_be_repeated():
+    assert len({verdict(ENCODE_PRETOKEN, lambda *_: None) for _ in range(5)}) > 1
+    assert len({verdict(ENCODE_PRETOKEN, lambda *_: None, seed=3) for _ in range(5)}) == 1
+
+
+def merge_forever(ids, pair, new_id):
+    merged, i = [], 0
+    while i < len(ids):
+        try:
+            merged.append(ids[i])
+            i += tuple(ids[i : i + 2]) != pair
+        except Exception:
+            break
+    return merged
+
+
+NEEDS_TIMER = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer on Windows")
+
+
+@NEEDS_TIMER
+def test_an_endless_loop_is_stopped(monkeypatch):
+    monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.2)
+    handler, start = signal.getsignal(signal.SIGPROF), time.monotonic()
+    text = verdict(MERGE_PAIR, merge_forever)
+    assert "it did not finish in 0.2 s; does the position grow in every branch?" in text
+    assert "It looks as if" not in text
+    assert time.monotonic() - start < 5
+    assert signal.getsignal(signal.SIGPROF) is handler
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+@NEEDS_TIMER
+def test_a_wrong_value_before_an_endless_loop_costs_one_limit(monkeypatch):
+    monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.2)
+    start = time.monotonic()
+
+    def attempt(ids, pair, new_id):
+        while len(ids) > 5:
+            pass
+        return [-1]
+
+    assert "It looks as if" not in verdict(MERGE_PAIR, attempt)
+    assert time.monotonic() - start < 5
+
+
+def test_a_check_works_outside_the_main_thread():
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(verdict(MERGE_PAIR, merge_pair)))
+    thread.start()
+    thread.join()
+    assert texts[0].startswith("right")

@@ -1,0 +1,94 @@
+"""`explorer`: what it shows, how often it draws, and what stays where nobody can move it."""
+
+import base64
+import html
+import re
+
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from lib.core.figures import house_figure
+from lib.lessons.explorer import explorer, figure_output, markup, picture
+from lib.publish.cells import WIDGET_VIEW
+from tests.lessons.stored import stored_outputs
+
+
+def draw_line(figure: Figure, **values) -> None:
+    axes = figure.subplots()
+    axes.plot([0, *map(float, values.values())])
+    axes.set(xlabel="x", ylabel="y", title="a line")
+
+
+def test_each_move_shows_another_picture():
+    box = explorer(picture(draw_line), width=[1, 2, 3], height={"low": 1, "high": 9})
+    width, height, view, _ = box.children
+    seen = {view.outputs[0]["data"]["image/png"]}
+    for control, value in ((width, 2), (width, 3), (height, 9)):
+        control.value = value
+        seen.add(view.outputs[0]["data"]["image/png"])
+    assert len(seen) == 4
+    assert all(base64.b64decode(png).startswith(b"\x89PNG") for png in seen)
+    assert not plt.get_fignums()
+
+
+def test_a_lone_slider_follows_the_hand_and_several_wait_until_let_go():
+    alone = explorer(lambda a: markup("", str(a)), a=range(3))
+    several = explorer(lambda a, b: markup("", ""), a=range(3), b=range(3))
+    assert alone.children[0].continuous_update
+    assert not several.children[0].continuous_update
+
+
+def test_a_setting_is_drawn_once():
+    drawn = []
+
+    def draw(figure: Figure, letter: str) -> None:
+        drawn.append(letter)
+        draw_line(figure, size=1)
+
+    slider = explorer(picture(draw), letter=["a", "b"], still=[("a",)]).children[0]
+    for name in "bab":
+        slider.value = name
+    assert drawn == ["a", "b"]
+
+
+def test_where_nobody_can_move_it_the_stills_follow_the_first_setting():
+    box = explorer(picture(draw_line), start={"end": 2}, end=[1, 2, 3], still=[(2,), (3,)])
+    said, *pictures = stored_outputs(box)
+    assert said["data"]["text/plain"] == "end: 2"
+    words = [output["data"]["text/plain"] for output in pictures]
+    assert words == ["end 2. a line: y against x.", "end 3. a line: y against x."]
+    assert all(output.metadata["image/png"]["width"] == 700 for output in pictures)
+    # the picture is not stored a second time as HTML, which only a running notebook needs
+    assert not any({WIDGET_VIEW, "text/html"} & output.data.keys() for output in pictures)
+
+
+def test_any_widget_can_be_a_control_and_busy_is_shown_meanwhile():
+    from ipywidgets import Text
+
+    said = []
+    box = explorer(lambda word: markup(word, word), word=Text("hello"), busy="wait…")
+    control, note, view, _ = box.children
+    note.observe(lambda change: said.append(change["new"]), "value")
+    control.value = "bye"
+    assert view.outputs[0]["data"]["text/html"] == "bye"
+    assert said == ["wait…", ""]
+
+
+def test_alternative_text_is_escaped():
+    with house_figure() as (figure, axes):
+        axes.plot([0, 1])
+        axes.set(xlabel="step", ylabel="loss", title='"a" < "b"')
+        output = figure_output(figure, "Run 3")
+    image = re.fullmatch(
+        r'<img alt="([^"]*)" width="700" height="400" .*>', output["data"]["text/html"]
+    )
+    words = 'Run 3. "a" < "b": loss against step.'
+    assert html.unescape(image[1]) == output["metadata"]["image/png"]["alt"] == words
+
+
+def test_wrong_settings_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"still: letter must be one of \['a'\], got 'b'"):
+        explorer(picture(draw_line), letter=["a"], still=[("b",)])
+    with pytest.raises(ValueError, match="letter must have at least one option"):
+        explorer(picture(draw_line), letter=[])

@@ -1,0 +1,153 @@
+"""The figures of notebook 03: a loss curve that grows in place, bars for sampling with sliders."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lib.core import figures
+from lib.lessons.training.explorers import (
+    STILL_SETTINGS,
+    LossCurve,
+    draw_losses,
+    sampling_bars,
+    sampling_sliders,
+)
+from lib.tokenizer.bpe import Tokenizer
+from tests.lessons.stored import stored_outputs
+
+LOGITS = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0]).log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer({i: bytes([i]) for i in range(256)}, [])
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What `display` and its handle's `update` were called with."""
+    shown = []
+
+    def display(image, *, display_id):
+        assert display_id
+        shown.append(image)
+        return SimpleNamespace(update=shown.append)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    return shown
+
+
+def test_the_curve_starts_with_words_and_ends_with_everything(shown):
+    with LossCurve(10) as curve:
+        curve({"step": 5, "learning_rate": 0.1})
+        assert [words.data for words in shown] == ["*No loss yet.*"] * 2
+        curve({"step": 5, "loss": 3.0})
+        curve({"step": 10, "validation_loss": 2.5})
+    assert shown[-1].data.startswith(b"\x89PNG")
+    assert shown[-1].alt.endswith("for training, validation.")
+
+
+def test_the_last_drawing_comes_also_when_the_run_fails(shown):
+    curve = LossCurve(10)
+
+    def run():
+        with curve:
+            curve({"step": 5, "loss": 3.0})
+            curve({"step": 6, "loss": 3.0})
+            raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        run()
+    # words, the first loss, and everything at the end
+    assert len(shown) == 3
+
+
+@pytest.mark.parametrize(("seconds", "fewest", "most"), [(0.0, 10, 13), (1.0, 3, 3)])
+def test_drawing_waits_a_second_and_takes_a_small_share_of_the_time(
+    shown, monkeypatch, seconds, fewest, most
+):
+    now = 0.0
+
+    def picture(curve):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(LossCurve, "picture", picture)
+    with LossCurve(100, clock=lambda: now) as curve:
+        for step in range(1, 101):
+            now += 0.1
+            curve({"step": step, "loss": 1.0})
+    assert fewest <= len(shown) <= most
+
+
+def test_what_a_resumed_run_does_again_is_drawn_once(shown):
+    earlier = [{"step": step, "loss": 9.0} for step in (10, 20, 30)]
+    with LossCurve(100, records=[*earlier, {"step": 30, "validation_loss": 9.0}]) as curve:
+        curve({"step": 20, "loss": 1.0})
+        assert [record["step"] for record in curve.records if "loss" in record] == [10, 20]
+        assert any("validation_loss" in record for record in curve.records)
+
+
+def test_earlier_records_and_references_are_drawn():
+    records = [{"step": 1, "loss": 4.0}, {"step": 2, "validation_loss": 3.0}]
+    with figures.house_figure() as (_, axes):
+        draw_losses(axes, records, 5, {"unigram": 5.0})
+        assert figures.alt_text(axes.figure).endswith("for training, validation.")
+        training, validation, reference = axes.lines
+        assert training.get_xydata().tolist() == [[1, 4]]
+        assert validation.get_xydata().tolist() == [[2, 3]]
+        assert list(reference.get_ydata()) == [5, 5]
+        assert [text.get_text() for text in axes.texts] == ["unigram"]
+
+
+def widths(markup: str) -> list[float]:
+    return [float(width) for width in re.findall(r"width:([\d.]+)%", markup)]
+
+
+def test_bars_are_as_wide_as_the_probabilities(tokenizer):
+    expected = (LOGITS.exp() * 100).tolist()
+    assert widths(sampling_bars(LOGITS, tokenizer, 1.0, 1.0)) == pytest.approx(expected, abs=0.01)
+
+
+def test_a_token_outside_top_p_is_hollow(tokenizer):
+    markup = sampling_bars(LOGITS, tokenizer, 1.0, 0.7)
+    assert markup.count("background:") == 2
+    assert markup.count(">cut<") == 3
+    assert "2 of 5 tokens" in markup
+
+
+def test_a_lower_temperature_widens_the_first_bar(tokenizer):
+    zero, cold, warm = (sampling_bars(LOGITS, tokenizer, t, 1.0) for t in (0.0, 0.5, 1.5))
+    assert 100 == widths(zero)[0] > widths(cold)[0] > widths(warm)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_tokens_without_a_chance_stand_by_their_logits(tokenizer, temperature):
+    logits = torch.zeros(256)
+    for rank, letter in enumerate("cabd"):
+        logits[ord(letter)] = 40.0 - 9 * rank
+    markup = sampling_bars(logits, tokenizer, temperature, 1.0, num_bars=4)
+    assert re.findall(r"hidden\">(.*?)<", markup) == list("cabd")
+    assert markup.count(">cut<") == 3
+
+
+def test_tokens_are_escaped_and_ids_that_only_pad_the_embedding_are_empty(tokenizer):
+    assert "&lt;" in sampling_bars(torch.arange(ord("<") + 1.0), tokenizer, 1.0, 1.0)
+    markup = sampling_bars(torch.arange(300.0), tokenizer, 1.0, 1.0, num_bars=1)
+    assert widths(markup) == pytest.approx([63.21], abs=0.01)
+
+
+def test_the_sliders_move_the_bars(tokenizer):
+    temperature, top_p, view, _ = sampling_sliders(LOGITS, tokenizer).children
+    temperature.value, top_p.value = 0.5, 0.5
+    shown = view.outputs[0]["data"]["text/html"]
+    assert shown == sampling_bars(LOGITS, tokenizer, 0.5, 0.5)
+
+
+def test_without_sliders_each_setting_is_shown_once(tokenizer):
+    box = sampling_sliders(LOGITS, tokenizer)
+    shown = "".join(o.data.get("text/html", "") for o in stored_outputs(box))
+    for temperature, top_p in ((1.0, 1.0), *STILL_SETTINGS):
+        assert shown.count(f"Temperature {temperature:g}, top-p {top_p:g}:") == 1

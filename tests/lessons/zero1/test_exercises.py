@@ -1,0 +1,74 @@
+"""The exercises of notebook 08 against the library; their mistakes: test_exercise.py."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lib.ddp import costs
+from lib.lessons.exercise import verdict
+from lib.lessons.zero1.exercises import BALANCED_OWNERS, SENT_BYTES, SHARD_BOUNDARIES, weighed
+from lib.sharded_optimizer.flat_slices import FlatBucket
+
+
+def boundaries(num_elements, ranks, alignment):
+    total = num_elements
+    while total % ranks or (total // ranks) % alignment:
+        total += 1
+    cuts = range(0, total + 1, total // ranks)
+    return list(itertools.pairwise(cuts))
+
+
+def test_padding_one_element_at_a_time_gives_the_same_boundaries():
+    assert verdict(SHARD_BOUNDARIES, boundaries).startswith("right")
+
+
+def test_sent_bytes_are_those_of_the_library():
+    assert verdict(SENT_BYTES, costs.sent_bytes).startswith("right")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_partition_is_right_too(seed):
+    sizes = random.Random(seed).choices(range(1, 21), k=6)
+    every = itertools.product(range(3), repeat=len(sizes))
+    best = min(every, key=lambda one: max(np.bincount(one, sizes, 3)))
+    right = BALANCED_OWNERS.solve(sizes, 3)
+    assert weighed(lambda sizes, ranks: best)(sizes, 3) == right
+    assert right["largest load"] <= 4 / 3 * max(np.bincount(best, sizes, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "found"),
+    [
+        ([0, 1, 2], "parameters with an owner", 2),
+        ([0, 1], "parameters with an owner", 2),
+        ([0, 1, 1, 0], "owners", 4),
+        ([0, 0, 1], "largest load", 9),
+    ],
+)
+def test_an_impossible_partition_is_told_from_a_bad_one(given, key, found):
+    weighing = weighed(lambda sizes, ranks: given)
+    assert weighing([5, 4, 3], 2)[key] == found
+    assert BALANCED_OWNERS.solve([5, 4, 3], 2)[key] != found
+
+
+def test_smallest_first_is_named():
+    @weighed
+    def smallest_first(sizes, ranks):
+        found, loads = [0] * len(sizes), [0] * ranks
+        for index in sorted(range(len(sizes)), key=sizes.__getitem__):
+            found[index] = loads.index(min(loads))
+            loads[found[index]] += sizes[index]
+        return found
+
+    assert "or from the small end" in verdict(BALANCED_OWNERS, smallest_first, seed=0)
+
+
+@pytest.mark.parametrize("elements", [1, 4, 5, 97, 128])
+def test_boundaries_are_those_of_the_library(elements):
+    # one rank, as there is no group
+    bucket = FlatBucket([torch.nn.Parameter(torch.zeros(elements))], None)
+    # float32 at multiples of 16 bytes
+    assert SHARD_BOUNDARIES.solve(elements, 1, 4) == [(0, bucket.slice_length)]

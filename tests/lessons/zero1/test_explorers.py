@@ -1,0 +1,152 @@
+"""The memory of a rank in notebook 08, its sliders, and the settings that were measured."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+
+from lib.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
+from lib.lessons.zero1.explorers import (
+    OWN,
+    PRECISIONS,
+    STAGES,
+    gpu_settings,
+    memory_explorer,
+    memory_kinds,
+    own_config,
+    stage_memory,
+    verdict,
+)
+from lib.lessons.zero1.figures import KINDS
+from lib.model.config import model_preset
+from lib.model.costs import num_parameters, parameters_by_part
+from lib.sharded_optimizer.memory_formula import RankMemory, rank_memory
+from tests.lessons.drawing_time import charts_per_move
+from tests.lessons.stored import stored_outputs
+
+START = ("xl", 8, "bfloat16 weights", "zero1", 4)
+SMALL = model_preset("small")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+def test_kinds_add_up_to_what_the_formula_counts(precision, name, ranks):
+    memory = stage_memory(SMALL, ranks, name, precision)
+    kinds = memory_kinds(SMALL, memory, ranks, is_sharded=name != "none")
+    assert list(kinds) == list(KINDS)
+    counted = (memory.parameters, memory.gradients, memory.optimizer_state, memory.activations)
+    assert sum(kinds.values()) == sum(counted) + memory.communication + memory.gathered
+    assert min(kinds.values()) >= 0
+
+
+def test_masters_are_four_bytes_for_each_weight_that_has_two():
+    memory = stage_memory(SMALL, 1, "none", "bfloat16 weights")
+    kinds = memory_kinds(SMALL, memory, 1, is_sharded=False)
+    matrices = num_parameters(SMALL) - parameters_by_part(SMALL)["norms"]
+    assert kinds["master weights"] == 4 * matrices
+    assert kinds["Adam's moments"] == 8 * num_parameters(SMALL)
+
+
+def test_stages_divide_one_thing_after_another():
+    held = [stage_memory(SMALL, 8, name, "bfloat16 weights") for name in STAGES]
+    fields = ("optimizer_state", "gradients", "parameters")
+    whole = {field: getattr(held[0], field) for field in fields}
+    divided = [[getattr(m, field) < whole[field] / 7 for field in fields] for m in held]
+    assert divided == [
+        [False, False, False],
+        [True, False, False],
+        [True, True, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (15 * 10**9, "peak 15 GB, fits into 16 GB"),
+        (15 * 10**9 + 1, "fits into 24 GB"),
+        (140 * 10**9, "fits into 141 GB"),
+        (141 * 10**9, "too much for 141 GB"),
+    ],
+)
+def test_the_smallest_card_that_holds_peak_and_reserve_is_named(num_bytes, words):
+    assert words in verdict(RankMemory(num_bytes, 0, 0, 0))
+
+
+@pytest.mark.parametrize("d_model", [256, 8192])
+def test_own_sizes_make_a_model_that_can_be_counted(d_model):
+    config = own_config(d_model, 96)
+    assert config.head_dim == 64
+    assert rank_memory(config, ranks=1).peak > 0
+
+
+@pytest.fixture(scope="module")
+def explorer():
+    return memory_explorer(start=START)
+
+
+def by_name(box):
+    return {child.description: child for child in box.children[:-2]}
+
+
+def test_each_slider_changes_the_picture(explorer):
+    for slider in [*by_name(explorer).values()][:5]:
+        before = explorer.children[-2].outputs[0]["data"]["image/png"]
+        chosen = slider.value
+        slider.value = next(option for option in slider.options if option != chosen)
+        assert explorer.children[-2].outputs[0]["data"]["image/png"] != before
+        slider.value = chosen
+
+
+def test_width_and_layers_move_own_sizes_only(explorer):
+    model = by_name(explorer)["model"]
+    model.value = OWN
+    before = explorer.children[-2].outputs[0]["data"]["image/png"]
+    by_name(explorer)["own_width"].value = 8192
+    assert explorer.children[-2].outputs[0]["data"]["image/png"] != before
+    model.value = "xl"
+
+
+def test_a_move_takes_less_than_a_chart(explorer):
+    slider = by_name(explorer)["ranks"]
+    moves = [partial(setattr, slider, "value", ranks) for ranks in (9, 10, 11, 12, 13, 14, 15)]
+    assert charts_per_move(moves) < 1
+
+
+def test_without_sliders_the_chosen_setting_is_shown():
+    box = memory_explorer(start=START)
+    words, picture = stored_outputs(box)
+    start = "model: xl  ranks: 8  precision: bfloat16 weights  stage: zero1  sequences: 4"
+    assert words.data["text/plain"].startswith(start)
+    text = picture.data["text/plain"]
+    assert "xl, 2 billion weights, 8 ranks" in text
+    assert "Adam's moments" in text
+
+
+def record(backend, date, **changed):
+    """One as `python -m lib benchmark sharding` writes it, of its settings only."""
+    shape = dataclasses.asdict(SMALL)
+    names = ("dtype", "tf32", "compile", "cuda_graph", "low_precision_weights")
+    config = {name: getattr(ShardingConfig(), name) for name in names} | shape
+    config["bucket_size_mb"] = 25.0
+    config |= {"model": "small", "kernel": "sdpa", "method": "zero1", "ranks": 2}
+    config |= {"backend": backend, "tr_batch_size": 2, "steps_per_epoch": 3, **changed}
+    config |= {"wrapper": SHARDING_METHODS[config["method"]]["ddp_wrapper"]}
+    about = {"device": "GPU A", "cpu": "C", "cores": 2, "seed": 0, "commit": "", "date": date}
+    return {"config": config, "figures": {"status": "ok"}, "versions": {"torch": "2"}, **about}
+
+
+def test_settings_are_of_gpus_and_the_newest_record_of_each_counts():
+    records = [record("nccl", "2026-01-01"), record("gloo", "2026-01-02")]
+    records += [record("nccl", "2026-01-03"), record("nccl", "2026-01-04", method="flashddp")]
+    (setting,) = gpu_settings(records)
+    assert [(row["method"], row["date"]) for row in setting.rows] == [
+        ("flashddp", "2026-01-04"),
+        ("zero1", "2026-01-03"),
+    ]
+
+
+def test_no_records_are_no_settings():
+    assert gpu_settings([]) == []

@@ -1,0 +1,118 @@
+"""Deliberate faults in this room; `tests/test_faults.py` shows that tests catch each of them."""
+
+from tests.fault import Fault
+
+FAULTS = [
+    # attention looks one key ahead
+    Fault(
+        "lib/model/attention.py",
+        "dtype=torch.bool, device=device).tril()",
+        "dtype=torch.bool, device=device).tril(1)",
+        "tests/model/test_attention.py",
+    ),
+    # a cached query sees one key too few
+    Fault(
+        "lib/model/attention.py",
+        "positions[None, :] <= positions[self.length :, None]",
+        "positions[None, :] < positions[self.length :, None]",
+        "tests/model/test_attention.py",
+    ),
+    # the positions of new tokens start at 0 again
+    Fault(
+        "lib/model/transformer.py",
+        "torch.arange(first, first + length, device=token_ids.device)",
+        "torch.arange(length, device=token_ids.device)",
+        "tests/model/test_attention.py",
+    ),
+    # a row without keys is no longer special
+    Fault(
+        "lib/model/loss.py",
+        "exponentials / total.masked_fill(total == 0, 1)",
+        "exponentials / total",
+        "tests/model/test_loss.py",
+    ),
+    # swapped gate and value
+    Fault(
+        "lib/model/elementwise_cpu.py",
+        "return F.silu(gate).mul_(value)",
+        "return F.silu(value).mul_(gate)",
+        "tests/model/test_elementwise_cpu.py",
+    ),
+    # wrong sign in the backward pass
+    Fault(
+        "lib/model/elementwise_cpu.py",
+        "torch.addcmul(grad * weight, x_hat, mean, value=-1)",
+        "torch.addcmul(grad * weight, x_hat, mean, value=1)",
+        "tests/model/test_elementwise_cpu.py",
+    ),
+    # stacked matrices initialized as one
+    Fault(
+        "lib/model/transformer.py",
+        "math.sqrt(2 / (d_in + d_out // self.stacked))",
+        "math.sqrt(2 / (d_in + d_out))",
+        "tests/model/test_transformer.py",
+    ),
+    # frequencies of the wrong width
+    Fault(
+        "lib/model/transformer.py",
+        "theta ** (-pairs / head_dim)",
+        "theta ** (-pairs / (2 * head_dim))",
+        "tests/model/test_transformer.py",
+    ),
+    # a fused block no longer announces the norm that it ends with
+    Fault(
+        "lib/model/transformer.py",
+        "            self._announce(next_norm)\n",
+        "",
+        "tests/model/test_transformer.py",
+    ),
+    # z-loss left out of the gradient
+    Fault(
+        "lib/model/loss.py",
+        "weight = (1 + 2 * z_loss * lse) * grad_factor / total",
+        "weight = grad_factor / total",
+        "tests/model/test_loss.py",
+    ),
+    # a sum in place of the mean
+    Fault(
+        "lib/model/loss.py",
+        "return losses.mean()",
+        "return losses.sum()",
+        "tests/model/test_loss.py",
+    ),
+    # backward counted once
+    Fault(
+        "lib/model/costs.py",
+        "return 3 * forward if backward else forward",
+        "return 2 * forward if backward else forward",
+        "tests/model/test_costs.py",
+    ),
+    # the last program's rows beyond the end are stored
+    Fault(
+        "lib/model/elementwise_triton.py",
+        "mask = (rows < num_rows)[:, None] & inside[None, :]",
+        "mask = (rows <= num_rows)[:, None] & inside[None, :]",
+        "tests/model/test_elementwise_triton.py",
+    ),
+    # gradients rotated forward once more
+    Fault(
+        "lib/model/elementwise_triton.py",
+        "cos_ptr + angles, sin_ptr + angles, -1.0, HEAD_DIM",
+        "cos_ptr + angles, sin_ptr + angles, 1.0, HEAD_DIM",
+        "tests/model/test_elementwise_triton.py",
+    ),
+    # the kernel that rotates q and k skips their norms
+    Fault(
+        "lib/model/attention.py",
+        "positions is None and norms is None and cache is None",
+        "positions is None and cache is None",
+        "tests/model/test_elementwise_triton.py",
+    ),
+    # a target just outside the vocabulary is read
+    Fault(
+        "lib/model/loss_triton.py",
+        "is_valid = (target >= 0) & (target < vocab_size)",
+        "is_valid = (target >= 0) & (target <= vocab_size)",
+        "tests/model/test_elementwise_triton.py",
+    ),
+]

@@ -1,0 +1,289 @@
+"""Every attention kernel against the formula in float64, and the KV cache against no cache."""
+
+import dataclasses
+import math
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lib.model.attention import (
+    KVCache,
+    attention,
+    kernel_function,
+    scaled_dot_product_attention,
+)
+from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.transformer import TransformerLM
+from tests.flash_attention.cases import Case, assert_error_at_most_twice_pytorchs
+
+EAGER_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "sdpa")
+CPU_KERNELS = (*EAGER_KERNELS, "flash_attention_torch")
+NEEDS_COMPILER = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    pytest.mark.slow,
+]
+ON_EAGER_KERNELS = pytest.mark.parametrize("kernel", EAGER_KERNELS)
+ON_KERNELS = pytest.mark.parametrize(
+    "kernel",
+    [*EAGER_KERNELS, pytest.param("vectorized_torch_compiled", marks=NEEDS_COMPILER)],
+)
+CASES = [
+    Case(1, 1, 2, heads=1, key_heads=1, batch=1),
+    Case(97, 97, 32),
+    Case(17, 17, 8, is_causal=False, heads=3, key_heads=3, scale=0.5),
+    Case(5, 12, 16),
+    Case(12, 5, 4, is_causal=False),
+    Case(12, 5, 4),
+]
+
+
+def make_inputs(shape: tuple[int, ...], dtype=torch.float32, device="cpu") -> list[Tensor]:
+    """q, k and v that want gradients."""
+    batch, heads, queries, keys, head_dim = shape
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(batch, heads, tokens, head_dim, generator=generator, dtype=torch.float64)
+        for tokens in (queries, keys, keys)
+    ]
+    return [tensor.to(device, dtype).requires_grad_() for tensor in tensors]
+
+
+def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """The output and the gradients of a sum with unequal weights."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+def top_left(queries: int, keys: int) -> Tensor:
+    return torch.tensor([[j <= i for j in range(keys)] for i in range(queries)])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        *((kernel, torch.float32) for kernel in EAGER_KERNELS),
+        # the error of SDPA in bfloat16 is PyTorch's
+        *((kernel, torch.bfloat16) for kernel in EAGER_KERNELS if kernel != "sdpa"),
+        pytest.param("vectorized_torch_compiled", torch.float32, marks=NEEDS_COMPILER),
+    ],
+    ids=str,
+)
+def test_error_is_at_most_twice_pytorchs(kernel, case, dtype):
+    assert_error_at_most_twice_pytorchs(partial(attention, kernel=kernel), case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [name for name in ATTENTION_KERNELS if name != "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_error_on_a_gpu_is_at_most_twice_pytorchs(kernel, dtype):
+    for case in (CASES[1], CASES[2]):
+        assert_error_at_most_twice_pytorchs(
+            partial(attention, kernel=kernel), case, dtype, "cuda", roundings=2
+        )
+
+
+@ON_KERNELS
+@pytest.mark.parametrize("mask_shape", [(7, 9), (2, 1, 7, 9), (1, 3, 7, 9), (7, 1)])
+def test_masks_broadcast(kernel, mask_shape):
+    shape = (2, 3, 7, 9, 4)
+    mask = torch.rand(mask_shape, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., 0] = True
+    inputs, wide = make_inputs(shape), make_inputs(shape, torch.float64)
+    out = attention(*inputs, kernel=kernel, is_causal=False, mask=mask)
+    ours = with_gradients(out, inputs)
+    right = F.scaled_dot_product_attention(*wide, mask.expand(2, 3, 7, 9))
+    for a, b in zip(ours, with_gradients(right, wide)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+
+
+@ON_KERNELS
+def test_a_query_that_sees_no_key_gives_zeros_and_finite_gradients(kernel):
+    inputs = make_inputs((1, 2, 4, 5, 8))
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[2] = False
+    out, *gradients = with_gradients(
+        attention(*inputs, kernel=kernel, is_causal=False, mask=mask), inputs
+    )
+    assert (out[:, :, 2] == 0).all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][:, :, 2] == 0).all()
+
+
+@ON_EAGER_KERNELS
+def test_large_scores_do_not_overflow(kernel):
+    q, k, v = make_inputs((1, 1, 3, 4, 8))
+    out = attention(q * 1e4, k * 1e4, v, kernel=kernel, is_causal=False)
+    best = (q @ k.mT).argmax(-1)
+    torch.testing.assert_close(out, v[:, :, best[0, 0]])
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3, 4)])
+def test_the_naive_kernel_takes_any_leading_dimensions(leading):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(*leading, n, 8, generator=generator) for n in (5, 7, 7))
+    mask = top_left(5, 7)
+    peer = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), peer)
+
+
+def test_an_unknown_kernel_is_refused_with_the_known_ones():
+    known = "must be one of " + ", ".join(ATTENTION_KERNELS)
+    mask = top_left(1, 1)
+    with pytest.raises(ValueError, match=f"kernel {known}, got 'flash'"):
+        attention(*make_inputs((1, 1, 1, 1, 2)), kernel="flash", is_causal=False, mask=mask)
+    with pytest.raises(ValueError, match=f"attention_kernel {known}"):
+        ModelConfig(attention_kernel="flash")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on this GPU")
+def test_triton_on_a_cpu_is_refused_but_masks_run_there_by_sdpa():
+    inputs, mask = make_inputs((1, 2, 3, 3, 4)), top_left(3, 3)
+    with pytest.raises(ValueError, match="runs on a CUDA GPU and not on cpu; use sdpa"):
+        kernel_function("flash_attention_triton", torch.device("cpu"))
+    out = attention(*inputs, kernel="flash_attention_triton", is_causal=False, mask=mask)
+    assert out.equal(attention(*inputs, is_causal=False, mask=mask))
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "message"),
+    [
+        (4, {"mask": top_left(3, 3)}, "is_causal must be False"),
+        (4, {"scale": 0.0}, "scale must be above 0"),
+        (4, {"scale": math.nan}, "scale must be above 0"),
+        (0, {}, "head_dim of q must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(kernel, head_dim, changes, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*make_inputs((1, 1, 3, 3, head_dim)), kernel=kernel, **changes)
+
+
+def test_heads_are_grouped_by_flash_attention_alone():
+    q, k, v = make_inputs((2, 4, 5, 5, 8))
+    k, v = k[:, :2], v[:, :2]
+    right = attention(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1))
+    torch.testing.assert_close(attention(q, k, v, kernel="flash_attention_torch"), right)
+    for kernel in EAGER_KERNELS:
+        with pytest.raises(ValueError, match="k must have the 4 heads of q, got 2"):
+            attention(q, k, v, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 0, 8), (0, 3, 4, 4, 8), (2, 0, 4, 4, 8)], ids=str)
+def test_without_keys_batch_or_heads_there_are_zeros_with_gradients(kernel, shape):
+    inputs = make_inputs(shape)
+    out, *grads = with_gradients(attention(*inputs, kernel=kernel, is_causal=False), inputs)
+    assert out.shape == inputs[0].shape
+    assert (out == 0).all()
+    assert all((grad == 0).all() for grad in grads)
+
+
+CONFIG = ModelConfig(
+    vocab_size=31, context_length=12, d_model=16, num_layers=2, num_heads=2, d_ff=24
+)
+VARIANTS = [
+    {},
+    {"positions": "none"},
+    {"qk_norm": True},
+    {"norm": "post"},
+    {"attention_kernel": "vectorized_torch"},
+    {"attention_kernel": "scaled_dot_prod_attention"},
+]
+
+
+def make_model(**changes) -> TransformerLM:
+    config = dataclasses.replace(CONFIG, **changes)
+    return TransformerLM(config, generator=torch.Generator().manual_seed(0)).requires_grad_(False)
+
+
+def make_token_ids(batch_size: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(CONFIG.vocab_size, (batch_size, length), generator=generator)
+
+
+def logits_in_parts(
+    model: TransformerLM, token_ids: torch.Tensor, lengths: list[int], cache: KVCache
+) -> torch.Tensor:
+    parts = [model(part, cache=cache) for part in token_ids.split(lengths, dim=1)]
+    return torch.cat(parts, dim=1)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1).filter(lambda lengths: sum(lengths) <= 12),
+    batch_size=st.integers(1, 3),
+    variant=st.sampled_from(VARIANTS),
+)
+@settings(max_examples=40)
+def test_every_split_of_the_tokens_gives_the_same_logits(lengths, batch_size, variant):
+    model, token_ids = make_model(**variant), make_token_ids(batch_size, sum(lengths))
+    cache = KVCache(model.config, batch_size)
+    ours = logits_in_parts(model, token_ids, lengths, cache)
+    torch.testing.assert_close(ours, model(token_ids), rtol=1e-4, atol=1e-5)
+    assert cache.length == sum(lengths)
+
+
+def test_a_cache_fills_up_to_the_context_length_and_refuses_more_unchanged():
+    model, token_ids = make_model(), make_token_ids(1, 12)
+    cache = KVCache(CONFIG, 1)
+    model(token_ids[:, :7], cache=cache)
+    before = cache.keys.clone()
+    with pytest.raises(ValueError, match=r"context_length 12, got 7 cached \+ 6 new tokens"):
+        model(token_ids[:, :6], cache=cache)
+    assert cache.length == 7
+    assert cache.keys.equal(before)
+    model(token_ids[:, 7:], cache=cache)
+    assert cache.length == 12
+
+
+def test_what_a_cache_holds_beyond_its_length_does_not_count():
+    model, token_ids = make_model(), make_token_ids(2, 8)
+    cache = KVCache(CONFIG, 2)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    ours = logits_in_parts(model, token_ids, [3, 5], cache)
+    torch.testing.assert_close(ours, model(token_ids), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_rewound_takes_other_tokens():
+    model, token_ids = make_model(), make_token_ids(1, 8)
+    cache = KVCache(CONFIG, 1)
+    model(token_ids, cache=cache)
+    cache.length = 3
+    other = (token_ids[:, 3:5] + 1) % CONFIG.vocab_size
+    right = model(torch.cat([token_ids[:, :3], other], dim=1))[:, 3:]
+    torch.testing.assert_close(model(other, cache=cache), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_another_batch_size_than_the_caches_is_refused(batch_size):
+    cache = KVCache(CONFIG, 2)
+    with pytest.raises(ValueError, match=f"batch size 2, got {batch_size}"):
+        make_model()(make_token_ids(batch_size, 4), cache=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_either_dtype_works_under_autocast(dtype):
+    model, token_ids = make_model(attention_kernel="vectorized_torch"), make_token_ids(2, 9)
+    cache = KVCache(CONFIG, 2, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = logits_in_parts(model, token_ids, [4, 1, 4], cache)
+    assert (ours.float() - model(token_ids)).norm() < 0.02 * model(token_ids).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_on_a_gpu_gives_the_same_logits(dtype):
+    model, token_ids = make_model().to("cuda"), make_token_ids(2, 12).cuda()
+    cache = KVCache(CONFIG, 2, device="cuda", dtype=dtype)
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        ours = logits_in_parts(model, token_ids, [5, 1, 1, 5], cache)
+    right = model(token_ids)
+    assert (ours.float() - right).norm() < (1e-4 if dtype == torch.float32 else 0.02) * right.norm()

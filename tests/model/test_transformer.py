@@ -1,0 +1,455 @@
+"""Each part of the model against PyTorch's own, and the properties of the whole."""
+
+import cmath
+import dataclasses
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.transformer import (
+    CausalSelfAttention,
+    Embedding,
+    Linear,
+    MeanLoss,
+    RMSNorm,
+    RotaryEmbedding,
+    SiLUFeedForward,
+    SwiGLU,
+    TransformerBlock,
+    TransformerLM,
+    truncated_normal_,
+)
+
+CONFIG = ModelConfig(
+    vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=4, d_ff=44
+)
+# every field once or twice, in few combinations
+VARIANTS = [
+    {},
+    {"norm": "post", "tied_embeddings": True},
+    {"norm": "none", "attention_kernel": "scaled_dot_prod_attention"},
+    {"qk_norm": True, "attention_kernel": "vectorized_torch"},
+    {"qk_norm": True, "positions": "none", "tied_embeddings": True, "feed_forward": "silu"},
+]
+ON_VARIANTS = pytest.mark.parametrize("settings", VARIANTS, ids=str)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_model(**settings) -> TransformerLM:
+    return TransformerLM(dataclasses.replace(CONFIG, **settings), generator=seeded())
+
+
+def make_token_ids(batch_size: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (batch_size, length), generator=seeded(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3)])
+def test_linear_and_embedding_are_pytorchs(leading):
+    linear, embedding = nn.Linear(5, 7, bias=False), nn.Embedding(11, 5)
+    ours = Linear(5, 7), Embedding(11, 5)
+    for module, peer in zip(ours, (linear, embedding)):
+        module.load_state_dict(peer.state_dict())
+    x = torch.randn(*leading, 5, generator=seeded())
+    assert ours[0](x).equal(linear(x))
+    token_ids = torch.randint(11, leading, generator=seeded())
+    assert ours[1](token_ids).equal(embedding(token_ids))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1, 1e4])
+def test_rms_norm_is_pytorchs(scale):
+    norm = RMSNorm(6, eps=1e-5)
+    nn.init.normal_(norm.weight, generator=seeded(1))
+    x = (torch.randn(2, 3, 6, generator=seeded()) * scale).requires_grad_()
+    right = F.rms_norm(x, (6,), norm.weight, 1e-5)
+    torch.testing.assert_close(norm(x), right)
+    weights = torch.randn(2, 3, 6, generator=seeded(2))
+    (ours,) = torch.autograd.grad((norm(x) * weights).sum(), x)
+    torch.testing.assert_close(ours, torch.autograd.grad((right * weights).sum(), x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rms_norm_computes_in_float32(dtype):
+    # its square overflows in float16 and swallows eps in bfloat16
+    x = torch.randn(4, 64, generator=seeded()).to(dtype) * 1000
+    out = RMSNorm(64)(x)
+    assert out.dtype == dtype
+    assert out.equal(F.rms_norm(x.double(), (64,), eps=1e-5).to(dtype))
+
+
+def test_feed_forward_layers_are_those_of_the_paper():
+    gated, plain = SwiGLU(6, 10), SiLUFeedForward(6, 10)
+    x = torch.randn(2, 3, 6, generator=seeded())
+    w1, w3 = gated.w13.weight.chunk(2)
+    gate, hidden = x @ w1.T, x @ plain.w1.weight.T
+    right = (gate / (1 + (-gate).exp()) * (x @ w3.T)) @ gated.w2.weight.T
+    torch.testing.assert_close(gated(x), right)
+    right = (hidden / (1 + (-hidden).exp())) @ plain.w2.weight.T
+    torch.testing.assert_close(plain(x), right)
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(2, 100.0), (20, 10000.0)])
+def test_rope_multiplies_complex_numbers(head_dim, theta):
+    rope = RotaryEmbedding(head_dim, 300, theta)
+    x = torch.randn(2, 300, head_dim, generator=seeded())
+    rotated = rope(x)
+    for position in (0, 1, 7, 299):
+        for pair in range(head_dim // 2):
+            turn = cmath.exp(1j * position * theta ** (-2 * pair / head_dim))
+            even, odd = 2 * pair, 2 * pair + 1
+            for batch in range(2):
+                number = complex(x[batch, position, even], x[batch, position, odd]) * turn
+                ours = complex(rotated[batch, position, even], rotated[batch, position, odd])
+                assert abs(ours - number) < 1e-6 * max(1, abs(number))
+    with pytest.raises(ValueError, match="head_dim must be even, got 7"):
+        RotaryEmbedding(7, 300, theta)
+
+
+def test_rope_rotates_at_the_positions_given():
+    rope, x = RotaryEmbedding(4, 20), torch.randn(2, 9, 4, generator=seeded())
+    positions = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 19])
+    right = torch.stack([rope(row.expand(20, 4))[p] for row, p in zip(x[1], positions)])
+    torch.testing.assert_close(rope(x, positions)[1], right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rope_rounds_once(dtype):
+    rope, x = RotaryEmbedding(8, 50), torch.randn(2, 50, 8, generator=seeded()).to(dtype)
+    assert rope(x).equal(rope(x.float()).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "positions"), [(False, "rope"), (True, "rope"), (True, "none")]
+)
+def test_self_attention_is_pytorchs_head_by_head(qk_norm, positions):
+    config = dataclasses.replace(CONFIG, qk_norm=qk_norm, positions=positions)
+    attn, x = CausalSelfAttention(config), torch.randn(2, 9, 32, generator=seeded())
+    rope = RotaryEmbedding(8, 16) if positions == "rope" else None
+    if qk_norm:
+        nn.init.normal_(attn.q_norm.weight, 1, 0.3, generator=seeded(3))
+        nn.init.normal_(attn.k_norm.weight, 1, 0.3, generator=seeded(4))
+    heads = []
+    for head in range(4):
+        rows = slice(8 * head, 8 * head + 8)
+        q, k, v = (x @ weight[rows].T for weight in attn.qkv_proj.weight.chunk(3))
+        if qk_norm:
+            q = F.rms_norm(q, (8,), attn.q_norm.weight, config.norm_eps)
+            k = F.rms_norm(k, (8,), attn.k_norm.weight, config.norm_eps)
+        if rope is not None:
+            q, k = rope(q), rope(k)
+        heads.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    right = torch.cat(heads, dim=-1) @ attn.output_proj.weight.T
+    torch.testing.assert_close(attn(x, rope), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post", "none"])
+def test_the_block_puts_norms_where_the_config_says(norm):
+    block = TransformerBlock(dataclasses.replace(CONFIG, norm=norm))
+    x = torch.randn(2, 5, 32, generator=seeded())
+    for name, weight in block.named_parameters():
+        if name.startswith("ln"):
+            nn.init.normal_(weight, 1, 0.3, generator=seeded(len(name)))
+    if norm == "pre":
+        middle = x + block.attn(block.ln1(x))
+        right = middle + block.ffn(block.ln2(middle))
+    elif norm == "post":
+        middle = block.ln1(x + block.attn(x))
+        right = block.ln2(middle + block.ffn(middle))
+    else:
+        middle = x + block.attn(x)
+        right = middle + block.ffn(middle)
+    torch.testing.assert_close(block(x), right)
+
+
+@ON_VARIANTS
+def test_a_later_token_changes_no_earlier_logits(settings):
+    model, token_ids = make_model(**settings), make_token_ids(2, 16)
+    before = model(token_ids)
+    for position in (1, 8, 15):
+        changed = token_ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % CONFIG.vocab_size
+        after = model(changed)
+        torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-6)
+        assert not after[:, position].isclose(before[:, position]).all()
+
+
+@ON_VARIANTS
+def test_the_loss_is_the_cross_entropy_of_the_logits(settings):
+    model, token_ids = make_model(**settings), make_token_ids(3, 16)
+    model.loss(token_ids[:, :-1], token_ids[:, 1:], z_loss=0.01).backward()
+    ours = gradients(model)
+    model.zero_grad()
+    logits = model(token_ids[:, :-1]).flatten(0, 1)
+    right = F.cross_entropy(logits, token_ids[:, 1:].flatten())
+    right = right + 0.01 * logits.logsumexp(-1).square().mean()
+    right.backward()
+    with torch.no_grad():
+        loss = model.loss(token_ids[:, :-1], token_ids[:, 1:], z_loss=0.01)
+    torch.testing.assert_close(loss, right.detach())
+    for name, gradient in gradients(model).items():
+        assert gradient.any(), name
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("deviation", [0.02, 1.0])
+def test_the_truncated_normal_has_its_deviation_and_ends_at_three(deviation):
+    weight = torch.empty(500, 500)
+    truncated_normal_(weight, deviation, seeded())
+    # what is cut off takes 1.35% of the deviation along
+    assert weight.std().item() == pytest.approx(0.9866 * deviation, rel=0.01)
+    assert weight.mean().abs() < 0.01 * deviation
+    assert 2.9 * deviation < weight.abs().max() <= 3 * deviation
+
+
+def test_initial_deviations_are_those_of_the_assignment():
+    config = ModelConfig(vocab_size=300, d_model=128, num_layers=1, num_heads=2, d_ff=512)
+    model = TransformerLM(config, generator=seeded())
+    block = model.layers[0]
+    deviations = {
+        model.token_embeddings: 1.0,
+        model.lm_head: math.sqrt(2 / (128 + 300)),
+        # each of the stacked matrices is drawn as one of its own
+        block.attn.qkv_proj: math.sqrt(2 / (128 + 128)),
+        block.attn.output_proj: math.sqrt(2 / (128 + 128)),
+        block.ffn.w13: math.sqrt(2 / (128 + 512)),
+        block.ffn.w2: math.sqrt(2 / (512 + 128)),
+    }
+    for module, deviation in deviations.items():
+        assert module.weight.std().item() == pytest.approx(0.9866 * deviation, rel=0.03)
+    for norm in (block.ln1, block.ln2, model.ln_final):
+        assert (norm.weight == 1).all()
+
+
+def test_a_generator_decides_the_weights_and_leaves_the_global_one_alone():
+    state = torch.random.get_rng_state()
+    first, again, other = (
+        TransformerLM(CONFIG, generator=seeded(seed)).state_dict() for seed in (0, 0, 1)
+    )
+    assert all(first[name].equal(again[name]) for name in first)
+    assert all(not first[name].equal(other[name]) for name in first if "ln" not in name)
+    assert torch.random.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("draw", [True, False])
+def test_weights_are_drawn_once_or_not_at_all(draw, monkeypatch):
+    drawn, draw_weights = [], nn.init.trunc_normal_
+
+    def count(weight, *arguments, **keywords):
+        drawn.append(0 if weight.is_meta else weight.numel())
+        return draw_weights(weight, *arguments, **keywords)
+
+    monkeypatch.setattr(nn.init, "trunc_normal_", count)
+    model = TransformerLM(CONFIG, draw=draw)
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.ndim == 2)
+    assert sum(drawn) == (matrices if draw else 0)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+
+
+@pytest.mark.parametrize("by_context", [False, True])
+def test_a_model_on_the_meta_device_takes_no_memory(by_context):
+    config = dataclasses.replace(CONFIG, d_model=1 << 15, d_ff=1 << 17)
+    if by_context:
+        with torch.device("meta"):
+            model = TransformerLM(config)
+    else:
+        model = TransformerLM(config, device="meta")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
+def test_dtype_is_that_of_the_matrices_and_norms_stay_in_float32():
+    model = TransformerLM(dataclasses.replace(CONFIG, qk_norm=True), dtype=torch.bfloat16)
+    for name, weight in model.named_parameters():
+        is_norm = "ln" in name or "norm" in name
+        assert weight.dtype == (torch.float32 if is_norm else torch.bfloat16), name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "has_short_weights"), [("sdpa", True), ("vectorized_torch", False)]
+)
+def test_bfloat16_is_close_to_float32(kernel, has_short_weights):
+    model, token_ids = make_model(attention_kernel=kernel), make_token_ids(4, 16)
+    targets = make_token_ids(4, 16, seed=2)
+    model.loss(token_ids, targets).backward()
+    short = TransformerLM(model.config, dtype=torch.bfloat16 if has_short_weights else None)
+    short.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16, enabled=not has_short_weights):
+        loss = short.loss(token_ids, targets)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(model.loss(token_ids, targets).item(), rel=0.01)
+    for name, gradient in gradients(model).items():
+        assert (gradients(short)[name] - gradient).norm() < 0.05 * gradient.norm(), name
+
+
+def test_names_of_weights_are_those_of_the_assignment():
+    names = {
+        name.replace("layers.1.", "layers.0.").replace("layers.0.", "")
+        for name in make_model().state_dict()
+    }
+    assert names == {
+        "token_embeddings.weight",
+        "ln1.weight",
+        "ln2.weight",
+        "attn.qkv_proj.weight",
+        "attn.output_proj.weight",
+        "ffn.w13.weight",
+        "ffn.w2.weight",
+        "ln_final.weight",
+        "lm_head.weight",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_model_has_the_same_loss_and_gradients():
+    model, token_ids = make_model(), make_token_ids(2, 16)
+    model.loss(token_ids, token_ids).backward()
+    eager = gradients(model)
+    model.zero_grad()
+    torch.compile(model.loss)(token_ids, token_ids).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, eager[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture
+def fused_on_cpu(monkeypatch):
+    """Let a model take its path for GPUs on a CPU, with the fused kernel in plain PyTorch."""
+    elementwise_triton = pytest.importorskip("lib.model.elementwise_triton")
+
+    def add_rms_norm(x, branch, weight, eps):
+        x = x + branch
+        return x, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def switch(model: TransformerLM) -> None:
+        monkeypatch.setattr(model, "_is_fused", lambda x: True)
+        monkeypatch.setattr(elementwise_triton, "add_rms_norm", add_rms_norm)
+
+    return switch
+
+
+class ReadWeights(TorchDispatchMode):
+    """Notes the addresses of the tensors that operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.addresses |= {x.data_ptr() for x in tree_leaves(args) if torch.is_tensor(x)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_part_is_announced_before_its_parameters_are_read(fused, tied, fused_on_cpu):
+    model, token_ids = make_model(tied_embeddings=tied), make_token_ids(2, 8)
+    if fused:
+        fused_on_cpu(model)
+    announced, ready, reads = [], set(), ReadWeights()
+
+    def before_part(part: nn.Module) -> None:
+        assert reads.addresses & own <= ready
+        announced.append(part)
+        ready.update(weight.data_ptr() for weight in part.parameters())
+
+    own = {weight.data_ptr() for weight in model.parameters()}
+    model.before_part = before_part
+    first, second = model.layers
+    parts = [model.token_embeddings, first, second, model.ln_final, model.head]
+    if fused:
+        # a fused block ends with the norm of the next one
+        parts[1:3] = [first.ln1, first, second.ln1, second]
+    for run in (model, lambda ids: MeanLoss(model, torch.device("cpu"), None, 0.0)(ids, ids)):
+        announced.clear()
+        ready.clear()
+        with reads:
+            run(token_ids)
+        assert announced == parts
+        assert reads.addresses & own == ready
+        reads.addresses.clear()
+
+
+@ON_VARIANTS
+def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(settings, fused_on_cpu):
+    settings = settings | {"norm": "pre"}
+    model, fused, token_ids = make_model(**settings), make_model(**settings), make_token_ids(3, 16)
+    fused_on_cpu(fused)
+    losses = [each.loss(token_ids[:, :-1], token_ids[:, 1:]) for each in (model, fused)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradients(fused)[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_blocks_share_one_compilation_without_a_break(fused, fused_on_cpu, monkeypatch):
+    torch.compiler.reset()
+    counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, backend=counter, **kw))
+    model, token_ids = make_model(num_layers=3), make_token_ids(2, 8)
+    right = model.loss(token_ids, token_ids)
+    right.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    if fused:
+        fused_on_cpu(model)
+    model.compile_blocks()
+    announced = []
+    model.before_part = announced.append
+    loss = model.loss(token_ids, token_ids)
+    loss.backward()
+    torch.testing.assert_close(loss, right)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert counter.frame_count == 1
+    assert set(model.layers) <= set(announced)
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [*VARIANTS, {"tied_embeddings": True}, {"d_model": 80, "num_heads": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_gives_the_loss_and_gradients_of_the_cpu(settings, dtype):
+    model, token_ids = make_model(**settings), make_token_ids(3, 16)
+    targets = make_token_ids(3, 16, seed=2)
+    right = model.loss(token_ids, targets, z_loss=0.01)
+    right.backward()
+    on_gpu = TransformerLM(model.config, device="cuda")
+    on_gpu.load_state_dict(model.state_dict())
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        loss = on_gpu.loss(token_ids.cuda(), targets.cuda(), z_loss=0.01)
+    loss.backward()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    assert loss.item() == pytest.approx(right.item(), rel=tolerance)
+    for name, gradient in gradients(model).items():
+        error = gradients(on_gpu)[name].cpu() - gradient
+        assert error.norm() < tolerance * gradient.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("uses_kernels", [False, True])
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
+def test_kernels_of_attention_agree_in_the_model_on_a_gpu(kernel, uses_kernels):
+    model, token_ids = make_model(attention_kernel=kernel).cuda(), make_token_ids(3, 16)
+    model.use_kernels(uses_kernels)
+    right = make_model()(token_ids)
+    torch.testing.assert_close(model(token_ids.cuda()).cpu(), right, rtol=1e-4, atol=1e-4)

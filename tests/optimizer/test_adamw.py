@@ -1,0 +1,310 @@
+"""AdamW on a CPU: the bits of torch's, the paper's algorithm, low precision, state, bad input."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lib.optimizer.adamw import AdamW
+from tests.optimizer.params import (
+    assert_equal,
+    bits,
+    check_skip_changes_nothing,
+    groups,
+    make_params,
+    set_gradients,
+)
+
+ON_IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "foreach"])
+
+
+def paper_weights(weight, gradients, *, lr, betas, eps, weight_decay) -> torch.Tensor:
+    """Algorithm 2 of Loshchilov and Hutter, line by line, in float64."""
+    theta, m, v = weight.double(), 0.0, 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        theta = theta - lr * m_hat / (v_hat.sqrt() + eps) - lr * weight_decay * theta
+    return theta
+
+
+@ON_IMPLEMENTATIONS
+def test_thirty_steps_give_the_bits_of_torch(implementation):
+    ours, theirs = make_params(), make_params()
+    ours[1].requires_grad_(False)
+    theirs[1].requires_grad_(False)
+    # a learning rate that is a tensor, and changes
+    lr = torch.tensor(2.0**-7)
+    optimizer = AdamW(groups(ours), lr=lr, implementation=implementation)
+    peer = torch.optim.AdamW(groups(theirs), lr=2.0**-7, foreach=implementation == "foreach")
+    for step in range(30):
+        set_gradients(ours, theirs, seed=step)
+        for params in (ours, theirs):
+            params[1].grad = None
+            if step % 3 == 1:
+                params[0].grad = None
+        if step == 20:
+            lr.fill_(0.5)
+            for index in (0, 2):
+                peer.param_groups[index]["lr"] = 0.5
+        optimizer.step()
+        peer.step()
+    assert ours[1] not in optimizer.state
+    assert optimizer.state[ours[0]]["step"] == 20
+    assert_equal(bits(ours, optimizer), bits(theirs, peer))
+
+
+@ON_IMPLEMENTATIONS
+def test_the_update_is_that_of_the_paper(implementation):
+    settings = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.3}
+    [param] = make_params([(257,)])
+    start, gradients = param.detach().clone(), []
+    optimizer = AdamW([param], implementation=implementation, **settings)
+    for step in range(20):
+        set_gradients([param], seed=step)
+        gradients.append(param.grad.clone())
+        optimizer.step()
+    expected = paper_weights(start, gradients, **settings)
+    torch.testing.assert_close(param.detach().double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@ON_IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_are_rounded_float32_ones(implementation, dtype):
+    low = make_params(dtype=dtype)
+    full = [Parameter(param.detach().float()) for param in low]
+    # far below the spacing of bfloat16 numbers: without a master no weight would move
+    optimizers = [AdamW(p, lr=1e-4, implementation=implementation) for p in (low, full)]
+    for step in range(20):
+        set_gradients(full, low, seed=step)
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, exact in zip(low, full):
+        state = optimizers[0].state[param]
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert torch.equal(state["master"], exact)
+        assert torch.equal(param, exact.to(dtype))
+    assert not torch.equal(low[0], make_params(dtype=dtype)[0])
+
+
+@ON_IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grad_scale_equals_scaled_gradients(implementation, dtype):
+    scaled, plain = make_params(dtype=dtype), make_params(dtype=dtype)
+    optimizers = [AdamW(p, implementation=implementation) for p in (scaled, plain)]
+    for step in range(3):
+        set_gradients(scaled, plain, seed=step)
+        before = [param.grad.clone() for param in scaled]
+        optimizers[0].step(grad_scale=torch.tensor(0.25))
+        assert_equal([param.grad for param in scaled], before)
+        for param in plain:
+            param.grad.mul_(0.25)
+        optimizers[1].step()
+    assert_equal(bits(scaled, optimizers[0]), bits(plain, optimizers[1]))
+
+
+@ON_IMPLEMENTATIONS
+def test_skip_changes_nothing(implementation):
+    check_skip_changes_nothing(implementation, torch.bfloat16, "cpu")
+
+
+def test_a_skipped_first_step_counts_for_nothing():
+    params, others = make_params(), make_params()
+    first, second = AdamW(params), AdamW(others)
+    for step in range(3):
+        set_gradients(params, others, seed=step)
+        first.step(skip=torch.tensor(step == 0))
+        if step:
+            second.step()
+    assert_equal(bits(params, first), bits(others, second))
+
+
+@ON_IMPLEMENTATIONS
+def test_the_norm_is_that_of_all_gradients_of_all_groups(implementation):
+    params = [Parameter(torch.randn(5, 3)), Parameter(torch.randn(7).bfloat16())]
+    unused = Parameter(torch.randn(2))
+    for param in params:
+        param.grad = torch.randn_like(param)
+    parts = [{"params": params[:1]}, {"params": [params[1], unused]}]
+    optimizer = AdamW(parts, implementation=implementation)
+    expected = torch.cat([param.grad.double().flatten() for param in params]).norm()
+    assert float(optimizer.grad_norm()) == pytest.approx(float(expected), rel=1e-6)
+
+
+@ON_IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_goes_on_bit_for_bit(implementation, dtype):
+    params = make_params(dtype=dtype)
+    optimizer = AdamW(groups(params), implementation=implementation)
+    for step in range(3):
+        set_gradients(params, seed=step)
+        optimizer.step()
+    copies = [Parameter(param.detach().clone()) for param in params]
+    loaded = AdamW(groups(copies), lr=1.0, implementation=implementation)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_equal(bits(copies, loaded), bits(params, optimizer))
+    for step in range(3, 6):
+        set_gradients(params, copies, seed=step)
+        optimizer.step()
+        # moments that are shared would be updated twice
+        loaded.step()
+    assert_equal(bits(copies, loaded), bits(params, optimizer))
+
+
+def test_the_state_of_torch_can_be_loaded():
+    ours, theirs = make_params(), make_params()
+    optimizer, peer = AdamW(ours), torch.optim.AdamW(theirs)
+    set_gradients(ours, theirs, seed=0)
+    peer.step()
+    for a, b in zip(ours, theirs):
+        a.data.copy_(b.data)
+    optimizer.load_state_dict(peer.state_dict())
+    set_gradients(ours, theirs, seed=1)
+    optimizer.step()
+    peer.step()
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda state: state.pop("exp_avg"), "state exp_avg of parameter 0 must be a tensor"),
+        (lambda state: state.update(step=torch.zeros(1)), "state step of parameter 0"),
+        (
+            lambda state: state.update(exp_avg_sq=torch.zeros(2)),
+            "of shape (33, 65), got shape (2,)",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, complaint):
+    params = make_params()
+    optimizer = AdamW(params)
+    set_gradients(params, seed=0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    spoil(state["state"][0])
+    before = bits(params, optimizer)
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        optimizer.load_state_dict(state)
+    assert_equal(bits(params, optimizer), before)
+
+
+def test_loading_keeps_the_learning_rate_a_tensor_and_the_same_one():
+    lr = torch.tensor(0.5)
+    by_tensor, by_number = AdamW(make_params(), lr=lr), AdamW(make_params(), lr=0.25)
+    saved = by_tensor.state_dict()
+    by_tensor.load_state_dict(by_number.state_dict())
+    assert by_tensor.param_groups[0]["lr"] is lr
+    assert lr == 0.25
+    saved["param_groups"][0]["lr"] = torch.tensor(0.5)
+    by_number.load_state_dict(saved)
+    assert by_number.param_groups[0]["lr"] == 0.5
+    assert isinstance(by_number.param_groups[0]["lr"], float)
+
+
+def test_schedulers_of_torch_drive_it():
+    ours, theirs = make_params(), make_params()
+    optimizers = AdamW(ours), torch.optim.AdamW(theirs)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5) for o in optimizers]
+    for step in range(5):
+        set_gradients(ours, theirs, seed=step)
+        for optimizer, scheduler in zip(optimizers, schedulers):
+            optimizer.step()
+            scheduler.step()
+    assert_equal(ours, theirs)
+
+
+def test_parameters_can_join_later():
+    params = make_params()
+    optimizer = AdamW(params[:1])
+    set_gradients(params, seed=0)
+    optimizer.step()
+    optimizer.add_param_group({"params": params[1:], "lr": 0.5})
+    optimizer.step()
+    assert [optimizer.state[param]["step"].item() for param in params[:2]] == [2, 1]
+    assert optimizer.param_groups[1]["weight_decay"] == 0.01
+
+
+def test_a_closure_is_called_with_gradients_and_its_loss_returned():
+    param = Parameter(torch.tensor([3.0]))
+    optimizer = AdamW([param], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 9
+    assert param.item() < 3
+
+
+def test_without_gradients_a_step_does_nothing():
+    params = make_params()
+    optimizer = AdamW(params)
+    optimizer.step()
+    assert_equal(params, make_params())
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"lr": -1.0}, "lr must be 0 or more, or a 0-dim tensor, got -1.0"),
+        ({"lr": math.nan}, "lr must be"),
+        ({"lr": torch.ones(2)}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "betas must be"),
+        ({"betas": (-0.1, 0.9)}, "betas must be"),
+        ({"betas": (0.9,)}, "betas must be"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"weight_decay": -1}, "weight_decay must be"),
+    ],
+)
+def test_wrong_settings_are_refused_also_those_of_a_group(changes, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        AdamW(make_params(), **changes)
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        AdamW([{"params": make_params(), **changes}])
+
+
+def test_an_unknown_implementation_and_an_empty_list_are_refused():
+    with pytest.raises(ValueError, match="one of auto, reference, foreach, triton, got 'fused'"):
+        AdamW(make_params(), implementation="fused")
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AdamW([])
+    AdamW([{"params": []}]).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_parameters_without_an_update_are_refused(dtype):
+    param = Parameter(torch.ones(2, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="parameters must be float32, bfloat16 or float16"):
+        AdamW([param]).step()
+
+
+def test_sparse_gradients_are_refused():
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"must be dense .*, got torch\.sparse_coo"):
+        AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "skip"])
+def test_scalars_of_another_shape_are_refused(name):
+    params = make_params()
+    set_gradients(params, seed=0)
+    with pytest.raises(ValueError, match=f"{name} must be a tensor of shape"):
+        AdamW(params).step(**{name: torch.ones(1)})
+
+
+def test_triton_on_a_cpu_is_refused():
+    params = make_params()
+    set_gradients(params, seed=0)
+    with pytest.raises(ValueError, match="'auto' or 'foreach' for parameters on cpu"):
+        AdamW(params, implementation="triton").step()

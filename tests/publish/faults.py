@@ -1,0 +1,84 @@
+"""Deliberate faults in this room; `tests/test_faults.py` shows that its tests catch each one."""
+
+from tests.fault import Fault
+
+RUN = "tests/publish/test_run_notebooks.py"
+FAULTS = [
+    # a notebook may need a later one
+    Fault(
+        "lib/publish/run_notebooks.py",
+        "if not matches or matches[0] >= notebook.stem:",
+        "if not matches:",
+        f"{RUN}::test_only_an_earlier_notebook_can_be_needed",
+    ),
+    # a notebook whose numbers are timings starts beside others
+    Fault(
+        "lib/publish/run_notebooks.py",
+        "[job for job in ready if job.runs_alone and not running]",
+        "[job for job in ready if job.runs_alone]",
+        f"{RUN}::test_the_next_job_may_run_beside_those_running",
+    ),
+    # the limit of threads also holds for a notebook that has all cores
+    Fault(
+        "lib/publish/run_notebooks.py",
+        "shared = workers > 1 and not job.runs_alone",
+        "shared = workers > 1",
+        f"{RUN}::test_the_one_that_runs_alone_starts_when_all_others_have_finished",
+    ),
+    # lines that end as on Windows are lost with what a progress bar overwrote
+    Fault(
+        "lib/publish/cells.py",
+        r"""re.sub(r"[^\n]*\r(?!\n)", "", output.text)""",
+        r"""re.sub(r"[^\n]*\r", "", output.text)""",
+        "tests/publish/test_cells.py::test_clean_joins_streams_and_keeps_the_last_state_of_a_line",
+    ),
+    # papermill's own cell about the error stays on the page
+    Fault(
+        "lib/publish/pages.py",
+        """[cell for cell in shown.cells if f'href="#{ERROR_ID}"' not in cell.source]""",
+        "shown.cells",
+        "tests/publish/test_pages.py",
+    ),
+    # a prime is a superscript
+    Fault(
+        "lib/publish/pages.py",
+        r"""return PRIMED.sub(r"<mrow>\1</mrow>", formula)""",
+        "return formula",
+        "tests/publish/test_pages.py::test_a_prime_is_beside_its_letter",
+    ),
+    # files from anywhere on the disk go into the report
+    Fault(
+        "lib/publish/pages.py",
+        "if not source.is_file() or not source.is_relative_to(root):",
+        "if not source.is_file():",
+        "tests/publish/test_pages.py",
+    ),
+    # the newest earlier runs are removed, not the oldest
+    Fault(
+        "lib/publish/front_page.py",
+        '(report / EARLIER).glob("*") if path.is_dir()), reverse=True)',
+        '(report / EARLIER).glob("*") if path.is_dir()))',
+        "tests/publish/test_front_page.py",
+    ),
+    # home folders are found at the start of a file only
+    Fault(
+        "lib/publish/kaggle.py",
+        r"""r"(?<![\w./:-])/(?:home|Users|root)/[\w.-]+",""",
+        r"""r"^/(?:home|Users|root)/[\w.-]+",""",
+        "tests/publish/test_kaggle.py::test_each_kind_of_leak_is_found",
+    ),
+    # the notebook's own sizes come after Kaggle's
+    Fault(
+        "lib/publish/kaggle.py",
+        "cells.insert(index + 1, cell)",
+        "cells.insert(index, cell)",
+        "tests/publish/test_kaggle.py::test_kaggle_gets_its_sizes_and_the_test_here_the_small_ones",
+    ),
+    # the report's templates stay behind
+    Fault(
+        "lib/publish/kaggle.py",
+        """(root / "lib").rglob("*") if""",
+        """(root / "lib").rglob("*.py") if""",
+        "tests/publish/test_kaggle.py::test_the_dataset_holds_code_and_records_and_no_runs",
+    ),
+]

@@ -1,0 +1,124 @@
+"""The first cell finds the workbook wherever a notebook runs; stored cells are clean and static."""
+
+import os
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from lib.lessons import notebook
+from lib.publish.cells import FIRST_CELL, WIDGET_VIEW, clean, static_widgets
+from lib.publish.run_notebooks import execute
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Leaves behind which `lib` it got, where results would go, and whether figures are set up.
+PROBE = """\
+import os, subprocess, sys
+from pathlib import Path
+import matplotlib as mpl
+from lib.core.files import ROOT
+from lib.lessons.notebook import workspace
+elsewhere = "import os, sys; os.chdir('/'); sys.path[:] = {{}}; import lib; print(lib.__file__)"
+child = subprocess.run([sys.executable, "-c", elsewhere.format(sys.path)], capture_output=True)
+found = [ROOT, os.getcwd(), workspace(), mpl.rcParams["figure.facecolor"], child.stdout.decode()]
+Path({marker!r}).write_text("\\n".join(map(str, found)))
+"""
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    """A copy of the workbook without notebooks, which a test may write to."""
+    for folder in ("core", "lessons"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "lib" / folder, tmp_path / "book/lib" / folder, ignore=ignored)
+    shutil.copy(ROOT / "lib/__init__.py", tmp_path / "book/lib")
+    (tmp_path / "book/notebooks").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    return tmp_path / "book"
+
+
+@pytest.mark.parametrize("folder", ["notebooks", "."])
+def test_the_first_cell_finds_lib_and_sets_up_figures(folder, book, tmp_path, make_notebook):
+    """In the notebook's folder, as JupyterLab and nbval run it, and in the workbook's."""
+    marker = tmp_path / "marker.txt"
+    path = make_notebook(book / "notebooks/01_probe.ipynb", "", PROBE.format(marker=str(marker)))
+    content = nbformat.read(path, as_version=4)
+    NotebookClient(content, resources={"metadata": {"path": str(book / folder)}}).execute()
+    root, working_folder, workspace, color, child = marker.read_text().splitlines()
+    assert Path(root) == Path(workspace) == book
+    assert Path(working_folder) == book / folder
+    assert color == "#FBFAF7"
+    # also in processes started in another folder
+    assert Path(child).resolve() == book / "lib/__init__.py"
+
+
+def test_without_a_workbook_the_first_cell_fails_with_its_hint_in_sight(tmp_path):
+    content = new_notebook(cells=[new_code_cell(FIRST_CELL)])
+    (tmp_path / "a/b").mkdir(parents=True)
+    client = NotebookClient(content, resources={"metadata": {"path": str(tmp_path / "a/b")}})
+    with pytest.raises(CellExecutionError, match=r"give --cwd(.|\n)*No module named 'lib"):
+        client.execute()
+
+
+def test_the_first_cell_has_three_lines_of_code_and_is_that_of_every_notebook():
+    code = [line for line in FIRST_CELL.splitlines() if line and not line.startswith("#")]
+    assert len(code) <= 3
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        assert next(cell for cell in cells if cell.cell_type == "code").source == FIRST_CELL
+
+
+def test_a_read_only_workbook_writes_to_the_working_folder(book, monkeypatch):
+    monkeypatch.chdir(book.with_name("elsewhere"))
+    assert notebook.workspace(book) == book
+    monkeypatch.setattr(os, "access", lambda path, mode: path != book)
+    assert notebook.workspace(book) == book.with_name("elsewhere")
+
+
+@pytest.mark.parametrize(("value", "is_small"), [(None, False), ("0", False), ("1", True)])
+def test_small_is_what_the_environment_says(monkeypatch, value, is_small):
+    monkeypatch.delenv("WORKBOOK_SMALL", raising=False)
+    if value is not None:
+        monkeypatch.setenv("WORKBOOK_SMALL", value)
+    assert notebook.small() is is_small
+
+
+def test_output_widgets_do_not_talk_back_to_the_kernel(tmp_path, make_notebook):
+    """The kernel sees no outputs; a run whose client sends them can wait for ever."""
+    cells = [
+        "import ipywidgets\nout = ipywidgets.Output()\nwith out:\n    print('inside')\nout",
+        "print(len(out.outputs))",
+    ]
+    path = make_notebook(tmp_path / "01_x.ipynb", "steps = 3", *cells, first="1")
+    executed = static_widgets(execute(path, None))
+    assert executed.cells[3].outputs[0].text == "inside\n"
+    assert executed.cells[4].outputs[0].text == "0\n"
+
+
+def test_clean_joins_streams_and_keeps_the_last_state_of_a_line():
+    pieces = ["10%\r", "50%\r", "100%\n", "do", "ne\n", "a\r\nb\n"]
+    streams = [new_output("stream", name="stderr", text=text) for text in pieces]
+    cell = new_code_cell("train()", outputs=[*streams, new_output("stream", text="end")])
+    cell.metadata.update({"tags": ["nbval-skip"], "execution": {"shell": "now"}})
+    cleaned = clean(new_notebook(cells=[cell], metadata={"papermill": {}, "widgets": {}}))
+    joined = ["100%\ndone\na\r\nb\n", "end"]
+    assert [output.text for output in cleaned.cells[0].outputs] == joined
+    shown = static_widgets(new_notebook(cells=[cell]))
+    assert [output.text for output in shown.cells[0].outputs] == joined
+    # in a copy
+    assert len(cell.outputs) == len(pieces) + 1
+    assert cleaned.cells[0].metadata == {"tags": ["nbval-skip"]}
+    assert set(cleaned.metadata) == {"kernelspec", "language_info"}
+
+
+def test_a_widget_without_saved_state_keeps_its_text_form():
+    view = {WIDGET_VIEW: {"model_id": "x"}, "text/plain": "Slider()"}
+    cell = new_code_cell("slider", outputs=[new_output("display_data", view)])
+    (output,) = static_widgets(new_notebook(cells=[cell])).cells[0].outputs
+    assert output.data["text/plain"] == "Slider()"
+    assert WIDGET_VIEW not in output.data

@@ -1,0 +1,148 @@
+"""A notebook as a page: formulas, pictures, errors and links, with nothing to fetch."""
+
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lib.publish.pages import (
+    mathml,
+    mathml_errors,
+    page_note,
+    short_title,
+    title_of,
+    write_page,
+)
+
+TITLES = {"01_a": "First", "02_b": "The <second>", "03_c": "Third"}
+
+
+@pytest.fixture
+def book(tmp_path) -> Path:
+    (tmp_path / "lib/room").mkdir(parents=True)
+    (tmp_path / "lib/room/x.py").write_text("code\n")
+    (tmp_path / "notebooks").mkdir()
+    return tmp_path
+
+
+def page_of(book: Path, *cells, name="02_b", **about) -> BeautifulSoup:
+    """The page of a notebook with these cells, Markdown as text."""
+    cells = [new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells]
+    content = new_notebook(cells=cells, metadata={"workbook": about})
+    path = book / f"report/{name}.html"
+    write_page(content, path, source_folder=book / "notebooks", titles=TITLES)
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+def test_links_lead_to_pages_and_to_copies_of_files_within_the_report(book):
+    links = {
+        "03_c.ipynb#loss": "03_c.html#loss",
+        "../lib/room/x.py": "workbook/lib/room/x.py",
+        "#top": "#top",
+        "https://example.org/a.ipynb": "https://example.org/a.ipynb",
+    }
+    page = page_of(book, " ".join(f"[text]({url})" for url in links))
+    assert [a["href"] for a in page.select("main a")] == list(links.values())
+    assert (book / "report/workbook/lib/room/x.py").read_text() == "code\n"
+
+
+def test_links_to_notebooks_without_a_page_and_to_other_files_lead_nowhere_new(book):
+    page = page_of(book, "See [the fourth](04_d.ipynb) one.")
+    assert "See the fourth one." in page.main.text
+    assert not page.select("main a")
+    (book.parent / "secret.txt").write_text("x")
+    page = page_of(book, "[no](../../secret.txt)")
+    assert page.select_one("main a")["href"] == "../../secret.txt"
+    assert not list((book / "report").rglob("secret.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hrefs"),
+    [
+        ("01_a", ["02_b.html"]),
+        ("02_b", ["01_a.html", "03_c.html"]),
+        ("03_c", ["02_b.html"]),
+        ("09_z", []),
+    ],
+)
+def test_pages_lead_to_the_ones_before_and_after(book, name, hrefs):
+    page = page_of(book, "# Title", name=name)
+    assert [a["href"] for a in page.select("nav .pages a")] == hrefs
+    assert page.select_one("nav > a")["href"] == "index.html"
+    if name == "01_a":
+        assert page.select_one("nav .pages a").text == "The <second> →"
+
+
+def test_an_error_is_shown_on_top_once_and_leads_to_its_cell(book):
+    # as papermill leaves it
+    added = new_markdown_cell('<a href="#papermill-error-cell">An Exception was encountered</a>')
+    marked = new_markdown_cell('<span id="papermill-error-cell">here</span>')
+    page = page_of(book, added, "text", marked, error="In [3]: <KeyError>")
+    (top,) = page.select(".report-error")
+    assert top.text.strip() == "In [3]: <KeyError>"
+    assert page.find(id=top.a["href"].removeprefix("#"))
+    assert "An Exception was encountered" not in page.text
+    # outside of all cells it leads nowhere
+    (top,) = page_of(book, "# One", error="needs <01>, which failed").select(".report-error")
+    assert top.text.strip() == "needs <01>, which failed"
+    assert not top.select("a")
+
+
+def test_pictures_have_a_text_from_their_metadata_or_beside_them(book):
+    def picture(text, **metadata):
+        data = {"image/png": "iVBORw==", "text/plain": text}
+        return new_output("display_data", data, metadata={"image/png": metadata})
+
+    outputs = [picture("a loss"), picture("<Figure size 7>", alt='"a" & b')]
+    page = page_of(book, new_code_cell("plot()", outputs=outputs))
+    assert [image.get("alt") for image in page.find_all("img")] == ["a loss", '"a" & b']
+
+
+def test_pages_hold_everything_and_no_script(book):
+    fold = "<details>\n<summary>Hint</summary>\n\nHidden $x^2$.\n\n</details>"
+    formulas = "$$\\frac{a}{b}$$\n\n\\begin{align}a &= b\\end{align}"
+    latex = new_output("display_data", {"text/latex": "$a + b$"})
+    page = page_of(book, fold, formulas, new_code_cell("1", outputs=[latex]))
+    assert not page.select("script, link, iframe")
+    assert len(page.select("math")) == 4
+    assert page.details.math
+    styles = "".join(style.string for style in page.select("style"))
+    assert "prefers-color-scheme: dark" in styles
+    assert "url(http" not in styles
+    assert "@import" not in styles
+
+
+def test_a_prime_is_beside_its_letter():
+    beside = "<mrow><mi>m</mi><mo>′</mo></mrow>"
+    assert mathml("m'") == f"<math>{beside}</math>"
+    power = mathml("e^{m - m'}")
+    assert beside in power
+    assert power.count("<msup>") == 1
+    assert mathml("m^2") == "<math><msup><mi>m</mi><mn>2</mn></msup></math>"
+
+
+def test_a_formula_without_mathml_is_shown_as_source_and_found_by_lint():
+    assert r"\nothing" in mathml(r"\nothing{a}")
+    assert "<math" not in mathml(r"\nothing{a}")
+    ((formula, reason),) = mathml_errors(r"Good $a_1$, bad $\nothing{a}$, a price of 5\$.")
+    assert formula == r"\nothing{a}"
+    assert "nothing" in reason
+
+
+def test_a_title_is_the_first_heading_without_marks():
+    cells = [new_code_cell("# no"), new_markdown_cell("text\n\n## 04 · `lib` *and* $x$\n# Later")]
+    content = new_notebook(cells=cells)
+    assert title_of(content) == "04 · lib and x"
+    assert short_title(content, "04_x") == "lib and x"
+    assert (title_of(new_notebook()), short_title(new_notebook(), "04_x")) == ("", "04_x")
+
+
+def test_the_note_of_a_run_has_time_device_date_and_parameters():
+    about = {"status": "done", "seconds": 1.26, "finished": "2026-11-22T07:15:13+00:00"}
+    about |= {"provenance": {"device": "NVIDIA T4"}, "parameters": "kaggle"}
+    first, *others = page_note(about).split(" · ")
+    assert (first, others[0], others[-1]) == ("1.3 s", "NVIDIA T4", "parameters: kaggle")
+    assert "November 2026" in others[1]
+    assert page_note(about | {"status": "skipped"}).count(" · ") == 1
+    assert page_note({}) == ""

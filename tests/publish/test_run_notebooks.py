@@ -1,0 +1,262 @@
+"""Notebooks are found, planned, run beside or after one another, reported, and stored."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import nbformat
+import papermill
+import pytest
+from bs4 import BeautifulSoup
+
+from lib.core.hardware import available_cpus
+from lib.publish.cells import clean
+from lib.publish.run_notebooks import (
+    THREADS,
+    Job,
+    Run,
+    find_notebooks,
+    next_job,
+    parameter_names,
+    plan,
+    refresh_notebooks,
+    run_notebooks,
+    run_one,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def shelf(tmp_path, make_notebook) -> Path:
+    """A workbook of two notebooks that are not run here."""
+    make_notebook(tmp_path / "notebooks/01_one.ipynb", "steps: int | None = 3\nsize = {\n 'a': 1}")
+    make_notebook(tmp_path / "notebooks/02_two.ipynb", "# needs: 01\n# runs alone: yes\nratio = 2")
+    (tmp_path / "notebooks/parameters").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"notebooks": ["07"]}, "no notebook is called '07'; there are: 01_one, 02_two"),
+        ({"parameters": "gpu"}, "no parameter file is called 'gpu'; there are: bad"),
+        ({"parameters": "bad"}, "01_one has no parameter 'step'; there are: size, steps"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_runs(shelf, capsys, arguments, message):
+    (shelf / "notebooks/parameters/bad.yaml").write_text("01_one:\n  step: 4\n")
+    assert run_notebooks(root=shelf, **arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (shelf / "artifacts").exists()
+
+
+@pytest.mark.parametrize("text", ["03_three: {a: 1}", "steps: 3", "- steps", "a: ["])
+def test_a_parameter_file_of_another_form_is_refused(shelf, text):
+    path = shelf / "own.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"own\.yaml"):
+        plan(find_notebooks((), shelf), path, shelf)
+
+
+def test_a_plan_has_each_notebooks_parameters_needs_and_whether_it_runs_alone(shelf):
+    path = shelf / "notebooks/parameters/gpu.yaml"
+    path.write_text("01_one:\n  steps: 100\n")
+    one, two = find_notebooks((), shelf)
+    assert plan([one, two], "gpu", shelf) == [
+        Job(one, {"steps": 100}, (), runs_alone=False),
+        Job(two, {}, ("01_one",), runs_alone=True),
+    ]
+    assert parameter_names(one) == {"steps", "size"}
+    assert find_notebooks(["2", "02_two.ipynb"], shelf) == [two]
+
+
+@pytest.mark.parametrize("needed", ["02", "03", "nothing"])
+def test_only_an_earlier_notebook_can_be_needed(shelf, make_notebook, needed):
+    make_notebook(shelf / "notebooks/02_two.ipynb", f"# needs: {needed}\nratio = 2")
+    with pytest.raises(ValueError, match=f"needs '{needed}'; earlier ones: there are: 01_one"):
+        plan(find_notebooks((), shelf), None, shelf)
+
+
+@pytest.mark.parametrize("path", find_notebooks((), ROOT), ids=lambda path: path.stem)
+def test_papermill_finds_the_same_parameters(path):
+    # of others it warns that it does not know them
+    assert set(papermill.inspect_notebook(path)) == parameter_names(path)
+
+
+def job(name, *needs, alone=False):
+    return Job(Path(f"{name}.ipynb"), {}, needs, runs_alone=alone)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "unfinished", "expected"),
+    [
+        # beside one another, and no more than there are workers
+        ([job("a"), job("b")], [], "ab", "a"),
+        ([job("b")], [job("a")], "ab", "b"),
+        ([job("c")], [job("a"), job("b")], "abc", None),
+        # after what they need
+        ([job("b", "a")], [job("a")], "ab", None),
+        ([job("b", "a")], [], "b", "b"),
+        ([job("b", "a"), job("c")], [job("a")], "abc", "c"),
+        # alone: after all others, and nothing beside
+        ([job("a", alone=True), job("b")], [], "ab", "b"),
+        ([job("a", alone=True)], [job("b")], "ab", None),
+        ([job("a", alone=True), job("c", "b")], [], "ac", "c"),
+        ([job("a", alone=True), job("b", alone=True)], [], "ab", "a"),
+        ([job("b")], [job("a", alone=True)], "ab", None),
+        ([], [], "", None),
+    ],
+)
+def test_the_next_job_may_run_beside_those_running(waiting, running, unfinished, expected):
+    found = next_job(waiting, running, set(unfinished), workers=2)
+    assert (found and found.name) == expected
+
+
+RUN = """\
+import sys
+from pathlib import Path
+from lib.publish.run_notebooks import run_notebooks
+root, parameters, *names = sys.argv[1:]
+report = Path(root, "report")
+sys.exit(run_notebooks(names, root=Path(root), report=report, parameters=parameters, workers=2))
+"""
+
+
+def run(root: Path, *names: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", RUN, str(root), str(root / "settings.yaml"), *names]
+    # as if nobody had set it
+    environment = {name: value for name, value in os.environ.items() if name != THREADS}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, make_notebook) -> tuple[subprocess.CompletedProcess, Path]:
+    """The process and the folder of one run of notebooks good and bad."""
+    root = tmp_path_factory.mktemp("book")
+
+    def make(name: str, *cells: str) -> None:
+        make_notebook(root / f"notebooks/{name}.ipynb", *cells, first="1")
+
+    slider = "import ipywidgets\nipywidgets.interact(lambda n: print('square', n * n), n=(0, 8));"
+    links = "%md [next](02_bad.ipynb), [code](../lib/x.py), [later](06_later.ipynb)"
+    read = "name = 'records.jsonl'"
+    threads = f"import os\nprint('threads', os.environ.get({THREADS!r}))"
+    made = "open('made', 'w').write(str(steps))"
+    make("01_good", "steps = 3", links, slider, read, threads, made)
+    make("02_bad", "", "1 / 0", "print('never')")
+    alone = "# needs: 01\n# runs alone\nratio = 10"
+    make("03_after_good", alone, threads, "int(open('made').read()) * ratio")
+    make("04_after_bad", "# needs: 02", "print('never')")
+    make("05_dead", "", "import os\nos._exit(1)")
+    make("06_later", "", "1")
+    for path in ("lib/x.py", "artifacts/records.jsonl", "artifacts/others.csv"):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text("")
+    (root / "settings.yaml").write_text("01_good: {steps: 7}\n")
+    return run(root, "1", "2", "3", "4", "5"), root
+
+
+def page(root: Path, name: str) -> BeautifulSoup:
+    return BeautifulSoup((root / f"report/{name}.html").read_text(), "html.parser")
+
+
+def about(root: Path, name: str) -> dict:
+    return nbformat.read(root / f"report/{name}.ipynb", as_version=4).metadata["workbook"]
+
+
+def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
+    process, root = done
+    output = process.stdout + process.stderr
+    assert process.returncode == 1
+    for name, mark in {"01_good": "✓", "02_bad": "✗", "03_after_good": "✓", "05_dead": "✗"}.items():
+        assert f"{mark} {name}" in output
+    assert "In [2]: ZeroDivisionError: division by zero" in output
+    assert "----> 1 1 / 0" in output
+    assert f"Report: {root / 'report/index.html'}" in output
+    index = page(root, "index")
+    states = [found["class"][1] for found in index.select(".status")]
+    assert states == ["done", "failed", "done", "skipped", "failed"]
+    assert "DeadKernelError" in index.text
+
+
+def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
+    process, root = done
+    assert "– 04_after_bad" in process.stdout + process.stderr
+    assert "needs 02_bad, which failed" in page(root, "index").text
+    # 7 comes from the parameter file through 01
+    assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
+
+
+def test_the_one_that_runs_alone_starts_when_all_others_have_finished(done):
+    _, root = done
+    finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
+    assert about(root, "03_after_good")["finished"] >= max(finished.values())
+    # and has all cores, which the others share
+    assert "threads None" in page(root, "03_after_good").text
+    assert f"threads {max(1, available_cpus() // 2)}" in page(root, "01_good").text
+
+
+def test_a_page_shows_widgets_links_records_and_its_error(done):
+    _, root = done
+    good = page(root, "01_good")
+    assert "n: 4" in good.text
+    assert "square 16" in good.text
+    links = {a.text: a["href"] for a in good.select("main p a")}
+    assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py"}
+    assert about(root, "01_good")["records"] == ["workbook/artifacts/records.jsonl"]
+    bad = page(root, "02_bad")
+    (top,) = bad.select(".report-error")
+    assert top.text.strip() == "In [2]: ZeroDivisionError: division by zero"
+    assert bad.find(id=top.a["href"].removeprefix("#"))
+
+
+def test_an_interrupted_run_leaves_the_pages_of_the_one_before(done):
+    class Full:
+        def put(self, event):
+            raise KeyboardInterrupt
+
+    _, root = done
+    source, report = root / "notebooks/01_good.ipynb", root / "report"
+    before = (report / "01_good.html").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        run_one(Job(source, {}, ()), Run(report, "", "2026-01-01T00:00:00+00:00"), Full(), None)
+    assert (report / "01_good.html").read_bytes() == before
+
+
+def test_a_later_run_keeps_the_one_before_and_links_pages_to_its_own(done):
+    _, root = done
+    again = run(root, "06")
+    assert again.returncode == 0, again.stderr
+    assert "6 notebooks" in page(root, "index").text
+    assert {a.text for a in page(root, "01_good").select("main p a")} == {"next", "code", "later"}
+    (earlier,) = (root / "report/previous").iterdir()
+    assert "5 notebooks" in (earlier / "index.html").read_text()
+    for path in (root / "report").rglob("*.html"):
+        for link in BeautifulSoup(path.read_text(), "html.parser").select("a[href]"):
+            href = link["href"].split("#")[0]
+            assert not href or (path.parent / unquote(href)).is_file(), f"{path}: {href}"
+
+
+def test_refresh_stores_outputs_and_leaves_a_failing_notebook(tmp_path, make_notebook, capsys):
+    good = make_notebook(
+        tmp_path / "notebooks/01_good.ipynb",
+        "steps = 3",
+        "from tqdm.auto import tqdm\nfor _ in tqdm(range(2), desc='loop'):\n    pass",
+        "steps + 1",
+        first="1",
+    )
+    bad = make_notebook(tmp_path / "notebooks/02_bad.ipynb", "steps = 3", "1 / 0", first="1")
+    before = bad.read_bytes()
+    assert refresh_notebooks(root=tmp_path) == 1
+    assert "02_bad failed and is left as it was" in capsys.readouterr().out
+    assert bad.read_bytes() == before
+    stored = nbformat.read(good, as_version=4)
+    nbformat.validate(stored)
+    counts = [cell.execution_count for cell in stored.cells if cell.cell_type == "code"]
+    assert counts == [1, 2, 3, 4]
+    assert stored.cells[3].outputs[0].data["text/plain"].startswith("loop: 100%  2/2 [")
+    assert stored.cells[4].outputs[0].data["text/plain"] == "4"
+    assert stored == clean(stored)

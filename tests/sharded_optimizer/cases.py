@@ -1,0 +1,627 @@
+"""Properties of `ShardedOptimizer`, each a function that both of two ranks run.
+
+Most compare with an unsharded optimizer in one process, which sees both ranks' data.
+"""
+
+import copy
+import itertools
+import os
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp.process_group import barrier, current_device, on_first_rank, rank
+from lib.optimizer.adamw import AdamW
+from lib.optimizer.schedule import clip_grad_norm, grad_norm
+from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from lib.sharded_optimizer.saved_state import load_unsharded
+from tests.ddp.cases import Raise, input_of, stack
+from tests.ddp.workers import message_of, recorded_collectives
+
+SGD = {"optimizer_cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+ADAMW = {"optimizer_cls": AdamW, "lr": 0.1}
+LOCAL = {"strategy": "flat", "reduces_gradients": True}
+# a bucket for each layer of `stack`
+OVERLAP = LOCAL | {"overlap": True, "bucket_cap_mb": 1e-6}
+HOWS = {"parameters": {}, "flat": {"strategy": "flat"}, "local": LOCAL, "overlap": OVERLAP}
+AVERAGING = {"local": LOCAL, "overlap": OVERLAP}
+
+
+@contextmanager
+def counted() -> Iterator[Counter]:
+    """Elements of the whole tensors in the collectives that start in the block, by kind."""
+    elements: Counter = Counter()
+    with recorded_collectives(lambda kind, length: elements.update({kind: length})):
+        yield elements
+
+
+def made_of(module: nn.Module, settings: dict[str, Any], **options: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(module.parameters(), **settings | options)
+
+
+def plain_of(module: nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    options = {name: value for name, value in settings.items() if name != "optimizer_cls"}
+    return settings["optimizer_cls"](module.parameters(), **options)
+
+
+def twins(settings: dict[str, Any], how: dict[str, Any], module: nn.Module | None = None) -> tuple:
+    """A module, its sharded optimizer, a copy, and the copy's plain optimizer."""
+    module = module or stack()
+    alone = copy.deepcopy(module)
+    return module, made_of(module, settings, **how), alone, plain_of(alone, settings)
+
+
+def update(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def backward(module: nn.Module, number: int | None = None) -> None:
+    """The gradient of this rank's input, or of rank `number`'s."""
+    module(input_of(rank() if number is None else number)).square().mean().backward()
+
+
+def backward_of_both(module: nn.Module) -> None:
+    """The mean gradient of both ranks, in one process."""
+    for number in range(2):
+        (module(input_of(number)).square().mean() / 2).backward()
+
+
+def check_equal(module: nn.Module, expected: nn.Module, what: object, atol: float = 1e-6) -> None:
+    for param, other in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            param, other, rtol=0, atol=atol, msg=lambda text: f"{what}: {text}"
+        )
+
+
+def check_as_unsharded(
+    settings: dict[str, Any],
+    act: Callable[[nn.Module, torch.optim.Optimizer], None],
+    make: Callable[[], nn.Module] = stack,
+    hows: dict[str, dict] = HOWS,
+) -> None:
+    """`act` leaves the same parameters, sharded in each way or not; ranks have the same data."""
+    for name, how in hows.items():
+        module, made, alone, plain = twins(settings, how, make())
+        act(module, made)
+        act(alone, plain)
+        check_equal(module, alone, name)
+
+
+def shared_folder() -> Path:
+    """A new folder, the same on all ranks."""
+    return Path(on_first_rank(tempfile.mkdtemp))
+
+
+# Gradients
+
+
+def check_flat_shards_send_what_one_all_reduce_does() -> None:
+    # parameters of 24, 48 and 24 elements; the three numbers say which have gradients
+    expected = {
+        "parameters": {"broadcast": 96},
+        "flat": {"all_gather": 96},
+        "local": {"reduce_scatter": 96, "all_gather": 96, "all_reduce": 3},
+    }
+    for name, sent in expected.items():
+        module = stack()
+        made = made_of(module, SGD, **HOWS[name])
+        for _ in range(2):
+            with counted() as elements:
+                backward(module, 0)
+                update(made)
+        assert elements == sent, (name, elements)
+
+
+def check_finish_leaves_the_means_in_the_shards_and_the_rest_sends_none() -> None:
+    for name, how in AVERAGING.items():
+        module, made, alone, plain = twins(SGD, how)
+        for _ in range(2):
+            backward(module)
+            backward_of_both(alone)
+            made.finish_gradient_synchronization()
+            assert all(param.grad is None for param in module.parameters()), name
+            whole = [param.grad for param in alone.parameters()]
+            for shard in made.shards:
+                expected = shard.slice_of(whole[shard.number])
+                torch.testing.assert_close(shard.grad, expected)
+            with counted() as elements:
+                norm = made.grad_norm()
+                made.step()
+            torch.testing.assert_close(norm, grad_norm(alone.parameters()))
+            # the norm's one number
+            assert (elements["reduce_scatter"], elements["all_reduce"]) == (0, 1), name
+            plain.step()
+            made.zero_grad()
+            plain.zero_grad()
+        check_equal(module, alone, name)
+
+
+def check_gradients_stay_in_the_shards_until_zero_grad() -> None:
+    for name, how in AVERAGING.items():
+        module, made, alone, plain = twins(ADAMW, how)
+        for zeros in (None, None, False, None, True, None):
+            if zeros is not None:
+                made.zero_grad(set_to_none=zeros)
+                plain.zero_grad(set_to_none=zeros)
+            if zeros is not False:
+                backward(module)
+                backward_of_both(alone)
+            # the second step with the same gradients once more
+            for _ in range(2):
+                made.step()
+                plain.step()
+                check_equal(module, alone, name)
+
+
+def check_gradients_that_come_after_they_were_averaged_are_an_error() -> None:
+    expected = {"local": "RuntimeError: a backward pass ran after", "overlap": "RuntimeError: the"}
+    for name, how in AVERAGING.items():
+        module = stack()
+        made = made_of(module, SGD, **how)
+        backward(module)
+        made.grad_norm()
+
+        def again(module=module, made=made) -> None:
+            backward(module)
+            made.step()
+
+        assert message_of(again).startswith(expected[name]), name
+        made.zero_grad()
+        again()
+
+
+def check_no_sync_sends_nothing_and_a_second_backward_is_an_error() -> None:
+    module = stack()
+    made = made_of(module, SGD | {"momentum": 0.0}, **OVERLAP)
+    backward(module)
+    made.step()
+    made.zero_grad()
+    alone = copy.deepcopy(module)
+    plain = plain_of(alone, SGD | {"momentum": 0.0})
+    with counted() as elements, made.no_sync():
+        backward(module)
+    assert not elements
+    backward(module)
+    message = message_of(lambda: backward(module))
+    assert "gradient of a parameter of shape (3, 8) grew again" in message, message
+    made.zero_grad()
+    with made.no_sync():
+        backward(module)
+    backward(module)
+    made.step()
+    backward_of_both(alone)
+    backward_of_both(alone)
+    plain.step()
+    check_equal(module, alone, "no_sync")
+
+
+def check_reduce_scatters_start_in_backward_and_two_buckets_at_most_are_held() -> None:
+    module = stack((4, 4, 4, 4, 4, 4))
+    made = made_of(module, SGD, **OVERLAP)
+    seen = []
+    with counted() as elements:
+        for param in module.parameters():
+            param.register_hook(
+                lambda grad: seen.append(
+                    (
+                        elements["reduce_scatter"] // 16,
+                        sum(bucket.sent is not None for bucket in made.strategy.buckets),
+                    )
+                )
+            )
+        for _ in range(2):
+            backward(module)
+            update(made)
+    # (started, held) as each of five gradients comes; the first step agrees on an order
+    assert seen[:5] == [(0, 0)] * 5
+    assert seen[5:] == [(5, 0), (6, 1), (7, 2), (8, 2), (9, 2)], seen
+
+
+def check_training_goes_on_after_backward_failed_elsewhere_on_each_rank() -> None:
+    module, made, alone, plain = twins(SGD, OVERLAP)
+    for step in range(2):
+        if step:
+            hook = module[rank()].register_forward_hook(lambda *args: Raise.apply(args[2]))
+            assert message_of(lambda: backward(module)) == "RuntimeError: in backward"
+            hook.remove()
+            made.zero_grad()
+        backward(module)
+        backward_of_both(alone)
+        update(made, plain)
+    check_equal(module, alone, "exception")
+
+
+# Parameters
+
+
+def check_parameters_become_aligned_views_and_keep_values_and_identity() -> None:
+    module = nn.Sequential(stack((3, 5, 7, 1)), nn.Linear(1, 7))
+    module[1].weight.data = module[1].weight.data.T.clone().T
+    before = copy.deepcopy(module)
+    params = list(module.parameters())
+    made_of(module, SGD, **LOCAL)
+    check_equal(module, before, "values", atol=0)
+    assert all(param is old for param, old in zip(module.parameters(), params))
+    assert len({param.untyped_storage().data_ptr() for param in params}) == 1
+    assert all(param.storage_offset() % 4 == 0 and param.is_contiguous() for param in params)
+
+
+def announce(module: nn.Sequential, before_part: Callable[[nn.Module], None]) -> None:
+    """Call `before_part` just before each layer, as a model does."""
+    for layer in module:
+        layer.register_forward_pre_hook(lambda layer, args: before_part(layer))
+
+
+def check_all_gathers_run_under_the_forward_of_chosen_parts() -> None:
+    for name in ("plain", "compiled"):
+        module, made, alone, plain = twins(
+            ADAMW, OVERLAP, nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in stack()])
+        )
+        announce(module, made.overlap_gather_with_forward(module[:2], in_graph=False))
+        if name == "compiled":
+            for block in module:
+                block.compile(backend="aot_eager")
+        for _ in range(3):
+            backward(module)
+            made.step()
+            # buckets are in reverse order, and the last layer was not chosen
+            pending = [bucket.gathering is not None for bucket in made.strategy.buckets]
+            assert pending == [False, True, True], name
+            made.zero_grad()
+            backward_of_both(alone)
+            update(plain)
+        made.wait_for_parameters()
+        check_equal(module, alone, name)
+
+
+def check_for_a_graph_forward_starts_the_all_gathers_after_each_step_and_replay() -> None:
+    module, made, alone, plain = twins(ADAMW, OVERLAP)
+    announce(module, made.overlap_gather_with_forward(module, in_graph=True))
+    for _ in range(2):
+        backward(module)
+        with counted() as elements:
+            made.step()
+        assert elements["all_gather"] == 0
+        made.zero_grad()
+        backward_of_both(alone)
+        update(plain)
+    with counted() as elements:
+        output = module(input_of(0))
+    assert elements["all_gather"] == 96
+    torch.testing.assert_close(output, alone(input_of(0)))
+    # a replay updates shards behind the optimizer's back
+    for shard in made.shards:
+        shard.weight.fill_(1.0)
+    barrier()
+    made.mark_replayed()
+    module(input_of(0))
+    assert all((param == 1.0).all() for param in module.parameters())
+
+
+# Settings, closures and groups
+
+
+def check_closures_are_called_once_with_gradients_on() -> None:
+    def act(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        calls = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            calls.append(torch.is_grad_enabled())
+            loss = module(input_of(0)).square().mean()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+        assert calls == [True]
+
+    check_as_unsharded(SGD, act)
+
+
+def check_options_of_step_reach_the_inner_optimizer() -> None:
+    def act(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = copy.deepcopy(module)
+        backward(module, 0)
+        optimizer.step(skip=torch.tensor(True))
+        check_equal(module, before, "skipped", atol=0)
+        optimizer.step(grad_scale=torch.tensor(1e-9))
+
+    check_as_unsharded(ADAMW, act)
+
+
+def check_a_learning_rate_tensor_stays_the_same_when_state_is_loaded() -> None:
+    for how in HOWS.values():
+        module = stack()
+        alone = copy.deepcopy(module)
+        lr = torch.tensor(0.0)
+        made, plain = made_of(module, ADAMW, lr=lr, **how), plain_of(alone, ADAMW | {"lr": 0.3})
+        made.load_state_dict(copy.deepcopy(made.state_dict()))
+        lr.fill_(0.3)
+        for model, used in ((module, made), (alone, plain)):
+            backward(model, 0)
+            used.step()
+        check_equal(module, alone, how)
+
+
+# Kinds of parameters
+
+
+def check_state_is_divided_to_the_element() -> None:
+    # parameters of 24, 48 and 24 elements, and of 15, 35 and 7: slices of 32 with gaps of 1
+    # behind each, the second with a tail of 4
+    expected = {
+        ("parameters", (4, 6, 8, 3)): [48, 48],
+        ("local", (4, 6, 8, 3)): [48, 48],
+        ("parameters", (3, 5, 7, 1)): [35, 22],
+        ("local", (3, 5, 7, 1)): [31, 26],
+    }
+    for (name, sizes), elements in expected.items():
+        module = stack(sizes)
+        made = made_of(module, SGD, **HOWS[name])
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        made.step()
+        found = sum(state["momentum_buffer"].numel() for state in made.state.values())
+        assert found == elements[rank()], (name, sizes, found)
+
+
+def check_parameters_may_be_frozen_and_trained_later() -> None:
+    def trained_later(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for trained in ((0, 2), (0, 1, 2), (1, 2), (1, 2), (0, 1)):
+            for index, layer in enumerate(module):
+                layer.requires_grad_(index in trained)
+            optimizer.zero_grad()
+            backward(module, 0)
+            optimizer.step()
+
+    def frozen_before_the_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(4):
+            backward(module, 0)
+            module[0].requires_grad_(step != 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            module[0].requires_grad_(True)
+
+    def frozen_from_the_start() -> nn.Module:
+        module = stack()
+        module[1].requires_grad_(False)
+        return module
+
+    # more than 1 MiB, so that with each strategy the first layer is sent alone
+    check_as_unsharded(ADAMW, trained_later, frozen_from_the_start)
+    check_as_unsharded(SGD, frozen_before_the_step, lambda: stack((4, 70_000, 3)))
+
+
+def check_several_dtypes_are_clipped_together() -> None:
+    for name, how in HOWS.items():
+        short = torch.ones(5, dtype=torch.bfloat16)
+        module, made, alone, plain = twins(
+            SGD,
+            how,
+            nn.ParameterList([torch.ones(3), short, torch.ones(()), torch.ones(6).double()]),
+        )
+        for param in (*module, *alone):
+            param.grad = torch.full_like(param, 0.3)
+        norms = made.clip_grad_norm(0.5), clip_grad_norm(alone.parameters(), 0.5)
+        torch.testing.assert_close(*norms)
+        made.step()
+        plain.step()
+        check_equal(module, alone, name)
+
+
+def check_parameters_of_no_element_or_one_resume_on_more_ranks_than_elements() -> None:
+    def act(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(4):
+            sum((param * (step + 0.5)).sum() for param in module.parameters()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def tiny() -> nn.Module:
+        return nn.ParameterList([torch.ones(shape) for shape in ((0, 3), (), (1,), (1, 1))])
+
+    for settings in (ADAMW, {"optimizer_cls": torch.optim.AdamW, "amsgrad": True}):
+        check_as_unsharded(settings, act, tiny)
+
+
+def check_optimizers_with_other_state_resume() -> None:
+    def act(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(module, 0)
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    elementwise = ["Adagrad", "Adam", "RMSprop", "SGD"]
+    for name in elementwise:
+        check_as_unsharded({"optimizer_cls": getattr(torch.optim, name), "lr": 0.1}, act)
+    adafactor = {"optimizer_cls": torch.optim.Adafactor, "lr": 0.1}
+    check_as_unsharded(adafactor, act, hows={"parameters": {}})
+
+
+class NoVectors(torch.optim.SGD):
+    """Refuses what one rank alone may own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if any(param.ndim == 1 for group in self.param_groups for param in group["params"]):
+            raise ValueError("there is a vector")
+
+
+def check_what_cannot_be_trained_is_refused_by_name() -> None:
+    moved = stack()
+    made = made_of(moved, SGD, **LOCAL)
+    moved.double()
+    sparse = nn.Embedding(5, 4, sparse=True)
+    made_sparse = made_of(sparse, SGD, **LOCAL)
+    sparse(torch.tensor([1])).sum().backward()
+    later = made_of(stack(), ADAMW)
+    other_shape = {"params": stack((3, 2 + rank())).parameters()}
+    wrong: dict[str, Callable[[], Any]] = {
+        "RuntimeError: a parameter of shape (3, 8) was moved": made.step,
+        "ValueError: the gradient of a parameter of shape (5, 4) must": made_sparse.step,
+        "ValueError: strategy must be the same on all ranks": lambda: made_of(
+            stack(), SGD, strategy=("flat", "parameters")[rank()]
+        ),
+        "ValueError: parameter 0 must be the same on all ranks": lambda: made_of(
+            stack((4, 5 + rank())), SGD
+        ),
+        "ValueError: parameter 3 must be the same": lambda: later.add_param_group(other_shape),
+        "ValueError: lr must be 0 or more": lambda: later.add_param_group(
+            {"params": stack().parameters(), "lr": -1.0}
+        ),
+        # the owner of the bias on both ranks
+        "ValueError: ": lambda: ShardedOptimizer(nn.Linear(4, 4).parameters(), NoVectors, lr=0.1),
+    }
+    for words, action in wrong.items():
+        assert message_of(action).startswith(words), message_of(action)
+    assert len(later.param_groups) == 1
+
+
+# Saved state
+
+
+def check_state_dicts_hold_one_rank_and_load_there_bit_for_bit() -> None:
+    for name, how in HOWS.items():
+        module, made, alone, plain = twins(ADAMW, how)
+        for model, used in ((module, made), (alone, plain)):
+            backward(model, 0)
+            update(used)
+        again, from_plain = copy.deepcopy(module), copy.deepcopy(alone)
+        others = [made_of(again, ADAMW, **how), made_of(from_plain, ADAMW, **how)]
+        state = made.state_dict()
+        moments = [value for s in state["state"].values() for value in s.values() if value.dim()]
+        assert sum(value.numel() for value in moments) == 96
+        others[0].load_state_dict(state)
+        others[1].load_state_dict(plain.state_dict())
+        of_rank_0 = on_first_rank(lambda: state)  # noqa: B023
+        for model, used in zip((module, again, from_plain, alone), (made, *others, plain)):
+            backward(model, 0)
+            used.step()
+        check_equal(again, module, name, atol=0)
+        check_equal(from_plain, alone, name, atol=0)
+        if rank() == 1:
+            message = message_of(lambda: made.load_state_dict(of_rank_0))  # noqa: B023
+            assert message.endswith("load the files of all ranks with load_shards"), message
+
+
+def check_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None:
+    # which loads torch.jit, and warns of it
+    from lib.sharded_optimizer.torch_zero import TorchZero
+
+    module = stack()
+    momentum = plain_of(module, SGD | {"lr": 0.7})
+    backward(module, 0)
+    momentum.step()
+    for how in HOWS.values():
+        made = made_of(module, ADAMW, **how)
+        before = copy.deepcopy(made.state_dict())
+        other_kind = message_of(lambda: made.load_state_dict(momentum.state_dict()))  # noqa: B023
+        assert other_kind.startswith("ValueError: state step of parameter"), other_kind
+        other_file = message_of(lambda: made.load_state_dict({"model": {}}))  # noqa: B023
+        assert "lacks param_groups, state" in other_file, other_file
+        assert made.state_dict() == before
+    # the file of a parameter that rank 0 alone owns
+    owned = nn.Linear(4, 3, bias=False)
+    made = made_of(owned, SGD)
+    backward(owned, 0)
+    made.step()
+    folder = shared_folder()
+    made.save_shard(folder)
+    zero = TorchZero(owned.parameters(), optimizer_class=AdamW, lr=0.1)
+    for other in (made_of(owned, ADAMW), zero):
+        message = message_of(lambda: other.load_shards(folder))  # noqa: B023
+        assert message.startswith("ValueError: state step of parameter 0"), message
+
+
+def check_files_that_are_not_of_one_save_are_refused() -> None:
+    def is_refused(optimizer: ShardedOptimizer, words: str) -> None:
+        message = message_of(lambda: optimizer.load_shards(folder))
+        assert message.replace(str(folder), "FOLDER").startswith(words), message
+        barrier()
+
+    def on_rank_0(action: Callable[[], Any]) -> None:
+        on_first_rank(lambda: action() and None)
+
+    made, folder = made_of(stack(), SGD), shared_folder()
+    is_refused(made, "FileNotFoundError: no file shard-*-of-*.pt in FOLDER")
+    on_rank_0(lambda: (folder / "shard-00000-of-00003.pt").write_bytes(b"of three ranks before"))
+    path = made.save_shard(folder)
+    names = ["shard-00000-of-00002.pt", "shard-00001-of-00002.pt"]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    first_save = path.read_bytes()
+    made.save_shard(folder)
+    made.load_shards(folder)
+    on_rank_0(lambda: path.write_bytes(first_save))
+    is_refused(made, "ValueError: the shards in FOLDER must be from one save, got 2")
+    on_rank_0(path.unlink)
+    is_refused(made, "FileNotFoundError: FOLDER lacks shard-00000-of-00002.pt")
+    made.save_shard(folder)
+    other = made_of(stack((4, 6, 8, 2)), SGD)
+    is_refused(other, "ValueError: FOLDER: parameter 2 must have shape (2, 8), got (3, 8)")
+    unwritable = message_of(lambda: made.save_shard(path if rank() else folder))
+    assert unwritable.startswith("NotADirectoryError: "), unwritable
+
+
+def check_masters_are_saved_and_cut_bit_for_bit() -> None:
+    folder = shared_folder()
+    alone_group = [dist.new_group([number]) for number in range(2)][rank()]
+    for name, how in HOWS.items():
+        module, made, alone, plain = twins(ADAMW, how, stack().bfloat16())
+        for step, (model, used) in itertools.product(range(3), ((module, made), (alone, plain))):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.01 * (step + 1))
+            update(used)
+        made.save_shard(folder / name)
+        sharded = made_of(copy.deepcopy(alone), ADAMW, group=alone_group)
+        sharded.load_shards(folder / name)
+        unsharded = plain_of(copy.deepcopy(alone), ADAMW)
+        load_unsharded(folder / name, unsharded)
+        expected = plain.state_dict()["state"]
+        for found in (sharded.state_dict()["state"], unsharded.state_dict()["state"]):
+            assert found.keys() == expected.keys()
+            for number, key in itertools.product(expected, ("master", "exp_avg", "exp_avg_sq")):
+                assert torch.equal(found[number][key], expected[number][key]), (name, key)
+        barrier()
+
+
+class DiesInStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+
+def dies_in_step() -> None:
+    module = stack()
+    made = ShardedOptimizer(module.parameters(), DiesInStep, lr=0.1, **LOCAL)
+    backward(module)
+    made.step()
+
+
+def on_gpus() -> None:
+    """All-gathers that overlap with forward on this rank's GPU, over three steps."""
+    device = current_device()
+    torch.manual_seed(0)
+    module, made, alone, plain = twins(ADAMW, OVERLAP, stack((64, 300, 300, 5)).to(device))
+    announce(module, made.overlap_gather_with_forward(module, in_graph=False))
+    for _ in range(3):
+        inputs = [input_of(number, 64).to(device) for number in range(2)]
+        module(inputs[rank()]).square().mean().backward()
+        (sum(alone(x).square().mean() for x in inputs) / 2).backward()
+        torch.testing.assert_close(
+            made.clip_grad_norm(1.0), clip_grad_norm(alone.parameters(), 1.0)
+        )
+        update(made, plain)
+    made.wait_for_parameters()
+    check_equal(module, alone, "on GPUs", atol=1e-5)

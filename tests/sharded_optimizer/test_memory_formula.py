@@ -1,0 +1,236 @@
+"""Memory by formula against the tensors of real trainings, and against ZeRO's own numbers."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lib.ddp.launcher import launch
+from lib.ddp.process_group import broadcast_module, rank
+from lib.ddp.wrappers import wrap
+from lib.model import loss
+from lib.model.config import ModelConfig, model_preset
+from lib.model.costs import activation_bytes, activation_bytes_by_part
+from lib.model.transformer import TransformerLM
+from lib.optimizer.adamw import AdamW
+from lib.sharded_optimizer.memory_formula import (
+    AVERAGED_BY,
+    CPU_LOGITS_BYTES,
+    SIZES,
+    RankMemory,
+    largest_preset,
+    rank_memory,
+)
+from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from lib.training.config import TRAINING_WRAPPERS
+
+# Widths that 3 ranks divide, so that slices need no padding but for alignment.
+MODEL = ModelConfig(
+    vocab_size=192, context_length=8, d_model=48, num_layers=2, num_heads=4, d_ff=96
+)
+WAYS = {
+    "flashddp": {"stage": 0},
+    "flashddp, flat": {"stage": 1},
+    "flashddp, parameters": {"stage": 1},
+    "flat alone": {"stage": 1, "ddp_wrapper": "none"},
+}
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+def made(way: str, model: TransformerLM) -> tuple:
+    """What runs the model, and its optimizer."""
+    params = model.parameters()
+    if way == "flashddp":
+        return wrap("flashddp", model), AdamW(params)
+    if way == "flat alone":
+        broadcast_module(model)
+        options = {"strategy": "flat", "reduces_gradients": True, "overlap": True}
+        return model, ShardedOptimizer(params, AdamW, **options)
+    return wrap("flashddp", model), ShardedOptimizer(params, AdamW, strategy=way.split()[-1])
+
+
+def size(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def count(way: str, is_short: bool) -> dict[str, int]:
+    """Bytes of this rank's weights, gradients and state, element by element, when it steps."""
+    model = TransformerLM(MODEL, generator=torch.Generator().manual_seed(rank()))
+    if is_short:
+        model.use_low_precision_weights(torch.bfloat16)
+    parallel, optimizer = made(way, model)
+    model(torch.zeros(2, 8, dtype=torch.int64)).float().square().mean().backward()
+    if parallel is not model:
+        parallel.finish_gradient_synchronization()
+    if way == "flat alone":
+        optimizer.finish_gradient_synchronization()
+    grads = [param.grad for param in model.parameters()]
+    if way == "flat alone":
+        assert not any(grad is not None for grad in grads)
+        grads = [shard.grad for shard in optimizer.shards]
+    counted = {"parameters": size(model.parameters()), "averaged_gradients": size(grads)}
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    # a step count for each tensor is left out
+    counted["optimizer_state"] = size(value for value in states if value.dim())
+    return counted
+
+
+def count_all() -> dict[tuple[str, bool], dict[str, int]]:
+    return {(way, is_short): count(way, is_short) for way in WAYS for is_short in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    """What each of three ranks counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return launch(count_all, 3, backend="gloo", timeout=60.0)
+
+
+@pytest.mark.parametrize("is_short", [False, True], ids=["float32", "short"])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_gradients_and_state_are_those_of_a_training(found, way, is_short):
+    ranks = 3
+    dtype = "bfloat16" if is_short else "float32"
+    settings = WAYS[way] | {"dtype": dtype, "low_precision_weights": is_short}
+    memory = rank_memory(MODEL, ranks=ranks, **settings)
+    for kind in ("parameters", "averaged_gradients", "optimizer_state"):
+        of_ranks = [counted[way, is_short][kind] for counted in found]
+        largest = max(of_ranks)
+        predicted = getattr(memory, kind)
+        # of whole parameters no deal is perfect
+        slack = 0.15 if "parameters" in way else 0.01
+        assert predicted <= largest + 1, (kind, of_ranks)
+        assert largest <= predicted * (1 + slack), (kind, of_ranks)
+        if kind == "optimizer_state" and WAYS[way]["stage"]:
+            whole = rank_memory(MODEL, ranks=1, **(settings | {"stage": 0})).optimizer_state
+            assert sum(of_ranks) == whole
+
+
+def test_stages_divide_what_the_paper_says():
+    # ZeRO's figure 1: 7.5 billion weights in mixed precision on 64 ranks, in GB
+    config = dataclasses.replace(model_preset("2.7b"), norm="none")
+    weights = rank_memory(config, ranks=1, low_precision_weights=True).parameters / 2
+    for stage, gigabytes in ((0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)):
+        memory = rank_memory(
+            config, ranks=64, stage=stage, low_precision_weights=True, ddp_wrapper="flashddp"
+        )
+        states = memory.parameters + memory.gradients + memory.optimizer_state
+        assert states / weights * 7.5 == pytest.approx(gigabytes, rel=0.005)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_shards_and_sends_nothing(stage):
+    alone = rank_memory(MODEL, ranks=1, batch_size=2)
+    assert rank_memory(MODEL, ranks=1, batch_size=2, stage=stage, ddp_wrapper="none") == alone
+    assert alone.communication == alone.gathered == 0
+
+
+def test_weights_in_two_bytes_have_a_master_and_norms_stay():
+    config = dataclasses.replace(MODEL, num_layers=1)
+    memory = rank_memory(config, ranks=1, low_precision_weights=True)
+    norms = 3 * 48
+    matrices = 2 * 192 * 48 + 4 * 48 * 48 + 3 * 48 * 96
+    assert memory.parameters == memory.gradients == 2 * matrices + 4 * norms
+    assert memory.optimizer_state == 12 * matrices + 8 * norms
+
+
+def test_activations_are_those_of_the_model_costs():
+    for is_short in (False, True):
+        memory = rank_memory(MODEL, ranks=2, batch_size=3, low_precision_weights=is_short)
+        options = {"element_bytes": 2, "autocast": not is_short, "cuda": True}
+        assert memory.activations == activation_bytes(MODEL, 3, **options)
+    parts = activation_bytes_by_part(MODEL, 3, element_bytes=2, cuda=True)
+    sharded = rank_memory(MODEL, ranks=2, batch_size=3, stage=3)
+    # weights are gathered in bfloat16, and autocast copies none
+    assert sharded.activations == sum(parts.values()) - parts["weight_copies"]
+
+
+def test_buckets_are_no_larger_than_all_gradients():
+    def sent(**settings) -> int:
+        return rank_memory(MODEL, ranks=2, **settings).communication
+
+    gradients = rank_memory(MODEL, ranks=2).gradients
+    assert sent(bucket_cap_mb=0.01, cuda=False) == int(0.01 * 2**20)
+    assert sent(bucket_cap_mb=25.0, cuda=False) == sent(ddp_wrapper="flat") == gradients
+    # NCCL takes gradients from where they are
+    assert sent(ddp_wrapper="naive") == sent(ddp_wrapper="flashddp") == 0
+    alone = {"stage": 1, "ddp_wrapper": "none", "bucket_cap_mb": 0.01}
+    assert sent(**alone) == 3 * int(0.01 * 2**20)
+    assert sent(**alone, cuda=False) == 4 * int(0.01 * 2**20)
+    assert sent(**alone | {"bucket_cap_mb": 25.0}) == 2 * gradients
+
+
+MEMORY = RankMemory(parameters=10, gradients=20, optimizer_state=40, activations=100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peak"),
+    [
+        ({"working": 5}, 10 + 40 + 100 + 5),
+        ({"activations": 15, "communication": 7}, 10 + 40 + 20 + 7),
+        ({"activations": 1, "averaged_gradients": 20, "update": 30}, 10 + 40 + 20 + 30),
+        ({"activations": 1, "averaged_gradients": 9, "update": 30}, 10 + 40 + 9 + 30),
+        ({"gradients_stay": True}, 10 + 40 + 20 + 100),
+        ({"gathered": 3}, 10 + 40 + 3 + 100),
+    ],
+)
+def test_the_peak_is_at_an_end_of_backward_or_in_the_update(changes, peak):
+    assert dataclasses.replace(MEMORY, **changes).peak == peak
+
+
+def test_moments_between_steps():
+    memory = dataclasses.replace(MEMORY, averaged_gradients=9)
+    assert (memory.initialised, memory.before_step, memory.between_steps) == (10, 59, 50)
+    stays = dataclasses.replace(memory, gradients_stay=True)
+    assert (stays.initialised, stays.before_step, stays.between_steps) == (30, 70, 70)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_t4_trains_medium_alone_and_large_with_zero1_on_two(is_short):
+    settings = {"dtype": "float16", "low_precision_weights": is_short}
+    assert largest_preset(16 * 10**9, **settings) == "medium"
+    for wrapper in ("none", "flashddp"):
+        sharded = settings | {"stage": 1, "ddp_wrapper": wrapper}
+        assert largest_preset(16 * 10**9, 2, **sharded) == "large"
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_preset_fits_into_what_it_needs_and_into_no_byte_less(name):
+    needed = rank_memory(model_preset(name), ranks=1, batch_size=4).peak
+    assert largest_preset(needed + 7, batch_size=4, reserved_bytes=7) == name
+    smaller = [*SIZES[: SIZES.index(name)], None][-2 if SIZES.index(name) else -1]
+    assert largest_preset(needed + 6, batch_size=4, reserved_bytes=7) == smaller
+
+
+def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
+    assert CPU_LOGITS_BYTES == loss.CHUNK_BYTES
+    config = dataclasses.replace(model_preset("tiny"), context_length=4096)
+    memory = rank_memory(config, ranks=1, dtype="float32", cuda=False)
+    assert memory.working == 4096 * 4 * (4 * 128 + 3 * 352)
+    wide = dataclasses.replace(config, vocab_size=10**6)
+    assert rank_memory(wide, ranks=1, dtype="bfloat16", cuda=False).working == 3 * loss.CHUNK_BYTES
+
+
+def test_wrappers_are_those_of_training():
+    assert set(AVERAGED_BY) == set(TRAINING_WRAPPERS) - {"fsdp2"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ranks": 0},
+        {"batch_size": 0},
+        {"stage": 4},
+        {"dtype": "int8"},
+        {"ddp_wrapper": "ddp"},
+        {"ddp_wrapper": "none"},
+        {"bucket_cap_mb": 0},
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
+        rank_memory(MODEL, **({"ranks": 2} | wrong))

@@ -1,0 +1,159 @@
+"""The sharded optimizer trains as one process does, and shares state, traffic and checkpoints."""
+
+import functools
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from lib.ddp.launcher import WorkerError
+from lib.optimizer.adamw import AdamW
+from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from tests.ddp.workers import launch, run_cases
+from tests.sharded_optimizer import cases
+from tests.sharded_optimizer import training_cases as training
+
+HELPERS = ("check_equal", "check_as_unsharded")
+CASES = [name for name in vars(cases) if name.startswith("check_") and name not in HELPERS]
+# group sizes -> optimizers; three ranks on two cores are slow
+OPTIMIZERS = {1: ["adamw"], 2: ["torch adamw", "adamw"], 3: ["sgd"]}
+WAYS = [
+    (size, name, way)
+    for size, names in OPTIMIZERS.items()
+    for name in names
+    for way in training.WAYS
+]
+SAVED = ("parameters", "flat, overlapped")
+RESUMED = [*itertools.product((3, 2, 1), SAVED), (1, "unsharded")]
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """The cases that passed on both ranks; the first that fails is the fixture's error."""
+    return launch(run_cases, 2, "tests.sharded_optimizer.cases", CASES)
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    """What each of three ranks found; they also train in smaller groups."""
+    return launch(training.three_ranks, 3, OPTIMIZERS, tmp_path_factory.mktemp("shards"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks(two_ranks, case):
+    assert all(case in passed for passed in two_ranks)
+
+
+def check_training(results: list[dict], way: tuple[int, str, str]) -> None:
+    found = [result["training"][way] for result in results if way in result["training"]]
+    assert len(found) == way[0]
+    # weights are of size 1 and below, and float32 has 24 bits; one rank trains as one process
+    tolerance = 16 * 2**-24 if way[0] > 1 else 0
+    assert max(result["error"] for result in found) <= tolerance
+    assert max(result["norm error"] for result in found) <= tolerance
+    assert len({result["digest"] for result in found}) == 1
+    # all shards together are the state of one process
+    assert sum(result["elements"] for result in found) == found[0]["whole elements"]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_training_equals_that_of_one_process(three_ranks, way):
+    check_training(three_ranks, way)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", training.WAYS)
+def test_bfloat16_training_equals_that_of_float32_masters(three_ranks, size, way):
+    assert three_ranks[2]["low precision"][size, way] == 0
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize(("size", "loaded"), RESUMED)
+def test_three_ranks_resume_on_other_numbers_and_strategies(three_ranks, saved, size, loaded):
+    errors = [result["resumed"].get((saved, size, loaded)) for result in three_ranks[3 - size :]]
+    is_same = size == 3 and loaded == saved
+    assert max(errors) <= (0 if is_same else 16 * 2**-24)
+
+
+def test_a_rank_that_dies_in_the_step_ends_the_job_and_is_named():
+    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+        launch(cases.dies_in_step, 2)
+
+
+@pytest.mark.parametrize("how", ["parameters", "local"])
+def test_a_single_rank_is_left_alone(how):
+    module = cases.stack()
+    params = list(module.parameters())
+    addresses = [param.data_ptr() for param in params]
+    made = cases.made_of(module, cases.ADAMW, **cases.HOWS[how])
+    assert made.inner.param_groups[0]["params"] == params
+    cases.backward(module)
+    grads = [param.grad for param in params]
+    made.clip_grad_norm(1.0)
+    made.step()
+    assert all(param.grad is grad for param, grad in zip(params, grads))
+    assert [param.data_ptr() for param in params] == addresses
+    assert not any(param._post_accumulate_grad_hooks for param in params)
+
+
+def test_schedulers_find_what_they_look_for():
+    made = cases.made_of(cases.stack(), {"optimizer_cls": torch.optim.AdamW})
+    torch.optim.lr_scheduler.OneCycleLR(made, max_lr=1.0, total_steps=10)
+    assert made.param_groups[0]["lr"] < 1e-1
+    assert made.param_groups[0]["betas"][0] != 0.9
+
+
+def test_own_arguments_are_none_of_any_optimizer():
+    own = set(inspect.signature(ShardedOptimizer).parameters)
+    own -= {"params", "optimizer_cls", "kwargs"}
+    classes = [cls for cls in vars(torch.optim).values() if inspect.isclass(cls)]
+    assert len(classes) > 10
+    for cls in (AdamW, *classes):
+        assert not own & inspect.signature(cls).parameters.keys()
+
+
+class OwnLBFGS(torch.optim.LBFGS):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero"}, "strategy must be one of parameters, flat, fsdp2, got 'zero'"),
+        ({"reduces_gradients": True}, "reduces_gradients needs strategy 'flat'"),
+        ({"strategy": "flat", "overlap": True}, "overlap needs reduces_gradients"),
+        ({"strategy": "flat", "bucket_cap_mb": 0}, "bucket_cap_mb must be above 0, got 0"),
+        ({"optimizer_cls": "AdamW"}, "optimizer_cls must be a class"),
+        (
+            {"strategy": "flat", "optimizer_cls": torch.optim.Adafactor},
+            "but Adafactor reads others, .* use strategy 'parameters'",
+        ),
+        ({"optimizer_cls": OwnLBFGS}, "but OwnLBFGS reads others, .* use another optimizer"),
+        ({"optimizer_cls": functools.partial(torch.optim.LBFGS)}, "but LBFGS reads others"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        cases.made_of(cases.stack(), {"optimizer_cls": torch.optim.SGD, "lr": 0.1} | options)
+
+
+@pytest.mark.gpu
+def test_training_on_gpus_equals_that_of_one_process():
+    ranks = min(4, torch.cuda.device_count())
+    optimizers = {size: list(training.OPTIMIZERS) for size in range(1, ranks + 1)}
+    results = launch(training.equality, ranks, optimizers, backend="nccl")
+    for size, names in optimizers.items():
+        for name in names:
+            for way in training.WAYS:
+                check_training(results, (size, name, way))
+
+
+@pytest.mark.gpu
+def test_two_gpus_train_as_one_process():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    launch(cases.on_gpus, 2, backend="nccl")

@@ -1,0 +1,164 @@
+"""`lib` is a list of rooms: a file imports its own room or rooms below, and there is no circle."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From top to bottom. `lib/__main__.py` and the doors, which lie beside the rooms, see all of them.
+ROOMS = [
+    "publish",
+    "lessons",
+    "benchmarks",
+    "profiling",
+    "training",
+    "sharded_optimizer",
+    "ddp",
+    "optimizer",
+    "model",
+    "flash_attention",
+    "data",
+    "tokenizer",
+    "core",
+]
+# Rooms whose import loads no torch, and the two files of core that need it.
+LIGHT = ("core", "tokenizer", "data", "publish")
+WITH_TORCH = {"lib.core.allocator", "lib.core.ranges"}
+# Settings of commands are read before anything heavy is loaded.
+LIGHT_FILES = ("lib.model.config", "lib.training.config", "lib.training.pipeline")
+HEAVY = {"torch", "triton", "wandb"}
+
+
+def module_name(path: Path) -> str:
+    """`lib.ddp.ring` for lib/ddp/ring.py, and `lib.ddp` for its __init__.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+FILES = {module_name(path): path for path in sorted((ROOT / "lib").rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    """The room of a module of `lib`; empty for those beside the rooms."""
+    return next((name for name in ROOMS if f"{module}.".startswith(f"lib.{name}.")), "")
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of `lib` that the file at `path` imports, at its top or inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are written from `lib` on"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & set(FILES)
+            names |= submodules or {node.module}
+    return {name for name in names if name.split(".")[0] == "lib"}
+
+
+IMPORTS = {name: imported(path) for name, path in FILES.items()}
+
+
+def test_every_room_is_listed_and_only_doors_lie_beside_them():
+    assert {path.name for path in (ROOT / "lib").iterdir() if (path / "__init__.py").exists()} == {
+        *ROOMS
+    }
+    beside = {path.name for path in (ROOT / "lib").glob("*.py")}
+    assert beside == {"__init__.py", "__main__.py", "checkpoint.py", "flash_attention_triton.py"}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_only_itself_and_rooms_below(name):
+    below = ROOMS[ROOMS.index(name) :]
+    for module in (module for module in FILES if room(module) == name):
+        upward = {other for other in IMPORTS[module] if room(other) not in below}
+        assert not upward, f"{module} imports {upward}, which is not below {name}"
+
+
+def test_there_is_no_circle():
+    tuple(graphlib.TopologicalSorter(IMPORTS).static_order())
+
+
+def test_an_upward_import_is_seen(tmp_path):
+    probe = tmp_path / "probe.py"
+    probe.write_text("def f():\n    from lib.lessons import notebook\nimport lib.core.settings\n")
+    assert imported(probe) == {"lib.lessons.notebook", "lib.core.settings"}
+
+
+def may_import_triton(module: str) -> bool:
+    return (
+        module.endswith(("_triton", "_gluon", ".triton_kernels", ".triton_attention"))
+        or module.startswith(("lib.flash_attention.hopper.", "lib.flash_attention.cuda."))
+        or module == "lib.benchmarks.tune_attention"
+    )
+
+
+def test_triton_is_imported_by_its_own_files_only_or_inside_functions():
+    for module, path in FILES.items():
+        at_top = ast.parse(path.read_text(encoding="utf-8")).body
+        names = {alias.name for n in at_top if isinstance(n, ast.Import) for alias in n.names}
+        names |= {node.module for node in at_top if isinstance(node, ast.ImportFrom)}
+        uses = {name for name in names if name.split(".")[0] == "triton"}
+        assert not uses or may_import_triton(module), f"{module} imports {uses}"
+
+
+def test_a_face_is_short_and_loads_nothing():
+    faces = {name: path for name, path in FILES.items() if path.name == "__init__.py"}
+    for name, path in faces.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        code = [line for line in lines if line.strip() and not line.startswith('"""')]
+        assert len(lines) <= 15 or len(code) <= 15, f"{name} has {len(lines)} lines"
+        assert IMPORTS[name] == set(), f"{name} imports {IMPORTS[name]}"
+
+
+IN_COPIES = """
+import os, sys
+exec(sys.argv[1])
+for statement in sys.argv[2:]:
+    if os.fork():
+        _, status = os.wait()
+        if status:
+            sys.exit(f"{statement} fails")
+        continue
+    status = 1
+    try:
+        exec(statement)
+        print(*{name.split(".")[0] for name in sys.modules}, flush=True)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    # at once: to take down what the copies share would take longer than the rest
+    os._exit(status)
+"""
+
+
+def loaded_by(*statements: str, first: str = "pass") -> list[set[str]]:
+    """The top-level modules that a Python holds after each statement, which prints nothing.
+
+    Each statement has a Python of its own, a copy of one that knows only what `first` loaded.
+    """
+    command = [sys.executable, "-c", IN_COPIES, first, *statements]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(statements), f"something is printed: {done.stdout}"
+    return [set(line.split()) for line in lines]
+
+
+def test_import_lib_loads_nothing_else():
+    (loaded,) = loaded_by("import lib")
+    assert not loaded & {*HEAVY, "numpy", "numba", "matplotlib", "lazy_loader"}
+
+
+def test_light_rooms_load_no_torch():
+    names = [name for name in FILES if room(name) in LIGHT and name not in WITH_TORCH]
+    names += [*LIGHT_FILES, *(f"lib.{name}" for name in ROOMS)]
+    # what takes long to load and many files need; none of it loads what is heavy
+    shared = "import matplotlib.pyplot, nbclient, numba, numpy"
+    loaded = loaded_by(*(f"import {name}" for name in names), first=shared)
+    assert {name: found & HEAVY for name, found in zip(names, loaded) if found & HEAVY} == {}

@@ -1,0 +1,506 @@
+"""Training, encoding and decoding, in both implementations unless a test says otherwise."""
+
+import io
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.tokenizer import bpe
+from lib.tokenizer.bpe import (
+    Tokenizer,
+    count_pretokens,
+    merge_pair,
+    train_bpe,
+    train_from_counts,
+)
+from lib.tokenizer.files import Parts, from_printable
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
+from tests.texts import tricky_text
+
+ROOT = Path(__file__).parents[2]
+BOTH = pytest.mark.parametrize("implementation", ["python", "numba"])
+TEXT = (
+    "The old cat sat on the mat. “Don't you want to play?” asked the cat's friend, the 3 mice.\n"
+    f"They'd played all day!\r\n\r\n{SEPARATOR}\nÜber den Wolken, 日本語のテキスト, 42 €\t\n  \n"
+) * 3
+SPECIAL = [SEPARATOR, "<|a|>", "<|a|><|b|>", " <x>", "c\n"]
+
+# the merges of GPT-2 that the expected ids below need, with their ids
+GPT2_MERGES = """
+Ġ a 257, o n 261, Ġ b 275, a r 283, Ġ d 288, Ġ D 360, â Ģ 447, ' t 470, Ċ Ċ 628, Ġd on 836,
+O N 1340, Â ł 1849, o o 2238, Ġb ar 2318, ã Ģ 5099, d on 9099, f oo 21943, ĠD ON 23917
+"""
+
+
+def train(tmp_path, text, vocab_size, special_tokens=(), **options):
+    path = tmp_path / "text.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return train_bpe(path, vocab_size, special_tokens, **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), TEXT, 380, SPECIAL, implementation="python")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(trained):
+    return {name: Tokenizer(*trained, SPECIAL, implementation=name) for name in ("python", "numba")}
+
+
+@pytest.fixture(scope="module")
+def peer(trained):
+    ids = {token: token_id for token_id, token in trained[0].items()}
+    special = {token: ids.pop(token.encode()) for token in SPECIAL}
+    return tiktoken.Encoding(
+        "peer", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens=special
+    )
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """The part of GPT-2's tokenizer that a few texts need, with its ids."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    order = printable + [byte for byte in range(256) if byte not in printable]
+    vocab = {token_id: bytes([byte]) for token_id, byte in enumerate(order)}
+    merges = []
+    for line in GPT2_MERGES.replace("\n", " ").split(", "):
+        left, right, token_id = line.split()
+        merges.append((from_printable(left), from_printable(right)))
+        vocab[int(token_id)] = b"".join(merges[-1])
+    vocab[50256] = SEPARATOR.encode()
+    return Parts(vocab, merges, {SEPARATOR: 50256})
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    ("counts", "merges"),
+    [
+        ({"aaaa": 1, "aaa": 1}, ["a a", "aa aa", "aa a"]),
+        ({"ab": 1, "ba": 1}, ["b a", "a b"]),
+        (
+            {"low": 5, "lower": 2, "widest": 3, "newest": 6},
+            ["s t", "e st", "o w", "l ow", "w est", "n e"],
+        ),
+    ],
+)
+def test_known_merges(counts, merges):
+    encoded = {word.encode(): count for word, count in counts.items()}
+    _, learned = train_from_counts(encoded, 256 + len(merges))
+    assert [b" ".join(pair).decode() for pair in learned] == merges
+
+
+def simple_merges(counts, number):
+    """Byte-pair encoding by its definition: count everything again for each merge."""
+    words = {tuple(bytes([b]) for b in word): count for word, count in counts.items()}
+    merges = []
+    for _ in range(number):
+        pairs = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        merged = Counter()
+        for word, count in words.items():
+            pieces = list(word)
+            for i in range(len(pieces) - 1):
+                if tuple(pieces[i : i + 2]) == best:
+                    pieces[i : i + 2] = [b"".join(best), b""]
+            merged[tuple(filter(None, pieces))] += count
+        words = merged
+    return merges
+
+
+words = st.lists(st.sampled_from([b"a", b"b", b"ab", b"\x00", b"\xff", b"c"]), max_size=12)
+
+
+@given(st.dictionaries(words.map(b"".join).filter(len), st.integers(1, 5), max_size=12))
+def test_merges_equal_those_of_the_definition(counts):
+    _, merges = train_from_counts(counts, 256 + 30)
+    assert merges == simple_merges(counts, 30)
+
+
+@settings(max_examples=60)
+@given(tricky_text(60), st.integers(0, 80), st.sampled_from([[], SPECIAL]))
+def test_both_implementations_learn_the_same(tmp_path_factory, text, merges, special_tokens):
+    folder = tmp_path_factory.mktemp("same")
+    size = 256 + len(special_tokens) + merges
+    results = [
+        train(folder, text, size, special_tokens, implementation=name)
+        for name in ("python", "numba")
+    ]
+    assert results[0] == results[1]
+
+
+@BOTH
+def test_merges_do_not_depend_on_workers_or_chunks(tmp_path, monkeypatch, implementation):
+    text, done = TEXT * 10, []
+    options = {"implementation": implementation, "progress": done.append}
+    expected = train(tmp_path, text, 350, SPECIAL, workers=1, **options)
+    for module in ("lib.tokenizer.bpe", "lib.tokenizer.compiled_encoder"):
+        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 100)
+    for workers in (1, 2):
+        done.clear()
+        assert train(tmp_path, text, 350, SPECIAL, workers=workers, **options) == expected
+        assert sum(done) == len(text.encode())
+        assert len(done) > 10
+
+
+@BOTH
+def test_special_tokens_are_not_counted_nor_merged_across(tmp_path, implementation):
+    text = f"ab{SEPARATOR}ab{SEPARATOR}" * 20
+    vocab, merges = train(tmp_path, text, 300, [SEPARATOR], implementation=implementation)
+    assert merges == [(b"a", b"b")]
+    assert vocab[257] == SEPARATOR.encode()
+
+
+@BOTH
+def test_vocabulary_is_bytes_then_merges_then_special_tokens(tmp_path, implementation):
+    vocab, merges = train(tmp_path, TEXT, 300, SPECIAL, implementation=implementation)
+    learned = [left + right for left, right in merges]
+    special = [token.encode() for token in SPECIAL]
+    assert list(vocab.values()) == [bytes([byte]) for byte in range(256)] + learned + special
+    assert list(vocab) == list(range(300))
+
+
+@BOTH
+def test_stops_when_the_text_gives_no_more(tmp_path, caplog, implementation):
+    vocab, merges = train(tmp_path, "abc", 1000, [SEPARATOR], implementation=implementation)
+    assert len(merges) == 2
+    assert len(vocab) == 259
+    assert "stopped at 259 tokens" in caplog.text
+
+
+@BOTH
+def test_an_empty_text_gives_the_bytes(tmp_path, implementation):
+    vocab, merges = train(tmp_path, "", 300, implementation=implementation)
+    assert (len(vocab), merges) == (256, [])
+
+
+@BOTH
+def test_invalid_bytes_count_as_replacement_characters(tmp_path, implementation):
+    invalid = train(tmp_path, b"a\xff\xc3(\xed\xa0\x80 " * 9, 290, implementation=implementation)
+    text = (b"a\xff\xc3(\xed\xa0\x80 " * 9).decode("utf-8", "replace")
+    assert invalid == train(tmp_path, text, 290, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "special_tokens", "options", "message"),
+    [
+        (257, ["<|a|>", "<|b|>"], {}, r"256 bytes \+ 2 special tokens = 258, got 257"),
+        (300, "<a>", {}, "special_tokens must be a list of texts, got '<a>'"),
+        (300, [""], {}, "special_tokens must not hold an empty text"),
+        (300, [], {"workers": -1}, "workers must be at least 1, got -1"),
+        (300, [], {"implementation": "rust"}, "one of auto, python, numba, got 'rust'"),
+    ],
+)
+def test_wrong_arguments_are_rejected(tmp_path, vocab_size, special_tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, TEXT, vocab_size, special_tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_installed", "words"),
+    [
+        (10, True, "compiled implementation"),
+        (1 << 30, True, "Python implementation .*small input"),
+        (10, False, "Python implementation .*Numba is not installed"),
+    ],
+)
+def test_the_choice_of_implementation_is_logged(
+    tmp_path, monkeypatch, caplog, size, is_installed, words
+):
+    monkeypatch.setattr(bpe, "COMPILED_TRAINING_BYTES", size)
+    monkeypatch.setattr(bpe, "numba_installed", lambda: is_installed)
+    with caplog.at_level("INFO"):
+        train(tmp_path, TEXT, 300)
+    assert re.search(words, caplog.text)
+    if not is_installed:
+        with pytest.raises(ImportError, match="numba"):
+            train(tmp_path, TEXT, 300, implementation="numba")
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from lib.tokenizer.bpe import Tokenizer
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [])
+tokenizer.encode("a b")
+resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), -1))
+print(len(tokenizer.encode("ab " * 500_000)), "numba" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_numba_is_not_loaded_where_the_address_space_is_limited():
+    command = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1500000", "False"]
+
+
+# Encoding and decoding
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("", []),
+        ("a\n\n\nb", [64, 628, 198, 65]),
+        ("foo  \n  bar", [21943, 220, 220, 198, 220, 2318]),
+        ("a\r\n\r\nb", [64, 201, 198, 201, 198, 65]),
+        ("don't DON'T don’t", [9099, 470, 23917, 6, 51, 836, 447, 247, 83]),
+        ("a\x1cb a\x85b", [64, 216, 65, 257, 126, 227, 65]),
+        ("a\u00a0b \u3000c", [64, 1849, 65, 220, 5099, 222, 66]),
+        (f"a{SEPARATOR}b", [64, 50256, 65]),
+    ],
+)
+def test_ids_of_gpt2(gpt2, implementation, text, ids):
+    tokenizer = Tokenizer.from_parts(gpt2, implementation=implementation)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.encode_array(text).tolist() == ids
+    assert tokenizer.decode(ids) == text
+
+
+@BOTH
+def test_incomplete_characters_decode_to_replacement_characters(gpt2, implementation):
+    tokenizer = Tokenizer.from_parts(gpt2, implementation=implementation)
+    assert tokenizer.decode([447, 50256]) == f"\ufffd{SEPARATOR}"
+    with pytest.raises(UnicodeDecodeError):
+        tokenizer.decode([447], errors="strict")
+
+
+@BOTH
+@settings(max_examples=200)
+@given(text=tricky_text())
+def test_decoding_gives_the_text_back(tokenizers, implementation, text):
+    tokenizer = tokenizers[implementation]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode_array(text)) == text
+
+
+@pytest.fixture(scope="module")
+def short_alphabet(tmp_path_factory):
+    """Vocabulary and merges in which many merges compete for the same letters."""
+    generator = random.Random(0)
+    text = " ".join("".join(generator.choices("abc", k=9)) for _ in range(500))
+    return train(tmp_path_factory.mktemp("abc"), text, 330, implementation="python")
+
+
+@BOTH
+@settings(max_examples=100)
+@given(word=st.text("abc", min_size=1, max_size=90))
+def test_ids_equal_those_of_the_definition(short_alphabet, implementation, word):
+    """Apply each merge, in the order of learning, wherever it fits."""
+    vocab, merges = short_alphabet
+    pieces = [bytes([byte]) for byte in word.encode()]
+    for pair in merges:
+        pieces = merge_pair(pieces, pair, b"".join(pair))
+    tokenizer = Tokenizer(vocab, merges, implementation=implementation)
+    assert [vocab[i] for i in tokenizer.encode(word)] == pieces
+
+
+@settings(max_examples=300)
+@given(text=tricky_text())
+def test_both_implementations_give_the_same_ids(tokenizers, text):
+    assert tokenizers["python"].encode(text) == tokenizers["numba"].encode(text)
+
+
+@settings(max_examples=300)
+@given(text=tricky_text())
+def test_ids_equal_those_of_tiktoken(tokenizers, peer, text):
+    # tiktoken takes the special token that begins first, but does not promise the longest
+    if "<|a|><|b|>" not in text:
+        assert tokenizers["python"].encode(text) == peer.encode(text, allowed_special="all")
+
+
+@BOTH
+@settings(max_examples=100)
+@given(pieces=st.lists(tricky_text(5), max_size=8))
+def test_an_iterable_gives_the_ids_of_the_joined_text(tokenizers, implementation, pieces):
+    tokenizer = tokenizers[implementation]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "ITERABLE_BYTES", 8)
+        assert list(tokenizer.encode_iterable(pieces)) == tokenizer.encode("".join(pieces))
+
+
+def test_an_iterable_is_read_only_as_far_as_needed(tokenizers):
+    read = []
+
+    def lines():
+        for number in range(1000):
+            read.append(number)
+            yield "some words that fill a line, again and again and again\n"
+
+    ids = tokenizers["python"].encode_iterable(lines())
+    next(ids)
+    assert len(read) < 300
+
+
+@BOTH
+@settings(max_examples=50)
+@given(text=tricky_text(), chunk=st.integers(1, 50), workers=st.sampled_from([1, 2, 7]))
+def test_a_stream_does_not_depend_on_chunks_or_workers(
+    tokenizers, implementation, text, chunk, workers
+):
+    tokenizer = tokenizers[implementation]
+    stream = io.BytesIO(text.encode())
+    results = list(tokenizer.encode_stream(stream, chunk_bytes=chunk, workers=workers))
+    assert sum(length for length, _ in results) == len(text.encode())
+    assert [i for _, ids in results for i in ids.tolist()] == tokenizer.encode(text)
+
+
+@BOTH
+@given(parts=st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xa9", b"\xf0\x9f", b" ", b"a"])))
+def test_invalid_utf8_encodes_as_replacement_characters(tokenizers, implementation, parts):
+    data = b"".join(parts)
+    tokenizer = tokenizers[implementation]
+    expected = tokenizer.encode(data.decode("utf-8", "replace"))
+    assert tokenizer.encode_array(data).tolist() == expected
+
+
+@BOTH
+def test_special_tokens_wherever_they_are(tokenizers, implementation):
+    tokenizer = tokenizers[implementation]
+    ids = tokenizer.special_tokens
+    a, ab, end = ids["<|a|>"], ids["<|a|><|b|>"], ids[SEPARATOR]
+    for text, expected in [
+        ("<|a|>", [a]),
+        ("<|a|><|a|><|b|>", [a, ab]),
+        (f"{SEPARATOR}{SEPARATOR}", [end, end]),
+        ("x<|a|>y", [ord("x"), a, ord("y")]),
+        ("<|a|", [*tokenizer.encode("<|a"), ord("|")]),
+    ]:
+        assert tokenizer.encode(text) == expected
+
+
+@BOTH
+@pytest.mark.parametrize("text", ["a" * 50_000, "abcdefgh" * 6_000])
+def test_a_very_long_pretoken(tmp_path, implementation, text):
+    vocab, merges = train(tmp_path, text, 300, implementation=implementation)
+    tokenizer = Tokenizer(vocab, merges, implementation=implementation)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < 20
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [[-1], [0, 10**6], [1, 380], [2**70]])
+def test_an_id_out_of_range_is_named(tokenizers, implementation, bad):
+    with pytest.raises(ValueError, match=rf"token id {bad[-1]} is not in the vocabulary"):
+        tokenizers[implementation].decode(bad)
+
+
+@BOTH
+def test_arrays_tensors_and_generators_decode(tokenizers, implementation):
+    import torch
+
+    tokenizer = tokenizers[implementation]
+    ids = tokenizer.encode("Über 42 cats")
+    for form in (np.array(ids), np.array(ids, np.uint16), torch.tensor(ids), iter(ids), tuple(ids)):
+        assert tokenizer.decode(form) == "Über 42 cats"
+    # lists of integers of other types
+    for form in (list(torch.tensor(ids)), list(np.array(ids))):
+        assert tokenizer.decode(form) == "Über 42 cats"
+    assert tokenizer.decode(np.array([])) == tokenizer.decode([]) == ""
+
+
+@BOTH
+def test_ids_that_are_not_a_row_of_integers_are_rejected(tokenizers, implementation):
+    tokenizer = tokenizers[implementation]
+    for ids in (np.array([[97]]), np.array([97.5])):
+        with pytest.raises(ValueError, match=r"ids must be integers, \(n,\)"):
+            tokenizer.decode(ids)
+    with pytest.raises(TypeError):
+        tokenizer.decode([97.5])
+
+
+@BOTH
+def test_half_a_surrogate_pair_is_rejected(tokenizers, implementation):
+    with pytest.raises(UnicodeEncodeError):
+        tokenizers[implementation].encode("a\ud800")
+
+
+def test_dtype_follows_the_vocabulary(trained):
+    vocab, merges = trained
+    assert Tokenizer(vocab, merges).dtype == np.uint16
+    assert Tokenizer({**vocab, 65_535: b"last"}, merges).dtype == np.uint16
+    assert Tokenizer({**vocab, 65_536: b"more"}, merges).dtype == np.uint32
+
+
+def test_special_tokens_that_the_vocabulary_lacks_get_the_next_ids(trained):
+    tokenizer = Tokenizer(*trained, [*SPECIAL, "<|new|>"])
+    assert tokenizer.special_tokens["<|new|>"] == max(trained[0]) + 1
+    assert tokenizer.encode("<|new|>") == [max(trained[0]) + 1]
+
+
+@BOTH
+@pytest.mark.parametrize("end", ["\n ", "\t ", "  ", "\r\n ", " "])
+def test_a_text_that_ends_in_a_space(tmp_path, implementation, end):
+    parts = train(tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], implementation="numba")
+    again = train(
+        tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], implementation=implementation
+    )
+    assert again == parts
+    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation=implementation)
+    expected = [ord("a"), *([max(parts[0]) - 1] if len(end) > 1 else [ord(" ")])]
+    assert tokenizer.encode(f"a{end}") == expected
+    assert tokenizer.encode(f"a{end}{SEPARATOR}")[:-1] == expected
+
+
+def test_a_huge_vocabulary_takes_no_more_memory_than_the_text_needs(tmp_path):
+    vocab, _ = train(tmp_path, "abc abd", 2_000_000_000, implementation="numba")
+    assert len(vocab) < 270
+
+
+def test_the_readable_cache_is_bounded(trained, monkeypatch):
+    monkeypatch.setattr(bpe, "MAX_CACHED_WORDS", 10)
+    tokenizer = Tokenizer(*trained, implementation="python")
+    tokenizer.encode(" ".join(map(str, range(1000))))
+    assert len(tokenizer._spaced_words) <= 10
+
+
+def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
+    vocab, merges = train(tmp_path, "aab ab", 260, ["a"])
+    tokenizer = Tokenizer(vocab, merges, ["a"])
+    assert tokenizer.special_tokens == {"a": max(vocab)}
+    assert tokenizer.encode("ab") == [max(vocab), ord("b")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda vocab, merges: vocab.pop(65), r"all 256 bytes, but lacks \[65\]"),
+        (lambda vocab, merges: vocab.update({500: b""}), "bytes for every id, got none for 500"),
+        (lambda vocab, merges: vocab.update({1 << 24: b"x"}), "ids below 16777216"),
+        (lambda vocab, merges: vocab.pop(256), "merge 0 makes .*, which is not in the vocabulary"),
+        (lambda vocab, merges: merges.pop(0), "which no earlier merge has made"),
+        (lambda vocab, merges: merges.append(merges[0]), "which an earlier merge has made"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_rejected(trained, change, message):
+    vocab, merges = dict(trained[0]), list(trained[1])
+    change(vocab, merges)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(vocab, merges)
+
+
+def test_pretokens_are_counted_without_special_tokens():
+    counts = count_pretokens(f"a b b{SEPARATOR}a", [SEPARATOR])
+    assert counts == {b"a": 2, b" b": 2}

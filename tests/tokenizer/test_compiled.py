@@ -1,0 +1,258 @@
+"""The compiled implementation: kernels against plain Python, full tables, threads, its cache."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_bpe, train_from_counts
+from lib.tokenizer.compiled_encoder import Cache, CompiledEncoder
+from lib.tokenizer.compiled_merges import Learner, learn_merges, new_learner
+from lib.tokenizer.compiled_scan import (
+    PADDING,
+    WordCounts,
+    class_table,
+    is_valid_utf8,
+    load_word,
+    prepare,
+    pretoken_end,
+    store_word,
+    trailing_zeros,
+)
+from lib.tokenizer.pretokenize import SEPARATOR, special_token_pattern, split_pretokens
+from tests.texts import every_character, tricky_text
+
+LIB = Path(__file__).parents[2] / "lib"
+
+
+load = njit(lambda data, index: load_word(data, index))
+store = njit(lambda data, index, word: store_word(data, index, word))
+zeros = njit(lambda word: trailing_zeros(word))
+
+
+@njit
+def scan(data, length, classes, ends):
+    """Write the ends of all pre-tokens to `ends`; return their number."""
+    number = i = 0
+    while i < length:
+        i = pretoken_end(data, i, length, classes)
+        ends[number] = i
+        number += 1
+    return number
+
+
+def scanned(text: str) -> list[str]:
+    """The pre-tokens that the scanner finds."""
+    data, length = prepare(text.encode())
+    ends = np.empty(length, np.int64)
+    ends = ends[: scan(data, length, class_table(), ends)].tolist()
+    content = data.tobytes()
+    return [content[start:end].decode() for start, end in zip([0, *ends], ends)]
+
+
+@settings(max_examples=500)
+@given(text=tricky_text())
+@example("it's")
+@example("we'll  see\r\n ")
+def test_the_scanner_splits_as_the_pattern_does(text):
+    assert scanned(text) == split_pretokens(text)
+
+
+def test_the_scanner_splits_every_character_by_its_pinned_class():
+    text, pretokens = every_character()
+    assert scanned(text) == pretokens
+
+
+well_formed = [b"a" * 8, b"abc", "é".encode(), "日".encode(), "😀".encode()]
+# overlong forms, surrogates, beyond the last code point, parts of characters
+malformed = "ff c080 c3 80 e08080 eda080 f0808080 f4908080 f5808080"
+utf8_pieces = [*well_formed, *map(bytes.fromhex, malformed.split())]
+
+
+def check_utf8(text: bytes) -> None:
+    data = np.frombuffer(text + bytes(PADDING), np.uint8)
+    try:
+        text.decode()
+        expected = True
+    except UnicodeDecodeError:
+        expected = False
+    assert is_valid_utf8(data, len(text)) == expected
+    prepared, length = prepare(text)
+    assert prepared[:length].tobytes() == text.decode("utf-8", "replace").encode()
+
+
+def test_utf8_is_checked_as_python_checks_it():
+    for pieces in product(utf8_pieces, repeat=2):
+        check_utf8(b"".join(pieces))
+
+
+@given(st.one_of(st.binary(max_size=40), st.lists(st.sampled_from(utf8_pieces)).map(b"".join)))
+def test_utf8_is_checked_as_python_checks_it_for_any_bytes(text):
+    check_utf8(text)
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 8), st.integers(0, 2**64 - 1))
+def test_words_are_loaded_and_stored_unaligned(content, index, word):
+    data = np.frombuffer(content, np.uint8).copy()
+    assert load(data, index) == int.from_bytes(content[index : index + 8], "little")
+    store(data, index, np.uint64(word))
+    assert data[index : index + 8].tobytes() == word.to_bytes(8, "little")
+    assert data[:index].tobytes() == content[:index]
+    if word:
+        assert zeros(np.uint64(word)) == (word & -word).bit_length() - 1
+
+
+def as_dictionary(words: WordCounts) -> dict[bytes, int]:
+    starts = words.starts
+    return {
+        words.kept[starts[w] : starts[w + 1]].tobytes(): int(words.counts[w])
+        for w in range(words.num_words)
+    }
+
+
+def counted(text: str, special_tokens: Sequence[str] = ()) -> WordCounts:
+    special_bytes = [token.encode() for token in special_tokens]
+    words = WordCounts(special_token_pattern(special_bytes))
+    words.count(text.encode())
+    return words
+
+
+@given(text=tricky_text())
+def test_counts_equal_those_of_the_readable_path(text):
+    special_tokens = ["<|a|>", "<|a|><|b|>", " <x>"]
+    found = as_dictionary(counted(text, special_tokens))
+    assert found == count_pretokens(text, special_tokens)
+
+
+def test_counts_survive_full_tables_and_threads(monkeypatch):
+    monkeypatch.setattr(WordCounts, "SMALL_TABLE_ROWS", 64)
+    generator = random.Random(1)
+    words = [str(generator.randrange(100_000)) for _ in range(60_000)]
+    words += ["long" * generator.randrange(20) for _ in range(5_000)]
+    chunks = [" ".join(words[i : i + 1000]) for i in range(0, len(words), 1000)]
+    gathered = WordCounts(None)
+    threads = [
+        threading.Thread(target=lambda k=k: [gathered.count(c.encode()) for c in chunks[k::4]])
+        for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = sum((count_pretokens(chunk) for chunk in chunks), Counter())
+    assert as_dictionary(gathered) == expected
+
+
+def small_arrays(learner: Learner) -> Learner:
+    """The same learner with every array that can grow as small as possible."""
+    return learner._replace(
+        sites=learner.sites[: len(learner.cells)].copy(),
+        heap=learner.heap[:4].copy(),
+        pairs=learner.pairs[: 1 << 14].copy(),
+        token_bytes=learner.token_bytes[:260].copy(),
+    )
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "abcdefgh ", "the quick brown fox 日本語é "])
+def test_arrays_that_grow_do_not_change_the_merges(alphabet):
+    generator = random.Random(alphabet)
+    text = "".join(generator.choice(alphabet) for _ in range(20_000))
+    rows = learn_merges(small_arrays(new_learner(counted(text), 500)))
+    vocab, merges = train_from_counts(count_pretokens(text), 256 + 500)
+    assert [(vocab[left], vocab[right]) for left, right in rows] == merges
+
+
+@pytest.mark.slow
+def test_counts_beyond_32_bits():
+    """Slow, since all kernels are compiled again for cells of 64 bits."""
+    words = counted("ab ab cd")
+    expected = learn_merges(new_learner(words, 3))
+    words.counts[: words.num_words] *= 1 << 40
+    assert learn_merges(new_learner(words, 3)) == expected
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fast") / "text.txt"
+    generator = random.Random(0)
+    syllables = ["ba", "de", "fi", "go", "lu", "né", "ра", "日本"]
+    words = [
+        "".join(generator.choices(syllables, k=generator.randrange(1, 9))) for _ in range(4000)
+    ]
+    path.write_text(" ".join(words) + SEPARATOR)
+    return path.read_text(), train_bpe(path, 700, [SEPARATOR], implementation="python")
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "kept"),
+    [(64, 1 << 20, 1 << 20), (1 << 16, 300, 1 << 20), (1 << 16, 1 << 20, 300)],
+)
+def test_a_cache_that_overflows_does_not_change_the_ids(trained, monkeypatch, rows, ids, kept):
+    text, parts = trained
+    expected = Tokenizer(*parts, [SEPARATOR], implementation="python").encode(text)
+    cache = Cache(
+        table=np.zeros((rows, 4), np.uint64),
+        ids=np.empty(ids, np.uint32),
+        kept=np.empty(kept, np.uint8),
+        used=np.zeros(3, np.int64),
+    )
+    monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
+    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.encode(text) == expected
+
+
+def test_threads_share_an_encoder(trained):
+    text, parts = trained
+    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
+    expected = tokenizer.encode(text)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(tokenizer.encode(text))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 8
+    assert isinstance(tokenizer._compiled, CompiledEncoder)
+
+
+@pytest.mark.slow
+def test_a_change_in_one_file_recompiles_the_kernels_of_the_others(tmp_path):
+    """Numba looks only at a kernel's own file; an edit to the scanner must reach the encoder."""
+    copytree(LIB, tmp_path / "lib", ignore=ignore_patterns("__pycache__"))
+    program = """
+from lib.tokenizer.bpe import Tokenizer
+vocab = {i: bytes([i]) for i in range(256)} | {256: b" b"}
+tokenizer = Tokenizer(vocab, [(b" ", b"b")], implementation="numba")
+print(tokenizer.encode("a b"))
+"""
+
+    def encoded() -> str:
+        # the program imports `lib` from its working folder
+        command = [sys.executable, "-c", program]
+        environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"}
+        options = {"capture_output": True, "text": True, "check": True}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
+        return done.stdout.strip()
+
+    assert encoded() == "[97, 256]"
+    scan = tmp_path / "lib" / "tokenizer" / "compiled_scan.py"
+    # a scanner that does not keep a space with its word
+    changed = scan.read_text().replace('data[i] == ord(" ")', 'data[i] == ord("_")')
+    assert changed != scan.read_text()
+    scan.write_text(changed)
+    assert encoded() == "[97, 32, 98]"

@@ -1,0 +1,162 @@
+"""Tokenizers as files: read back as written, rejected when altered, the same ids elsewhere."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+
+from lib.tokenizer import files
+from lib.tokenizer.bpe import Tokenizer, train_bpe
+from lib.tokenizer.pretokenize import SEPARATOR
+from tests.texts import tricky_text
+
+TEXT = "The cat's hat, the café and 42 日本 cats. " * 5 + SEPARATOR
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    # one special token looks like an ordinary one, one has a space
+    special_tokens = [SEPARATOR, "a", "<| two words |>"]
+    return Tokenizer(*train_bpe(path, 300, special_tokens), special_tokens)
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer):
+    """The same without the special token that looks like an ordinary one."""
+    ids = dict(tokenizer.special_tokens)
+    vocab = {i: token for i, token in tokenizer.vocab.items() if i != ids["a"]}
+    return Tokenizer(vocab, tokenizer.merges, [token for token in ids if token != "a"])
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tokenizer.json"
+
+
+def test_a_loaded_tokenizer_is_the_saved_one(tokenizer, path):
+    tokenizer.save(path)
+    loaded = Tokenizer.load(path)
+    assert loaded.parts == tokenizer.parts
+    assert loaded.sha256 == tokenizer.sha256
+    assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_every_byte_has_a_printable_form():
+    everything = bytes(range(256))
+    assert files.from_printable(files.to_printable(everything)) == everything
+    assert files.to_printable(b" the\n") == "ĠtheĊ"
+    with pytest.raises(ValueError, match=r"'日' .* encodes no byte"):
+        files.from_printable("日")
+
+
+@pytest.mark.parametrize("key", ["vocab", "merges", "special_tokens"])
+def test_an_altered_file_is_rejected(tokenizer, path, key):
+    tokenizer.save(path)
+    document = json.loads(path.read_text())
+    if key == "merges":
+        document["merges"][:2] = reversed(document["merges"][:2])
+    elif key == "vocab":
+        a, b = list(document["vocab"])[:2]
+        document["vocab"][a], document["vocab"][b] = document["vocab"][b], document["vocab"][a]
+    else:
+        document["special_tokens"]["<|new|>"] = 1000
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"tokenizer\.json was altered"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not JSON"),
+        ('{"format": "byte-level-bpe", "vocab": {', "is not JSON"),
+        ("[]", "not a tokenizer of this library"),
+        ('{"format": "byte-level-bpe", "version": 2}', "version must be 1, got 2"),
+        ('{"format": "byte-level-bpe", "version": 1}', "is damaged: KeyError"),
+    ],
+)
+def test_other_files_are_rejected(path, content, message):
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json.*{message}"):
+        Tokenizer.load(path)
+
+
+@pytest.fixture(scope="module")
+def huggingface(plain, tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "tokenizer.json"
+    files.save_huggingface(path, plain.parts)
+    return tokenizers.Tokenizer.from_file(str(path))
+
+
+@settings(max_examples=50)
+@given(text=tricky_text())
+def test_hugging_face_reads_the_export_and_gives_the_same_ids(plain, huggingface, text):
+    # it follows another version of Unicode, so only ASCII is sure to be split the same way
+    text = text.encode("ascii", "ignore").decode()
+    assert huggingface.encode(text).ids == plain.encode(text)
+
+
+def test_the_hugging_face_export_is_imported_again(plain, path):
+    files.save_huggingface(path, plain.parts)
+    loaded = Tokenizer.from_parts(files.load_huggingface(path))
+    assert loaded.parts == plain.parts
+
+
+def test_a_special_token_that_hugging_face_cannot_express_is_rejected(tokenizer, path):
+    with pytest.raises(ValueError, match=r"special_tokens must differ .* got 'a'"):
+        files.save_huggingface(path, tokenizer.parts)
+
+
+def test_a_tokenizer_trained_by_hugging_face_is_imported(tmp_path):
+    peer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    peer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290, initial_alphabet=alphabet, special_tokens=[SEPARATOR], show_progress=False
+    )
+    peer.train_from_iterator([TEXT], trainer)
+    peer.save(str(tmp_path / "peer.json"))
+    ours = Tokenizer.from_parts(files.load_huggingface(tmp_path / "peer.json"))
+    assert ours.encode(TEXT) == peer.encode(TEXT).ids
+
+
+def test_another_model_of_hugging_face_is_rejected(path):
+    path.write_text('{"model": {"type": "Unigram"}}')
+    with pytest.raises(ValueError, match="must be a byte-level BPE, got Unigram"):
+        files.load_huggingface(path)
+
+
+def test_tiktoken_gives_the_same_ids(tokenizer):
+    peer = files.to_tiktoken(tokenizer.parts)
+    assert peer.encode(TEXT, allowed_special="all") == tokenizer.encode(TEXT)
+    assert peer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_ids_out_of_order_are_rejected_for_tiktoken(plain):
+    swapped = {256: plain.vocab[257], 257: plain.vocab[256]}
+    parts = plain.parts._replace(vocab=plain.vocab | swapped)
+    with pytest.raises(ValueError, match="in the order of their merges"):
+        files.to_tiktoken(parts)
+
+
+def test_ids_that_a_file_cannot_tell_apart_are_rejected(tokenizer, path):
+    twice = Tokenizer({**tokenizer.vocab, 5000: b"a"}, tokenizer.merges)
+    with pytest.raises(ValueError, match="different bytes for each id"):
+        twice.save(path)
+
+
+def test_the_fingerprint_changes_with_anything_that_determines_ids(tokenizer):
+    vocab, merges, special_tokens = tokenizer.parts
+    prints = {
+        files.fingerprint(parts)
+        for parts in [
+            tokenizer.parts,
+            tokenizer.parts._replace(merges=merges[:-1]),
+            tokenizer.parts._replace(special_tokens={**special_tokens, SEPARATOR: 5000}),
+            tokenizer.parts._replace(vocab={**vocab, 5000: b"xyz"}),
+        ]
+    }
+    assert len(prints) == 4

@@ -1,0 +1,492 @@
+"""Generation against loops and filters written out here, and the promises about rows and seeds."""
+
+import dataclasses
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.core.settings import to_json
+from lib.model.config import ModelConfig
+from lib.model.transformer import TransformerLM
+from lib.tokenizer.bpe import Tokenizer
+from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.checkpoint import save_checkpoint
+from lib.training.config import TrainConfig
+from lib.training.generation import (
+    generate,
+    generate_text,
+    load_model,
+    next_token_probabilities,
+)
+
+VOCAB, CONTEXT = 23, 12
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, context_length=CONTEXT, d_model=16, num_layers=2, num_heads=2, d_ff=32
+)
+PROMPTS = [[5], [1, 2, 3, 4], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [22, 0]]
+SAMPLING = {"temperature": 0.9, "top_k": 15, "top_p": 0.9}
+
+
+def make_model(dtype=torch.float64, sharpness=4.0, **changes) -> TransformerLM:
+    config = dataclasses.replace(CONFIG, **changes)
+    model = TransformerLM(config, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        # random weights give nearly uniform probabilities that hardly depend on earlier tokens,
+        # which would hide differences
+        model.output_weight.mul_(sharpness)
+        for parameter in model.layers.parameters():
+            parameter.mul_(3 if parameter.dim() == 2 else 1)
+    return model
+
+
+class FixedLogits(torch.nn.Module):
+    """Gives the same logits behind every token."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.output_weight = torch.as_tensor(logits)[:, None]
+        self.config = dataclasses.replace(CONFIG, vocab_size=len(logits))
+
+    def hidden(self, token_ids, cache=None):
+        if cache is not None:
+            cache.length += token_ids.shape[-1]
+        return torch.ones(*token_ids.shape, 1, dtype=self.output_weight.dtype)
+
+
+class Scripted(torch.nn.Module):
+    """Prefers, behind token i, the token script[i]."""
+
+    def __init__(self, script, vocab_size):
+        super().__init__()
+        self.config = dataclasses.replace(CONFIG, vocab_size=vocab_size)
+        self.rows = torch.zeros(vocab_size, vocab_size)
+        for token, following in script.items():
+            self.rows[token, following] = 50.0
+        self.output_weight = torch.eye(vocab_size)
+
+    def hidden(self, token_ids, cache=None):
+        if cache is not None:
+            cache.length += token_ids.shape[-1]
+        return self.rows[token_ids]
+
+
+def plain_probabilities(logits, temperature, top_k, top_p):
+    """The same by lists and sums."""
+    if temperature == 0:
+        return [float(i == logits.index(max(logits))) for i in range(len(logits))]
+    highest = max(logits)
+    weights = [math.exp((logit - highest) / temperature) for logit in logits]
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    ranked = ranked[:top_k] if top_k else ranked
+    total = sum(weights[i] for i in ranked)
+    kept = []
+    for i in ranked:
+        kept.append(i)
+        if sum(weights[j] for j in kept) / total >= top_p and top_p < 1:
+            break
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+@given(
+    logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12),
+    temperature=st.sampled_from([0, 0.1, 0.7, 1.0, 3.0]),
+    top_k=st.integers(0, 14),
+    # not reached exactly by any sum of such exponentials but that of one or of equal ones
+    top_p=st.sampled_from([1e-9, 0.1234567, 0.4567891, 0.8912345, 0.9999, 1.0]),
+)
+@settings(max_examples=150)
+def test_probabilities_are_those_of_the_plain_filter(logits, temperature, top_k, top_p):
+    tensor = torch.tensor(logits, dtype=torch.float64)
+    ours = next_token_probabilities(tensor, temperature, top_k, top_p)
+    expected = plain_probabilities(logits, temperature, top_k, top_p)
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_top_p_stops_at_a_probability_that_is_reached_exactly():
+    logits = torch.tensor([0.125, 0.5, 0.25, 0.125]).log()
+    kept = {p: next_token_probabilities(logits, top_p=p).nonzero().flatten().tolist() for p in
+            (0.1, 0.5, 0.51, 0.75, 0.76, 0.876)}  # fmt: skip
+    assert kept == {0.1: [1], 0.5: [1], 0.51: [1, 2], 0.75: [1, 2], 0.76: [0, 1, 2],
+                    0.876: [0, 1, 2, 3]}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [(1.0, 2, 1.0), (1.0, 0, 0.4), (1.0, 2, 0.9)])
+def test_of_equal_tokens_the_lower_ids_stay(options):
+    probabilities = next_token_probabilities(torch.zeros(5), *options)
+    assert probabilities.tolist() == [0.5, 0.5, 0, 0, 0]
+    # so many that a sort which is not stable mixes them
+    probabilities = next_token_probabilities(torch.zeros(5000), top_k=2000)
+    assert probabilities.nonzero().flatten().tolist() == list(range(2000))
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_low_temperature_leaves_the_likeliest(temperature, dtype):
+    logits = torch.tensor([-60000.0, 3.0, 2.0, -math.inf], dtype=dtype)
+    probabilities = next_token_probabilities(logits, temperature)
+    assert probabilities.tolist() == [0, 1, 0, 0]
+    assert probabilities.dtype == torch.float32
+    large = torch.tensor([-1e10, 2e10, 1e10])
+    assert next_token_probabilities(large, temperature).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_refused(bad, temperature):
+    row = [-math.inf] * 3 if bad is None else [0.0, bad, 1.0]
+    with pytest.raises(ValueError, match="NaN"):
+        next_token_probabilities(torch.tensor([[0.0, 1.0, 2.0], row]), temperature)
+
+
+def test_greedy_is_the_argmax_of_a_full_forward_pass():
+    model = make_model()
+    expected = []
+    for prompt in PROMPTS[:2]:
+        text = list(prompt)
+        for _ in range(CONTEXT - len(prompt)):
+            text.append(model(torch.tensor([text]))[0, -1].argmax().item())
+        expected.append(text[len(prompt) :])
+    for prompt, tokens in zip(PROMPTS, expected):
+        assert generate(model, [prompt], max_new_tokens=len(tokens), temperature=0) == [tokens]
+    both = generate(model, PROMPTS[:2], max_new_tokens=CONTEXT, temperature=0)
+    assert [row[: len(tokens)] for row, tokens in zip(both, expected)] == expected
+    assert len(set(expected[0])) > 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"positions": "none", "norm": "post", "feed_forward": "silu"},
+        {"tied_embeddings": True, "qk_norm": True},
+        {"attention_kernel": "vectorized_torch"},
+        {"context_length": 1},
+        {"context_length": 5},
+        {"context_length": 64},
+    ],
+    ids=str,
+)
+def test_a_cache_changes_nothing(changes):
+    model = make_model(**changes)
+    for options in ({"temperature": 0}, SAMPLING):
+        with_cache, without = (
+            generate(model, PROMPTS, max_new_tokens=30, use_cache=use_cache, **options)
+            for use_cache in (True, False)
+        )
+        assert with_cache == without
+        assert [len(row) for row in with_cache] == [30] * len(PROMPTS)
+
+
+def test_with_a_cache_each_token_is_read_once_until_the_window_moves(monkeypatch):
+    model, read, hidden = make_model(), [], TransformerLM.hidden
+
+    def counting(self, token_ids, cache=None):
+        read.append(token_ids.shape[-1])
+        return hidden(self, token_ids, cache=cache)
+
+    monkeypatch.setattr(TransformerLM, "hidden", counting)
+    generate(model, [[1, 2, 3]], max_new_tokens=18)
+    # 3 + 9 tokens fill the context of 12; then its last 6 and the new one, up to 12 again
+    assert read == [3, *[1] * 9, 7, *[1] * 5, 7, 1]
+
+
+@pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 3 * CONTEXT - 1])
+def test_beyond_the_context_the_model_sees_the_documented_window(length):
+    model = make_model()
+    text = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    seen = text
+    while len(seen) > CONTEXT:
+        seen = seen[CONTEXT - CONTEXT // 2 :]
+    expected = model(torch.tensor([seen]))[0, -1].argmax().item()
+    assert generate(model, [text], max_new_tokens=1, temperature=0) == [[expected]]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, SAMPLING], ids=["greedy", "sampled"])
+def test_a_row_does_not_depend_on_its_neighbours(options):
+    model = make_model()
+    alone = [generate(model, [prompt], max_new_tokens=20, **options)[0] for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_new_tokens=20, **options) == alone
+    assert generate(model, PROMPTS[::-1], max_new_tokens=20, **options) == alone[::-1]
+    # nor on when they end
+    stop = alone[0][3]
+    cut = [row[: row.index(stop)] if stop in row else row for row in alone]
+    assert generate(model, PROMPTS, max_new_tokens=20, stop_token=stop, **options) == cut
+
+
+def test_a_seed_decides_the_text_and_torchs_global_generator_is_left_alone():
+    model, before = make_model(sharpness=1.0), torch.get_rng_state()
+    first, again, other = (
+        generate(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert all(ours != theirs for ours, theirs in zip(first, other))
+    assert torch.equal(torch.get_rng_state(), before)
+    # copies of a prompt differ, and the first is as alone
+    texts = generate(model, [[1, 2], [3], [1, 2], [1, 2]], max_new_tokens=20)
+    assert len(set(map(tuple, texts))) == 4
+    assert generate(model, [[1, 2], [1, 2]], max_new_tokens=20) == [texts[0], texts[2]]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.7}, {"top_k": 4, "top_p": 0.9}])
+def test_draws_follow_the_distribution_and_are_independent(options):
+    logits = torch.tensor([1.0, -1.0, 0.5, 0.0, -0.5])
+    rows = generate(FixedLogits(logits), [[0]] * 4000, max_new_tokens=4, use_cache=False, **options)
+    expected = torch.outer(*[next_token_probabilities(logits, **options)] * 2)
+    ids = torch.tensor(rows)
+    # one token with the next one, and one row with the next one
+    for first, second in (
+        (ids[:, 0], ids[:, 1]),
+        (ids[:, 1], ids[:, 3]),
+        (ids[1:, 0], ids[:-1, 0]),
+    ):
+        counts = torch.bincount(5 * first + second, minlength=25).view(5, 5)
+        # five standard deviations
+        torch.testing.assert_close(counts / len(first), expected, rtol=0, atol=0.04)
+
+
+def test_a_random_number_draws_the_token_in_whose_share_it_lies(monkeypatch):
+    monkeypatch.setattr("random.Random.random", lambda self: 1 - 2**-53)
+    model = FixedLogits(torch.linspace(0, -3, 1000).tolist())
+    assert generate(model, [[0]], max_new_tokens=1) == [[999]]
+    assert generate(model, [[0]], max_new_tokens=1, top_k=3) == [[2]]
+    # two tokens with a half each
+    for number, token in ((0.0, 0), (0.49, 0), (0.5, 1), (0.51, 1)):
+        monkeypatch.setattr("random.Random.random", lambda self, number=number: number)
+        assert generate(FixedLogits([0.0, 0.0]), [[0]], max_new_tokens=1) == [[token]]
+
+
+def test_a_row_ends_before_its_stop_token():
+    model = Scripted({1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 7}, 9)
+    rows = generate(model, [[1], [3], [4], [7, 1]], max_new_tokens=3, temperature=0, stop_token=5)
+    assert rows == [[2, 3, 4], [4], [], [2, 3, 4]]
+    # one in a prompt stops nothing
+    model = Scripted({5: 1, 1: 2, 2: 5}, 9)
+    rows = generate(model, [[3], [5, 5, 5]], max_new_tokens=9, temperature=0, stop_token=5)
+    assert rows[1] == [1, 2]
+
+
+def test_padding_of_the_vocabulary_is_never_drawn():
+    model = FixedLogits([0.0, 1.0, 0.5, 9.0, 9.0])
+    rows = generate(model, [[4]] * 50, max_new_tokens=4, vocab_size=3)
+    assert {token for row in rows for token in row} == {0, 1, 2}
+
+
+def test_on_token_is_called_for_each_token_as_it_comes():
+    model, calls = make_model(), []
+    rows = generate(
+        model, PROMPTS, max_new_tokens=9, stop_token=4, on_token=lambda *call: calls.append(call)
+    )
+    assert [[t for row, t in calls if row == i] for i in range(len(PROMPTS))] == rows
+    # the shortest prompt begins, and the second one joins before the first has ended
+    assert [row for row, _ in calls[:5]] == [0, 0, 3, 0, 3]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_comes_back_in_its_mode_and_can_be_trained(training):
+    model = make_model().train(training)
+
+    def fail(row, token):
+        assert torch.is_inference_mode_enabled()
+        assert not model.training
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, [[1]], max_new_tokens=1, on_token=fail)
+    assert model.training is training
+    model.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
+)
+def test_short_types_generate(dtype, autocast):
+    model = make_model(dtype=dtype, qk_norm=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        rows = generate(model, PROMPTS, max_new_tokens=20, **SAMPLING)
+    assert [len(row) for row in rows] == [20] * len(PROMPTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_with_and_without_a_cache(dtype):
+    model = make_model(dtype=dtype, d_model=64, num_heads=2, context_length=32).cuda()
+    for use_cache in (True, False):
+        rows = generate(model, PROMPTS, max_new_tokens=60, use_cache=use_cache, **SAMPLING)
+        assert [len(row) for row in rows] == [60] * len(PROMPTS)
+    if dtype == torch.float32:
+        greedy = generate(model, PROMPTS, max_new_tokens=10, temperature=0)
+        assert generate(model.cpu(), PROMPTS, max_new_tokens=10, temperature=0) == greedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": []}, "prompts must"),
+        ({"prompts": [[1], []]}, "prompt 1 must have at least one token"),
+        ({"prompts": [[1], [2, VOCAB]]}, f"prompt 1 must .* 0 and 22, got {VOCAB}"),
+        ({"prompts": [[-1]]}, "prompt 0 must .* got -1"),
+        ({"max_new_tokens": -1}, "max_new_tokens must"),
+        ({"temperature": -0.1}, "temperature must"),
+        ({"temperature": math.nan}, "temperature must"),
+        ({"temperature": math.inf}, "temperature must"),
+        ({"top_k": -1}, "top_k must"),
+        ({"top_p": 0.0}, "top_p must"),
+        ({"top_p": 1.01}, "top_p must"),
+        ({"stop_token": VOCAB}, f"stop_token must .* got {VOCAB}"),
+        ({"vocab_size": 0}, "vocab_size must"),
+        ({"vocab_size": VOCAB + 1}, f"vocab_size must .* the model's 23, got {VOCAB + 1}"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(changes, message):
+    arguments = {"prompts": [[1]], "max_new_tokens": 0} | changes
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(), arguments.pop("prompts"), **arguments)
+
+
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
+END = 256
+
+
+def scripted_by(text: bytes) -> Scripted:
+    """Continues each byte of `text`, all different, by the next one, and the last by the end."""
+    ids = [*text, END]
+    return Scripted(dict(pairwise(ids)), 257)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "pieces"),
+    # up to the end of the document or the limit
+    [("aé€🦊", 20, ["é", "€", "🦊"]), ("a€", 2, ["\ufffd"]), ("abcdef", 2, ["b", "c"])],
+)
+def test_streamed_text_comes_in_whole_characters(text, limit, pieces):
+    calls = []
+    model = scripted_by(text.encode())
+    returned = generate_text(
+        model, BYTES, ["a"], max_new_tokens=limit, on_text=lambda *call: calls.append(call)
+    )
+    assert returned == ["".join(pieces)]
+    assert calls == [(0, piece) for piece in pieces]
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 60])
+def test_streamed_text_joins_to_the_text_returned_and_to_the_tokens(max_new_tokens):
+    model, prompts = make_model(vocab_size=257, sharpness=1.0), ["é", "Once upon a time", "z", "z"]
+    options = {"max_new_tokens": max_new_tokens, "seed": 5}
+    pieces = ["" for _ in prompts]
+
+    def add(row, text):
+        pieces[row] += text
+
+    texts = generate_text(model, BYTES, prompts, on_text=add, **options)
+    tokens = generate(model, list(map(BYTES.encode, prompts)), stop_token=END, **options)
+    assert texts == pieces == [BYTES.decode(row) for row in tokens]
+
+
+def test_special_tokens_in_a_prompt_are_tokens_and_an_empty_prompt_is_one():
+    model = Scripted({END: ord("x"), ord("x"): END}, 257)
+    assert generate_text(model, BYTES, ["", f"a{SEPARATOR}"], max_new_tokens=5) == ["x", "x"]
+
+
+def test_a_tokenizer_must_fit_the_prompts_and_the_model():
+    tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [])
+    model = make_model(vocab_size=256)
+    with pytest.raises(ValueError, match="prompt 1 must have at least one token"):
+        generate_text(model, tokenizer, ["a", ""], max_new_tokens=5)
+    assert len(generate_text(model, tokenizer, ["a"], max_new_tokens=5)) == 1
+    with pytest.raises(ValueError, match="tokenizer must have at most the model's 23 ids, got 257"):
+        generate_text(make_model(), BYTES, ["a"], max_new_tokens=5)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A training run's folder with two checkpoints; the model is that of the second."""
+
+    def make(dtype=torch.float32, **changes):
+        model = make_model(dtype=dtype, vocab_size=257, **changes)
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "config.json").write_text(to_json(TrainConfig(model=model.config)))
+        BYTES.save(folder / "tokenizer.json")
+        other = TransformerLM(model.config, dtype=dtype)
+        save_checkpoint(folder / "checkpoints", step=1, model=other)
+        save_checkpoint(folder / "checkpoints", step=20, model=model)
+        return folder, model
+
+    return make
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_run_is_loaded_from_its_newest_checkpoint(run, dtype, tied, monkeypatch):
+    folder, model = run(dtype, tied_embeddings=tied)
+    monkeypatch.setattr(TransformerLM, "reset_parameters", lambda *a: pytest.fail("it draws"))
+    loaded, tokenizer, config = load_model(folder, "cpu")
+    assert tokenizer.sha256 == BYTES.sha256
+    assert config == TrainConfig(model=model.config)
+    assert not loaded.training
+    ours, theirs = loaded.state_dict(), model.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name], tensor)
+
+
+def test_a_kernel_that_needs_a_gpu_gives_way_to_sdpa_and_that_is_said_once(
+    run, monkeypatch, caplog
+):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    folder, _ = run(attention_kernel="flash_attention_triton")
+    loaded, _, config = load_model(folder, "cpu")
+    (message,) = caplog.messages
+    assert message.startswith("flash_attention_triton runs on a CUDA GPU and not on cpu")
+    assert "sdpa" in message
+    assert config.model.attention_kernel == "flash_attention_triton"
+    assert loaded.config.attention_kernel == "sdpa"
+    token_ids = torch.arange(8)[None]
+    with_sdpa = make_model(dtype=torch.float32, vocab_size=257)
+    assert torch.equal(loaded(token_ids), with_sdpa(token_ids))
+    for use_cache in (False, True):
+        generate(loaded, [[1, 2]], max_new_tokens=3, use_cache=use_cache)
+
+
+def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):
+    folder, model = run()
+    older, _, _ = load_model(folder / "checkpoints/step-00000001", "cpu")
+    assert not torch.equal(older.output_weight, model.output_weight)
+    monkeypatch.chdir(folder / "checkpoints")
+    newer, _, _ = load_model("step-00000020", "cpu")
+    assert torch.equal(newer.output_weight, model.output_weight)
+    in_folder, _, _ = load_model(".", "cpu")
+    assert torch.equal(in_folder.output_weight, model.output_weight)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("", r"no folder .*run"),
+        ("config.json", r"no config\.json in .*run; it must be the folder of a run"),
+        ("tokenizer.json", r"no tokenizer\.json in .*run; it must be the one trained with"),
+        ("checkpoints", r"no checkpoint step-\* in .*checkpoints"),
+    ],
+)
+def test_what_a_run_lacks_is_named(run, missing, message):
+    folder, _ = run()
+    (folder / missing).rename(folder.parent / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=message):
+        load_model(folder, "cpu")
+
+
+def test_a_config_of_another_model_is_named(run):
+    folder, _ = run()
+    config = json.loads((folder / "config.json").read_text())
+    config["model"]["d_model"] = 32
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="does not fit the model"):
+        load_model(folder, "cpu")

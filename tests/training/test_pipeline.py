@@ -1,0 +1,146 @@
+"""From a corpus to a tokenizer, token arrays, a model and its text; each step only when needed."""
+
+import dataclasses
+import threading
+from contextlib import nullcontext
+
+import pytest
+
+from lib.data.prepare import TokenizeConfig, tokenize_corpus
+from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
+from lib.training.pipeline import run_pipeline
+from lib.training.step import TrainStep
+from tests.training.runs import MODEL, silent
+
+STORY = f"The cat sat on the mat. “Là,” said the dog.\n{SEPARATOR}\n"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{i} {STORY}" for i in range(100)), encoding="utf-8")
+    return TokenizeConfig(
+        corpus=str(path), vocab_size=300, data_dir=tmp_path / "data", output=tmp_path / "out"
+    )
+
+
+def tokenize(config, **changes):
+    rows = tokenize_corpus(dataclasses.replace(config, **changes), progress_bar=silent)
+    return {row["step"]: row for row in rows}
+
+
+@pytest.fixture
+def whole(config, tmp_path):
+    """A pipeline of a second."""
+    training = TrainConfig(
+        model=MODEL,
+        optimizer=OptimizerConfig(warmup_steps=2),
+        runs_dir=tmp_path / "runs",
+        steps=8,
+        batch_size=2,
+        device="cpu",
+        eval_tokens=50,
+    )
+    sample = SampleConfig(prompts=("The cat", ""), max_new_tokens=6)
+    return PipelineConfig(corpus=config, train=training, sample=sample)
+
+
+def run(config):
+    return run_pipeline(config, progress_bar=silent)
+
+
+def with_training(config, **changes):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def stamps(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_pipeline_ends_with_a_model_and_its_text_and_again_trains_nothing(
+    whole, tmp_path, monkeypatch
+):
+    rows, before, texts = run(whole)
+    assert [row["step"] for row in rows] == ["tokenizer", "train", "validation"]
+    assert (before.status, before.step) == ("finished", 8)
+    assert before.output.parent == tmp_path / "runs"
+    assert texts[0].startswith("The cat")
+    assert all(len(text) > len(prompt) for text, prompt in zip(texts, whole.sample.prompts))
+
+    files = stamps(tmp_path)
+    monkeypatch.setattr(TrainStep, "__call__", lambda *a: pytest.fail("it trains"))
+    rows, after, again = run(whole)
+    assert all(row["MB_per_s"] is None for row in rows)
+    assert after.status == "up to date"
+    assert (after.output, after.checkpoint) == (before.output, before.checkpoint)
+    assert again == texts
+    changed = {path.name for path, time in stamps(tmp_path).items() if files.get(path) != time}
+    assert changed <= {".lock"}
+    # nor does another sample need training
+    sample = SampleConfig(prompts=("The dog",), max_new_tokens=0)
+    _, result, texts = run(dataclasses.replace(whole, sample=sample))
+    assert (result.status, texts) == ("up to date", ["The dog"])
+
+
+def test_another_text_under_the_same_name_is_another_run(whole, tmp_path):
+    _, before, _ = run(whole)
+    weights = before.checkpoint / "model.safetensors"
+    kept = weights.read_bytes()
+    (tmp_path / "book.txt").write_text(f"Another story.\n{SEPARATOR}\n" * 400)
+    rows, after, _ = run(whole)
+    assert all(row["MB_per_s"] is not None for row in rows)
+    assert after.status == "finished"
+    assert after.output != before.output
+    assert weights.read_bytes() == kept
+
+
+def test_without_the_data_step_the_arrays_that_there_are_are_used(whole, tmp_path):
+    _, before, texts = run(whole)
+    (tmp_path / "book.txt").unlink()
+    skipping = with_training(whole, data=tmp_path / "out")
+    rows, result, again = run(dataclasses.replace(skipping, skip_data=True))
+    assert rows == []
+    assert (result.status, result.output, again) == ("up to date", before.output, texts)
+
+
+@pytest.mark.parametrize("has_data", [False, True])
+def test_an_empty_prompt_without_an_end_of_text_token_is_refused_before_any_work(
+    whole, tmp_path, has_data, monkeypatch
+):
+    corpus = dataclasses.replace(whole.corpus, special_tokens=("<|pad|>",))
+    config = dataclasses.replace(whole, corpus=corpus)
+    if has_data:
+        tokenize(corpus)
+        config = with_training(whole, data=tmp_path / "out")
+    monkeypatch.setattr("lib.data.prepare.tokenize_corpus", lambda *a, **k: pytest.fail("it works"))
+    with pytest.raises(ValueError, match=r"prompts must not be empty texts .* got \('<\|pad"):
+        run(config)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_an_empty_prompt_needs_an_end_of_text_token_of_the_data_alone(whole, tmp_path):
+    tokenize(whole.corpus)
+    corpus = dataclasses.replace(whole.corpus, special_tokens=())
+    config = with_training(whole, data=tmp_path / "out")
+    _, result, texts = run(dataclasses.replace(config, corpus=corpus, skip_data=True))
+    assert (result.status, len(texts)) == ("finished", 2)
+
+
+def test_data_that_are_given_are_trained_on_in_place_of_the_corpus(whole, tmp_path):
+    other = tokenize(whole.corpus, output=tmp_path / "other", vocab_size=280)
+    _, result, _ = run(with_training(whole, data=tmp_path / "other"))
+    assert result.output.name.startswith("other-")
+    assert other["tokenizer"]["tokens"] == 280
+
+
+def test_a_stopped_pipeline_has_no_text_and_goes_on(whole, monkeypatch):
+    stop = threading.Event()
+    stop.set()
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.training.loop.stop_signals", lambda: nullcontext(stop))
+        rows, result, texts = run(whole)
+    assert (len(rows), result.status, texts) == (3, "stopped", [])
+    _, after, texts = run(whole)
+    assert (after.status, after.step, after.output) == ("finished", 8, result.output)
+    assert len(texts) == 2

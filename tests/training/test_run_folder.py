@@ -1,0 +1,299 @@
+"""What is checked before a run, how its folder is named, and which run a folder belongs to."""
+
+import dataclasses
+import errno
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import lib.core.files
+import lib.training.checkpoint
+import lib.training.metrics
+import lib.training.run_folder
+from lib.__main__ import main
+from lib.core.files import lock_folder
+from lib.core.settings import to_dict
+from lib.data.token_array import tokenize_file
+from lib.tokenizer.bpe import Tokenizer
+from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.generation import load_model
+from lib.training.loop import train
+from lib.training.run_folder import BATCH_FIELDS, open_run, run_folder
+from lib.training.step import TrainStep
+from tests.training.runs import (
+    MODEL,
+    OPTIMIZER,
+    assert_same_run,
+    contents,
+    flip,
+    tokenized,
+    truncate,
+)
+
+# Bad input is named before any work
+
+
+def edit(fields, path, value):
+    *parents, last = path.split(".")
+    for name in parents:
+        fields = fields[name]
+    fields[last] = value
+
+
+def refusal(config, changes, tmp_path, capsys) -> str:
+    """What the command prints, which is one line and leaves no run behind."""
+    fields = to_dict(config)
+    for path, value in changes.items():
+        edit(fields, path, value)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert main(["train", "--config", str(tmp_path / "config.json")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert not (config.output / "metrics.jsonl").exists()
+    assert not (config.output / "checkpoints").exists()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'?"),
+        ({"model.depth": 3}, "unknown key 'model.depth'"),
+        ({"steps": "many"}, "steps must be a whole number"),
+        ({"model.num_heads": 3}, "num_heads"),
+        ({"model.context_length": 10**6}, "context_length"),
+        ({"batch_size": 10**6}, "batch_size"),
+        ({"gradient_accumulation_steps": 10**6}, "batch_size 4 * gradient_accumulation_steps"),
+        ({"model.vocab_size": 280}, "vocab_size must be at least 300"),
+        ({"model.attention_kernel": "flash"}, "attention_kernel"),
+        ({"cuda_graph": True}, "cuda_graph must be False on device cpu"),
+        ({"low_precision_weights": True}, "dtype must be bfloat16 or float16 with low_precision"),
+        (
+            {"low_precision_weights": True, "dtype": "bfloat16", "gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps must be 1 with low_precision_weights",
+        ),
+        ({"device": "gpu"}, "device must be"),
+        ({"device": "cuda:77"}, "'cuda:77'"),
+        ({"data": None}, "data must be a folder made by"),
+        ({"data": "/no/such/folder"}, "'/no/such/folder', which has no tokenizer.json"),
+        ({"output": __file__}, f"{__file__}: not a folder"),
+        ({"output": "/proc/run"}, "/proc/run: cannot be written to"),
+    ],
+)
+def test_bad_settings_are_one_line_before_any_work(config, changes, message, tmp_path, capsys):
+    assert message in refusal(config, changes, tmp_path, capsys)
+
+
+def test_compiling_without_a_compiler_is_refused(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    message = refusal(config, {"compile": True}, tmp_path, capsys)
+    assert "compile True needs a C++ compiler on a CPU" in message
+
+
+@pytest.fixture
+def copied(config, tmp_path):
+    """A config whose data can be damaged."""
+    copy = shutil.copytree(config.data, tmp_path / "tokens")
+    return dataclasses.replace(config, data=copy)
+
+
+def test_tokens_of_another_tokenizer_are_refused(copied, tmp_path, capsys):
+    other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
+    other.save(copied.data / "tokenizer.json")
+    assert "train.npy" in refusal(copied, {}, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_damaged_token_arrays_are_refused(copied, damage, tmp_path, capsys):
+    damage(copied.data / "validation.npy")
+    assert "validation.npy" in refusal(copied, {}, tmp_path, capsys)
+
+
+def test_a_validation_text_of_one_token_is_refused(copied, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("a")
+    tokenizer = Tokenizer.load(copied.data / "tokenizer.json")
+    tokenize_file(tokenizer, tmp_path / "one.txt", copied.data / "validation.npy")
+    assert "must have at least 2 tokens, got 1" in refusal(copied, {}, tmp_path, capsys)
+
+
+def test_the_vocabulary_is_the_tokenizers_or_padded(config, straight):
+    model, tokenizer, saved = load_model(straight)
+    assert tokenizer.vocab_size == saved.model.vocab_size == len(model.output_weight) == 300
+    padded = dataclasses.replace(MODEL, vocab_size=320)
+    assert train(dataclasses.replace(config, model=padded)).status == "finished"
+    assert len(load_model(config.output)[0].output_weight) == 320
+
+
+# The name of a folder
+
+
+def test_without_an_output_settings_and_content_of_the_data_name_the_folder(config, tmp_path):
+    config = dataclasses.replace(config, output=None, runs_dir=tmp_path / "runs")
+
+    def folder(**changes):
+        return open_run(dataclasses.replace(config, **changes)).folder
+
+    name = folder()
+    assert name.parent == tmp_path / "runs"
+    assert name.name.startswith(config.data.name)
+    # logging and saving do not change what is learned, nor does a copy of the data
+    copy = shutil.copytree(config.data, tmp_path / "copy" / config.data.name)
+    assert folder(log_interval=9, checkpointing_interval=0, wandb=True, keep_last=9) == name
+    assert folder(data=copy) == name
+    names = {
+        name,
+        folder(seed=1),
+        folder(steps=27),
+        folder(batch_size=2),
+        folder(model=dataclasses.replace(MODEL, norm="post")),
+        folder(optimizer=dataclasses.replace(OPTIMIZER, beta2=0.9)),
+        folder(data=tokenized(tmp_path / "elsewhere", seed=1)),
+    }
+    assert len(names) == 7
+
+
+def test_how_a_step_is_split_does_not_change_a_runs_folder(config):
+    def name(num_ranks, **changes):
+        return run_folder(dataclasses.replace(config, **changes), {"train": "0"}, num_ranks)
+
+    assert name(2) == name(1, batch_size=8) == name(1, gradient_accumulation_steps=2)
+    assert name(2) != name(1)
+
+
+# A folder that holds a run
+
+
+def test_a_finished_run_is_up_to_date_and_nothing_is_written(straight, config, monkeypatch):
+    shutil.copytree(straight, config.output)
+    before = contents(config.output)
+    monkeypatch.setattr(TrainStep, "__call__", lambda *a: pytest.fail("it trains"))
+    # as on a disk that is read-only
+    refuse = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
+    for name in ("make_folder", "lock_folder", "write_atomically"):
+        monkeypatch.setattr(lib.training.run_folder, name, refuse)
+    result = train(config)
+    assert (result.status, result.step, result.evaluation) == ("up to date", 26, None)
+    assert result.checkpoint == config.output / "checkpoints" / "step-00000026"
+    assert contents(config.output) == before
+    with pytest.raises(OSError, match="Read-only"):
+        train(dataclasses.replace(config, steps=27))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"batch_size": 5},
+            "a step was 4 sequences = batch_size 4 × gradient_accumulation_steps 1 × world_size 1, "
+            "now 5 = batch_size 5 × .*; batch_size 4 would fit, else give another output",
+        ),
+        ({"seed": 3}, "seed was 0, now 3"),
+        ({"dtype": "bfloat16"}, "dtype was auto, now bfloat16"),
+        ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model.d_ff was 32, now 64"),
+        (
+            {"optimizer": dataclasses.replace(OPTIMIZER, weight_decay=0.2)},
+            "optimizer.weight_decay was 0.1, now 0.2",
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            "now 8 = batch_size 4 × gradient_accumulation_steps 2 × .*; batch_size 2 would fit",
+        ),
+        (
+            lambda folder: {"data": tokenized(folder / "other", seed=1)},
+            r"data\.train was \w+, now \w+; data.validation was",
+        ),
+        # no batch_size fits
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3 × world_size 1; give"),
+    ],
+)
+def test_other_settings_or_data_in_the_same_folder_are_refused_by_name(
+    stopped, changes, message, tmp_path
+):
+    before = contents(stopped.output)
+    with pytest.raises(ValueError, match=message) as caught:
+        train(dataclasses.replace(stopped, **changes(tmp_path) if callable(changes) else changes))
+    assert str(stopped.output) in str(caught.value)
+    # nothing that stayed the same is listed
+    assert str(caught.value).count(" was ") == (3 if callable(changes) else 1)
+    assert contents(stopped.output) == before
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"resume": False}])
+def test_a_run_that_another_process_starts_in_the_folder_meanwhile_is_seen(
+    config, straight, changes, caplog
+):
+    errors = []
+
+    def work():
+        try:
+            train(dataclasses.replace(config, **changes))
+        except ValueError as error:
+            errors.append(str(error))
+
+    with lock_folder(config.output):
+        thread = threading.Thread(target=work)
+        thread.start()
+        limit = time.monotonic() + 60
+        while "waiting for another process" not in caplog.text:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        shutil.copytree(straight, config.output, dirs_exist_ok=True, ignore=lambda *a: [".lock"])
+    thread.join()
+    assert len(errors) == 1
+    assert "holds a run" in errors[0]
+    assert_same_run(config.output, straight)
+
+
+def test_without_resume_a_folder_must_hold_no_run(config, half, straight):
+    fresh = dataclasses.replace(config, resume=False)
+    train(fresh)
+    assert_same_run(config.output, straight)
+    before = contents(half)
+    with pytest.raises(ValueError, match="resume is False; give another output"):
+        train(dataclasses.replace(fresh, output=half))
+    assert contents(half) == before
+
+
+def without_split(path):
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in record.items() if k not in BATCH_FIELDS}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        # then the checkpoint's own record is compared
+        ("config.json", Path.unlink, r"a step was 4 sequences .* now 2"),
+        ("run.json", Path.unlink, r"a step was 4 sequences .* now 2"),
+        # as older runs of one process have it
+        ("run.json", without_split, r"a step was 4 sequences .* now 2"),
+        ("run.json", lambda path: path.write_text("{}"), r"run\.json is damaged"),
+    ],
+)
+def test_settings_are_compared_whatever_became_of_the_description(stopped, name, damage, message):
+    damage(stopped.output / name)
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(stopped, batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("config.json", "up to date"),
+        ("run.json", "up to date"),
+        ("tokenizer.json", "up to date"),
+        ("checkpoints/step-00000026/model.safetensors", "finished"),
+    ],
+)
+def test_what_is_missing_from_a_finished_run_is_made_again(config, straight, name, status):
+    shutil.copytree(straight, config.output)
+    (config.output / name).unlink()
+    assert train(config).status == status
+    assert (config.output / name).exists()
+    assert_same_run(config.output, straight)
