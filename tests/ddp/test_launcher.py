@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,3 +172,26 @@ def test_a_failure_under_torchrun_ends_the_job(tmp_path):
     assert code != 0
     assert "ValueError: open" in output
     assert time.monotonic() - start < SOON
+
+
+def test_a_rank_says_that_it_lost_another():
+    # without torchrun's agent, which may end the other rank before it can say anything
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    code = "import os; from lib.ddp.launcher import run_as_rank; from tests.ddp import workers; "
+    code += "run_as_rank(workers.lose_rank_1, print)"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL, errors[1]
+    assert "ConnectionError: rank 0 lost another rank" in errors[0]

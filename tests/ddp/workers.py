@@ -249,6 +249,13 @@ def modules_that_differ() -> list[str]:
     return [message_of(lambda: process_group.broadcast_module(m)) for m in modules]  # noqa: B023
 
 
+def lose_rank_1() -> int:
+    if process_group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+    return 0
+
+
 def main() -> None:
     """Under torchrun: write what this rank is, or fail as asked."""
     parser = argparse.ArgumentParser()

@@ -474,7 +474,6 @@ def test_two_hosts_train_as_one_and_a_killed_rank_loses_nothing(ranks, config, f
     program = ("-m", "tests.training.ranks", config_file(tmp_path, run), tmp_path / "killed")
     output = output_of(torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2", *program))
     assert (tmp_path / "killed").exists()
-    assert "rank 0 lost another rank" in output
     assert "finished 18\n" in output
     weights = [
         (path / "checkpoints" / "step-00000018" / "model.safetensors").read_bytes()
