@@ -87,7 +87,9 @@ def test_measured_bytes_are_those_of_the_formulas(figures_of):
         assert held["parameters"] == pytest.approx(4 * WEIGHTS, rel=0.001)
         for kind in ("gradients", "optimizer_state"):
             assert held[kind] == pytest.approx(predicted[kind], rel=0.01), (method, kind)
-        assert held["peak"] == pytest.approx(predicted["peak"], rel=0.03), method
+        # PyTorch's ZeRO may still hold what it broadcasts when the next forward pass begins
+        late = 4 * WEIGHTS if method.endswith("torch_zero") else 0
+        assert 0.97 * predicted["peak"] <= held["peak"] <= 1.03 * predicted["peak"] + late, method
         # gloo copies what DDP broadcasts, and what zero1 sends between two steps
         if method in ("none", "flashddp"):
             assert held["initialised"] == pytest.approx(predicted["initialised"], rel=0.01)
