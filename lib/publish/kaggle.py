@@ -6,7 +6,8 @@ documentation (`docs/kernels_metadata.md` and `docs/datasets_metadata.md` in Kag
 
 - `machine_shape` NvidiaTeslaT4 is what the editor calls "GPU T4 x2"; there is none with one T4;
 - without `enable_internet` the client turns the network on;
-- a kernel's address is its title in lower case with dashes.
+- a kernel's address is its title in lower case with dashes;
+- the licence names are a fixed list, which MIT is not on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from lib.publish.cells import FIRST_CELL
 from lib.publish.run_notebooks import Job, find_notebooks, plan
 
 TITLE = "Training workbook"
+DESCRIPTION = """\
+The code, records and small trained model of a workbook that goes from raw text to a language model
+trained on several GPUs. License: MIT; the file LICENSE holds its text."""
 # A placeholder for the name on Kaggle.
 NOBODY = "INSERT_USERNAME"
 RIGHT_USER = "the name in the address of your page on Kaggle, or empty"
@@ -134,6 +138,7 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
 def write_dataset(folder: Path, config: KaggleBuildConfig, root: Path) -> None:
     """Copy code, records and the committed model; bundle.json gives the commit and hashes."""
     sources = [path for path in (root / "lib").rglob("*") if "__pycache__" not in path.parts]
+    sources += root.glob("LICENSE")
     for pattern in ARTIFACTS:
         sources += (root / "artifacts").glob(pattern)
     hashes = {}
@@ -148,7 +153,13 @@ def write_dataset(folder: Path, config: KaggleBuildConfig, root: Path) -> None:
     made = {name: state[name] for name in ("commit", "dirty", "date")}
     _write_json(folder / "bundle.json", made | {"sha256": hashes})
     address = f"{config.user or NOBODY}/{config.dataset}"
-    about = {"title": TITLE, "id": address, "licenses": [{"name": "unknown"}]}
+    # Kaggle has no name for MIT; "other" refers to the description
+    about = {
+        "title": TITLE,
+        "id": address,
+        "licenses": [{"name": "other"}],
+        "description": DESCRIPTION,
+    }
     _write_json(folder / "dataset-metadata.json", about)
 
 

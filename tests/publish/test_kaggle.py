@@ -71,6 +71,24 @@ def test_the_dataset_holds_code_and_records_and_no_runs(workbook, tmp_path):
     assert "lib/lessons/notebook.py" in hashes
 
 
+# the names of Kaggle/kaggle-cli, docs/datasets_metadata.md
+LICENSES = """CC0-1.0 CC-BY-SA-3.0 CC-BY-SA-4.0 CC-BY-NC-SA-4.0 GPL-2.0 ODbL-1.0 DbCL-1.0
+copyright-authors other unknown CC-BY-4.0 CC-BY-NC-4.0 PDDL CC-BY-3.0 CC-BY-3.0-IGO
+US-Government-Works CC-BY-NC-SA-3.0-IGO CDLA-Permissive-1.0 CDLA-Sharing-1.0 CC-BY-ND-4.0
+CC-BY-NC-ND-4.0 ODC-BY-1.0 LGPL-3.0 AGPL-3.0 FDL-1.3 EU-ODP-Legal-Notice apache-2.0 GPL-3.0"""
+
+
+def test_the_dataset_names_a_license_that_kaggle_knows_and_brings_its_text(workbook, tmp_path):
+    root = workbook("steps")
+    shutil.copy(ROOT / "LICENSE", root)
+    bundle = built(root, tmp_path)
+    about, _ = metadata_of(bundle)
+    assert about["licenses"][0]["name"] in LICENSES.split()
+    # MIT is not among them, so the description says it
+    assert "MIT" in about["description"]
+    assert (bundle / "dataset/LICENSE").read_text().startswith("MIT License")
+
+
 def test_notebooks_go_without_outputs(workbook, tmp_path):
     root = workbook("steps")
     path = root / "notebooks/10_try.ipynb"

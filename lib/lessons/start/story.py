@@ -148,7 +148,8 @@ def keep(run: Path, folder: Path = FOLDER) -> dict[str, Any]:
     model, tokenizer, config = load_model(run, "cpu")
     before = evaluate_on_stories(model, tokenizer)
     step = int(find_checkpoint(run / "checkpoints").name.removeprefix("step-"))
-    shutil.rmtree(folder, ignore_errors=True)
+    # the model card, README.md, stays
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     make_folder(folder)
     tokenizer.save(folder / "tokenizer.json")
     config = dataclasses.replace(config, data=None, output=None)

@@ -69,6 +69,21 @@ def test_its_record_says_how_it_was_made_and_nothing_private(story_model):
     assert kaggle.find_leaks(FOLDER) == []
 
 
+def test_its_card_gives_the_figures_of_its_record(story_model):
+    model, _, record = story_model
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: mit\n")
+    judged = record["evaluation"]
+    for figure in (
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters",
+        f"{record['steps']:,} steps",
+        f"{record['tokens']:,} tokens, {record['seconds']:,.0f} s",
+        f"loss {judged['loss']:.3f}, perplexity {judged['perplexity']:.2f}",
+        f"{judged['bits_per_byte']:.3f} bits per byte",
+    ):
+        assert figure in " ".join(card.split()), figure
+
+
 def test_keep_makes_such_a_folder_from_a_training_run(tmp_path):
     config = PipelineConfig(
         TokenizeConfig(corpus_bytes=50_000, vocab_size=300, data_dir=tmp_path, workers=1),
@@ -83,6 +98,8 @@ def test_keep_makes_such_a_folder_from_a_training_run(tmp_path):
         SampleConfig(max_new_tokens=1),
     )
     run_pipeline(config, progress_bar=lambda *_: contextlib.nullcontext(lambda count: None))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/README.md").write_text("the card")
     record = keep(tmp_path / "run", tmp_path / "kept")
     assert record == json.loads((tmp_path / "kept/record.json").read_text())
     assert record["tokens"] == read_metrics(tmp_path / "run/metrics.jsonl")[-1]["tokens"]
@@ -91,3 +108,4 @@ def test_keep_makes_such_a_folder_from_a_training_run(tmp_path):
     assert kept.output is None
     files = {path.name for path in (tmp_path / "kept").rglob("*") if path.is_file()}
     assert ".lock" not in files
+    assert "README.md" in files
