@@ -31,6 +31,7 @@ from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.files import Parts
 from lib.tokenizer.pretokenize import (
     CHUNK_BYTES,
+    distinct_special_tokens,
     iter_chunks,
     safe_cut,
     special_token_pattern,
@@ -52,6 +53,8 @@ COMPILED_AGAIN_BYTES = 1 << 12
 NUMBA_BYTES = 1 << 30
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
+# from this many bytes on, a heap finds the next merge faster than a search of the whole pre-token
+LONG_PRETOKEN = 32
 # words that the readable encoder caches; some 30 MB
 MAX_CACHED_WORDS = 1 << 17
 # how much text `encode_iterable` gathers before it encodes: little, to keep memory small
@@ -195,11 +198,9 @@ def train_bpe(
         ValueError: `vocab_size` is too small for the bytes and the special tokens, a special token
             is empty, `workers` is less than 1, or `implementation` is unknown.
     """
-    if isinstance(special_tokens, str):
-        raise ValueError(f"special_tokens must be a list of texts, got {special_tokens!r}")
+    special_tokens = distinct_special_tokens(special_tokens)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    special_tokens = list(dict.fromkeys(special_tokens or ()))
     special_token_pattern(special_tokens)
     smallest = 256 + len(special_tokens)
     if vocab_size < smallest:
@@ -277,8 +278,8 @@ class Tokenizer:
         implementation: "python", "numba" (identical results), or "auto": Numba for large texts.
 
     Raises:
-        ValueError: `vocab` lacks a byte or the result of a merge or has an id of more than 24 bits,
-            or a special token is empty.
+        ValueError: `vocab` lacks a byte or the result of a merge or has an id that is negative or
+            of more than 24 bits, a special token is empty, or `special_tokens` is one text.
     """
 
     def __init__(
@@ -301,8 +302,9 @@ class Tokenizer:
             raise ValueError(f"vocab must hold all 256 bytes, but lacks {missing[:8]}")
         if b"" in ids:
             raise ValueError(f"vocab must have bytes for every id, got none for {ids[b'']}")
-        if max(vocab) >= MAX_IDS:
-            raise ValueError(f"vocab must have ids below {MAX_IDS}, got {max(vocab)}")
+        for token_id in (min(vocab), max(vocab)):
+            if not 0 <= token_id < MAX_IDS:
+                raise ValueError(f"vocab must have ids from 0 to {MAX_IDS - 1}, got {token_id}")
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
         self._ranks = rank_merges(self.merges, ids)
 
@@ -310,7 +312,7 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {}
         ordinary = {*self._byte_ids, *(merged for _, merged in self._ranks.values())}
         special_ids = {token: i for i, token in sorted(vocab.items()) if i not in ordinary}
-        for token in dict.fromkeys(special_tokens or ()):
+        for token in distinct_special_tokens(special_tokens):
             token_id = special_ids.get(token.encode(), max(self.vocab) + 1)
             self.vocab[token_id] = token.encode()
             self.special_tokens[token] = token_id
@@ -357,16 +359,20 @@ class Tokenizer:
             raise ValueError(f"special_tokens must have their ids in vocab, got {special_tokens}")
         return tokenizer
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
         """Convert `text` to token ids.
+
+        Without `allow_special`, special tokens are encoded as ordinary text, as befits text from
+        strangers.
 
         Raises:
             UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
         """
         if self._use_compiled(len(text)):
-            return self._compiled.encode(text.encode()).tolist()
+            return self._compiled.encode(text.encode(), allow_special).tolist()
         ids = []
-        for ordinary, special in split_special(text, self._special_pattern):
+        pattern = self._special_pattern if allow_special else None
+        for ordinary, special in split_special(text, pattern):
             beginning, words = split_at_spaces(ordinary)
             ids += self._encode_piece(beginning)
             for word in words:
@@ -376,7 +382,11 @@ class Tokenizer:
         return ids
 
     def _encode_piece(self, text: str) -> list[int]:
-        return [i for pretoken in split_pretokens(text) for i in self._merge(pretoken.encode())]
+        ids = []
+        for pretoken in map(str.encode, split_pretokens(text)):
+            is_long = len(pretoken) >= LONG_PRETOKEN
+            ids += self._merge_long(pretoken) if is_long else self._merge(pretoken)
+        return ids
 
     def _encode_spaced_word(self, word: str) -> list[int]:
         """Encode a space and `word`, and cache the ids."""
@@ -393,13 +403,39 @@ class Tokenizer:
             ids = merge_pair(ids, pair, self._ranks[pair][1])
         return ids
 
-    def encode_array(self, text: str | bytes) -> np.ndarray:
+    def _merge_long(self, pretoken: bytes) -> list[int]:
+        """Do the same in O(n log n): a heap of (rank, index, pair), and links to neighbors."""
+        # the border at the end is also, as ids[-1], what comes before ids[0]
+        ids = [*(self._byte_ids[byte] for byte in pretoken), None]
+        before, after = list(range(-1, len(pretoken))), list(range(1, len(ids)))
+        heap = [
+            (self._ranks[pair][0], index, pair)
+            for index, pair in enumerate(pairwise(ids))
+            if pair in self._ranks
+        ]
+        heapq.heapify(heap)
+        while heap:
+            # the pair with the lowest rank, the leftmost of several; skip it if a merge changed it
+            _, left, pair = heapq.heappop(heap)
+            if (ids[left], ids[right := after[left]]) != pair:
+                continue
+            ids[left], ids[right] = self._ranks[pair][1], None
+            after[left] = after[right]
+            before[after[left]] = left
+            # the new token has new pairs with its neighbors
+            for first, second in ((before[left], left), (left, after[left])):
+                pair = ids[first], ids[second]
+                if pair in self._ranks:
+                    heapq.heappush(heap, (self._ranks[pair][0], first, pair))
+        return [token_id for token_id in ids if token_id is not None]
+
+    def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD."""
         if self._use_compiled(len(text)):
             data = text.encode() if isinstance(text, str) else text
-            return self._compiled.encode(data).astype(self.dtype)
+            return self._compiled.encode(data, allow_special).astype(self.dtype)
         text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return np.array(self.encode(text), dtype=self.dtype)
+        return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
 
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings of `iterable`, such as a file's lines, one by one.

@@ -339,10 +339,11 @@ class CompiledEncoder:
         self.token_bytes = np.frombuffer(token_bytes + bytes(PADDING), dtype=np.uint8)
         self.idle_caches: list[Cache] = []
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, allow_special: bool = True) -> np.ndarray:
         """Convert UTF-8 `text` to ids, (num_tokens,) uint32; invalid bytes count as U+FFFD."""
         data, length = prepare(text)
-        segments, found = split_segments(data, length, self.special_pattern)
+        pattern = self.special_pattern if allow_special else None
+        segments, found = split_segments(data, length, pattern)
         separators = np.array([*(self.special_ids[token] for token in found), -1], dtype=np.int64)
         out = np.empty(length + len(found) + 1, dtype=np.uint32)
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core.files import write_atomically
-from lib.tokenizer.pretokenize import GPT2_PATTERN
+from lib.tokenizer.pretokenize import GPT2_PATTERN, UNICODE
 
 if TYPE_CHECKING:
     import tiktoken
@@ -40,15 +40,17 @@ def load(path: str | os.PathLike) -> Parts:
     """Read a file that `save` wrote.
 
     Raises:
-        ValueError: it is not such a file, or it was altered since.
+        ValueError: it is not such a file, it splits text in another way than this library does, or
+            it was altered since.
     """
     document = _read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a tokenizer of this library: its format must be {FORMAT!r}"
         )
-    if document.get("version") != 1:
-        raise ValueError(f"{path}: version must be 1, got {document.get('version')}")
+    for key, known in {"version": 1, "pattern": GPT2_PATTERN, "unicode": UNICODE}.items():
+        if document.get(key) != known:
+            raise ValueError(f"{path}: {key} must be {known!r}, got {document.get(key)!r}")
     try:
         parts = _parts(document["vocab"], document["merges"], document["special_tokens"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -80,7 +82,7 @@ def _document(parts: Parts) -> dict:
         "format": FORMAT,
         "version": 1,
         "pattern": GPT2_PATTERN,
-        "unicode": "16.0",
+        "unicode": UNICODE,
         "special_tokens": dict(parts.special_tokens),
         "vocab": {to_printable(token): token_id for token_id, token in sorted(ordinary.items())},
         "merges": [f"{to_printable(a)} {to_printable(b)}" for a, b in parts.merges],
@@ -90,14 +92,17 @@ def _document(parts: Parts) -> dict:
 def _read_json(path: str | os.PathLike) -> object:
     try:
         return json.loads(Path(path).read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def _parts(
     vocab: Mapping[str, int], merges: Sequence[str | Sequence[str]], special_tokens: dict[str, int]
 ) -> Parts:
-    """Make `Parts` from a vocabulary and merges in printable form."""
+    """Make `Parts` from a vocabulary and merges in printable form, as read from a file."""
+    for token_id in (*vocab.values(), *special_tokens.values()):
+        if type(token_id) is not int:
+            raise TypeError(f"an id must be an integer, got {token_id!r}")
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
     ordinary = {
         token_id: from_printable(token)
@@ -158,14 +163,17 @@ def load_huggingface(path: str | os.PathLike) -> Parts:
     """Read a `tokenizer.json` of Hugging Face's `tokenizers` that holds a byte-level BPE.
 
     Raises:
-        ValueError: it holds another model, or is not JSON.
+        ValueError: it holds another model, or is not such a file.
     """
     document = _read_json(path)
-    model = document.get("model", {})
-    if model.get("type") != "BPE":
-        raise ValueError(f"{path}: model must be a byte-level BPE, got {model.get('type')}")
-    special_tokens = {token["content"]: token["id"] for token in document.get("added_tokens", [])}
-    return _parts(model["vocab"], model["merges"], special_tokens)
+    try:
+        model = document["model"]
+        if model["type"] != "BPE":
+            raise ValueError(f"model must be a byte-level BPE, got {model['type']}")
+        added = {token["content"]: token["id"] for token in document.get("added_tokens", [])}
+        return _parts(model["vocab"], model["merges"], added)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no tokenizer.json of a byte-level BPE: {error!r}") from error
 
 
 def to_tiktoken(parts: Parts, name: str = "workbook") -> tiktoken.Encoding:

@@ -18,6 +18,8 @@ from typing import AnyStr, BinaryIO
 import regex
 
 SEPARATOR = "<|endoftext|>"
+# the version that the tables of letters, numbers and white space below follow
+UNICODE = "16.0"
 # how much of a file is processed at a time
 CHUNK_BYTES = 4 << 20
 # GPT-2's pattern (Radford et al. 2019, `encoder.py`), grouped as in tiktoken. In words: an English
@@ -88,6 +90,17 @@ def split_at_spaces(text: str) -> tuple[str, list[str]]:
 
 
 # Special tokens
+
+
+def distinct_special_tokens(special_tokens: Sequence[str] | None) -> list[str]:
+    """Return each special token once, in order.
+
+    Raises:
+        ValueError: they are one text; its characters would each become a special token.
+    """
+    if isinstance(special_tokens, str):
+        raise ValueError(f"special_tokens must be a list of texts, got {special_tokens!r}")
+    return list(dict.fromkeys(special_tokens or ()))
 
 
 def special_token_pattern(special_tokens: Sequence[AnyStr]) -> re.Pattern[AnyStr] | None:

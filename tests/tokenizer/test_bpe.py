@@ -488,7 +488,8 @@ def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
     [
         (lambda vocab, merges: vocab.pop(65), r"all 256 bytes, but lacks \[65\]"),
         (lambda vocab, merges: vocab.update({500: b""}), "bytes for every id, got none for 500"),
-        (lambda vocab, merges: vocab.update({1 << 24: b"x"}), "ids below 16777216"),
+        (lambda vocab, merges: vocab.update({1 << 24: b"x"}), "from 0 to 16777215, got 16777216"),
+        (lambda vocab, merges: vocab.update({-1: b"x"}), "ids from 0 to 16777215, got -1"),
         (lambda vocab, merges: vocab.pop(256), "merge 0 makes .*, which is not in the vocabulary"),
         (lambda vocab, merges: merges.pop(0), "which no earlier merge has made"),
         (lambda vocab, merges: merges.append(merges[0]), "which an earlier merge has made"),
@@ -499,6 +500,40 @@ def test_parts_that_do_not_fit_together_are_rejected(trained, change, message):
     change(vocab, merges)
     with pytest.raises(ValueError, match=message):
         Tokenizer(vocab, merges)
+
+
+def test_special_tokens_given_as_one_text_are_rejected(trained):
+    with pytest.raises(ValueError, match=r"special_tokens must be a list of texts, got '<\|a\|>'"):
+        Tokenizer(*trained, "<|a|>")
+
+
+@BOTH
+@given(text=tricky_text())
+def test_special_tokens_are_ordinary_text_where_they_are_not_allowed(
+    trained, tokenizers, implementation, text
+):
+    ordinary = Tokenizer(*trained, implementation=implementation)
+    expected = ordinary.encode(text)
+    tokenizer = tokenizers[implementation]
+    assert tokenizer.encode(text, allow_special=False) == expected
+    assert tokenizer.encode_array(text, allow_special=False).tolist() == expected
+
+
+@pytest.mark.parametrize("alphabet", ["a", "ab", "abcdefghij"])
+def test_merging_by_a_heap_gives_what_the_definition_gives(short_alphabet, alphabet):
+    tokenizer = Tokenizer(*short_alphabet, implementation="python")
+    generator = random.Random(alphabet)
+    for length in [*range(1, 20), 300]:
+        word = "".join(generator.choices(alphabet, k=length)).encode()
+        assert tokenizer._merge_long(word) == tokenizer._merge(word)
+
+
+def test_a_long_pretoken_is_not_merged_pair_by_pair(short_alphabet, monkeypatch):
+    """A loop over the whole word for each merge takes seconds for 32,000 letters."""
+    tokenizer = Tokenizer(*short_alphabet, implementation="python")
+    monkeypatch.setattr(tokenizer, "_merge", lambda pretoken: pytest.fail("merged in a loop"))
+    word = "".join(random.Random(0).choices("abc", k=32_000))
+    assert tokenizer.decode(tokenizer.encode(word)) == word
 
 
 def test_pretokens_are_counted_without_special_tokens():

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 
 from lib.tokenizer import files
 from lib.tokenizer.bpe import Tokenizer, train_bpe
-from lib.tokenizer.pretokenize import SEPARATOR
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 from tests.texts import tricky_text
 
+DEEP = "[" * 100_000
+PARTS = {"format": "byte-level-bpe", "version": 1, "pattern": GPT2_PATTERN, "unicode": "16.0"}
 TEXT = "The cat's hat, the café and 42 日本 cats. " * 5 + SEPARATOR
 
 
@@ -69,13 +71,58 @@ def test_an_altered_file_is_rejected(tokenizer, path, key):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("pattern", r"\w+", r"pattern must be .*, got '\\\\w\+'"),
+        ("unicode", "17.0", "unicode must be '16.0', got '17.0'"),
+    ],
+)
+def test_a_file_made_for_other_pretokens_is_rejected(tokenizer, path, key, value, message):
+    tokenizer.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("load", [files.load, files.load_huggingface])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(DEEP, "[]", "7", "null", '"text"', "{}", b"\xff", '{"model": []}', '{"model": 7}'),
+        *('{"model": {"type": "BPE"}}', '{"model": {"type": "BPE", "vocab": 7, "merges": []}}'),
+        '{"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": [7]}}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": 7}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [{}]}',
+        *(
+            json.dumps(PARTS | {"vocab": vocab, "merges": merges, "special_tokens": special})
+            for vocab, merges, special in [
+                ([], [], {}),
+                ({"a": [1]}, [], {}),
+                ({"a": True}, [], {}),
+                ({}, 7, {}),
+                ({}, [], {"a": None}),
+                ({}, [], []),
+            ]
+        ),
+    ],
+)
+def test_malformed_files_are_rejected(path, load, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load(path)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "is not JSON"),
         ('{"format": "byte-level-bpe", "vocab": {', "is not JSON"),
         ("[]", "not a tokenizer of this library"),
         ('{"format": "byte-level-bpe", "version": 2}', "version must be 1, got 2"),
-        ('{"format": "byte-level-bpe", "version": 1}', "is damaged: KeyError"),
+        ('{"format": "byte-level-bpe", "version": 1}', "pattern must be .*, got None"),
+        (json.dumps(PARTS), "is damaged: KeyError"),
     ],
 )
 def test_other_files_are_rejected(path, content, message):
