@@ -15,6 +15,7 @@ from lib.core.files import make_folder, write_atomically
 from lib.core.settings import check
 from lib.data.corpus import Corpus, Progress, prepare_corpus
 from lib.data.token_array import tokenize_file
+from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer, train_bpe
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class TokenizeConfig:
 
 
 def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> list[dict[str, Any]]:
-    """Make `tokenizer.json`, `train.npy` and `validation.npy` in `config.output_dir`.
+    """Make `bpe.json`, `train.npy` and `validation.npy` in `config.output_dir`.
 
     A step is skipped if its result exists and was made from the same content.
 
@@ -96,7 +97,7 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
             progress=progress,
         )
 
-    path = config.output_dir / "tokenizer.json"
+    path = tokenizer_files.find(config.output_dir)
     num_bytes = corpus.train.stat().st_size
     with progress_bar("tokenizer", num_bytes) as progress:
         timer = _Timer(progress)
@@ -167,7 +168,7 @@ def train_tokenizer(
 
 
 def _source_record(source: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """Return the content of `tokenizer.source.json`: what the tokenizer was trained from."""
+    """Return the content of `bpe.source.json`: what the tokenizer was trained from."""
     return json.dumps(source | {"tokenizer_sha256": tokenizer.sha256}, indent=2) + "\n"
 
 

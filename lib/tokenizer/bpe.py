@@ -347,7 +347,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike, *, implementation: str = "auto") -> "Tokenizer":
-        """Read a file that `save` wrote; raises `ValueError` if it is damaged or was altered."""
+        """Read a file that `save` wrote, or the one in a folder that `tokenize` or `train` made.
+
+        Raises `ValueError` if it is damaged or was altered.
+        """
         return cls.from_parts(tokenizer_files.load(path), implementation=implementation)
 
     @classmethod

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import tiktoken
 
 FORMAT = "byte-level-bpe"
+# Our file in a folder of token arrays, or of a run. Older folders call it by the second name, which
+# is the one that Hugging Face's tools give to theirs.
+NAMES = ("bpe.json", "tokenizer.json")
 
 
 class Parts(NamedTuple):
@@ -30,6 +33,12 @@ class Parts(NamedTuple):
     special_tokens: dict[str, int]
 
 
+def find(folder: str | os.PathLike) -> Path:
+    """The path of our file in `folder`: `bpe.json`, unless only an older `tokenizer.json` exists."""
+    paths = [Path(folder, name) for name in NAMES]
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
 def save(path: str | os.PathLike, parts: Parts) -> None:
     """Write `parts` as JSON with their fingerprint, whole or not at all."""
     document = _document(parts) | {"sha256": fingerprint(parts)}
@@ -37,12 +46,13 @@ def save(path: str | os.PathLike, parts: Parts) -> None:
 
 
 def load(path: str | os.PathLike) -> Parts:
-    """Read a file that `save` wrote.
+    """Read a file that `save` wrote, or the one in a folder.
 
     Raises:
         ValueError: it is not such a file, it splits text in another way than this library does, or
             it was altered since.
     """
+    path = find(path) if Path(path).is_dir() else path
     document = _read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(

@@ -76,7 +76,7 @@ class TrainConfig:
     """AdamW and its learning-rate schedule."""
 
     data: Path | None = None
-    """Folder with tokenizer.json, train.npy and validation.npy, as `tokenize` writes it."""
+    """Folder with bpe.json, train.npy and validation.npy, as `tokenize` writes it."""
 
     output: Path | None = None
     """The run's folder. None = a folder in `runs_dir` named after data and settings."""

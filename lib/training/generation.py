@@ -28,6 +28,7 @@ from lib.model.attention import KVCache, kernel_function
 from lib.model.config import ModelConfig
 from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
+from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.checkpoint import find_checkpoint, load_checkpoint
@@ -317,10 +318,10 @@ def load_model(
     run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
     if run is None:
         raise FileNotFoundError(f"no config.json in {path}; it must be the folder of a run")
-    if not (run / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"no tokenizer.json in {run}; it must be the one trained with")
+    if not tokenizer_files.find(run).is_file():
+        raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
     config = from_json(TrainConfig, run / "config.json")
-    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    tokenizer = Tokenizer.load(run)
     device = pick_device(device)
     checkpoint = find_checkpoint(run / "checkpoints" if run == path else path)
     with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:

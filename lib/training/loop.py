@@ -140,7 +140,7 @@ def train(
 ) -> TrainResult:
     """Train a model, or resume the run in the output folder.
 
-    The folder gets `config.json`, `tokenizer.json`, `run.json`, `metrics.jsonl` and `checkpoints/`.
+    The folder gets `config.json`, `bpe.json`, `run.json`, `metrics.jsonl` and `checkpoints/`.
     An interrupted run continues from its last checkpoint when started again; in deterministic mode
     it ends bit for bit as if nothing had happened. SIGINT, SIGTERM and `max_seconds` end it after
     the current step, with a checkpoint.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lib.core.files import make_folder
 from lib.core.settings import require
 from lib.data.prepare import ProgressBar, tokenize_corpus
+from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.config import PipelineConfig
@@ -62,8 +63,8 @@ def _check_prompts(config: PipelineConfig) -> None:
     special_tokens, data = config.corpus.special_tokens, config.train.data
     if all(config.sample.prompts):
         return
-    if data is not None and (data / "tokenizer.json").exists():
-        special_tokens = tuple(Tokenizer.load(data / "tokenizer.json").special_tokens)
+    if data is not None and tokenizer_files.find(data).exists():
+        special_tokens = tuple(Tokenizer.load(data).special_tokens)
     require(
         SEPARATOR in special_tokens,
         f"prompts must not be empty texts unless {SEPARATOR} is among the special_tokens, got "

@@ -34,6 +34,7 @@ from lib.ddp.process_group import (
     rank,
     world_size,
 )
+from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.checkpoint import (
     find_checkpoint,
@@ -51,8 +52,6 @@ IDENTITY_FIELDS = ("model", "optimizer", "steps", "seed", "dtype", "low_precisio
 BATCH_FIELDS = ("batch_size", "gradient_accumulation_steps", "world_size")
 # Paths and device may differ between hosts.
 PER_HOST_FIELDS = ("data", "output", "runs_dir", "device")
-# What `describe_run` writes.
-RUN_FILES = ("config.json", "tokenizer.json", "run.json")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -108,13 +107,12 @@ def _open_on_this_rank(config: TrainConfig) -> Run:
     device, dtype = check_machine(config)
     if config.data is None:
         raise ValueError("data must be a folder made by `python -m lib tokenize`, got None")
-    tokenizer_path = config.data / "tokenizer.json"
-    if not tokenizer_path.exists():
+    if not tokenizer_files.find(config.data).exists():
         raise FileNotFoundError(
             f"data must be a folder made by `python -m lib tokenize`, got {str(config.data)!r}, "
-            "which has no tokenizer.json"
+            "which has no bpe.json"
         )
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = Tokenizer.load(config.data)
     paths = {part: config.data / f"{part}.npy" for part in ("train", "validation")}
     is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
     tokens = {
@@ -185,7 +183,8 @@ def finished_checkpoint(run: Run) -> Path | None:
     Writes nothing, and refuses a run with other settings.
     """
     saved = list_checkpoints(run.folder / "checkpoints")
-    has_files = all((run.folder / name).exists() for name in RUN_FILES)
+    files = [run.folder / "config.json", run.folder / "run.json", tokenizer_files.find(run.folder)]
+    has_files = all(path.exists() for path in files)
     if not has_files or not saved or saved[0].name != f"step-{run.config.steps:08d}":
         return None
     try:
@@ -206,7 +205,7 @@ def describe_run(run: Run) -> None:
     record |= {name: run.identity[name] for name in BATCH_FIELDS}
     write_atomically(run.folder / "run.json", json.dumps(record, indent=2) + "\n")
     write_atomically(run.folder / "config.json", to_json(run.config) + "\n")
-    run.tokenizer.save(run.folder / "tokenizer.json")
+    run.tokenizer.save(tokenizer_files.find(run.folder))
 
 
 # What is checked

@@ -41,7 +41,7 @@ def test_arrays_decode_to_the_corpus_and_the_table_adds_up(config, tmp_path):
     rows = tokenize(config)
     assert list(rows) == steps_made(rows) == ["tokenizer", "train", "validation"]
     assert rows["tokenizer"]["tokens"] == 300
-    tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    tokenizer = Tokenizer.load(tmp_path / "out" / "bpe.json")
     for part in ("train", "validation"):
         (text_path,) = (tmp_path / "data").glob(f"*/*{part}*.txt")
         tokens = load_token_array(
@@ -80,30 +80,38 @@ def test_only_a_missing_array_is_made_again(config, tmp_path):
 
 def test_an_altered_tokenizer_is_rejected_by_name(config, tmp_path):
     tokenize(config)
-    path = tmp_path / "out" / "tokenizer.json"
+    path = tmp_path / "out" / "bpe.json"
     path.write_text(path.read_text().replace("endoftext", "endoftest"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"bpe\.json"):
         tokenize(config)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])
 def test_a_damaged_source_record_means_training_again(config, tmp_path, content):
     before = tokenize(config)
-    (tmp_path / "out" / "tokenizer.source.json").write_bytes(content)
+    (tmp_path / "out" / "bpe.source.json").write_bytes(content)
     after = tokenize(config)
     assert steps_made(after)[0] == "tokenizer"
     assert after["train"]["tokens"] == before["train"]["tokens"]
     assert steps_made(tokenize(config)) == []
 
 
+def test_a_folder_with_the_tokenizers_older_file_name_is_up_to_date(config, tmp_path):
+    tokenize(config)
+    for path in (tmp_path / "out").glob("bpe.*"):
+        path.rename(path.with_name(path.name.replace("bpe", "tokenizer")))
+    assert steps_made(tokenize(config)) == []
+    assert not (tmp_path / "out" / "bpe.json").exists()
+
+
 def test_another_tokenizer_under_the_same_name_is_noticed(config, tmp_path):
     tokenize(config)
     tokens = (tmp_path / "out" / "train.npy").read_bytes()
     other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
-    other.save(tmp_path / "out" / "tokenizer.json")
+    other.save(tmp_path / "out" / "bpe.json")
     tokenize(config)
     assert (tmp_path / "out" / "train.npy").read_bytes() == tokens
-    assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size == 300
+    assert Tokenizer.load(tmp_path / "out" / "bpe.json").vocab_size == 300
 
 
 # The config

@@ -46,6 +46,15 @@ def test_a_loaded_tokenizer_is_the_saved_one(tokenizer, path):
     assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
 
 
+def test_a_folder_stands_for_its_tokenizer_also_under_the_older_name(tokenizer, tmp_path):
+    assert files.find(tmp_path) == tmp_path / "bpe.json"
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert files.find(tmp_path) == tmp_path / "tokenizer.json"
+    assert Tokenizer.load(tmp_path).parts == tokenizer.parts
+    Tokenizer({i: bytes([i]) for i in range(256)}, []).save(tmp_path / "bpe.json")
+    assert Tokenizer.load(tmp_path).merges == []
+
+
 def test_every_byte_has_a_printable_form():
     everything = bytes(range(256))
     assert files.from_printable(files.to_printable(everything)) == everything

@@ -414,7 +414,7 @@ def run(tmp_path):
         folder = tmp_path / "run"
         folder.mkdir()
         (folder / "config.json").write_text(to_json(TrainConfig(model=model.config)))
-        BYTES.save(folder / "tokenizer.json")
+        BYTES.save(folder / "bpe.json")
         other = TransformerLM(model.config, dtype=dtype)
         save_checkpoint(folder / "checkpoints", step=1, model=other)
         save_checkpoint(folder / "checkpoints", step=20, model=model)
@@ -472,7 +472,7 @@ def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):
     [
         ("", r"no folder .*run"),
         ("config.json", r"no config\.json in .*run; it must be the folder of a run"),
-        ("tokenizer.json", r"no tokenizer\.json in .*run; it must be the one trained with"),
+        ("bpe.json", r"no bpe\.json in .*run; it must be the tokenizer trained with"),
         ("checkpoints", r"no checkpoint step-\* in .*checkpoints"),
     ],
 )

@@ -49,7 +49,7 @@ from tests.training.runs import (
 
 def test_a_run_leaves_what_it_was_and_how_it_went(straight):
     names = {path.name for path in straight.iterdir()} - {".lock"}
-    assert names == {"config.json", "tokenizer.json", "run.json", "metrics.jsonl", "checkpoints"}
+    assert names == {"config.json", "bpe.json", "run.json", "metrics.jsonl", "checkpoints"}
     assert checkpoint_names(straight) == ["step-00000024", "step-00000026"]
     records = lines(straight)
     kinds = [(r["step"], "loss" if "loss" in r else "validation") for r in records]

@@ -383,7 +383,7 @@ def test_a_rank_killed_in_saving_leaves_the_checkpoint_before(config, folder, on
     ("case", "kind", "message"),
     [
         ("none", ValueError, "ddp_wrapper must be another one than 'none' on 2 ranks"),
-        ("no data on rank 1", FileNotFoundError, "which has no tokenizer.json"),
+        ("no data on rank 1", FileNotFoundError, "which has no bpe.json"),
         ("not as rank 0", ValueError, "log_interval"),
         (
             "other run",
@@ -508,5 +508,5 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path):
     agent = torchrun(*command)
     output, _ = agent.communicate(timeout=120)
     assert agent.returncode != 0
-    assert output.count("error: ") == output.count("has no tokenizer.json") == 1
+    assert output.count("error: ") == output.count("has no bpe.json") == 1
     assert "exitcode: 2" in output.replace(" ", "").replace("exitcode:", "exitcode: ")

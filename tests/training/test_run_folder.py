@@ -81,7 +81,7 @@ def refusal(config, changes, tmp_path, capsys) -> str:
         ({"device": "gpu"}, "device must be"),
         ({"device": "cuda:77"}, "'cuda:77'"),
         ({"data": None}, "data must be a folder made by"),
-        ({"data": "/no/such/folder"}, "'/no/such/folder', which has no tokenizer.json"),
+        ({"data": "/no/such/folder"}, "'/no/such/folder', which has no bpe.json"),
         ({"output": __file__}, f"{__file__}: not a folder"),
         ({"output": "/proc/run"}, "/proc/run: cannot be written to"),
     ],
@@ -105,7 +105,7 @@ def copied(config, tmp_path):
 
 def test_tokens_of_another_tokenizer_are_refused(copied, tmp_path, capsys):
     other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
-    other.save(copied.data / "tokenizer.json")
+    other.save(copied.data / "bpe.json")
     assert "train.npy" in refusal(copied, {}, tmp_path, capsys)
 
 
@@ -117,7 +117,7 @@ def test_damaged_token_arrays_are_refused(copied, damage, tmp_path, capsys):
 
 def test_a_validation_text_of_one_token_is_refused(copied, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("a")
-    tokenizer = Tokenizer.load(copied.data / "tokenizer.json")
+    tokenizer = Tokenizer.load(copied.data / "bpe.json")
     tokenize_file(tokenizer, tmp_path / "one.txt", copied.data / "validation.npy")
     assert "must have at least 2 tokens, got 1" in refusal(copied, {}, tmp_path, capsys)
 
@@ -287,7 +287,7 @@ def test_settings_are_compared_whatever_became_of_the_description(stopped, name,
     [
         ("config.json", "up to date"),
         ("run.json", "up to date"),
-        ("tokenizer.json", "up to date"),
+        ("bpe.json", "up to date"),
         ("checkpoints/step-00000026/model.safetensors", "finished"),
     ],
 )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lib.core.files import ROOT, make_folder, write_atomically
 from lib.core.settings import to_json
 from lib.lessons.show import TEXT
+from lib.tokenizer import files as tokenizer_files
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -151,7 +152,7 @@ def keep(run: Path, folder: Path = FOLDER) -> dict[str, Any]:
     # the model card, README.md, stays
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     make_folder(folder)
-    tokenizer.save(folder / "tokenizer.json")
+    tokenizer.save(tokenizer_files.find(folder))
     config = dataclasses.replace(config, data=None, output=None)
     write_atomically(folder / "config.json", to_json(config))
     # norms stay in float32, as in training with low-precision weights
