@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
 
 def find(folder: str | os.PathLike) -> Path:
-    """The path of our file in `folder`: `bpe.json`, unless only an older `tokenizer.json` exists."""
+    """The path of our file in `folder`: `bpe.json`, unless only an older name exists there."""
     paths = [Path(folder, name) for name in NAMES]
     return next((path for path in paths if path.is_file()), paths[0])
 
