@@ -192,22 +192,6 @@ class TuneConfig:
     """Head dimensions; others use the tiles of the next power of two."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputConfig:
-    """Where results go."""
-
-    output: Path = Path("artifacts")
-    """The folder for records, tables and figures."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StepsConfig(OutputConfig):
-    """Where results go, and which are measured."""
-
-    restart: bool = False
-    """Measure everything again; otherwise only what has no record yet."""
-
-
 class Command(NamedTuple):
     """A command: its line of help, and what is imported when it is used."""
 
@@ -296,17 +280,15 @@ COMMANDS: dict[str, Command] = {
     ),
     "benchmark attention-steps": Command(
         "Measure what each step of the attention kernels gains, on a Hopper GPU.",
-        StepsConfig,
+        "lib.benchmarks.attention_steps:AttentionStepsConfig",
         "lib.benchmarks.attention_steps:measure_steps",
         prints="{config.output}/attention_steps.md",
-        unpacks=True,
     ),
     "benchmark attention-training": Command(
         "Train the same model with different attention kernels and compare the losses.",
-        OutputConfig,
+        "lib.benchmarks.attention_training:AttentionTrainingConfig",
         "lib.benchmarks.attention_training:train_with_kernels",
         prints="{config.output}/attention_training.md",
-        unpacks=True,
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
@@ -350,10 +332,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "roofline": Command(
         "Measure a GPU's limits and the operations of a block against them.",
-        NoConfig,
+        "lib.profiling.roofline:RooflineConfig",
         "lib.profiling.roofline:write_records",
-        prints="artifacts/roofline.jsonl",
-        unpacks=True,
+        prints="{config.output}/roofline.jsonl",
     ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
@@ -407,8 +388,18 @@ def run_command(name: str, flags: list[str]) -> int:
     function = load(command.function)
     result = function(**vars(config)) if command.unpacks else function(config)
     if command.prints and result:
-        print(command.prints.format(config=config, result=result))
+        results = command.prints.format(config=config, result=result)
+        print(results)
+        print_committed(Path(results))
     return result if isinstance(result, int) else 0
+
+
+def print_committed(results: Path) -> None:
+    """Print what is on record beside new `results`, if the repository has a file of that name."""
+    if (PRESETS.parents[1] / "artifacts" / results.name).is_file():
+        from lib.benchmarks.headline import on_record
+
+        print(on_record(results), end="")
 
 
 def load(path: Any) -> Any:

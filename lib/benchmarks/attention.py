@@ -31,7 +31,7 @@ from lib.core.allocator import (
     is_out_of_memory,
     without_stderr,
 )
-from lib.core.hardware import keep_freed_memory, pick_device, pick_dtype
+from lib.core.hardware import keep_freed_memory, local_results, pick_device, pick_dtype
 from lib.core.records import Record
 from lib.core.settings import check, require
 from lib.model.attention import attention
@@ -130,7 +130,7 @@ class AttentionBenchmarkConfig:
     restart: bool = False
     """Measure again what already has a record."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figures."""
 
     def __post_init__(self) -> None:

@@ -410,7 +410,9 @@ def save_heatmap_figure(rows: Sequence[Row], path: str | os.PathLike) -> Path:
     panels = frame.groupby(["direction", "panel"], sort=False)
     ncols = min(2, len(panels))
     nrows = math.ceil(len(panels) / ncols)
-    size = {"width": 0.5 * len(tiers) * ncols + 2.4, "height": (0.36 * len(peers) + 1.7) * nrows}
+    # a panel is at least as large as its title and labels
+    width, height = max(2.8, 0.5 * len(tiers)), max(2.5, 0.36 * len(peers) + 1.7)
+    size = {"width": width * ncols + 2.4, "height": height * nrows}
     shape = {"nrows": nrows, "ncols": ncols, "sharey": True}
     with house_figure(squeeze=False, **shape, **size) as (figure, grid):
         for axes in grid.flat[len(panels) :]:

@@ -3,11 +3,12 @@
 Naive attention, the portable Triton kernels, the Hopper kernels with one more feature at a time,
 and cuDNN as the peer are interleaved on the same inputs: causal, in bfloat16.
 
-`python -m lib benchmark attention-steps` writes attention_steps.jsonl, .md and .png to artifacts/.
+`python -m lib benchmark attention-steps` writes attention_steps.jsonl, .md and .png.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +25,9 @@ from lib.benchmarks.attention_report import case_name
 from lib.benchmarks.sections import Section, Table, measured_on, write_report
 from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import BLUE, PURPLE, SKY, VERMILLION, house_figure, save_figure
-from lib.core.hardware import pick_device
+from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
+from lib.core.settings import check
 from lib.model.attention import attention
 
 # Steps in their order, as records name them and as tables and figures show them.
@@ -61,47 +63,54 @@ Step = tuple[str, Callable[[], Results]]
 Tiles = Schedules = tuple[Any, ...]
 
 
-def measure_steps(
-    output: str | os.PathLike = "artifacts",
-    *,
-    shapes: Sequence[tuple[int, int, int, int]] = SHAPES,
-    samples: int = 30,
-    device: str = "cuda",
-    restart: bool = False,
-) -> list[Record]:
-    """Measure all steps that have no record yet, forward and backward; write the report.
+@dataclasses.dataclass(frozen=True)
+class AttentionStepsConfig:
+    """The speed gained by each optimization of the attention kernels."""
 
-    Args:
-        output: the folder for attention_steps.jsonl (a record for each shape and direction),
-            attention_steps.md and attention_steps.png.
-        shapes: (batch_size, heads, tokens, head_dim) each.
-        samples: of each step.
+    samples: int = 30
+    """Samples of each step."""
+
+    device: str = "cuda"
+    """A Hopper GPU: `cuda` or `cuda:N`."""
+
+    restart: bool = False
+    """Measure again what already has a record."""
+
+    output: Path = dataclasses.field(default_factory=local_results)
+    """Folder for records, table and figure."""
+
+    def __post_init__(self) -> None:
+        check(self, "samples", self.samples > 0, "at least 1")
+
+
+def measure_steps(config: AttentionStepsConfig) -> list[Record]:
+    """Measure all steps that have no record yet, forward and backward; write the report.
 
     Raises:
         ValueError: `device` is not a Hopper GPU.
     """
-    gpu = pick_device(device)
+    gpu = pick_device(config.device)
     if gpu.type != "cuda" or torch.cuda.get_device_capability(gpu)[0] != 9:
         raise ValueError(
-            f"device must be a Hopper GPU (compute capability 9.0), got {device!r}: {gpu}"
+            f"device must be a Hopper GPU (compute capability 9.0), got {config.device!r}: {gpu}"
         )
     cases = [
-        steps_case(*shape, direction, samples)
-        for shape in shapes
+        steps_case(*shape, direction, config.samples)
+        for shape in SHAPES
         for direction in ("forward", "backward")
     ]
 
     records = run_sweep(
-        Path(output) / "attention_steps.jsonl",
+        config.output / "attention_steps.jsonl",
         cases,
         lambda case: measure_case(case, device=gpu),
         expect=lambda case: {"flops": case.flops, "steps": {}},
         show=_line,
         seed=0,
         device=gpu,
-        restart=restart,
+        restart=config.restart,
     )
-    write_steps_report(records, Path(output))
+    write_steps_report(records, config.output)
     return records
 
 

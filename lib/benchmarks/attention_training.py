@@ -4,7 +4,7 @@ Kernels add in different orders, so no two runs stay equal to the last bit. In t
 as far apart as two seeds are; at first they must be closer.
 
 `python -m lib benchmark attention-training` trains a model of 4 layers on generated stories and
-writes attention_training.jsonl, .md and .png to artifacts/.
+writes attention_training.jsonl, .md and .png.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pandas as pd
 from lib.benchmarks.sections import Section, Table, to_rows, write_report
 from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import house_figure, save_figure
-from lib.core.hardware import pick_device
+from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.model.config import ModelConfig
@@ -32,8 +32,6 @@ from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.loop import train
 from lib.training.metrics import read_metrics
 
-KERNELS = ("sdpa", "flash_attention_triton")
-SEEDS = (0, 1, 2, 3, 4, 5)
 MODEL = ModelConfig(context_length=256, d_model=512, num_layers=4, num_heads=8, d_ff=1344)
 OPTIMIZER = OptimizerConfig(learning_rate=0.003, min_learning_rate=0.0003, warmup_steps=50)
 
@@ -64,20 +62,30 @@ class LossRun:
     """Largest vocabulary."""
 
 
-def train_with_kernels(
-    output: str | os.PathLike,
-    *,
-    run: LossRun = LossRun(),
-    kernels: Sequence[str] = KERNELS,
-    seeds: Sequence[int] = SEEDS,
-    device: str = "auto",
-) -> list[Record]:
-    """Train `run` with each kernel and seed; write records, tables and a figure to `output`."""
+@dataclasses.dataclass(frozen=True)
+class AttentionTrainingConfig:
+    """The same training with different attention kernels."""
+
+    kernels: tuple[str, ...] = ("sdpa", "flash_attention_triton")
+    """Attention kernels; that in Triton needs a GPU."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    """Seeds of the initial weights and the batches: a run of each kernel with each."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+    output: Path = dataclasses.field(default_factory=local_results)
+    """Folder for records, table and figure."""
+
+
+def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()) -> list[Record]:
+    """Train `run` with each kernel and seed; write records, tables and a figure."""
     runs = [
         dataclasses.replace(
             run, model=dataclasses.replace(run.model, attention_kernel=kernel), seed=seed
         )
-        for seed, kernel in itertools.product(seeds, kernels)
+        for seed, kernel in itertools.product(config.seeds, config.kernels)
     ]
     with tempfile.TemporaryDirectory() as folder:
         corpus = TokenizeConfig(
@@ -87,14 +95,14 @@ def train_with_kernels(
             data_dir=Path(folder, "data"),
         )
         tokenize_corpus(corpus, progress_bar=lambda *_: contextlib.nullcontext(lambda _: None))
-        path = Path(output, "attention_training.jsonl")
+        path = config.output / "attention_training.jsonl"
         records = run_sweep(
             path,
             runs,
-            lambda run: _train(run, corpus.output_dir, Path(folder), device),
-            device=pick_device(device),
+            lambda run: _train(run, corpus.output_dir, Path(folder), config.device),
+            device=pick_device(config.device),
         )
-    write_training_report(records, Path(output))
+    write_training_report(records, config.output)
     return records
 
 

@@ -19,7 +19,7 @@ from lib.benchmarks.communication_report import NAMES, size_name, write_report
 from lib.benchmarks.sweep import records_like, run_sweep
 from lib.core.allocator import Function, free_memory, is_out_of_memory
 from lib.core.files import make_folder
-from lib.core.hardware import device_name, keep_freed_memory
+from lib.core.hardware import device_name, keep_freed_memory, local_results
 from lib.core.records import Record
 from lib.core.settings import check, require
 from lib.ddp.costs import bus_bandwidth_gbs
@@ -87,7 +87,7 @@ class CommunicationBenchmarkConfig:
     restart: bool = False
     """Measure rows again that the records hold already."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figure."""
 
     def __post_init__(self) -> None:

@@ -47,6 +47,27 @@ def headline_rows(artifacts: str | os.PathLike) -> list[dict[str, str]]:
     return rows
 
 
+def on_record(report: Path, root: Path = ROOT) -> str:
+    """Name the committed file that a new `report` can be compared with, and its main results.
+
+    Empty if `report` is that file.
+    """
+    committed = root / "artifacts" / report.name
+    if committed == report.resolve():
+        return ""
+    link = f"artifacts/{report.name}"
+    rows = [
+        comparison.row(read_records(root / f"artifacts/{comparison.file}.jsonl"))
+        for comparison in COMPARISONS
+        if comparison.link == link
+    ]
+    lines = [f"on record: {link}"]
+    for row in rows:
+        device = row["on"].split("]")[0].lstrip("[")
+        lines.append(f"  {row['what']}: {row['here']}, best other {row['best other']}; {device}")
+    return "".join(f"{line}\n" for line in lines)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A row of the table: our speed against that of the fastest peer."""
@@ -62,6 +83,11 @@ class Comparison:
     device: str = "{device}"  # `{…}` is a field of our row
     report: str = ""  # without .md, if it is not called like the records
 
+    @property
+    def link(self) -> str:
+        """The report's path in the repository."""
+        return f"artifacts/{self.report or self.file}.md"
+
     def row(self, records: Iterable[Record]) -> dict[str, str]:
         """The row for the table, from records."""
         if self.file == "attention_sweep":
@@ -74,13 +100,12 @@ class Comparison:
         peers = [name for name in found if name.startswith(self.peers)]
         best = max(peers, key=speeds.__getitem__)
         peer = PEERS.get(best, best.split(",")[0])
-        report = f"artifacts/{self.report or self.file}.md"
         return {
             "what": self.what.format(**ours),
             "here": f"{speeds[self.ours]:,.0f} {self.unit}",
             "best other": f"{speeds[best]:,.0f} ({peer})",
             "times": f"{speeds[self.ours] / speeds[best]:.2f}",
-            "on": f"[{self.device.format(**ours)}]({report})",
+            "on": f"[{self.device.format(**ours)}]({self.link})",
         }
 
 

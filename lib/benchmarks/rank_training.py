@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lib.core import ranges as core_ranges
 from lib.core.allocator import synchronise, without_stderr
+from lib.core.hardware import local_results
 from lib.core.settings import check
 from lib.data.batches import BatchSampler, random_tokens, read_windows
 from lib.ddp.process_group import barrier, current_device, rank
@@ -112,7 +113,7 @@ class RanksBenchmarkConfig:
     seed: int = 0
     """Seed of weights and tokens."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figures; records of other settings there are kept."""
 
     cpu_defaults: ClassVar[dict[str, Any]] = {}

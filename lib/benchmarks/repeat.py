@@ -23,6 +23,7 @@ from lib.benchmarks.multi_rank_report import Setting, training_rows
 from lib.benchmarks.rank_training import RanksBenchmarkConfig, check_ranks
 from lib.benchmarks.sharding import Sharding
 from lib.benchmarks.sharding_cases import ShardingConfig
+from lib.core.hardware import local_results
 from lib.core.records import Record, read_records
 from lib.core.settings import check
 from lib.ddp.process_group import init_from_environment, rank, world_size
@@ -47,7 +48,7 @@ class RepeatConfig:
     seconds: float | None = None
     """Start no further setting that would probably end later than this; no limit by default."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figures; records of other settings there are kept."""
 
     def __post_init__(self) -> None:

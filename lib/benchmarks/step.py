@@ -35,6 +35,7 @@ from lib.core.figures import COLORS, MARKERS, house_figure, save_figure
 from lib.core.hardware import (
     device_name,
     keep_freed_memory,
+    local_results,
     peak,
     peak_flops,
     pick_device,
@@ -137,7 +138,7 @@ class StepBenchmarkConfig:
     restart: bool = False
     """Measure again what already has a record."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:

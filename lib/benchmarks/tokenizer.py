@@ -23,7 +23,7 @@ from typing import Any
 
 from lib.benchmarks.sections import Section, Table, write_report
 from lib.core.figures import BLUE, ORANGE, house_figure, save_figure
-from lib.core.hardware import available_cpus
+from lib.core.hardware import available_cpus, local_results
 from lib.core.records import Record, append_record, new_record, to_csv
 from lib.core.settings import check
 from lib.data.stories import generate_stories
@@ -81,7 +81,7 @@ class TokenizerBenchmarkConfig:
     seed: int = 0
     """Seed of the generated stories."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:

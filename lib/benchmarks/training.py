@@ -25,7 +25,7 @@ from lib.benchmarks import training_cpu
 from lib.benchmarks.sections import Section, Table, measured_on, write_report
 from lib.core.allocator import synchronise
 from lib.core.figures import BLUE, ORANGE, SKY, house_figure, save_figure
-from lib.core.hardware import peak_flops, pick_device, pick_dtype
+from lib.core.hardware import local_results, peak_flops, pick_device, pick_dtype
 from lib.core.records import Record, append_record, format_value, new_record, to_csv
 from lib.core.settings import check, require
 from lib.model.config import ModelConfig, model_preset
@@ -101,7 +101,7 @@ class TrainingBenchmarkConfig:
     seed: int = 0
     """Seed of the tokens."""
 
-    output: Path = Path("artifacts")
+    output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:

@@ -242,6 +242,12 @@ def cpu_name() -> str:
     return name or platform.machine()
 
 
+def local_results() -> Path:
+    """The folder for results of this machine, which git ignores: `artifacts/local/nvidia-h200`."""
+    name = re.sub(r"\((r|tm)\)", "", device_name().lower())
+    return Path("artifacts/local", re.sub(r"[^a-z0-9]+", "-", name).strip("-"))
+
+
 def _version(package: str) -> str | None:
     loaded = sys.modules.get(package)
     if loaded is not None and hasattr(loaded, "__version__"):

@@ -4,17 +4,17 @@ An operation of F floating-point operations that moves B bytes takes at least
 max(F / peak, B / bandwidth) (Williams, Waterman and Patterson 2009). Its *arithmetic intensity* is
 F / B: left of the ridge, peak / bandwidth, it is bound by memory, right of it by arithmetic.
 
-`python -m lib roofline` measures a GPU and writes `artifacts/roofline.jsonl`.
+`python -m lib roofline` measures a GPU and writes `roofline.jsonl`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lib.core.allocator import synchronise
 from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
-from lib.core.hardware import pick_device, pick_dtype
+from lib.core.hardware import local_results, pick_device, pick_dtype
 from lib.core.records import Record, append_record, new_record
 from lib.model.attention import causal_mask
 from lib.model.config import ModelConfig, model_preset
@@ -343,21 +343,37 @@ def points_of(
     return limits, list(points.values())
 
 
-def write_records(
-    path: str | os.PathLike = "artifacts/roofline.jsonl",
-    *,
-    model: str = "gpt2-124m",
-    batch_size: int = 32,
-    context_length: int = 1024,
-    dtype: str = "bfloat16",
-    device: str = "cuda",
-) -> list[Record]:
+@dataclasses.dataclass(frozen=True)
+class RooflineConfig:
+    """A machine's limits, and the operations of a block against them."""
+
+    model: str = "gpt2-124m"
+    """The preset whose block is measured."""
+
+    batch_size: int = 32
+    """Sequences that the block is given."""
+
+    context_length: int = 1024
+    """Tokens per sequence."""
+
+    dtype: str = "auto"
+    """`auto` (the shortest that the device is fast in), or its name."""
+
+    device: str = "cuda"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+    output: Path = dataclasses.field(default_factory=local_results)
+    """Folder for `roofline.jsonl`, which is added to."""
+
+
+def write_records(config: RooflineConfig) -> list[Record]:
     """Measure limits, a block, calls with and without waiting, and one operation by its size.
 
     `task` in a record's figures is one of `limits`, `operation`, `call`, `size`.
     """
-    chip = pick_device(device)
-    kind = pick_dtype(chip, dtype)
+    chip = pick_device(config.device)
+    kind = pick_dtype(chip, config.dtype)
+    model, batch_size, context_length = config.model, config.batch_size, config.context_length
     asked = {"model": model, "batch_size": batch_size, "context_length": context_length}
     asked["dtype"] = str(kind).removeprefix("torch.")
     limits = dataclasses.asdict(measure_limits(chip, kind))
@@ -375,5 +391,5 @@ def write_records(
     rows += [{"task": "size", **row} for row in measure_sizes(powers, chip)]
     records = [new_record(row, config=asked, seed=0, device=chip) for row in rows]
     for record in records:
-        append_record(path, record)
+        append_record(config.output / "roofline.jsonl", record)
     return records

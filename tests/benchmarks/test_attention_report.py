@@ -17,6 +17,9 @@ from lib.benchmarks.attention_report import (
     write_attention_report,
 )
 
+# such as of a figure that is too small for its labels
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+
 CASE = AttentionCase(
     queries=1024,
     keys=1024,

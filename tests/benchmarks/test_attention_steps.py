@@ -12,7 +12,7 @@ import torch
 
 import lib.benchmarks.attention_steps as steps
 from lib.benchmarks.attention import make_inputs
-from lib.benchmarks.attention_steps import NAMES, steps_of
+from lib.benchmarks.attention_steps import NAMES, AttentionStepsConfig, steps_of
 from lib.core.records import read_records
 from lib.flash_attention.tiles import backward_tiles, forward_tiles
 from lib.model.attention import attention
@@ -179,7 +179,7 @@ def test_corners_are_the_first_and_last_heads(shape):
 
 def test_a_machine_without_a_hopper_gpu_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"device must be a Hopper GPU .*, got 'cpu'"):
-        steps.measure_steps(tmp_path, device="cpu")
+        steps.measure_steps(AttentionStepsConfig(device="cpu", output=tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -207,13 +207,14 @@ def hopper_gpu(monkeypatch):
 
 
 def test_every_shape_and_direction_becomes_a_record_and_a_table(hopper_gpu, tmp_path):
-    records = steps.measure_steps(tmp_path)
+    config = AttentionStepsConfig(output=tmp_path)
+    records = steps.measure_steps(config)
     asked = [(c.batch_size, c.heads, c.queries, c.head_dim, c.direction) for c in hopper_gpu]
     assert asked == [(*s, d) for s in steps.SHAPES for d in ("forward", "backward")]
     assert read_records(tmp_path / "attention_steps.jsonl") == records
     assert [r["figures"]["flops"] for r in records] == [case.flops for case in hopper_gpu]
     # nothing is measured twice
-    assert steps.measure_steps(tmp_path) == records
+    assert steps.measure_steps(config) == records
     assert len(hopper_gpu) == len(records)
 
     text = (tmp_path / "attention_steps.md").read_text()

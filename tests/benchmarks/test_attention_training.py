@@ -15,11 +15,11 @@ SMALL = benchmark.LossRun(
     vocab_size=300,
 )
 KERNELS = ("sdpa", "flash_attention_torch")
-OPTIONS = {"run": SMALL, "kernels": KERNELS, "seeds": (0, 1), "device": "cpu"}
 
 
 def test_kernels_train_alike_and_seeds_do_not(tmp_path, monkeypatch):
-    records = benchmark.train_with_kernels(tmp_path, **OPTIONS)
+    config = benchmark.AttentionTrainingConfig(KERNELS, (0, 1), device="cpu", output=tmp_path)
+    records = benchmark.train_with_kernels(config, SMALL)
     runs = [(benchmark.kernel_of(record), benchmark.seed_of(record)) for record in records]
     assert runs == [(kernel, seed) for seed in (0, 1) for kernel in KERNELS]
     assert all(record["figures"]["steps"] == [10, 20] for record in records)
@@ -35,7 +35,7 @@ def test_kernels_train_alike_and_seeds_do_not(tmp_path, monkeypatch):
 
     # finished runs are not repeated
     monkeypatch.setattr(benchmark, "_train", lambda *_: pytest.fail("trained again"))
-    assert benchmark.train_with_kernels(tmp_path, **OPTIONS) == records
+    assert benchmark.train_with_kernels(config, SMALL) == records
 
 
 def record(kernel: str, seed: int, losses: list[float], validation_loss: float) -> dict:

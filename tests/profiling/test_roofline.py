@@ -156,10 +156,10 @@ def test_records_give_limits_and_points_back(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "model_preset", lambda name: SHAPE)
     monkeypatch.setattr(roofline, "measure_sizes", lambda *args: [{"numbers": 4, "median_ms": 1.0}])
     monkeypatch.setattr(roofline, "measure_call", lambda *args: (0.1, 2.0))
-    settings = {"batch_size": 1, "context_length": 8, "dtype": "float32", "device": "cpu"}
-    path = tmp_path / "roofline.jsonl"
-    write_records(path, **settings)
-    records = read_records(path)
+    sizes = {"batch_size": 1, "context_length": 8}
+    config = roofline.RooflineConfig(**sizes, dtype="float32", device="cpu", output=tmp_path)
+    write_records(config)
+    records = read_records(tmp_path / "roofline.jsonl")
     tasks = {record["figures"]["task"] for record in records}
     assert tasks == {"limits", "operation", "call", "size"}
     assert records[0]["config"]["context_length"] == 8
