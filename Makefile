@@ -41,7 +41,7 @@ ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_P
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
 
-.PHONY: help run lab test test-all test-gpu lint format notebooks clean
+.PHONY: help run lab exercises test test-all test-gpu lint format notebooks clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -66,6 +66,9 @@ test-all: test ## the same and the slow tests
 
 test-gpu: $(TEST_READY) ## the tests that need a CUDA device
 	@$(PYTEST) -m gpu
+
+exercises: $(RUN_READY) ## list which exercises are solved, and write that as JSON
+	@$(PY) -m lib exercises $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
 lint: $(TEST_READY) ## check style and the state of the notebooks
 	@$(PY) -m ruff check --quiet $(SOURCES)

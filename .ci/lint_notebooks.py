@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 
-from lib.publish.cells import FIRST_CELL, METADATA
+from lib.publish.cells import FIRST_CELL, METADATA, cell_metadata
 from lib.publish.pages import mathml_errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +24,7 @@ TAGS = {
     "nbval-skip",
     "nbval-raises-exception",
     "exercise",
+    "folded",
     "solution",
 }
 # Folders at the root of one machine's disk; /kaggle is the same for everybody.
@@ -81,9 +82,8 @@ def _check_order(cells: list) -> Iterator[str]:
 
 
 def _check_cell(cell: dict) -> Iterator[str]:
-    metadata = {key: value for key, value in cell.metadata.items() if key != "tags"}
-    if metadata:
-        yield f"metadata {sorted(metadata)} is left over; run: make format"
+    if dict(cell.metadata) != cell_metadata(cell.metadata.get("tags")):
+        yield f"metadata {sorted(cell.metadata)} is not clean; run: make format"
     for tag in cell.metadata.get("tags", []):
         if tag not in TAGS:
             yield f"tag {tag!r} means nothing here; known: {', '.join(sorted(TAGS))}"

@@ -242,6 +242,12 @@ COMMANDS: dict[str, Command] = {
         "lib.publish.run_notebooks:run_notebooks",
         unpacks=True,
     ),
+    "exercises": Command(
+        "Run the notebooks and list which exercises are solved.",
+        NotebooksConfig,
+        "lib.publish.exercise_report:report_exercises",
+        unpacks=True,
+    ),
     "notebooks refresh": Command(
         "Run notebooks and store their outputs in them, as they are committed.",
         NotebooksConfig,

@@ -14,6 +14,9 @@ and mistakes read as one page:
 
 If the reader's results are those of such an edit on every input, the check names the mistake.
 Tensors and arrays are compared by shape, and then value by value up to rounding.
+
+Exercises come in three tiers: a *warm-up* takes a few lines, a *core* one is what the lesson is
+about, and an *open* one has a figure to beat (`measure`), taken once the results are right.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
+import os
 import random
 import signal
 import textwrap
@@ -30,7 +35,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +51,8 @@ MISSING = object()
 NOT_FINISHED = object()
 # The verdict on an untouched stub.
 NOT_ATTEMPTED = "not attempted: replace the line with `raise`, and run this cell again"
+# Names the file to which checks append their verdicts, as `python -m lib exercises` reads them.
+RESULTS = "WORKBOOK_EXERCISES"
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,23 @@ class Exercise:
     mistakes: Mapping[str, tuple[str, str] | Callable]
     """The mistake as a sentence -> (old, new) text of the solution's source, or, where no short
     edit makes it, a function."""
+
+    tier: Literal["warm-up", "core", "open"] = "warm-up"
+
+    trials: int = TRIALS
+    """How many inputs are tried."""
+
+    seconds: float | None = None
+    """Time limit for one call (default: TIME_LIMIT)."""
+
+    is_secret: bool = False
+    """Whether the verdict keeps to itself what was expected, as where the answer is a name."""
+
+    measure: Callable[[Callable], float] | None = None
+    """For a right attempt and the solution, a figure that is better the lower it is."""
+
+    unit: str = ""
+    """Of that figure."""
 
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
@@ -99,33 +124,60 @@ class TimeLimitError(BaseException):
 
 def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> None:
     """Print the verdict on `attempt`; `seed` repeats the inputs of another check."""
-    print(verdict(exercise, attempt, seed=seed))
+    text = verdict(exercise, attempt, seed=seed)
+    print(text)
+    if results := os.environ.get(RESULTS):
+        line = {"exercise": attempt.__name__, "tier": exercise.tier, "result": result_of(text)}
+        with Path(results).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line | {"verdict": text}) + "\n")
+
+
+def result_of(text: str) -> Literal["passed", "failed", "not attempted"]:
+    """Return which of its three verdicts `check` printed."""
+    if text.startswith("right"):
+        return "passed"
+    return "not attempted" if text == NOT_ATTEMPTED else "failed"
 
 
 def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> str:
     """Return what `check` prints."""
-    generator = random.Random(seed)
-    inputs = [exercise.draw(generator, 1 + trial // 10) for trial in range(TRIALS)]
-    for arguments in inputs:
+    for arguments in (inputs := draw_inputs(exercise, seed)):
         try:
-            result = _call(attempt, arguments)
+            result = _call(attempt, arguments, exercise.seconds)
         except NotImplementedError:
             return NOT_ATTEMPTED
-        expected = _call(exercise.solve, arguments)
+        expected = _call(exercise.solve, arguments, exercise.seconds)
         if not _equal(result, expected):
             break
     else:
-        return f"right: the same as expected on {TRIALS} random inputs"
+        tried = f" on {len(inputs)} random inputs" if len(inputs) > 1 else ""
+        return f"right: the same as expected{tried}{_figures(exercise, attempt)}"
     shown = ", ".join(map(_shown, arguments))
-    lines = [f"not yet: {attempt.__name__}({shown})", f"  {difference(result, expected)}"]
+    found = f"{_shown(result)} is not it" if exercise.is_secret else difference(result, expected)
+    lines = [f"not yet: {attempt.__name__}({shown})", f"  {found}"]
     if result is not NOT_FINISHED and (name := _recognize(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
     return "\n".join(lines)
 
 
+def draw_inputs(exercise: Exercise, seed: int | None) -> list[tuple]:
+    """Return the arguments of each trial, small ones first."""
+    generator, trials = random.Random(seed), exercise.trials
+    return [exercise.draw(generator, 1 + 15 * trial // trials) for trial in range(trials)]
+
+
+def _figures(exercise: Exercise, attempt: Callable) -> str:
+    """Return what is measured of a right attempt beside the solution; "" if nothing is."""
+    if exercise.measure is None:
+        return ""
+    yours, ours = exercise.measure(attempt), exercise.measure(exercise.solve)
+    unit = f" {exercise.unit}".rstrip()
+    return f"\n  yours {yours:.3g}{unit}, the solution {ours:.3g}{unit}"
+
+
 @contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raise TimeLimitError after TIME_LIMIT of work, not counting what other processes take.
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError after `seconds` of work, not counting what other processes take.
 
     No limit on Windows or outside the main thread.
     """
@@ -138,7 +190,7 @@ def _time_limit() -> Iterator[None]:
         raise TimeLimitError
 
     handler = signal.signal(signal.SIGPROF, stop)
-    timer = signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
+    timer = signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
@@ -147,11 +199,11 @@ def _time_limit() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, *timer)
 
 
-def _call(function: Callable, arguments: tuple) -> Any:
+def _call(function: Callable, arguments: tuple, seconds: float | None) -> Any:
     try:
         # a copy, since a function may change the list that it is given
         arguments = copy.deepcopy(arguments)
-        with _time_limit():
+        with _time_limit(seconds or TIME_LIMIT):
             return function(*arguments)
     except TimeLimitError:
         return NOT_FINISHED
@@ -172,14 +224,15 @@ def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -
     results = []
     for arguments in inputs:
         try:
-            results.append(_call(attempt, arguments))
+            results.append(_call(attempt, arguments, exercise.seconds))
         except NotImplementedError:
             return None
         # no mistake loops forever, and each further input might take the whole limit
         if results[-1] is NOT_FINISHED:
             return None
     for name, function in exercise.wrong_functions().items():
-        if all(_equal(_call(function, a), result) for a, result in zip(inputs, results)):
+        made = (_call(function, arguments, exercise.seconds) for arguments in inputs)
+        if all(map(_equal, made, results)):
             return name
     return None
 
@@ -246,7 +299,7 @@ def difference(yours: Any, expected: Any) -> str:
     if not _is_array(expected):
         yours, expected = _plain(yours), _plain(expected)
     if yours is NOT_FINISHED:
-        return f"it did not finish in {TIME_LIMIT} s; does the position grow in every branch?"
+        return "it did not finish in time; is there a loop that never ends?"
     if isinstance(yours, Raised):
         where = f" in line {yours.line} of the cell" if yours.line else ""
         return f"it raised {yours.error}{where}; expected {_shown(expected)}"

@@ -28,17 +28,24 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 def clean(notebook: NotebookNode) -> NotebookNode:
     """Return a copy of `notebook` with the metadata that is committed and no other.
 
-    Cells keep their tags, pictures their sizes. Pieces of one stream are joined, and of a line that
-    was overwritten again and again (a progress bar) the last state stays.
+    Cells keep their tags, pictures their sizes; code tagged `folded` is shown folded. Pieces of one
+    stream are joined, and of a line that was overwritten again and again (a progress bar) the last
+    state stays.
     """
     notebook = copy.deepcopy(notebook)
     notebook.metadata = from_dict(METADATA)
     for cell in notebook.cells:
         tags = cell.metadata.get("tags")
-        cell.metadata = from_dict({"tags": tags} if tags else {})
+        cell.metadata = from_dict(cell_metadata(tags))
         if cell.cell_type == "code":
             cell.outputs = _joined_streams(cell.outputs)
     return notebook
+
+
+def cell_metadata(tags: list[str] | None) -> dict[str, Any]:
+    """Return the metadata that a cell is committed with: tags, and whether code is folded."""
+    folded = {"jupyter": {"source_hidden": True}} if tags and "folded" in tags else {}
+    return ({"tags": tags} if tags else {}) | folded
 
 
 def static_widgets(notebook: NotebookNode) -> NotebookNode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import logging
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any
 
 import nbformat
 import papermill
+from nbclient import NotebookClient
 from nbclient.output_widget import OutputWidget
 from nbformat import NotebookNode
 from papermill.clientwrap import PapermillNotebookClient
@@ -35,6 +37,7 @@ from tqdm import tqdm
 from lib.core.files import ROOT
 from lib.core.hardware import available_cpus, provenance
 from lib.core.settings import check
+from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.publish.cells import clean, static_widgets
 
@@ -119,11 +122,14 @@ def run_notebooks(
     return int(any(result.status != "done" for result in results))
 
 
-def find_notebooks(selection: Sequence[str], root: Path) -> list[Path]:
-    """Return the numbered notebooks in reading order, or only those that `selection` names."""
-    known = sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+def find_notebooks(selection: Sequence[str], root: Path, name: str = "notebooks") -> list[Path]:
+    """Return the numbered notebooks in reading order, or only those that `selection` names.
+
+    They are in the folder called `name` of the workbook at `root`.
+    """
+    known = sorted((root / name).glob("[0-9][0-9]_*.ipynb"))
     if not known:
-        raise ValueError(f"no notebook is named like 01_topic.ipynb in {root / 'notebooks'}")
+        raise ValueError(f"no notebook is named like 01_topic.ipynb in {root / name}")
     chosen = set()
     for wanted in selection:
         stem = Path(wanted).name.removesuffix(".ipynb")
@@ -365,6 +371,7 @@ def execute(
     parameters: Mapping[str, Any] | None = None,
     on_cell: Callable[[int], None] | None = None,
     threads: int | None = None,
+    strict: bool = False,
 ) -> NotebookNode:
     """Run the notebook at `source` in its own folder with papermill; return it executed.
 
@@ -373,6 +380,7 @@ def execute(
         parameters: names from its cell tagged `parameters` -> values.
         on_cell: called with the number of cells done.
         threads: of PyTorch's operators, unless the environment says; default: the notebook decides.
+        strict: whether each sentence that the notebook guards must hold.
 
     Raises:
         papermill.PapermillExecutionError: a cell failed; `output` has its traceback.
@@ -387,8 +395,32 @@ def execute(
         kernel_name="python3",
         progress_bar=False,
         on_cell=on_cell or (lambda count: None),
-        env=({THREADS: str(threads)} if threads else {}) | os.environ,
+        env=({THREADS: str(threads)} if threads else {})
+        | os.environ
+        | ({STRICT: "1"} if strict else {}),
     )
+
+
+def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNode:
+    """Run the notebook at `source` in its own folder, to its end even where cells fail.
+
+    Args:
+        environment: variables that the kernel gets beside those of this process.
+
+    Returns:
+        The executed notebook; nothing is written.
+    """
+    client = NotebookClient(
+        _read(source),
+        kernel_name="python3",
+        allow_errors=True,
+        resources={"metadata": {"path": str(source.parent)}},
+        extra_arguments=KERNEL_ARGUMENTS,
+    )
+    client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
+    # one line per notebook that it runs
+    client.log.setLevel(logging.WARNING)
+    return client.execute(env=os.environ | environment)
 
 
 class _OneWayOutput(OutputWidget):
@@ -489,13 +521,14 @@ def _now() -> str:
 def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> int:
     """Run notebooks one after another and store their outputs in them, as they are committed.
 
-    Returns the exit code; a notebook that fails is left as it was.
+    Returns the exit code; a notebook that fails, or that says what its outputs do not show
+    (`lib.lessons.guards`), is left as it was.
     """
     failed = 0
     for path in find_notebooks(notebooks, root):
         started = time.monotonic()
         try:
-            executed = execute(path, None)
+            executed = execute(path, None, strict=True)
         except (PapermillExecutionError, RuntimeError) as error:
             print(f"{path.stem} failed and is left as it was:\n{_plain(str(error))}")
             failed = 1

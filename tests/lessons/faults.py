@@ -5,6 +5,8 @@ from tests.fault import Fault
 EXERCISE = "lib/lessons/exercise.py"
 EXPLORER = "lib/lessons/explorer.py"
 SHOW = "lib/lessons/show.py"
+GUARDS = "lib/lessons/guards.py"
+PREDICTIONS = "lib/lessons/predictions.py"
 
 FAULTS = [
     # an edit that changes nothing, or something twice, is no mistake
@@ -70,4 +72,27 @@ FAULTS = [
         "pair = max(known, key=ranks.__getitem__)",
         "tests/lessons/test_show.py",
     ),
+    # a sentence that the outputs contradict is stored
+    Fault(
+        GUARDS,
+        "if not outcome and (always or os.environ.get(STRICT)):",
+        "if not outcome and always:",
+        "tests/lessons/test_guards.py",
+    ),
+    # a condition is true whatever was measured
+    Fault(
+        GUARDS,
+        "return types.FunctionType(condition.__code__, {**before, **after},",
+        "return types.FunctionType(condition.__code__, {**after, **before},",
+        "tests/lessons/test_guards.py",
+    ),
+    # a guess twice too high counts as half as wrong as one twice too low
+    Fault(
+        PREDICTIONS,
+        "return max(self.guess / self.answer, self.answer / self.guess)",
+        "return self.guess / self.answer",
+        "tests/lessons/test_predictions.py",
+    ),
+    # tests overwrite the reader's guesses
+    Fault(PREDICTIONS, "if not small():", "if True:", "tests/lessons/test_predictions.py"),
 ]

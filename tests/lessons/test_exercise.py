@@ -1,6 +1,7 @@
 """Each exercise of each notebook both ways, each named mistake, and how a check reports."""
 
 import importlib
+import json
 import math
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lib.lessons import exercise as lessons_exercise
-from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, verdict
+from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
 from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE_PRETOKEN, MERGE_PAIR
 from lib.tokenizer.bpe import merge_pair
 
@@ -246,7 +247,7 @@ def test_an_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.2)
     handler, start = signal.getsignal(signal.SIGPROF), time.monotonic()
     text = verdict(MERGE_PAIR, merge_forever)
-    assert "it did not finish in 0.2 s; does the position grow in every branch?" in text
+    assert "it did not finish in time; is there a loop that never ends?" in text
     assert "It looks as if" not in text
     assert time.monotonic() - start < 5
     assert signal.getsignal(signal.SIGPROF) is handler
@@ -273,3 +274,46 @@ def test_a_check_works_outside_the_main_thread():
     thread.start()
     thread.join()
     assert texts[0].startswith("right")
+
+
+def double(n):
+    return 2 * n
+
+
+def test_what_an_open_exercise_measures_is_shown_beside_the_solution():
+    cost = {double: 3.0, merge_forever: 2.0}
+    exercise = Exercise(
+        double, lambda _, size: (size,), {}, "open", measure=cost.get, unit="ms", trials=4
+    )
+    assert verdict(exercise, double).splitlines() == [
+        "right: the same as expected on 4 random inputs",
+        "  yours 3 ms, the solution 3 ms",
+    ]
+    assert "ms" not in verdict(exercise, lambda n: n)
+
+
+def test_a_secret_answer_is_not_told():
+    exercise = Exercise(lambda: {"A": "launch-bound"}, lambda *_: (), {}, trials=1, is_secret=True)
+    text = verdict(exercise, lambda: {"A": "memory-bound"})
+    assert "memory-bound" in text
+    assert "launch-bound" not in text
+    assert verdict(exercise, lambda: {"A": "launch-bound"}) == "right: the same as expected"
+
+
+def test_verdicts_are_kept_where_a_report_asks_for_them(tmp_path, monkeypatch, capsys):
+    def not_yet(n):
+        raise NotImplementedError
+
+    exercise = Exercise(double, lambda _, size: (size,), {}, "core")
+    monkeypatch.delenv(RESULTS, raising=False)
+    check(exercise, double)
+    monkeypatch.setenv(RESULTS, str(tmp_path / "results"))
+    for attempt in (double, int, not_yet):
+        check(exercise, attempt)
+    lines = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert [(line["exercise"], line["result"]) for line in lines] == [
+        ("double", "passed"),
+        ("int", "failed"),
+        ("not_yet", "not attempted"),
+    ]
+    assert {line["tier"] for line in lines} == {"core"}

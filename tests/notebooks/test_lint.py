@@ -93,7 +93,7 @@ KERNEL = {"kernelspec": METADATA["kernelspec"] | {"name": "my-env"}}
         ),
         (
             cell(4, metadata={"execution": {}}),
-            "cell 5: metadata ['execution'] is left over; run: make format",
+            "cell 5: metadata ['execution'] is not clean; run: make format",
         ),
         (
             lambda notebook: notebook.metadata.update(papermill={}),

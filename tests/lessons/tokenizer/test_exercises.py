@@ -1,18 +1,14 @@
 """The exercises of notebook 01: their inputs, and wrong answers that are nearly right."""
 
-import random
-
 import pytest
 
-from lib.lessons import exercise as lessons_exercise
-from lib.lessons.exercise import Exercise, verdict
+from lib.lessons.exercise import Exercise, draw_inputs, verdict
 from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE_PRETOKEN, MERGE_PAIR
 
 
 @pytest.mark.parametrize("exercise", [COUNT_PAIRS, MERGE_PAIR, ENCODE_PRETOKEN])
 def test_inputs_start_short_and_hold_an_empty_one(exercise):
-    generator = random.Random(0)
-    inputs = [exercise.draw(generator, 1 + trial // 10) for trial in range(lessons_exercise.TRIALS)]
+    inputs = draw_inputs(exercise, 0)
     assert max(len(repr(arguments)) for arguments in inputs[:5]) < 150
     assert any(not arguments[0] or () in arguments[0] for arguments in inputs)
 

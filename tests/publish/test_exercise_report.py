@@ -1,0 +1,69 @@
+"""The report on exercises: four results, past cells that fail, from the reader's copies."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from lib.__main__ import main
+from lib.publish.exercise_report import exercises_in, report_exercises
+
+ROOT = Path(__file__).resolve().parents[2]
+SET_UP = f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+from lib.lessons.tokenizer import exercises"""
+RIGHT = """def encode_pretoken(ids, merges):
+    while known := [pair for pair in zip(ids, ids[1:]) if pair in merges]:
+        first = min(known, key=merges.get)
+        ids = exercises.merge_pair(ids, first, merges[first])
+    return ids
+exercises.check_encode_pretoken(encode_pretoken)"""
+STUB = """def count_pairs(words):
+    raise NotImplementedError
+exercises.check_count_pairs(count_pairs)"""
+WRONG = """def merge(ids, pair, new_id):
+    return ids
+exercises.check_merge_pair(merge)"""
+BROKEN = """def merge_twice(ids, pair, new_id)
+    return merge(ids, pair, new_id)
+exercises.check_merge_pair(merge_twice)"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    cells = [new_markdown_cell("# A lesson"), new_code_cell(SET_UP), new_code_cell("1 / 0")]
+    for source in (RIGHT, STUB, WRONG, BROKEN):
+        cells.append(new_code_cell(source, metadata={"tags": ["exercise"]}))
+    path = tmp_path / "work/01_topic.ipynb"
+    path.parent.mkdir()
+    nbformat.write(new_notebook(cells=cells), path)
+    return path.parent
+
+
+def test_each_exercise_passed_failed_was_left_or_was_blocked(folder, tmp_path, capsys):
+    before = (folder / "01_topic.ipynb").read_bytes()
+    output = tmp_path / "exercises.json"
+    assert report_exercises(folder=folder, output=output) == 0
+    answers = json.loads(output.read_text())
+    assert {answer["exercise"]: answer["result"] for answer in answers} == {
+        "encode_pretoken": "passed",
+        "count_pairs": "not attempted",
+        "merge": "failed",
+        "merge_twice": "blocked",
+    }
+    assert "1 passed, 1 not attempted, 1 failed, 1 blocked" in capsys.readouterr().out
+    assert (folder / "01_topic.ipynb").read_bytes() == before
+
+
+def test_each_notebook_names_its_exercises():
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = nbformat.read(path, as_version=4).cells
+        tagged = [cell for cell in cells if "exercise" in cell.metadata.get("tags", [])]
+        assert len(exercises_in(path)) == len(tagged)
+
+
+def test_a_notebook_that_is_not_there_is_named(capsys):
+    assert main(["exercises", "--notebooks", "77"]) == 2
+    assert "no notebook is called '77'" in capsys.readouterr().err
