@@ -33,7 +33,7 @@ from lib.core.allocator import (
 )
 from lib.core.hardware import keep_freed_memory, local_results, pick_device, pick_dtype
 from lib.core.records import Record
-from lib.core.settings import check, require
+from lib.core.settings import check, check_fields, require
 from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
@@ -134,6 +134,7 @@ class AttentionBenchmarkConfig:
     """Folder for records, tables and figures."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for tier in self.custom_tiers:
             is_tier = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", tier)
             require(is_tier, f"custom_tiers must be QUERIES:KEYS as in 1024:4096, got {tier!r}")

@@ -27,7 +27,7 @@ from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import BLUE, PURPLE, SKY, VERMILLION, house_figure, save_figure
 from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.model.attention import attention
 
 # Steps in their order, as records name them and as tables and figures show them.
@@ -80,6 +80,7 @@ class AttentionStepsConfig:
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self, "samples", self.samples > 0, "at least 1")
 
 

@@ -26,6 +26,7 @@ from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import house_figure, save_figure
 from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
+from lib.core.settings import check_fields
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.model.config import ModelConfig
 from lib.training.config import OptimizerConfig, TrainConfig
@@ -77,6 +78,9 @@ class AttentionTrainingConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()) -> list[Record]:

@@ -21,7 +21,7 @@ from lib.core.allocator import Function, free_memory, is_out_of_memory
 from lib.core.files import make_folder
 from lib.core.hardware import device_name, keep_freed_memory, local_results
 from lib.core.records import Record
-from lib.core.settings import check, require
+from lib.core.settings import check, check_fields, require
 from lib.ddp.costs import bus_bandwidth_gbs
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
@@ -91,6 +91,7 @@ class CommunicationBenchmarkConfig:
     """Folder for records, tables and figure."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self, "collectives", bool(self.collectives), "at least one")
         check(self, "sizes_mb", all(0 < size < math.inf for size in self.sizes_mb), "each above 0")
         check(self, "ranks", self.ranks is None or self.ranks >= 2, "at least 2")

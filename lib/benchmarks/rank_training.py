@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lib.core import ranges as core_ranges
 from lib.core.allocator import synchronise, without_stderr
 from lib.core.hardware import local_results
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.data.batches import BatchSampler, random_tokens, read_windows
 from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import ModelConfig, model_preset
@@ -120,6 +120,7 @@ class RanksBenchmarkConfig:
     gpu_defaults: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in ("context_length", "tr_batch_size", "steps_per_epoch", "ranks"):
             value = getattr(self, field)
             check(self, field, value is None or value > 0, "at least 1")

@@ -25,7 +25,7 @@ from lib.benchmarks.sharding import Sharding
 from lib.benchmarks.sharding_cases import ShardingConfig
 from lib.core.hardware import local_results
 from lib.core.records import Record, read_records
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.ddp.process_group import init_from_environment, rank, world_size
 
 
@@ -52,6 +52,7 @@ class RepeatConfig:
     """Folder for records, tables and figures; records of other settings there are kept."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in ("ranks", "seconds"):
             value = getattr(self, field)
             check(self, field, value is None or value > 0, "more than 0")

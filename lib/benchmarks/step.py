@@ -42,7 +42,7 @@ from lib.core.hardware import (
     pick_dtype,
 )
 from lib.core.records import Record
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import activation_bytes, flops_per_token, num_parameters, parameters_by_part
 from lib.model.loss import CHUNK_BYTES, CHUNK_PART
@@ -142,6 +142,7 @@ class StepBenchmarkConfig:
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in ("batch_size", "samples", "warmup"):
             check(self, field, getattr(self, field) > 0, "at least 1")
         check(self, "seq_lens", min(self.seq_lens, default=1) > 0, "at least 1 each")

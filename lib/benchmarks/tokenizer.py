@@ -25,7 +25,7 @@ from lib.benchmarks.sections import Section, Table, write_report
 from lib.core.figures import BLUE, ORANGE, house_figure, save_figure
 from lib.core.hardware import available_cpus, local_results
 from lib.core.records import Record, append_record, new_record, to_csv
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.data.stories import generate_stories
 from lib.tokenizer.bpe import Tokenizer, train_bpe
 from lib.tokenizer.files import save_huggingface, to_tiktoken
@@ -85,6 +85,7 @@ class TokenizerBenchmarkConfig:
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self, "megabytes", self.megabytes > 0, "at least 1")
         check(self, "samples", self.samples > 0, "at least 1")
         check(self, "vocab_sizes", bool(self.vocab_sizes), "at least one size")

@@ -27,7 +27,7 @@ from lib.core.allocator import synchronise
 from lib.core.figures import BLUE, ORANGE, SKY, house_figure, save_figure
 from lib.core.hardware import local_results, peak_flops, pick_device, pick_dtype
 from lib.core.records import Record, append_record, format_value, new_record, to_csv
-from lib.core.settings import check, require
+from lib.core.settings import check, check_fields, require
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import flops_per_token, num_parameters
 from lib.model.loss import linear_cross_entropy
@@ -105,6 +105,7 @@ class TrainingBenchmarkConfig:
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         count = len(self.models)
         is_complete = len(self.batch_sizes) == count
         check(self, "batch_sizes", is_complete, f"one number for each of {count} models")

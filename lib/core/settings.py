@@ -1,15 +1,16 @@
 """Settings: dataclasses checked when made, strict JSON and flags, errors that name the field.
 
-A config is a frozen dataclass that lives with its owner. Its `__post_init__` checks the values with
-`check`; its fields and their docs become the flags and the `--help` of its command. `to_json` and
-`from_json` move it through a file without loss, and `with_flags` reads flags where tyro is missing,
-as in Kaggle's image.
+A config is a frozen dataclass that lives with its owner. Its `__post_init__` checks the types with
+`check_fields`, then the values with `check`; its fields and their docs become the flags and the
+`--help` of its command. `to_json` and `from_json` move it through a file without loss, and
+`with_flags` reads flags where tyro is missing, as in Kaggle's image.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -40,14 +41,27 @@ def check(config: Any, field: str, condition: object, expected: str) -> None:
     require(condition, f"{field} must be {expected}, got {getattr(config, field)!r}")
 
 
-def check_numbers(config: Any) -> None:
-    """Reject infinities, NaN, and integers of more than 63 bits in any field of `config`."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+def check_fields(config: Any) -> None:
+    """Check that each field has a value of its type, and numbers that a machine can hold.
+
+    Where only one value can be meant, the field takes that one: a tuple for a list, a `Path` for
+    text, a float for a whole number, Python's number for NumPy's.
+
+    Raises:
+        ValueError: a field has another type, is infinite or NaN, or has more than 63 bits.
+    """
+    hints = _hints(type(config))
+    for name in (field.name for field in dataclasses.fields(config)):
+        value = _convert(hints[name], getattr(config, name), name)
+        object.__setattr__(config, name, value)
         if isinstance(value, float):
-            check(config, field.name, math.isfinite(value), "a finite number")
+            check(config, name, math.isfinite(value), "a finite number")
         elif isinstance(value, int):
-            check(config, field.name, abs(value) < 2**63, "less than 2^63")
+            check(config, name, abs(value) < 2**63, "less than 2^63")
+
+
+# evaluating annotations takes longer than checking values
+_hints = functools.cache(typing.get_type_hints)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -92,7 +106,7 @@ def from_json(cls: type[T], source: str | os.PathLike) -> T:
     try:
         values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
         return from_dict(cls, values)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
@@ -115,24 +129,28 @@ def from_dict(cls: type[T], values: dict[str, Any], *, path: str = "") -> T:
         is_required = field.default is missing and field.default_factory is missing
         if is_required and name not in values:
             raise ValueError(f"key {_join(path, name)!r} is missing and has no default")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return cls(
         **{key: _convert(hints[key], value, _join(path, key)) for key, value in values.items()}
     )
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Convert a JSON value to the type `hint`.
+    """Convert a value from JSON or Python to the type `hint`.
 
     Raises:
         ValueError: it does not fit; the message names `path`.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if getattr(value, "ndim", None) == 0:
+        # a NumPy number
+        value = value.item()
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, path)
-    if origin is Literal and value in arguments:
+    # `type(...) is`, since True is also an int, and equal to 1
+    if origin is Literal and any(type(value) is type(a) and value == a for a in arguments):
         return value
-    if origin in (tuple, list) and isinstance(value, list):
+    if origin in (tuple, list) and isinstance(value, (list, tuple)):
         has_fixed_length = origin is tuple and arguments[-1] is not ...
         kinds = arguments if has_fixed_length else arguments[:1] * len(value)
         if len(kinds) == len(value):
@@ -141,15 +159,14 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {key: _convert(arguments[1], item, _join(path, key)) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return from_dict(hint, value, path=path)
-    if hint is Path and isinstance(value, str):
+        return value if isinstance(value, hint) else from_dict(hint, value, path=path)
+    if hint is Path and isinstance(value, (str, os.PathLike)):
         return Path(value)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 2**63:
         return float(value)
-    # `type(...) is`, since True is also an int
     if hint is Any or type(value) is hint:
         return value
-    raise ValueError(f"{path} must be {_describe(hint)}, got {json.dumps(value)}")
+    raise ValueError(f"{path} must be {_describe(hint)}, got {_show(value)}")
 
 
 def _convert_union(options: tuple, value: Any, path: str) -> Any:
@@ -165,7 +182,7 @@ def _convert_union(options: tuple, value: Any, path: str) -> Any:
         except ValueError:
             continue
     expected = " or ".join(map(_describe, options))
-    raise ValueError(f"{path} must be {expected}, got {json.dumps(value)}")
+    raise ValueError(f"{path} must be {expected}, got {_show(value)}")
 
 
 def _describe(hint: Any) -> str:
@@ -180,6 +197,14 @@ def _describe(hint: Any) -> str:
     if origin is dict:
         return f"an object, each value {_describe(arguments[1])}"
     return TYPE_NAMES.get(hint) or str(hint)
+
+
+def _show(value: Any) -> str:
+    """Write a value as the author of a JSON file would, or else as Python does."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)
 
 
 def _join(path: str, key: str) -> str:

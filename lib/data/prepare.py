@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lib.core.files import make_folder, write_atomically
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.data.corpus import Corpus, Progress, prepare_corpus
 from lib.data.token_array import tokenize_file
 from lib.tokenizer import files as tokenizer_files
@@ -58,6 +58,7 @@ class TokenizeConfig:
     """`python` (readable), `numba` (compiled), or `auto`, which picks by size. Same result."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         num_special = len(self.special_tokens)
         smallest = 256 + num_special
         fits = f"at least 256 bytes + {num_special} special tokens = {smallest}"

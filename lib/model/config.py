@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from lib.core.settings import check, check_numbers
+from lib.core.settings import check, check_fields
 
 ATTENTION_KERNELS = (
     "scaled_dot_prod_attention",
@@ -62,7 +62,7 @@ class ModelConfig:
     """Implementation of attention."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
         for field in ("context_length", "d_model", "num_layers", "num_heads", "d_ff"):
             check(self, field, getattr(self, field) > 0, "at least 1")
         check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2")

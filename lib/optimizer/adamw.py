@@ -150,6 +150,11 @@ class AdamW(torch.optim.Optimizer):
         require(decay >= 0, f"weight_decay must be 0 or more, got {decay!r}")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and pickle copy; tables on the device are made again."""
+        own = {"implementation": self.implementation, "_has_triton": self._has_triton, "_fused": {}}
+        return super().__getstate__() | own
+
     @torch.no_grad()
     def step(
         self,

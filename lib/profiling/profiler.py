@@ -29,7 +29,7 @@ from lib.core.allocator import synchronise, without_stderr
 from lib.core.files import ROOT, make_folder, write_atomically
 from lib.core.hardware import keep_freed_memory, pick_device, pick_dtype
 from lib.core.records import new_record, to_markdown
-from lib.core.settings import check, to_json
+from lib.core.settings import check, check_fields, to_json
 from lib.data.batches import random_tokens
 from lib.model.config import ATTENTION_KERNELS, ModelConfig, model_preset
 from lib.model.costs import num_parameters
@@ -103,6 +103,7 @@ class ProfileConfig:
     """Folder for trace, tables and figures; replaces those of an earlier profile."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in ("batch_size", "warmup_steps", "steps"):
             check(self, field, getattr(self, field) > 0, "at least 1")
         length = self.context_length

@@ -31,7 +31,7 @@ import nbformat
 
 from lib.core.files import ROOT, sha256_file
 from lib.core.hardware import provenance
-from lib.core.settings import check, require
+from lib.core.settings import check, check_fields, require
 from lib.publish.cells import FIRST_CELL
 from lib.publish.run_notebooks import Job, find_notebooks, plan
 
@@ -86,6 +86,7 @@ class KaggleBuildConfig:
     """Folder of the bundle, which is made anew."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self, "notebooks", bool(self.notebooks), "at least one")
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
         is_slug = re.fullmatch(SLUG, self.dataset) and 6 <= len(self.dataset) <= 50
@@ -109,6 +110,7 @@ class KagglePushConfig:
     """Seconds to wait for Kaggle to prepare the dataset."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
         check(self, "message", bool(self.message), "a text")
         check(self, "timeout", self.timeout > 0, "more than 0")

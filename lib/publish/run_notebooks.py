@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from lib.core.files import ROOT
 from lib.core.hardware import available_cpus, provenance
-from lib.core.settings import check
+from lib.core.settings import check, check_fields
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.publish.cells import clean, static_widgets
@@ -65,6 +65,7 @@ class RunConfig:
     cores). Those whose numbers are timings always run alone."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
 
 

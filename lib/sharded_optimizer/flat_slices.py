@@ -21,7 +21,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -211,6 +211,13 @@ class FlatSlices(GradientSync, ShardingStrategy):
         # starts the all-gathers, and whether they still have to be started
         self.awaited_in_forward: set[FlatBucket] = set()
         self.starts_in_forward = self.must_gather = False
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse `copy.deepcopy` and pickle: copied parameters would not share buffers."""
+        raise TypeError(
+            "strategy 'flat' of several ranks cannot be copied or pickled; make a ShardedOptimizer "
+            "for the copied parameters, and give it this one's state_dict()"
+        )
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""

@@ -151,6 +151,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = on_each_rank(lambda: self._make_inner(self.inner_groups), group)
         self.state = self.inner.state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and pickle copy; several ranks of `flat` refuse with a TypeError."""
+        own = ("group", "optimizer_cls", "kwargs", "strategy", "inner", "inner_groups")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard further parameters, with settings of their own; on all ranks, also in training.
 

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from lib.core.settings import check, check_numbers
+from lib.core.settings import check, check_fields
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig
 
@@ -52,7 +52,7 @@ class OptimizerConfig:
     """Weight of the auxiliary loss mean(logsumexp²), which keeps logits small (PaLM, section 5)."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
         for field in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "z_loss"):
             check(self, field, getattr(self, field) >= 0, "at least 0")
         right = f"between 0 and learning_rate {self.learning_rate}"
@@ -173,7 +173,7 @@ class TrainConfig:
     """Also log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
         positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")
         for field in (*positive, "keep_last", "max_nonfinite_steps"):
             check(self, field, getattr(self, field) > 0, "at least 1")
@@ -223,7 +223,7 @@ class SampleConfig:
     """Random seed."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
         check(self, "prompts", bool(self.prompts), "at least one text")
         for field in ("max_new_tokens", "temperature", "top_k", "seed"):
             check(self, field, getattr(self, field) >= 0, "at least 0")
@@ -253,6 +253,9 @@ class GenerateConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
@@ -271,5 +274,6 @@ class PipelineConfig:
     """Skip the corpus step and train on the existing token arrays in `train.data`."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.skip_data and self.train.data is None:
             raise ValueError("train.data must be a folder of token arrays with skip_data, got None")

@@ -6,14 +6,17 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.core.settings import check, check_numbers, from_json, to_dict, to_json, with_flags
+from lib.__main__ import COMMANDS, load
+from lib.core.settings import check, check_fields, from_json, to_dict, to_json, with_flags
 from lib.data.prepare import TokenizeConfig
-from lib.training.config import TrainConfig
+from lib.model.config import ModelConfig
+from lib.training.config import OptimizerConfig, SampleConfig, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Outer:
     table: dict[str, int] = dataclasses.field(default_factory=dict)
     free: Any = None
     size: int | str = 0
+    one: Literal[1] = 1
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -100,6 +104,10 @@ def test_to_dict_holds_plain_values():
         ('{"steps": 1, "names": ["a", 2]}', r"names\[1\] must be text, got 2"),
         ('{"steps": 1, "pair": [1]}', r"pair must be a list of exactly \[a whole number, a nu"),
         ('{"steps": 1, "kind": "c"}', 'kind must be one of "a", "b", 3, got "c"'),
+        ('{"steps": 1, "kind": 3.0}', 'kind must be one of "a", "b", 3, got 3.0'),
+        ('{"steps": 1, "one": true}', "one must be one of 1, got true"),
+        ('{"steps": 1, "inner": {"rate": 1' + 400 * "0" + "}}", "inner.rate must be a number"),
+        ('{"steps": 1, "free": ' + 100_000 * "[" + 100_000 * "]" + "}", "Outer: .*recursion"),
         ('{"steps": 1, "inner": 3}', "inner must be an object, got 3"),
         ('{"steps": 1, "inners": [{}, {"rate": "x"}]}', r"inners\[1\]\.rate must be a number"),
         ('{"steps": 1, "table": {"a": "b"}}', r"table\.a must be a whole number"),
@@ -112,6 +120,54 @@ def test_to_dict_holds_plain_values():
 def test_wrong_json_is_rejected_by_name(text, message):
     with pytest.raises(ValueError, match=message):
         from_json(Outer, text)
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong"),
+    [
+        (ModelConfig, {"norm": "layer"}),
+        (ModelConfig, {"feed_forward": "gelu"}),
+        (ModelConfig, {"positions": "learned"}),
+        (ModelConfig, {"num_heads": 2.0}),
+        (ModelConfig, {"num_layers": True}),
+        (ModelConfig, {"tied_embeddings": "no"}),
+        (TokenizeConfig, {"implementation": "rust"}),
+        (TokenizeConfig, {"special_tokens": "<|endoftext|>"}),
+        (SampleConfig, {"prompts": "Once"}),
+        (TrainConfig, {"model": OptimizerConfig()}),
+        (TrainConfig, {"resume": "no"}),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_refused_in_python_too(cls, wrong):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        cls(**wrong)
+
+
+CONFIGS = {
+    path: load(path) for path in (c.config for c in COMMANDS.values()) if isinstance(path, str)
+}
+
+
+@pytest.mark.parametrize("cls", CONFIGS.values(), ids=CONFIGS)
+def test_the_config_of_every_command_checks_each_field(cls):
+    for field in dataclasses.fields(cls):
+        with pytest.raises(ValueError, match=f"^{field.name} must be "):
+            cls(**{field.name: object()})
+
+
+def test_a_value_with_one_meaning_is_converted_when_made_in_python():
+    config = TrainConfig(
+        data="data",
+        max_seconds=3,
+        steps=np.int64(700),
+        optimizer={"learning_rate": np.float32(0.5), "beta1": np.float64(0.5)},
+    )
+    assert (config.data, config.steps) == (Path("data"), 700)
+    assert (config.optimizer.learning_rate, config.optimizer.beta1) == (0.5, 0.5)
+    kinds = (config.steps, config.max_seconds, config.optimizer.learning_rate)
+    assert list(map(type, kinds)) == [int, float, float]
+    assert SampleConfig(prompts=["a", "b"]).prompts == ("a", "b")
 
 
 def test_an_error_in_a_file_names_the_file(tmp_path):
@@ -129,9 +185,9 @@ def test_a_check_names_the_field_what_is_right_and_the_value():
 
 @pytest.mark.parametrize("wrong", [{"rate": math.inf}, {"rate": math.nan}, {"width": 2**63}])
 def test_numbers_that_no_machine_holds_are_rejected(wrong):
-    check_numbers(Inner(width=2**63 - 1))
+    check_fields(Inner(width=2**63 - 1))
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-        check_numbers(Inner(**wrong))
+        check_fields(Inner(**wrong))
     if "rate" in wrong:
         with pytest.raises(ValueError, match="JSON"):
             to_json(Inner(**wrong))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import re
 
 import pytest
@@ -228,6 +229,25 @@ def test_parameters_can_join_later():
     optimizer.step()
     assert [optimizer.state[param]["step"].item() for param in params[:2]] == [2, 1]
     assert optimizer.param_groups[1]["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_goes_on_as_the_original_and_apart_from_it(copied):
+    params = make_params(dtype=torch.bfloat16)
+    optimizer = AdamW(groups(params), implementation="reference")
+    set_gradients(params, seed=0)
+    # a scheduler puts a step of its own into the optimizer
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    before = bits(params, optimizer)
+    twins, twin = copied((params, optimizer))
+    assert twin.implementation == "reference"
+    set_gradients(twins, seed=1)
+    twin.step()
+    assert_equal(bits(params, optimizer), before)
+    set_gradients(params, seed=1)
+    optimizer.step()
+    assert_equal(bits(twins, twin), bits(params, optimizer))
 
 
 def test_a_closure_is_called_with_gradients_and_its_loss_returned():

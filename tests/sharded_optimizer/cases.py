@@ -102,6 +102,25 @@ def shared_folder() -> Path:
     return Path(on_first_rank(tempfile.mkdtemp))
 
 
+# Copies
+
+
+def check_a_copy_goes_on_as_the_original_or_is_refused_by_name() -> None:
+    for name, how in HOWS.items():
+        module, made, *_ = twins(ADAMW, how)
+        backward(module, 0)
+        update(made)
+        if name == "parameters":
+            twin_module, twin = copy.deepcopy((module, made))
+            for each, optimizer in ((module, made), (twin_module, twin)):
+                backward(each, 0)
+                update(optimizer)
+            check_equal(twin_module, module, "copy", atol=0)
+        else:
+            message = message_of(lambda: copy.deepcopy((module, made)))  # noqa: B023
+            assert message.startswith("TypeError: strategy 'flat' of several ranks"), message
+
+
 # Gradients
 
 
