@@ -38,7 +38,9 @@ export JUPYTER_PREFER_ENV_PATH := 1
 ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))"
 
 # Two tests run at a time, each with one thread: more threads than cores slow all of them down.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q
+# tests/guard keeps them from changing any file of the reader's.
+GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
+PYTEST := OMP_NUM_THREADS=1 $(GUARD) $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
 
 .PHONY: help run lab exercises test test-all test-gpu lint format notebooks clean
@@ -58,6 +60,7 @@ lab: $(RUN_READY) ## open the notebooks in JupyterLab
 test: lint ## check everything that needs no GPU and little time
 	@$(PYTEST) -n 2 --dist loadfile -m 'not serial and not gpu and not slow'
 	@$(PYTEST) -m 'serial and not gpu and not slow' || [ $$? -eq 5 ]
+	@rm -rf artifacts/small/artifacts
 	@$(if $(wildcard notebooks/*.ipynb),WORKBOOK_SMALL=1 $(PYTEST) -n 2 --dist loadfile --nbval-lax \
 		--nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks)
 
@@ -84,8 +87,8 @@ format: $(TEST_READY) ## put style right, and the notebooks' metadata; runs no n
 notebooks: $(RUN_READY) ## run the notebooks and store their outputs in them, as they are committed
 	@$(PY) -m lib notebooks refresh $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
-clean: ## remove what can be remade; keeps .venv and data/
-	rm -rf artifacts/report artifacts/runs .pytest_cache .ruff_cache .hypothesis
+clean: ## remove reports and caches; keeps trained models (python -m lib runs), data/ and .venv
+	rm -rf artifacts/report artifacts/small artifacts/screenshots .pytest_cache .ruff_cache .hypothesis
 	find lib tests notebooks .ci -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 $(RUN_READY):

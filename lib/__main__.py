@@ -236,6 +236,16 @@ COMMANDS: dict[str, Command] = {
         "lib.training.config:GenerateConfig",
         generate,
     ),
+    "runs": Command(
+        "List the training runs that are kept, with their sizes and ages.",
+        "lib.training.runs:RunsConfig",
+        "lib.training.runs:list_runs",
+    ),
+    "runs remove": Command(
+        "Remove runs by name, after asking.",
+        "lib.training.runs:RemoveRunsConfig",
+        "lib.training.runs:remove_runs",
+    ),
     "run": Command(
         "Run the notebooks and write the report.",
         "lib.publish.run_notebooks:RunConfig",

@@ -40,9 +40,29 @@ def small() -> bool:
 def workspace(root: Path = ROOT) -> Path:
     """The folder whose data/ and artifacts/ are written to.
 
-    The workbook's own, or the working folder where the workbook is read-only (as on Kaggle).
+    The workbook's own, or the working folder where the workbook is read-only (as on Kaggle). Small
+    runs, as tests make them, work in artifacts/small: nothing of the reader's is in their way.
     """
-    return root if os.access(root, os.W_OK) else Path.cwd()
+    if not os.access(root, os.W_OK):
+        return Path.cwd()
+    return root / "artifacts/small" if small() else root
+
+
+def run_folder(name: str, *, start_again: bool) -> Path:
+    """The folder in artifacts/runs of the newest run called `name`, or one for a new run.
+
+    Nothing is ever removed: where `name` has a run, the next ones are called `name-2`, `name-3`, …
+    The folder may not exist yet.
+    """
+    runs = workspace() / "artifacts/runs"
+    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    found = [match for path in runs.glob("*") if (match := pattern.fullmatch(path.name))]
+    newest = max((int(match[1] or 1) for match in found), default=0)
+    number = newest + 1 if start_again else max(newest, 1)
+    folder = runs / (name if number == 1 else f"{name}-{number}")
+    if start_again and newest:
+        print(f"a new run, artifacts/runs/{folder.name}; earlier ones stay (python -m lib runs)")
+    return folder
 
 
 def key_figures(**figures: Any) -> None:

@@ -457,21 +457,33 @@ def _power_law(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 # Names of figures on a results card -> their names in a table.
 WORDS = {
     "full_steps": "steps of the full training",
-    "tokens_per_s": "tokens/s",
+    "new_tokens": "tokens of this run alone",
+    "tokens_per_s": "tokens/s, over the whole training",
     "validation_loss": "validation loss (nats per token)",
     "bits_per_byte": "bits per byte",
     "extrapolated_loss_low": "extrapolated loss, lowest (nats per token)",
     "extrapolated_loss_high": "extrapolated loss, highest (nats per token)",
     "extrapolation_held": "the first half predicted the end",
 }
+# Results of earlier runs that a card shows.
+EARLIER_RESULTS = 3
 
 
-def card_rows(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The figures of a results card in words: rows of a table; `seconds_story` is "story (s)"."""
+def card_rows(
+    record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """A results card: rows of a table, with the newest `earlier` records beside this one.
+
+    A figure such as `seconds_story` is called "story (s)".
+    """
+    columns = {"this run": record["figures"]}
+    for before in earlier[: -EARLIER_RESULTS - 1 : -1]:
+        columns[before["date"][:19].replace("T", " ")] = before["figures"]
     rows = []
-    for key, value in figures.items():
+    for key in record["figures"]:
         name = WORDS.get(key, key.replace("_", " "))
         if key.startswith("seconds_"):
             name = f"{name.removeprefix('seconds ')} (s)"
-        rows.append({"speedrun": name, "result": value})
+        shown = {column: figures.get(key) for column, figures in columns.items()}
+        rows.append({"speedrun": name, **shown})
     return rows

@@ -241,12 +241,20 @@ def test_too_few_points_or_nothing_left_give_none():
     assert extrapolate([{"tokens": 5, "validation_loss": 3.0}], 10**6) is None
 
 
-def test_a_results_card_is_in_words():
-    figures = {"status": "done", "tokens_per_s": 3.0, "bits_per_byte": 1.0, "seconds_in_all": 60.0}
-    rows = card_rows(figures)
-    names = [row["speedrun"] for row in rows]
-    assert names == ["status", "tokens/s", "bits per byte", "in all (s)"]
-    assert [row["result"] for row in rows] == list(figures.values())
+def test_a_results_card_is_in_words_with_the_newest_earlier_results_beside_it():
+    figures = {"status": "done", "bits_per_byte": 1.0, "seconds_in_all": 60.0}
+    record = {"date": "2026-01-09T00:00:00+00:00", "figures": figures}
+    earlier = [
+        {"date": f"2026-01-0{day}T12:00:00+00:00", "figures": {"bits_per_byte": float(day)}}
+        for day in range(1, 6)
+    ]
+    rows = card_rows(record, earlier)
+    assert [row["speedrun"] for row in rows] == ["status", "bits per byte", "in all (s)"]
+    assert [row["this run"] for row in rows] == list(figures.values())
+    # the newest first
+    days = [(f"2026-01-0{day} 12:00:00", float(day)) for day in (5, 4, 3)]
+    assert list(rows[1].items()) == [("speedrun", "bits per byte"), ("this run", 1.0), *days]
+    assert card_rows(record)[0] == {"speedrun": "status", "this run": "done"}
 
 
 def test_sharding_lets_two_t4_train_a_larger_model():

@@ -1,0 +1,132 @@
+"""The runs that are kept in a folder: listed with their sizes and ages, and removed on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from lib.training.metrics import read_metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class RunsConfig:
+    """Where runs are."""
+
+    runs_dir: Path = Path("artifacts/runs")
+    """The folder that holds a folder for each run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveRunsConfig(RunsConfig):
+    """Which runs are removed."""
+
+    names: tuple[str, ...] = ()
+    """Runs as `python -m lib runs` lists them."""
+
+    yes: bool = False
+    """Remove them without asking."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRun:
+    """A run's folder at a glance."""
+
+    folder: Path
+
+    step: int | None
+    """Step of the newest checkpoint; None without one."""
+
+    bits_per_byte: float | None
+    """Of the last evaluation; None without one."""
+
+    num_bytes: int
+    changed: float
+    """When a file in it was last written, in seconds since 1970."""
+
+    def __str__(self) -> str:
+        age = age_in_words(time.time() - self.changed)
+        return f"{self.folder.name}, {self.num_bytes / 1e6:,.1f} MB, {age} old"
+
+
+def stored_runs(runs_dir: Path) -> list[StoredRun]:
+    """The runs in `runs_dir`, the newest first."""
+    found = []
+    for folder in runs_dir.iterdir() if runs_dir.is_dir() else ():
+        if not folder.is_dir():
+            continue
+        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        saved = sorted(folder.glob("checkpoints/step-*"))
+        metrics = folder / "metrics.jsonl"
+        lines = read_metrics(metrics) if metrics.exists() else []
+        judged = [line["validation_bits_per_byte"] for line in lines if "validation_loss" in line]
+        found.append(
+            StoredRun(
+                folder,
+                step=int(saved[-1].name.removeprefix("step-")) if saved else None,
+                bits_per_byte=judged[-1] if judged else None,
+                num_bytes=sum(file.st_size for file in files),
+                changed=max((file.st_mtime for file in files), default=folder.stat().st_mtime),
+            )
+        )
+    return sorted(found, key=lambda run: run.changed, reverse=True)
+
+
+def list_runs(config: RunsConfig) -> int:
+    """Print a table of the runs, the newest first; return the exit code."""
+    from lib.core.records import to_markdown
+
+    rows: list[dict[str, Any]] = [
+        {
+            "run": run.folder.name,
+            "step": run.step,
+            "bits per byte": run.bits_per_byte,
+            "MB": run.num_bytes / 1e6,
+            "age": age_in_words(time.time() - run.changed),
+        }
+        for run in stored_runs(config.runs_dir)
+    ]
+    print(to_markdown(rows) if rows else f"no runs in {config.runs_dir}\n", end="")
+    return 0
+
+
+def remove_runs(config: RemoveRunsConfig) -> int:
+    """Ask about each run in `names`, and remove it; return the exit code, 1 if one was kept.
+
+    Raises:
+        ValueError: a name is no run; nothing was removed.
+    """
+    runs = {run.folder.name: run for run in stored_runs(config.runs_dir)}
+    unknown = [name for name in config.names if name not in runs]
+    if unknown or not config.names:
+        known = ", ".join(runs) or "none"
+        raise ValueError(f"names must be runs in {config.runs_dir}: {known}; got {unknown}")
+    kept = 0
+    for run in dict.fromkeys(runs[name] for name in config.names):
+        if config.yes or _confirmed(f"Remove {run}? [y/N] "):
+            shutil.rmtree(run.folder)
+            print(f"removed: {run}")
+        else:
+            kept += 1
+            print(f"kept: {run}")
+    return int(kept > 0)
+
+
+def _confirmed(question: str) -> bool:
+    """Whether the user typed yes; nobody there is a no."""
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
+
+
+def age_in_words(seconds: float) -> str:
+    """Seconds as whole days, hours or minutes, such as `3 days`."""
+    for unit, length in (("day", 86_400), ("hour", 3_600)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' * (count > 1)}"
+    return f"{max(0, int(seconds // 60))} min"

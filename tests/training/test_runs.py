@@ -1,0 +1,72 @@
+"""Kept runs are listed with what they are, and removed only when that was confirmed."""
+
+import json
+import os
+import time
+
+import pytest
+
+from lib.training import runs
+from lib.training.runs import RemoveRunsConfig, RunsConfig, age_in_words, list_runs, remove_runs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A finished run, and an older one that was interrupted before its first checkpoint."""
+    for step in (50, 100):
+        checkpoint = tmp_path / f"good/checkpoints/step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.safetensors").write_bytes(bytes(1_500_000))
+    lines = [{"validation_loss": 1.0, "validation_bits_per_byte": 0.5}, {"loss": 1.0}]
+    (tmp_path / "good/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started/config.json").touch()
+    old = time.time() - 3 * 86_400
+    os.utime(tmp_path / "started/config.json", (old, old))
+    (tmp_path / "speedrun.jsonl").touch()
+    return tmp_path
+
+
+def test_runs_are_listed_with_step_judgement_size_and_age_the_newest_first(folder, capsys):
+    assert list_runs(RunsConfig(folder)) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells == [
+        ["good", "100", "0.500", "3.00", "0 min"],
+        ["started", "–", "–", "0", "3 days"],
+    ]
+    assert list_runs(RunsConfig(folder / "none")) == 0
+    assert "no runs in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "goes"), [("y", True), ("yes", True), ("", False), ("n", False)]
+)
+def test_a_run_is_removed_only_after_a_yes(folder, capsys, monkeypatch, answer, goes):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+    assert remove_runs(RemoveRunsConfig(folder, ("good",))) == int(not goes)
+    assert asked == ["Remove good, 3.0 MB, 0 min old? [y/N] "]
+    assert (folder / "good").exists() is not goes
+    assert (folder / "started").exists()
+
+
+def test_where_nobody_can_answer_nothing_is_removed_but_with_yes(folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    assert remove_runs(RemoveRunsConfig(folder, ("good", "started"))) == 1
+    assert (folder / "good").exists()
+    assert remove_runs(RemoveRunsConfig(folder, ("good", "started"), yes=True)) == 0
+    assert [path.name for path in folder.iterdir()] == ["speedrun.jsonl"]
+
+
+@pytest.mark.parametrize("names", [(), ("good", "bad"), ("../good",), (".",), ("speedrun.jsonl",)])
+def test_a_name_that_is_no_run_is_refused_before_anything_is_removed(folder, names):
+    with pytest.raises(ValueError, match="names must be runs in"):
+        remove_runs(RemoveRunsConfig(folder, names, yes=True))
+    assert (folder / "good").exists()
+
+
+def test_ages_are_whole_units():
+    ages = [age_in_words(seconds) for seconds in (-5, 59, 3_599, 3_600, 7_200, 86_400, 200_000)]
+    assert ages == ["0 min", "0 min", "59 min", "1 hour", "2 hours", "1 day", "2 days"]
+    assert runs.RunsConfig().runs_dir.as_posix() == "artifacts/runs"
