@@ -1,5 +1,6 @@
 """Kept runs are listed with what they are, and removed only when that was confirmed."""
 
+import io
 import json
 import os
 import time
@@ -52,7 +53,7 @@ def test_a_run_is_removed_only_after_a_yes(folder, capsys, monkeypatch, answer, 
 
 
 def test_where_nobody_can_answer_nothing_is_removed_but_with_yes(folder, monkeypatch):
-    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     assert remove_runs(RemoveRunsConfig(folder, ("good", "started"))) == 1
     assert (folder / "good").exists()
     assert remove_runs(RemoveRunsConfig(folder, ("good", "started"), yes=True)) == 0
