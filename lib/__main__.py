@@ -209,9 +209,15 @@ class Command(NamedTuple):
     unpacks: bool = False
     """Whether the function takes the config's fields as keyword arguments."""
 
+    interrupted: str = ""
+    """Printed after Ctrl-C: how to go on."""
+
     trains_on_ranks: bool = False
     """Whether processes that `torchrun` started work together on it."""
 
+
+RESUMES = "what was measured is kept, and the same command continues from there"
+STARTS_ANEW = "the same command starts anew"
 
 COMMANDS: dict[str, Command] = {
     "pipeline": Command(
@@ -275,65 +281,76 @@ COMMANDS: dict[str, Command] = {
         "lib.benchmarks.tokenizer:TokenizerBenchmarkConfig",
         "lib.benchmarks.tokenizer:benchmark_tokenizer",
         prints="{config.output}/tokenizer_benchmark.md",
+        interrupted=STARTS_ANEW,
     ),
     "benchmark training": Command(
         "Measure training steps against a peer, or on a CPU against their matmuls.",
         "lib.benchmarks.training:TrainingBenchmarkConfig",
         "lib.benchmarks.training:benchmark_training",
         prints="{result}",
+        interrupted=STARTS_ANEW,
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
         "lib.benchmarks.step:StepBenchmarkConfig",
         "lib.benchmarks.step:benchmark_step",
         prints="{config.output}/step_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
         "lib.benchmarks.attention:AttentionBenchmarkConfig",
         "lib.benchmarks.attention:benchmark_attention",
         prints="{config.output}/attention_sweep_report.md",
+        interrupted=RESUMES,
     ),
     "benchmark attention-steps": Command(
         "Measure what each step of the attention kernels gains, on a Hopper GPU.",
         "lib.benchmarks.attention_steps:AttentionStepsConfig",
         "lib.benchmarks.attention_steps:measure_steps",
         prints="{config.output}/attention_steps.md",
+        interrupted=RESUMES,
     ),
     "benchmark attention-training": Command(
         "Train the same model with different attention kernels and compare the losses.",
         "lib.benchmarks.attention_training:AttentionTrainingConfig",
         "lib.benchmarks.attention_training:train_with_kernels",
         prints="{config.output}/attention_training.md",
+        interrupted=RESUMES,
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
         TuneConfig,
         tune_attention,
+        interrupted=STARTS_ANEW,
     ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
         "lib.benchmarks.communication:CommunicationBenchmarkConfig",
         "lib.benchmarks.communication:benchmark_communication",
         prints="{config.output}/communication_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark lm-matrix": Command(
         "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
         "lib.benchmarks.lm_matrix:LmMatrixConfig",
         "lib.benchmarks.lm_matrix:benchmark_lm_matrix",
         prints="{config.output}/lm_matrix_report.md",
+        interrupted=RESUMES,
     ),
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.benchmarks.sharding_cases:ShardingConfig",
         "lib.benchmarks.sharding:benchmark_sharding",
         prints="{config.output}/sharding_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark repeat": Command(
         "Measure settings of existing multi-rank records again.",
         "lib.benchmarks.repeat:RepeatConfig",
         "lib.benchmarks.repeat:benchmark_repeat",
         prints="{config.output}",
+        interrupted=RESUMES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
@@ -345,12 +362,14 @@ COMMANDS: dict[str, Command] = {
         "Profile training steps: time by kernel, idle gaps, memory by category.",
         "lib.profiling.profiler:ProfileConfig",
         "lib.profiling.profiler:profile",
+        interrupted=STARTS_ANEW,
     ),
     "roofline": Command(
         "Measure a GPU's limits and the operations of a block against them.",
         "lib.profiling.roofline:RooflineConfig",
         "lib.profiling.roofline:write_records",
         prints="{config.output}/roofline.jsonl",
+        interrupted=STARTS_ANEW,
     ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
@@ -402,7 +421,12 @@ def run_command(name: str, flags: list[str]) -> int:
     command = COMMANDS[name]
     config = parse(load(command.config), name, flags)
     function = load(command.function)
-    result = function(**vars(config)) if command.unpacks else function(config)
+    try:
+        result = function(**vars(config)) if command.unpacks else function(config)
+    except KeyboardInterrupt:
+        if command.interrupted:
+            print(f"\nstopped; {command.interrupted}", file=sys.stderr)
+        raise
     if command.prints and result:
         results = command.prints.format(config=config, result=result)
         print(results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import socket
@@ -39,6 +40,7 @@ from lib.ddp.process_group import (
 )
 from lib.profiling.measurement import interquartile_range
 
+log = logging.getLogger(__name__)
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
 LARGEST_BYTES = {"nccl": 2**30, "gloo": 2**26}
@@ -146,6 +148,7 @@ def benchmark_communication(config: CommunicationBenchmarkConfig) -> list[Record
         # refuse bad settings here, before processes start
         communication_cases(config, ranks, backend)
         make_folder(config.output)
+        log.info("starting %d ranks", ranks)
         [records, *_] = launch(_sweep, ranks, config, backend=backend, timeout=config.timeout)
     if records:
         write_report(records_like(_record_file(config), records[0]), config.output)

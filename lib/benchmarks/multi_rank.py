@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import logging
 import math
 import os
 import pickle
@@ -28,10 +30,11 @@ import torch.distributed as dist
 
 from lib.benchmarks.rank_training import Plan, RanksBenchmarkConfig, Training, TrainingCase
 from lib.benchmarks.step import device_memory
+from lib.benchmarks.sweep import code_version
 from lib.core.allocator import free_memory, is_out_of_memory
 from lib.core.files import make_folder
 from lib.core.hardware import keep_freed_memory, pick_dtype
-from lib.core.records import Record, append_record, new_record, read_records
+from lib.core.records import Record, append_record, new_record, read_records, remaining
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import (
     current_device,
@@ -42,6 +45,8 @@ from lib.ddp.process_group import (
 )
 from lib.profiling.measurement import interquartile_range
 from lib.training.step import numerics
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +70,15 @@ def run_benchmark(
 ) -> list[Record]:
     """Measure what `config` asks for, then write tables and figures of all records in its `output`.
 
+    A plan is skipped if all its trainings have a record by this machine, seed and code, so that the
+    same call resumes an interrupted one; with `restart` all are measured.
+
     Starts the ranks itself, or is one of those that `torchrun` started, where rank 0 writes. A
     training that fails becomes a record of status `refused`, `oom` or `failed` with its reason.
     Under `torchrun` a rank that dies ends the benchmark; otherwise new ranks measure the rest.
 
     Returns:
-        The records of this call; under `torchrun` rank 0 returns them, and the others none.
+        All records in `output` by this machine, seed and code; none on ranks other than 0.
 
     Raises:
         ValueError: settings that do not fit together or this machine.
@@ -80,8 +88,11 @@ def run_benchmark(
     if "RANK" in os.environ or dist.is_initialized():
         with init_from_environment(config.backend, timeout=config.timeout) as device:
             config = config.with_defaults(world_size(), on_gpu=device.type == "cuda")
-            path, before = _open_records(benchmark, config)
-            measure(benchmark, config, config.plans(), None)
+            make_folder(config.output)
+            # rank 0 decides for all, as folders differ between hosts
+            plans = [plans_left(benchmark, config) if rank() == 0 else None]
+            dist.broadcast_object_list(plans, device=device)
+            measure(benchmark, config, plans[0], None)
             if rank() != 0:
                 return []
     else:
@@ -89,31 +100,49 @@ def run_benchmark(
         ranks = config.ranks or gpus or 2
         on_gpu = config.backend == "nccl" or gpus >= ranks
         config = config.with_defaults(ranks, on_gpu=on_gpu)
-        path, before = _open_records(benchmark, config)
-        _launch_until_done(benchmark, config)
-    records = read_records(path)
+        make_folder(config.output)
+        _launch_until_done(benchmark, config, plans_left(benchmark, config))
     if report:
-        benchmark.write_report(records, config.output)
-    return records[before:]
+        benchmark.write_report(read_records(config.output / benchmark.records), config.output)
+    return records_here(benchmark, config)
 
 
-def _open_records(benchmark: type[Interleaved], config: RanksBenchmarkConfig) -> tuple[Path, int]:
-    """The record file, which can be written, and how many records it holds."""
-    make_folder(config.output)
-    path = config.output / benchmark.records
-    with open(path, "ab"):
-        pass
-    return path, len(read_records(path))
+def plans_left(benchmark: type[Interleaved], config: RanksBenchmarkConfig) -> list[Plan]:
+    """The plans with a training that has no record by this machine; all of them with `restart`."""
+    done = [] if config.restart else records_here(benchmark, config)
+    dtype = str(pick_dtype(_device(config.backend), config.dtype)).removeprefix("torch.")
+    return [
+        plan
+        for plan in config.plans()
+        if remaining([config.case(plan.subject, name, dtype) for name in plan.names], done)
+    ]
+
+
+def records_here(benchmark: type[Interleaved], config: RanksBenchmarkConfig) -> list[Record]:
+    """The records in `output` that this machine, seed and code made."""
+    here = new_record({}, seed=config.seed, device=_device(config.backend))
+    same = {key: here[key] for key in ("device", "cores", "versions", "seed")}
+    same |= {"code": _code(benchmark)}
+    records = read_records(config.output / benchmark.records)
+    return [record for record in records if same.items() <= record.items()]
+
+
+@functools.cache
+def _code(benchmark: type[Interleaved]) -> str:
+    return code_version(benchmark.__module__)
+
+
+def _device(backend: str) -> torch.device:
+    return torch.device("cuda" if backend == "nccl" else "cpu")
 
 
 def _keep(
     benchmark: type[Interleaved], config: RanksBenchmarkConfig, case: TrainingCase, figures: dict
 ) -> None:
     """Append the record of one training, and print it."""
-    device = torch.device("cuda" if case.backend == "nccl" else "cpu")
     figures = {**case.known_figures, **figures}
-    record = new_record(figures, config=case, seed=config.seed, device=device)
-    append_record(config.output / benchmark.records, record)
+    record = new_record(figures, config=case, seed=config.seed, device=_device(case.backend))
+    append_record(config.output / benchmark.records, record | {"code": _code(benchmark)})
     if figures["status"] == "ok":
         words = f"{figures['median_ms']:.2f} ms ± {figures['iqr_ms'] / 2:.2f}"
         words += benchmark.describe(figures)
@@ -122,15 +151,18 @@ def _keep(
     print(f"{case.label}: {words}", flush=True)
 
 
-def _launch_until_done(benchmark: type[Interleaved], config: RanksBenchmarkConfig) -> None:
+def _launch_until_done(
+    benchmark: type[Interleaved], config: RanksBenchmarkConfig, plans: list[Plan]
+) -> None:
     """Start ranks that measure; where a training ends them, start new ones for the rest."""
-    plans = config.plans()
     options = {"backend": config.backend, "timeout": config.timeout}
     while plans:
+        log.info("starting %d ranks", config.ranks)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             path = Path(folder) / "failure.pickle"
             try:
-                launch(measure, config.ranks, benchmark, config, plans, path, **options)
+                level = logging.getLogger().level
+                launch(measure, config.ranks, benchmark, config, plans, path, level, **options)
                 return
             except WorkerError:
                 if not path.exists():
@@ -158,13 +190,22 @@ def plans_after_failure(plans: Sequence[Plan], failure: Failure) -> tuple[list[P
 
 
 def measure(
-    benchmark: type[Interleaved], config: Any, plans: Sequence[Plan], failure: Path | None
+    benchmark: type[Interleaved],
+    config: Any,
+    plans: Sequence[Plan],
+    failure: Path | None,
+    log_level: int | None = None,
 ) -> None:
     """Measure the plans on each rank; rank 0 keeps and prints the records after each plan.
 
     Args:
         failure: the file for the first training that ends its rank; None: nowhere.
+        log_level: of rank 0; None: as it is.
     """
+    if rank() != 0:
+        log.setLevel(logging.WARNING)
+    elif log_level is not None:
+        logging.basicConfig(level=log_level, format="%(message)s")
     device = current_device()
     if device.type == "cpu":
         keep_freed_memory()
@@ -259,6 +300,7 @@ class Interleaved:
         refused: dict[str, dict[str, Any]] = {}
         # warm up
         for name in self.cases:
+            log.info("%s: warming up %s", self.plan.subject, name)
             try:
                 with self.training(name):
                     times[name] = []
@@ -267,6 +309,7 @@ class Interleaved:
                 free_memory(error)
                 refused[name] = {"status": "refused", "reason": str(error)}
         # time: there and back, so that no training always follows the same other one
+        log.info("%s: timing %d epochs of each", self.plan.subject, self.config.timed_epochs)
         for turn in range(self.config.timed_epochs):
             for name in times if turn % 2 == 0 else reversed(times):
                 with self.training(name) as training:

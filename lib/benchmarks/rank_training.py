@@ -113,6 +113,9 @@ class RanksBenchmarkConfig:
     seed: int = 0
     """Seed of weights and tokens."""
 
+    restart: bool = False
+    """Measure again what already has a record."""
+
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figures; records of other settings there are kept."""
 

@@ -48,6 +48,9 @@ class RepeatConfig:
     seconds: float | None = None
     """Start no further setting that would probably end later than this; no limit by default."""
 
+    restart: bool = False
+    """Measure again what already has a record in `output`."""
+
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figures; records of other settings there are kept."""
 
@@ -130,7 +133,7 @@ def config_of(setting: Setting, config: RepeatConfig) -> RanksBenchmarkConfig:
     shared = {name: newest[name] for name in fields if name in newest}
     if not config.keep_buckets:
         shared["bucket_size_mb"] = None
-    return cls(**shared | cells | {"output": config.output})
+    return cls(**shared | cells | {"output": config.output, "restart": config.restart})
 
 
 def _in_time(settings: Sequence[Setting], seconds: float | None) -> Iterator[Setting]:

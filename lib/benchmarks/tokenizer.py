@@ -121,11 +121,15 @@ def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:
 
 
 def _measure_all(config: TokenizerBenchmarkConfig, folder: Path) -> Iterator[dict[str, Any]]:
+    log.info("compiling the tokenizer from scratch, which takes half a minute")
     yield from measure_compilation(folder)
     for name in config.texts:
+        log.info("writing %d MB of %s", config.megabytes, name)
         path = _prepare_text(name, config, folder)
         for vocab_size in config.vocab_sizes:
+            log.info("training: each candidate %d times, in new processes", config.samples)
             yield from measure_training(path, vocab_size, config.samples)
+        log.info("encoding and decoding: each candidate %d times", config.samples)
         yield from measure_encoding(path, config.vocab_sizes[0], config.samples)
     for name in config.large_files:
         yield from measure_memory(Path(name), config.vocab_sizes[0])

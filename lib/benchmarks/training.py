@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import statistics
 import time
@@ -36,6 +37,7 @@ from lib.profiling.measurement import interquartile_range, measure_interleaved
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
 
+log = logging.getLogger(__name__)
 PEER = "nanoGPT-style"
 # Defaults on a GPU.
 MODELS, BATCH_SIZES, SAMPLES = ("gpt2-124m", "matrix"), (32, 8), 7
@@ -223,6 +225,7 @@ def measure_model(
         }
 
     # the peer and the fastest, interleaved
+    log.info("%s: compiling and warming up %s and ours", name, PEER)
     peer, fastest = warm(peer_step), warm(our_step, batch_size)
     samples = [(sample(peer), sample(fastest)) for _ in range(config.samples)]
     peer_ms, fastest_ms = zip(*samples)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from lib.training.config import PipelineConfig, TrainConfig
 from lib.training.loop import learning_rate
 from lib.training.step import TrainStep, numerics
 
+log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 TINY = ROOT / "lib/presets/tiny.json"
 # Defaults: the batch size of the tiny pipeline, and samples for about a minute.
@@ -76,6 +78,7 @@ def measure_models(
     keep_freed_memory()
     with numerics(tf32=tiny.tf32, deterministic=tiny.deterministic):
         for name, shape, batch_size in zip(models, shapes, batch_sizes):
+            log.info("%s: %d samples of each candidate, which take turns", name, samples)
             config = dataclasses.replace(tiny, model=shape, batch_size=batch_size, seed=seed)
             yield from measure_model(config, name, samples=samples)
 

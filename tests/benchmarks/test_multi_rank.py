@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lib.benchmarks import multi_rank
-from lib.benchmarks.lm_matrix import LmMatrixConfig, benchmark_lm_matrix
+from lib.benchmarks.lm_matrix import LmMatrix, LmMatrixConfig, benchmark_lm_matrix
 from lib.benchmarks.multi_rank import (
     Failure,
     Interleaved,
@@ -17,6 +17,7 @@ from lib.benchmarks.multi_rank import (
     loss_difference,
     measure,
     plans_after_failure,
+    plans_left,
     time_figures,
 )
 from lib.benchmarks.rank_training import Plan, Training
@@ -209,7 +210,7 @@ def test_settings_that_are_refused_leave_no_file(tmp_path):
 
 
 def run_twice(config: LmMatrixConfig) -> list[int]:
-    """On a rank: the number of records that each of two calls returns."""
+    """On a rank: the number of records that each of two calls returns; the second resumes."""
     return [len(benchmark_lm_matrix(config)) for _ in range(2)]
 
 
@@ -217,5 +218,11 @@ def test_ranks_that_are_there_already_measure_and_rank_0_alone_keeps_records(tmp
     settings = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
     config = LmMatrixConfig(("sdpa",), ("none", "naive"), output=tmp_path, **settings)
     assert launch(run_twice, 2, config, backend="gloo", timeout=60) == [[2, 2], [0, 0]]
-    assert len(read_records(tmp_path / "lm_matrix.jsonl")) == 4
+    # nothing is measured twice unless it is asked for
+    records = read_records(tmp_path / "lm_matrix.jsonl")
+    assert [record["config"]["wrapper"] for record in records] == ["none", "naive"]
+    assert plans_left(LmMatrix, config.with_defaults(2, on_gpu=False)) == []
+    for change in ({"restart": True}, {"seed": 1}, {"wrappers": ("none", "flat")}):
+        other = dataclasses.replace(config, **change).with_defaults(2, on_gpu=False)
+        assert plans_left(LmMatrix, other) == other.plans()
     assert (tmp_path / "lm_matrix_report.md").exists()

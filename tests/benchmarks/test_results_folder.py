@@ -70,7 +70,9 @@ def test_a_benchmark_changes_no_committed_file_and_shows_what_is_on_record(repos
     assert lines[at + 2].startswith("  attention forward, causal, 4,096 tokens, heads of 64: 4")
 
 
-def test_an_interrupted_benchmark_leaves_only_records_that_git_ignores(repository, monkeypatch):
+def test_an_interrupted_benchmark_keeps_its_records_and_says_how_to_go_on(
+    repository, monkeypatch, capsys
+):
     whole, calls = attention.measure_case, []
 
     def interrupted(*arguments, **options):
@@ -81,6 +83,7 @@ def test_an_interrupted_benchmark_leaves_only_records_that_git_ignores(repositor
 
     monkeypatch.setattr(attention, "measure_case", interrupted)
     assert main(["benchmark", "attention", "--device", "cpu", *SMALL.split()]) == 130
+    assert "the same command continues from there" in capsys.readouterr().err
     assert changes(repository) == []
     records = hardware.local_results() / "attention_sweep.jsonl"
     assert len(records.read_text(encoding="utf-8").splitlines()) == 1
