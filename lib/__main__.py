@@ -215,6 +215,9 @@ class Command(NamedTuple):
     trains_on_ranks: bool = False
     """Whether processes that `torchrun` started work together on it."""
 
+    word: str = ""
+    """The field that a word without a flag sets."""
+
 
 RESUMES = "what was measured is kept, and the same command continues from there"
 STARTS_ANEW = "the same command starts anew"
@@ -241,6 +244,20 @@ COMMANDS: dict[str, Command] = {
         "Continue texts with a trained model.",
         "lib.training.config:GenerateConfig",
         generate,
+    ),
+    "export": Command(
+        "Write a trained model as a folder that `transformers`, vLLM and llama.cpp read.",
+        "lib.training.config:ExportConfig",
+        "lib.training.interchange:export_run",
+        prints="{result}",
+        word="folder",
+    ),
+    "import": Command(
+        "Make a run from a Llama-like model that `transformers` saved.",
+        "lib.training.config:ImportConfig",
+        "lib.training.interchange:import_model",
+        prints="{result}\npython -m lib generate --checkpoint {result} --prompts ...",
+        word="folder",
     ),
     "runs": Command(
         "List the training runs that are kept, with their sizes and ages.",
@@ -482,6 +499,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
             known = ", ".join(sorted(presets))
             raise FileNotFoundError(f"--config {path}: no such file, and the presets are: {known}")
         default = from_json(cls, path)
+    flags = name_word(flags, COMMANDS[command].word)
     flags = [full_flag(cls, flag) for flag in flags]
     if importlib.util.find_spec("tyro") is None:
         return with_flags(default or cls(), flags)
@@ -499,6 +517,17 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         use_underscores=True,
         **({} if default is None else {"default": default}),
     )
+
+
+def name_word(flags: list[str], field: str) -> list[str]:
+    """`flags` with the flag of `field` before the word that has none, as in `export DIR`."""
+    if not field:
+        return flags
+    named = []
+    for before, word in zip(["", *flags], flags):
+        follows_flag = before.startswith("--") and "=" not in before
+        named += [word] if follows_flag or word.startswith("-") else [f"--{field}={word}"]
+    return named
 
 
 def full_flag(cls: type, flag: str) -> str:

@@ -180,10 +180,33 @@ def load_huggingface(path: str | os.PathLike) -> Parts:
         model = document["model"]
         if model["type"] != "BPE":
             raise ValueError(f"model must be a byte-level BPE, got {model['type']}")
+        _check_huggingface(document)
         added = {token["content"]: token["id"] for token in document.get("added_tokens", [])}
         return _parts(model["vocab"], model["merges"], added)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no tokenizer.json of a byte-level BPE: {error!r}") from error
+
+
+def _check_huggingface(document: dict) -> None:
+    """Raise ValueError for a setting of Hugging Face's that would give other ids than ours."""
+    model, before = document["model"], document.get("pre_tokenizer") or {}
+    after = document.get("post_processor") or {"type": "ByteLevel"}
+    for name, value, expected in (
+        ("normalizer", document.get("normalizer"), None),
+        ("pre_tokenizer", before.get("type"), "ByteLevel"),
+        ("pre_tokenizer.add_prefix_space", before.get("add_prefix_space", True), False),
+        ("pre_tokenizer.use_regex", before.get("use_regex", True), True),
+        ("post_processor", after.get("type"), "ByteLevel"),
+        ("model.dropout", model.get("dropout") or None, None),
+        ("model.continuing_subword_prefix", model.get("continuing_subword_prefix") or None, None),
+        ("model.end_of_word_suffix", model.get("end_of_word_suffix") or None, None),
+        ("model.ignore_merges", model.get("ignore_merges", False), False),
+    ):
+        if value != expected:
+            raise ValueError(f"{name} must be {expected!r}, got {value!r}")
+    for token in document.get("added_tokens", []):
+        if any(token.get(flag, False) for flag in ("single_word", "lstrip", "rstrip")):
+            raise ValueError(f"added_tokens must not take in what is around them, got {token}")
 
 
 def to_tiktoken(parts: Parts, name: str = "workbook") -> tiktoken.Encoding:

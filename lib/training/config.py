@@ -258,6 +258,37 @@ class GenerateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Which model is written, for which tool, and where to."""
+
+    folder: Path | None = None
+    """New or empty folder for the model. May be given without its flag."""
+
+    to: Literal["transformers"] = "transformers"
+    """Whose format; vLLM and llama.cpp read that of `transformers`, too."""
+
+    checkpoint: Path | None = None
+    """A run's folder or one of its checkpoints. None = the newest run in `artifacts/runs`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportConfig:
+    """Which model is read, and where its run goes."""
+
+    folder: Path | None = None
+    """Folder of a Llama-like model, as `transformers` saves it. May be given without its flag."""
+
+    output: Path | None = None
+    """The new run's folder. None = one in `artifacts/runs` with the name of `folder`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     """Settings of the whole way from a corpus to a trained model and a sample of its text."""
 

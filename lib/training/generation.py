@@ -312,12 +312,7 @@ def load_model(
         device: as in `lib.core.hardware.pick_device`.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"no folder {path}; it must be a training run or its checkpoint")
-    folders = (path, *path.absolute().parents[:2])
-    run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
-    if run is None:
-        raise FileNotFoundError(f"no config.json in {path}; it must be the folder of a run")
+    run = run_of(path)
     if not tokenizer_files.find(run).is_file():
         raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
     config = from_json(TrainConfig, run / "config.json")
@@ -330,6 +325,17 @@ def load_model(
     model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
     load_checkpoint(checkpoint, model=model, verify=False)
     return model.eval(), tokenizer, config
+
+
+def run_of(path: Path) -> Path:
+    """The folder of the training run that `path`, itself or a checkpoint inside it, belongs to."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"no folder {path}; it must be a training run or its checkpoint")
+    folders = (path, *path.absolute().parents[:2])
+    run = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    if run is None:
+        raise FileNotFoundError(f"no config.json in {path}; it must be the folder of a run")
+    return run
 
 
 def _with_kernel_for(device: torch.device, model: ModelConfig) -> ModelConfig:

@@ -9,6 +9,25 @@ FOLDER = "tests/training/test_run_folder.py"
 GENERATION = "tests/training/test_generation.py"
 
 FAULTS = [
+    # models of other tools
+    Fault(
+        "lib/model/llama.py",
+        "is_rotated = name.endswith(ROTATED)",
+        "is_rotated = False",
+        "tests/model/test_llama.py::test_a_llama_with_our_weights_gives_our_logits",
+    ),
+    Fault(
+        "lib/model/llama.py",
+        "repeat_interleave(repeats, dim=0).flatten(0, 1)",
+        "repeat(repeats, 1, 1).flatten(0, 1)",
+        "tests/model/test_llama.py::test_shared_key_heads_are_repeated",
+    ),
+    Fault(
+        "lib/training/interchange.py",
+        "require(is_new, f",
+        "require(True, f",
+        "tests/training/test_interchange.py::test_a_folder_with_files_is_not_written_to",
+    ),
     # one step
     Fault(
         "lib/training/step.py",

@@ -1,0 +1,190 @@
+"""Models of other tools: a run becomes a folder that `transformers` loads, and the other way.
+
+    python -m lib export --to transformers DIR     python -m lib import DIR
+
+Such a folder holds `config.json`, `model.safetensors` in Llama's layout (`lib.model.llama`) and
+`tokenizer.json`. vLLM, llama.cpp and others read it too. Nothing here needs `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from lib.core.files import write_atomically
+from lib.core.settings import require, to_dict, to_json
+from lib.model.config import ModelConfig
+from lib.model.costs import num_parameters
+from lib.model.llama import from_llama, from_llama_config, to_llama, to_llama_config
+from lib.tokenizer import files as tokenizer_files
+from lib.tokenizer.bpe import Tokenizer
+from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.checkpoint import find_checkpoint, save_checkpoint
+from lib.training.config import ExportConfig, ImportConfig, TrainConfig
+from lib.training.generation import load_model, newest_run, run_of
+from lib.training.metrics import read_metrics
+
+# Export
+
+
+def export_run(config: ExportConfig) -> Path:
+    """Write a trained model as a folder for `transformers`; return it.
+
+    Raises:
+        ValueError: the folder has files, or the model has a variant that Llama's layout lacks.
+    """
+    source, folder = config.checkpoint or newest_run(), config.folder
+    require(folder is not None, "folder must be a path, as in `export DIR`, got None")
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(is_new, f"folder must be new or empty, got {folder}, which has files")
+    model, tokenizer, settings = load_model(source, "cpu")
+    weights = to_llama(model.state_dict(), model.config)
+
+    tokenizer_files.save_huggingface(folder / "tokenizer.json", tokenizer.parts)
+    # the token that begins and ends a text, if the tokenizer has it
+    end = tokenizer.special_tokens.get(SEPARATOR)
+    for name, content in {
+        "tokenizer_config.json": _tokenizer_config(tokenizer, model.config),
+        "generation_config.json": {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end},
+    }.items():
+        write_atomically(folder / name, json.dumps(content, indent=2) + "\n")
+    run = run_of(source)
+    checkpoint = find_checkpoint(run / "checkpoints" if run == source else source)
+    card = model_card(folder.resolve().name, run, checkpoint, settings)
+    write_atomically(folder / "README.md", card)
+    # each weight keeps its dtype; the config, below, names one that holds all of them exactly
+    write_atomically(folder / "model.safetensors", save(weights, {"format": "pt"}))
+    # last, so that a folder with it is whole
+    fields = to_llama_config(model.config) | {"bos_token_id": end, "eos_token_id": end}
+    fields["torch_dtype"] = str(_common_dtype(weights)).removeprefix("torch.")
+    write_atomically(folder / "config.json", json.dumps(fields, indent=2) + "\n")
+    return folder
+
+
+def _common_dtype(weights: dict[str, Tensor]) -> torch.dtype:
+    """The dtype of all weights, or float32 where they differ."""
+    dtypes = {weight.dtype for weight in weights.values()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _tokenizer_config(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, Any]:
+    end = SEPARATOR if SEPARATOR in tokenizer.special_tokens else None
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.context_length,
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A language model with {parameters:,} parameters, trained with the training workbook and written in
+Llama's layout.
+
+- **Model.** {model.num_layers} Transformer blocks of {model.num_heads} heads, `d_model` \
+{model.d_model}, `d_ff` {model.d_ff}, a vocabulary of {model.vocab_size:,} and a context of \
+{model.context_length:,} tokens. The tokenizer is byte-level BPE with GPT-2's pre-tokens.
+- **Training.** {training}
+- **Evaluation.** {evaluation}
+- **Limits.** It knows nothing but its training text, and is for learning and experiments. It was
+  not trained beyond {model.context_length:,} tokens.
+
+```python
+from transformers import pipeline
+
+tell = pipeline("text-generation", ".")
+print(tell("Once upon a time", max_new_tokens=50, do_sample=False)[0]["generated_text"])
+```
+"""
+
+
+def model_card(name: str, run: Path, checkpoint: Path, config: TrainConfig) -> str:
+    """The page about a model that Hugging Face shows, from its run's settings and metrics."""
+    step = int(checkpoint.name.removeprefix("step-"))
+    data = f" on {config.data.name}" if config.data else ""
+    training = f"{step:,} steps{data}." if step else "Imported, and not trained by the workbook."
+    metrics = run / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.is_file() else []
+    last = next((line for line in reversed(lines) if "validation_loss" in line), None)
+    evaluation = "Not recorded."
+    if last is not None:
+        evaluation = (
+            f"On held-out text after step {last['step']:,}: loss {last['validation_loss']:.3f}, "
+            f"perplexity {last['validation_perplexity']:.2f}."
+        )
+    return CARD.format(
+        name=name,
+        model=config.model,
+        parameters=num_parameters(config.model),
+        training=training,
+        evaluation=evaluation,
+    )
+
+
+# Import
+
+
+def import_model(config: ImportConfig) -> Path:
+    """Turn a folder with a Llama into a run that `generate` uses; return the run's folder.
+
+    Raises:
+        ValueError: the run's folder exists, or the model or tokenizer has something that ours lack.
+    """
+    source = config.folder
+    require(source is not None, "folder must be a path, as in `import DIR`, got None")
+    for name in ("config.json", "tokenizer.json"):
+        if not (source / name).is_file():
+            raise FileNotFoundError(f"no {name} in {source}; it must be a folder of transformers")
+    run = config.output or Path("artifacts/runs") / source.resolve().name
+    require(not (run / "config.json").exists(), f"output must be new, got {run}, which has a run")
+
+    try:
+        model = from_llama_config(json.loads((source / "config.json").read_bytes()))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{source / 'config.json'}: {error}") from error
+    tokenizer = Tokenizer.from_parts(tokenizer_files.load_huggingface(source / "tokenizer.json"))
+    require(
+        tokenizer.vocab_size <= model.vocab_size,
+        f"vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got "
+        f"{model.vocab_size}",
+    )
+    weights = from_llama(_load_weights(source), model)
+
+    settings = TrainConfig(model=model)
+    tokenizer.save(run / "bpe.json")
+    # `train` compares its own run with this record, and refuses to continue here
+    extra = {"config": to_dict(settings), "data_sha256": {}, "imported_from": str(source)}
+    save_checkpoint(run / "checkpoints", step=0, model=weights, extra=extra)
+    write_atomically(run / "config.json", to_json(settings) + "\n")
+    return run
+
+
+def _load_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all `model*.safetensors` in `folder`, which large models split."""
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(
+            f"no model.safetensors in {folder}; other formats are not read, since they can run code"
+        )
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            weights |= load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    return weights

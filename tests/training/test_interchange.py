@@ -1,0 +1,207 @@
+"""Runs as folders of `transformers`, both ways: the same logits, ids and stories."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import tokenizers
+import torch
+
+from lib.__main__ import main
+from lib.core.files import ROOT
+from lib.core.settings import to_json
+from lib.model.config import ModelConfig
+from lib.model.transformer import TransformerLM
+from lib.tokenizer.bpe import Tokenizer
+from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.checkpoint import save_checkpoint
+from lib.training.config import ExportConfig, ImportConfig, TrainConfig
+from lib.training.generation import generate_text, load_model
+from lib.training.interchange import export_run, import_model
+
+TINY = ROOT / "artifacts/tiny_stories"
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
+SHAPE = ModelConfig(
+    vocab_size=257, context_length=32, d_model=32, num_layers=2, num_heads=4, d_ff=48
+)
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """A function that makes a run's folder with random weights."""
+
+    def make(dtype=torch.float32, **changes):
+        torch.manual_seed(0)
+        config = dataclasses.replace(SHAPE, **changes)
+        model = TransformerLM(config, dtype=dtype)
+        save_checkpoint(tmp_path / "run/checkpoints", step=5, model=model)
+        (tmp_path / "run/config.json").write_text(to_json(TrainConfig(model=config)))
+        BYTES.save(tmp_path / "run/bpe.json")
+        return tmp_path / "run"
+
+    return make
+
+
+def export(run, name="exported"):
+    return export_run(ExportConfig(folder=run.parent / name, checkpoint=run))
+
+
+def import_(folder):
+    return import_model(ImportConfig(folder=folder, output=folder.parent / "imported"))
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_an_exported_run_comes_back_bit_for_bit(make_run, dtype, tied):
+    run = make_run(dtype, tied_embeddings=tied)
+    model, tokenizer, config = load_model(import_(export(run)), "cpu")
+    before, _, _ = load_model(run, "cpu")
+    assert config.model == before.config
+    assert tokenizer.parts == BYTES.parts
+    ours = model.state_dict()
+    assert all(torch.equal(ours[name], weight) for name, weight in before.state_dict().items())
+
+
+def test_hugging_faces_tokenizer_reads_the_folder(tmp_path):
+    folder = export_run(ExportConfig(folder=tmp_path / "tiny", checkpoint=TINY))
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = f"Once upon a time, there was 1 fox.\n{SEPARATOR}The end"
+    assert theirs.encode(text).ids == Tokenizer.load(TINY).encode(text)
+
+
+def test_the_card_says_what_was_trained_and_how_well(make_run):
+    run = make_run()
+    (run / "metrics.jsonl").write_text(
+        '{"step": 4, "validation_loss": 1.5, "validation_perplexity": 4.48}\n{"step": 5}\n'
+    )
+    card = (export(run) / "README.md").read_text()
+    for words in ("2 Transformer blocks of 4 heads", "5 steps.", "after step 4: loss 1.500"):
+        assert words in card
+    run = import_(run.parent / "exported")
+    card = (export(run, "again") / "README.md").read_text()
+    assert "Imported, and not trained by the workbook" in card
+    assert "{" not in card
+
+
+@pytest.mark.parametrize("name", ["folder", "run"])
+def test_a_folder_with_files_is_not_written_to(make_run, name):
+    run = make_run()
+    (run.parent / "folder").mkdir()
+    (run.parent / "folder/mine.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
+    with pytest.raises(ValueError, match="folder must be new or empty"):
+        export(run, name)
+    assert before == {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
+    exported = export(run, "new")
+    with pytest.raises(ValueError, match=r"output must be new, got .*run, which has a run"):
+        import_model(ImportConfig(folder=exported, output=run))
+
+
+def test_a_variant_that_llama_lacks_leaves_no_folder(make_run):
+    run = make_run(qk_norm=True)
+    with pytest.raises(ValueError, match="qk_norm must be False to be written"):
+        export(run)
+    assert not (run.parent / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", {"hidden_act": "gelu"}, r"config\.json: hidden_act must be 'silu'"),
+        ("config.json", {"vocab_size": 200}, "vocab_size must be at least the tokenizer's 257"),
+        ("config.json", {"hidden_size": "wide"}, r"config\.json: d_model must be a whole number"),
+        ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer must be None"),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Sequence"}}, "pre_tokenizer must be"),
+        ("tokenizer.json", {"post_processor": {"type": "TemplateProcessing"}}, "post_processor"),
+        ("config.json", None, r"no config\.json in"),
+        ("tokenizer.json", None, r"no tokenizer\.json in"),
+        ("model.safetensors", None, r"no model\.safetensors in .*; other formats are not read"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_by_name(make_run, name, change, message):
+    folder = export(make_run())
+    if change is None:
+        (folder / name).unlink()
+    else:
+        content = json.loads((folder / name).read_text()) | change
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        import_(folder)
+    assert not (folder.parent / "imported").exists()
+
+
+def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch):
+    run = make_run()
+    monkeypatch.chdir(run.parent)
+    assert main(["export", "--to", "transformers", "fox", "--checkpoint", "run"]) == 0
+    assert capsys.readouterr().out == "fox\n"
+    shutil.rmtree("run")
+    assert main(["import", "fox"]) == 0
+    assert "artifacts/runs/fox" in capsys.readouterr().out
+    flags = ["--max_new_tokens", "3", "--device", "cpu", "--prompts", "a"]
+    assert main(["generate", *flags]) == 0
+    assert main(["export"]) == 2
+    assert "folder must be a path, as in `export DIR`" in capsys.readouterr().err
+
+
+# With transformers itself, where it is installed
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip(
+        "transformers", reason="needs transformers: pip install -r .ci/requirements-interop.txt"
+    )
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return getattr(out := model(ids), "logits", out)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_gives_an_exported_run_the_same_logits(make_run, transformers, tied):
+    run = make_run(tied_embeddings=tied)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export(run))
+    ids = torch.randint(257, (3, 32))
+    ours, _, _ = load_model(run, "cpu")
+    torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("tied", "key_heads"), [(False, 4), (True, 4), (False, 2)])
+def test_an_imported_llama_gives_the_logits_of_transformers(
+    make_run, transformers, tied, key_heads
+):
+    torch.manual_seed(1)
+    folder = export(make_run())
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=key_heads,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.save_pretrained(folder)
+    ours, _, _ = load_model(import_(folder), "cpu")
+    ids = torch.randint(300, (3, 32))
+    assert logits(theirs, ids).std() > 0.1
+    torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), atol=1e-5, rtol=0)
+
+
+def test_transformers_tells_the_same_story(tmp_path, transformers):
+    folder = export_run(ExportConfig(folder=tmp_path / "tiny", checkpoint=TINY))
+    prompts = ("Once upon a time", "One day, a little fox")
+    model, tokenizer, _ = load_model(TINY, "cpu")
+    ours = generate_text(model, tokenizer, prompts, max_new_tokens=100, temperature=0)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for prompt, story in zip(prompts, ours):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        told = model.generate(ids, max_new_tokens=100, do_sample=False)[0]
+        assert tokenizer.decode(told, skip_special_tokens=True) == prompt + story
