@@ -91,18 +91,25 @@ class DataParallel(GradientSync, Wrapper):
         self.frozen = [(name, param) for name, param in named if not param.requires_grad]
         # indices of gradients that arrived since the last synchronization, in that order
         self.arrived: dict[int, None] = {}
-        self.is_in_backward = False
+        self.is_in_backward = self.is_replaced = False
         if world_size(group) > 1:
             check_same({"ddp_wrapper": type(self).__name__}, group)
             broadcast_module(module, group)
+            self._replace_earlier()
             self._register_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
 
         Raises:
-            RuntimeError: the gradients of the last backward pass were not synchronized.
+            RuntimeError: the gradients of the last backward pass were not synchronized, or the
+                module has been wrapped again.
         """
+        if self.is_replaced:
+            raise RuntimeError(
+                "the module has been wrapped again since; call the newer wrapper, which averages "
+                "its gradients"
+            )
         if self.arrived:
             if not self.is_in_backward:
                 raise RuntimeError(
@@ -141,6 +148,17 @@ class DataParallel(GradientSync, Wrapper):
 
     def _gradient_arrived(self, index: int) -> None:
         """Called in backward when the gradient of parameter `index` is complete."""
+
+    def _replace_earlier(self) -> None:
+        """Remove the hooks of earlier wrappers, which would average the same gradients too."""
+        for param in self.params:
+            hooks = param._post_accumulate_grad_hooks or {}
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "func", None) is _on_gradient:
+                    del hooks[number]
+                    earlier = hook.args[0]()
+                    if earlier is not None:
+                        earlier.is_replaced = True
 
     def _register_hooks(self) -> None:
         # through a weak reference, so that a module can outlive its wrapper and be wrapped again
@@ -360,6 +378,8 @@ class TorchDDP(Wrapper):
     ) -> None:
         super().__init__()
         self.inner = module
+        self.params = list(module.parameters())
+        self.dtypes = [param.dtype for param in self.params]
         if world_size(group) > 1:
             broadcast_module(module, group)
             # renamed in newer PyTorch; the old name warns
@@ -383,7 +403,13 @@ class TorchDDP(Wrapper):
         return isinstance(self.inner, DistributedDataParallel)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module.
+
+        Raises:
+            RuntimeError: the module has been cast since; PyTorch would average nothing then.
+        """
+        if self._is_wrapped and [param.dtype for param in self.params] != self.dtypes:
+            raise RuntimeError("the module was cast after it was wrapped; wrap it again")
         return self.inner(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:

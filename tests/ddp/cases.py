@@ -46,11 +46,17 @@ def step_of(model: nn.Module, width: int = 4, dtype: torch.dtype = torch.float32
     model.finish_gradient_synchronization()
 
 
-def check_mean(module: nn.Module, alone: nn.Module, what: str, width: int = 4) -> None:
+def check_mean(
+    module: nn.Module,
+    alone: nn.Module,
+    what: str,
+    width: int = 4,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Gradients are those of one process on the inputs of both ranks."""
     alone.zero_grad()
     for number in range(2):
-        (alone(input_of(number, width)).square().mean() / 2).backward()
+        (alone(input_of(number, width).to(dtype)).square().mean() / 2).backward()
     for param, expected in zip(module.parameters(), alone.parameters()):
         torch.testing.assert_close(
             param.grad, expected.grad, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}"
@@ -286,6 +292,38 @@ def check_parameters_of_several_dtypes_and_initial_weights_that_differ() -> None
             module.zero_grad()
             step_of(model, width=3)
         check_mean(module, alone, name, width=3)
+
+
+def check_a_module_cast_after_wrapping_is_averaged_or_refused() -> None:
+    for name, steps_before in itertools.product((*OURS, "torch_ddp"), range(2)):
+        module = stack()
+        model = wrap(name, module)
+        for _ in range(steps_before):
+            step_of(model)
+        model.zero_grad()
+        module.double()
+        if name == "torch_ddp":
+            message = message_of(lambda: step_of(model, dtype=torch.float64))  # noqa: B023
+            assert message.startswith("RuntimeError: the module was cast after"), message
+        else:
+            step_of(model, dtype=torch.float64)
+            assert all(param.grad.dtype == torch.float64 for param in module.parameters())
+            check_mean(module, copy.deepcopy(module), name, dtype=torch.float64)
+
+
+def check_a_module_wrapped_again_is_averaged_once_and_its_first_wrapper_says_so() -> None:
+    for first, second in itertools.product(OURS, OURS):
+        module = stack()
+        replaced = wrap(first, module)
+        for _ in range(2):
+            step_of(replaced)
+        model = wrap(second, module)
+        for _ in range(2):
+            model.zero_grad()
+            step_of(model)
+            check_mean(module, copy.deepcopy(module), f"{first}, then {second}")
+        message = message_of(lambda: step_of(replaced))  # noqa: B023
+        assert message.startswith("RuntimeError: the module has been wrapped again"), message
 
 
 def check_the_state_is_that_of_the_module_compiled_or_not() -> None:

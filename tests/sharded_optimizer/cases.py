@@ -260,6 +260,20 @@ def check_training_goes_on_after_backward_failed_elsewhere_on_each_rank() -> Non
     check_equal(module, alone, "exception")
 
 
+def check_two_optimizers_that_overlap_share_a_group() -> None:
+    module = stack((4, 6, 8, 5, 3))
+    alone = copy.deepcopy(module)
+    # one over the first and third layer, one over the others
+    layers = (module[::2], module[1::2])
+    pair = [made_of(part, ADAMW, **OVERLAP) for part in layers]
+    plain = plain_of(alone, ADAMW)
+    for _ in range(3):
+        backward(module)
+        backward_of_both(alone)
+        update(*pair, plain)
+    check_equal(module, alone, "two optimizers")
+
+
 # Parameters
 
 
@@ -281,21 +295,30 @@ def announce(module: nn.Sequential, before_part: Callable[[nn.Module], None]) ->
         layer.register_forward_pre_hook(lambda layer, args: before_part(layer))
 
 
-def check_all_gathers_run_under_the_forward_of_chosen_parts() -> None:
+def check_each_all_gather_is_awaited_just_before_its_part_runs() -> None:
     for name in ("plain", "compiled"):
         module, made, alone, plain = twins(
             ADAMW, OVERLAP, nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in stack()])
         )
         announce(module, made.overlap_gather_with_forward(module[:2], in_graph=False))
-        if name == "compiled":
-            for block in module:
+        pending = []
+
+        def note(*args: Any, made: ShardedOptimizer = made, pending: list = pending) -> None:
+            pending.append([bucket.gathering is not None for bucket in made.strategy.buckets])
+
+        for block in module:
+            block.register_forward_pre_hook(note)
+            if name == "compiled":
                 block.compile(backend="aot_eager")
-        for _ in range(3):
+        for step in range(3):
+            pending.clear()
             backward(module)
-            made.step()
             # buckets are in reverse order, and the last layer was not chosen
-            pending = [bucket.gathering is not None for bucket in made.strategy.buckets]
-            assert pending == [False, True, True], name
+            if step:
+                assert pending == [[False, True, False], [False] * 3, [False] * 3], (name, pending)
+            made.step()
+            note()
+            assert pending[-1] == [False, True, True], name
             made.zero_grad()
             backward_of_both(alone)
             update(plain)
