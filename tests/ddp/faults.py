@@ -64,8 +64,8 @@ FAULTS = [
     # no broadcast of rank 0's weights
     Fault(
         "lib/ddp/wrappers.py",
-        "            broadcast_module(module, group)\n            self._register_hooks()",
-        "            self._register_hooks()",
+        "            broadcast_module(module, group)\n            self._replace_earlier()",
+        "            self._replace_earlier()",
         "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
     ),
     Fault(
@@ -94,5 +94,18 @@ FAULTS = [
         'rank = min(failures, key=lambda r: failures[r]["time"])',
         'rank = max(failures, key=lambda r: failures[r]["time"])',
         "tests/ddp/test_launcher.py::test_the_rank_that_failed_first_is_the_cause",
+    ),
+    # an earlier wrapper of the module averages the same gradients once more
+    Fault(
+        "lib/ddp/wrappers.py",
+        "                    del hooks[number]\n",
+        "",
+        "tests/ddp/test_wrappers.py::test_on_two_ranks",
+    ),
+    Fault(
+        "lib/ddp/wrappers.py",
+        "        if self._is_wrapped and [param.dtype for param in self.params] != self.dtypes:",
+        "        if False:",
+        "tests/ddp/test_wrappers.py::test_on_two_ranks",
     ),
 ]

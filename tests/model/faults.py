@@ -122,4 +122,18 @@ FAULTS = [
         "",
         "tests/core/test_settings.py",
     ),
+    # blocks keep their kernels where PyTorch's operators are asked for
+    Fault(
+        "lib/model/transformer.py",
+        '        for module in self.modules():\n            if hasattr(module, "uses_kernels"):',
+        '        for module in [self]:\n            if hasattr(module, "uses_kernels"):',
+        "tests/model/test_elementwise_triton.py",
+    ),
+    # evaluation and generation get the compiled model too
+    Fault(
+        "lib/model/transformer.py",
+        "        self.hidden = torch.compile(self.model.hidden, dynamic=False)",
+        "        self.hidden = self.model.hidden = torch.compile(self.model.hidden, dynamic=False)",
+        "tests/model/test_transformer.py",
+    ),
 ]

@@ -313,16 +313,41 @@ def test_names_of_weights_are_those_of_the_assignment():
     }
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_compiled_model_has_the_same_loss_and_gradients():
-    model, token_ids = make_model(), make_token_ids(2, 16)
-    model.loss(token_ids, token_ids).backward()
-    eager = gradients(model)
-    model.zero_grad()
-    torch.compile(model.loss)(token_ids, token_ids).backward()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, eager[name], rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+            ],
+        ),
+    ],
+)
+def test_a_compiled_loss_is_the_plain_one_in_one_graph_up_to_the_head(backend, monkeypatch):
+    torch.compiler.reset()
+    counter, compile = CompileCounterWithBackend(backend), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, backend=counter, **kw))
+    model, token_ids = make_model(num_layers=1), make_token_ids(2, 16)
+    results = []
+    for is_compiled in (False, True):
+        mean_loss = MeanLoss(model, torch.device("cpu"), None, 0.01)
+        if is_compiled:
+            mean_loss.compile()
+        model.zero_grad()
+        loss = mean_loss(token_ids[:, :-1], token_ids[:, 1:])
+        loss.backward()
+        results.append({"loss": loss.detach()} | gradients(model))
+    plain, compiled = results
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-5)
+    # the model itself stays as it was, for evaluation and generation
+    assert counter.frame_count == 1
+    model(token_ids)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -85,6 +85,33 @@ def gpt2():
 # Training
 
 
+@BOTH
+def test_line_ends_of_windows_are_learned_and_kept(tmp_path, implementation):
+    text = "one\r\n\r\n\r\ntwo\r\n" * 20
+    vocab, merges = train(tmp_path, text, 300, implementation=implementation)
+    assert (vocab, merges) == train_from_counts(count_pretokens(text), 300)
+    assert (b"\r", b"\n") in merges
+    tokenizer = Tokenizer(vocab, merges, implementation=implementation)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@BOTH
+def test_a_special_token_that_is_given_twice_counts_once(tmp_path, implementation):
+    once, twice = ([SEPARATOR], [SEPARATOR, SEPARATOR])
+    learned = [
+        train(tmp_path, TEXT, 270, tokens, implementation=implementation)
+        for tokens in (once, twice)
+    ]
+    assert learned[0] == learned[1]
+    # and where the vocabulary lacks it
+    vocab, merges = train(tmp_path, "text", 260)
+    made = [
+        Tokenizer(vocab, merges, tokens, implementation=implementation) for tokens in (once, twice)
+    ]
+    assert made[0].parts == made[1].parts
+    assert made[1].encode(TEXT) == made[0].encode(TEXT)
+
+
 @pytest.mark.parametrize(
     ("counts", "merges"),
     [

@@ -185,4 +185,10 @@ FAULTS = [
         'random.Random(f"{seed} {text}")',
         f"{GENERATION}::test_a_seed_decides_the_text_and_torchs_global_generator_is_left_alone",
     ),
+    Fault(
+        "lib/training/loop.py",
+        "        wandb=run.config.wandb,",
+        "        wandb=False,",
+        "tests/training/test_loop.py::test_training_logs_to_wandb_when_asked_and_goes_on_without_it",
+    ),
 ]

@@ -122,16 +122,25 @@ def test_accumulated_steps_take_the_sequences_of_one_large_batch(config, straigh
     assert_close_run(config.output, straight)
 
 
+def test_training_logs_to_wandb_when_asked_and_goes_on_without_it(config, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(dataclasses.replace(config, steps=6, wandb=True)).status == "finished"
+    assert "W&B does not work here" in caplog.text
+
+
 # Killed, stopped, torn, full: a run continues as if nothing had happened
 
 
-def test_a_stopped_command_says_so_and_ends_with_the_bits_of_one_left_alone(
-    config, straight, tmp_path
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_or_killed_command_ends_with_the_bits_of_one_left_alone(
+    config, straight, tmp_path, number
 ):
     path = tmp_path / "config.json"
     path.write_text(to_json(config))
+    command = ["train", "--config", str(path)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lib", "train", "--config", str(path)],
+        [sys.executable, "-m", "lib", *command],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -141,13 +150,17 @@ def test_a_stopped_command_says_so_and_ends_with_the_bits_of_one_left_alone(
     metrics = config.output / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.0005)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == 130, output
-    assert "finishing this step and saving it" in output
-    assert "stopped at step" in output
-    assert "the same command continues from here" in output
-    assert train(config).status == "finished"
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL, output
+    else:
+        assert process.returncode == 130, output
+        assert "finishing this step and saving it" in output
+        assert "stopped at step" in output
+        assert "the same command continues from here" in output
+    assert load_checkpoint(config.output / "checkpoints").step < config.steps
+    assert main(command) == 0
     assert_same_run(config.output, straight)
 
 
