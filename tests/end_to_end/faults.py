@@ -37,8 +37,8 @@ FAULTS = [
     ),
     Fault(
         "lib/__main__.py",
-        "    except KeyboardInterrupt:\n",
-        "    except MemoryError:\n",
+        "    except KeyboardInterrupt:\n        if is_debug:",
+        "    except MemoryError:\n        if is_debug:",
         f"{MAIN}::test_an_interruption_is_quiet_and_exit_code_130",
     ),
     Fault(
