@@ -53,9 +53,10 @@ help: ## list these commands
 run: $(RUN_READY) ## run the notebooks and write the report to artifacts/report/
 	@$(PY) -m lib run $(if $(PARAMETERS),--parameters $(PARAMETERS)) $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
-lab: $(RUN_READY) ## open the notebooks in JupyterLab
+lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
+	@$(PY) -m lib notebooks copy
 	@$(ASK_NOTHING) $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
-		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
+		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/00_start_here.ipynb
 
 test: lint ## check everything that needs no GPU and little time
 	@$(PYTEST) -n 2 --dist loadfile -m 'not serial and not gpu and not slow'

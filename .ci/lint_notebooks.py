@@ -1,5 +1,7 @@
 """Check that the notebooks are in the state in which they are committed; run by `make lint`.
 
+The reader's copies, in work/, are not looked at.
+
 Each complaint names the notebook, the cell (counted from 1, Markdown included) and what to do.
 """
 

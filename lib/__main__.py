@@ -281,6 +281,12 @@ COMMANDS: dict[str, Command] = {
         "lib.publish.exercise_report:report_exercises",
         unpacks=True,
     ),
+    "notebooks copy": Command(
+        "Make your copies of the notebooks in work/, or bring them up to date.",
+        NoConfig,
+        "lib.publish.readers_copies:update_copies",
+        unpacks=True,
+    ),
     "notebooks refresh": Command(
         "Run notebooks and store their outputs in them, as they are committed.",
         NotebooksConfig,

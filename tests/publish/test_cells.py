@@ -38,11 +38,12 @@ def book(tmp_path) -> Path:
         shutil.copytree(ROOT / "lib" / folder, tmp_path / "book/lib" / folder, ignore=ignored)
     shutil.copy(ROOT / "lib/__init__.py", tmp_path / "book/lib")
     (tmp_path / "book/notebooks").mkdir()
+    (tmp_path / "book/work").mkdir()
     (tmp_path / "elsewhere").mkdir()
     return tmp_path / "book"
 
 
-@pytest.mark.parametrize("folder", ["notebooks", "."])
+@pytest.mark.parametrize("folder", ["notebooks", "work", "."])
 def test_the_first_cell_finds_lib_and_sets_up_figures(folder, book, tmp_path, make_notebook):
     """In the notebook's folder, as JupyterLab and nbval run it, and in the workbook's."""
     marker = tmp_path / "marker.txt"

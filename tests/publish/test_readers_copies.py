@@ -1,0 +1,203 @@
+"""A reader's copies of the notebooks keep every answer when the notebooks change."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_output
+
+from lib.publish.readers_copies import NOTE, merge, update_copies
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMETERS, EXERCISE, PROSE = 2, 3, 4
+
+
+@pytest.fixture
+def book(tmp_path, make_notebook) -> Path:
+    """A workbook of two notebooks, whose copies were made."""
+    for name in ("01_one", "02_two"):
+        path = tmp_path / f"notebooks/{name}.ipynb"
+        make_notebook(path, "steps = 3", "def f():\n    raise NotImplementedError", "%md Text.")
+        change(path, lambda cells: [cells[i].update(id=f"c{i}") for i in range(len(cells))])
+    assert update_copies(tmp_path) == 0
+    return tmp_path
+
+
+def change(path: Path, edit) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    edit(notebook.cells)
+    nbformat.write(notebook, path)
+
+
+def set_source(index: int, text: str):
+    return lambda cells: cells[index].update(source=text)
+
+
+def answer(cells) -> None:
+    """What a reader leaves: an answer, its output, and a cell of its own below."""
+    cells[EXERCISE].source = "def f():\n    return 42"
+    cells[EXERCISE].outputs = [new_output("stream", text="right")]
+    cells.insert(EXERCISE + 1, new_code_cell("f()", id="mine", execution_count=7))
+
+
+def cells_of(book: Path, name: str = "01_one"):
+    notebook = nbformat.read(book / f"work/{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    return notebook.cells
+
+
+def test_copies_are_made_once_and_then_left_alone(book, capsys):
+    names = sorted(path.name for path in (book / "notebooks").glob("*.ipynb"))
+    assert sorted(path.name for path in (book / "work").glob("*.ipynb")) == names
+    change(book / "work/01_one.ipynb", answer)
+    before = [path.read_bytes() for path in sorted((book / "work").rglob("*.*"))]
+    update_copies(book)
+    assert [path.read_bytes() for path in sorted((book / "work").rglob("*.*"))] == before
+    assert capsys.readouterr().out == ""
+
+
+def test_a_copy_that_was_not_changed_is_replaced(book, capsys):
+    change(book / "notebooks/01_one.ipynb", set_source(PROSE, "Better text."))
+    update_copies(book)
+    assert "01_one.ipynb: replaced by the new version" in capsys.readouterr().out
+    new, copy = (book / folder / "01_one.ipynb" for folder in ("notebooks", "work"))
+    assert new.read_bytes() == copy.read_bytes()
+
+
+def test_answers_outputs_and_own_cells_stay_while_the_rest_is_updated(book, capsys):
+    change(book / "work/01_one.ipynb", answer)
+    before = (book / "work/01_one.ipynb").read_bytes()
+
+    def revise(cells):
+        set_source(PROSE, "Better text.")(cells)
+        cells.insert(PARAMETERS + 1, new_code_cell("added = 1", id="added"))
+
+    # twice: after a merge the copy still counts as the reader's
+    for text in ("steps = 5", "steps = 6"):
+        change(book / "notebooks/01_one.ipynb", set_source(PARAMETERS, text))
+        if text == "steps = 5":
+            change(book / "notebooks/01_one.ipynb", revise)
+        update_copies(book)
+        printed = capsys.readouterr().out
+        assert "work/01_one.ipynb: merged with the new version; 2 cells of yours kept" in printed
+        assert "02_two" not in printed
+    cells = cells_of(book)
+    assert [cell.id for cell in cells] == ["c0", "c1", "c2", "added", "c3", "mine", "c4"]
+    assert cells[PARAMETERS].source == "steps = 6"
+    assert cells[4].source == "def f():\n    return 42"
+    assert cells[4].outputs[0].text == "right"
+    assert cells[5].execution_count == 7
+    assert cells[-1].source == "Better text."
+    earlier = sorted((book / "work/.earlier").iterdir())
+    assert before in [path.read_bytes() for path in earlier]
+
+
+def test_a_cell_changed_on_both_sides_stays_the_readers_with_the_new_one_below(book, capsys):
+    change(book / "work/01_one.ipynb", set_source(PARAMETERS, "steps = 99"))
+    for text in ("steps = 5", "steps = 6"):
+        change(book / "notebooks/01_one.ipynb", set_source(PARAMETERS, text))
+        update_copies(book)
+        assert "1 of them changed there, too" in capsys.readouterr().out
+    cells = cells_of(book)
+    assert [cell.id for cell in cells] == ["c0", "c1", "c2", "c2-new", "c3", "c4"]
+    assert cells[PARAMETERS].source == "steps = 99"
+    assert cells[PARAMETERS + 1].source == f"{NOTE}\n\n```python\nsteps = 6\n```"
+
+
+def test_what_the_reader_deleted_stays_deleted_and_what_the_workbook_dropped_goes(book):
+    change(book / "work/01_one.ipynb", lambda cells: cells.pop(PROSE))
+    change(book / "notebooks/01_one.ipynb", lambda cells: cells.pop(EXERCISE))
+    update_copies(book)
+    assert [cell.id for cell in cells_of(book)] == ["c0", "c1", "c2"]
+
+
+def test_an_answer_to_an_exercise_that_the_workbook_dropped_stays(book):
+    change(book / "work/01_one.ipynb", answer)
+    change(book / "notebooks/01_one.ipynb", lambda cells: cells.pop(EXERCISE))
+    update_copies(book)
+    assert [cell.id for cell in cells_of(book)] == ["c0", "c1", "c2", "c3", "mine", "c4"]
+
+
+def test_a_copy_whose_outputs_alone_differ_keeps_them_where_the_code_is_the_same(book):
+    ran = [new_output("stream", text="mine")]
+    change(book / "work/01_one.ipynb", lambda cells: cells[PARAMETERS].update(outputs=ran))
+
+    def refresh(cells):
+        cells[PARAMETERS].update(outputs=[new_output("stream", text="theirs")])
+        cells[PARAMETERS].metadata.tags.append("folded")
+        set_source(EXERCISE, "def g(): ...")(cells)
+
+    change(book / "notebooks/01_one.ipynb", refresh)
+    update_copies(book)
+    cells = cells_of(book)
+    assert cells[PARAMETERS].outputs[0].text == "mine"
+    assert cells[PARAMETERS].metadata.tags == ["parameters", "folded"]
+    assert cells[EXERCISE].source == "def g(): ..."
+
+
+def test_without_a_record_every_difference_counts_as_the_readers(book):
+    change(book / "work/01_one.ipynb", answer)
+    (book / "work/.origins.json").unlink()
+    update_copies(book)
+    cells = cells_of(book)
+    assert cells[EXERCISE].source == "def f():\n    return 42"
+    assert "raise NotImplementedError" in cells[EXERCISE + 1].source
+
+
+def test_a_file_that_is_no_notebook_is_named_and_stays(book, capsys):
+    (book / "work/01_one.ipynb").write_text("{")
+    change(book / "notebooks/01_one.ipynb", set_source(PROSE, "Better text."))
+    update_copies(book)
+    assert "work/01_one.ipynb: is no notebook and stays as it is" in capsys.readouterr().out
+    assert (book / "work/01_one.ipynb").read_text() == "{"
+
+
+def test_a_deleted_copy_is_made_again(book, capsys):
+    (book / "work/02_two.ipynb").unlink()
+    update_copies(book)
+    assert "work/: 1 copied from notebooks/" in capsys.readouterr().out
+    assert cells_of(book, "02_two")[PARAMETERS].source == "steps = 3"
+    shutil.rmtree(book / "work")
+    update_copies(book)
+    assert json.loads((book / "work/.origins.json").read_text()).keys() == {"01_one", "02_two"}
+
+
+def test_links_lead_from_the_copies_to_the_same_files():
+    folder = ROOT / "notebooks"
+    for path in folder.glob("*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        links = {link for link in re.findall(r"\]\(([^)#\s]+)", prose) if ":" not in link}
+        assert {link for link in links if not (folder / link).exists()} == set(), path.name
+        # beside it are the other copies and nothing else
+        beside = {link for link in links if not link.startswith("../")}
+        assert beside <= {other.name for other in folder.glob("*.ipynb")}, path.name
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_lab_brings_the_copies_up_to_date_and_opens_the_first():
+    command = ["make", "--dry-run", "lab"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    update, start = lines.index("-m lib notebooks copy"), lines.index("-m jupyterlab")
+    assert update < start < lines.index("default_url=/lab/tree/work/00_start_here.ipynb")
+
+
+def test_own_cells_stay_in_their_order_also_at_the_top():
+    def cell(name, source=""):
+        return new_code_cell(source, id=name)
+
+    mine = [cell("top"), cell("a"), cell("x"), cell("y"), cell("gone"), cell("z"), cell("b")]
+    base = {name: merge_key("") for name in ("a", "gone", "b")}
+    merged = merge(mine, [cell("b"), cell("a", "new")], base)
+    assert [found.id for found in merged.cells] == ["top", "b", "a", "x", "y", "z"]
+    assert (merged.kept, merged.both) == (4, 0)
+
+
+def merge_key(source: str) -> str:
+    from lib.publish.readers_copies import _sha256
+
+    return _sha256(source.encode())
