@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogAboveBars()])
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -63,6 +63,19 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print_error(error, is_debug)
         return 2
+
+
+class LogAboveBars(logging.StreamHandler):
+    """Writes log lines to stderr, above tqdm's bars if there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; tqdm has bars only once somebody has loaded it."""
+        if "tqdm" not in sys.modules:
+            super().emit(record)
+            return
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
 
 
 # Commands that print more than the name of a file
@@ -209,7 +222,7 @@ class Command(NamedTuple):
     unpacks: bool = False
     """Whether the function takes the config's fields as keyword arguments."""
 
-    interrupted: str = ""
+    interrupted: str = "the same command starts anew"
     """Printed after Ctrl-C: how to go on."""
 
     trains_on_ranks: bool = False
@@ -220,24 +233,27 @@ class Command(NamedTuple):
 
 
 RESUMES = "what was measured is kept, and the same command continues from there"
-STARTS_ANEW = "the same command starts anew"
+CONTINUES = "what was done and saved is kept, and the same command continues from there"
 
 COMMANDS: dict[str, Command] = {
     "pipeline": Command(
         "Corpus, tokenizer, token arrays, training and a sample, in one go.",
         "lib.training.config:PipelineConfig",
         pipeline,
+        interrupted=CONTINUES,
         trains_on_ranks=True,
     ),
     "tokenize": Command(
         "Turn a corpus into a tokenizer and token arrays.",
         "lib.data.prepare:TokenizeConfig",
         tokenize,
+        interrupted=CONTINUES,
     ),
     "train": Command(
         "Train a model, or resume an interrupted run.",
         "lib.training.config:TrainConfig",
         train,
+        interrupted=CONTINUES,
         trains_on_ranks=True,
     ),
     "generate": Command(
@@ -274,6 +290,7 @@ COMMANDS: dict[str, Command] = {
         "lib.publish.run_notebooks:RunConfig",
         "lib.publish.run_notebooks:run_notebooks",
         unpacks=True,
+        interrupted="finished pages are in the report; the same command runs all notebooks again",
     ),
     "exercises": Command(
         "Run the notebooks and list which exercises are solved.",
@@ -304,14 +321,12 @@ COMMANDS: dict[str, Command] = {
         "lib.benchmarks.tokenizer:TokenizerBenchmarkConfig",
         "lib.benchmarks.tokenizer:benchmark_tokenizer",
         prints="{config.output}/tokenizer_benchmark.md",
-        interrupted=STARTS_ANEW,
     ),
     "benchmark training": Command(
         "Measure training steps against a peer, or on a CPU against their matmuls.",
         "lib.benchmarks.training:TrainingBenchmarkConfig",
         "lib.benchmarks.training:benchmark_training",
         prints="{result}",
-        interrupted=STARTS_ANEW,
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
@@ -345,7 +360,6 @@ COMMANDS: dict[str, Command] = {
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
         TuneConfig,
         tune_attention,
-        interrupted=STARTS_ANEW,
     ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
@@ -385,14 +399,12 @@ COMMANDS: dict[str, Command] = {
         "Profile training steps: time by kernel, idle gaps, memory by category.",
         "lib.profiling.profiler:ProfileConfig",
         "lib.profiling.profiler:profile",
-        interrupted=STARTS_ANEW,
     ),
     "roofline": Command(
         "Measure a GPU's limits and the operations of a block against them.",
         "lib.profiling.roofline:RooflineConfig",
         "lib.profiling.roofline:write_records",
         prints="{config.output}/roofline.jsonl",
-        interrupted=STARTS_ANEW,
     ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
@@ -442,13 +454,13 @@ def find_command(arguments: list[str]) -> tuple[str, list[str]]:
 def run_command(name: str, flags: list[str]) -> int:
     """Parse the flags of a command, run it, print where its results are; return the exit code."""
     command = COMMANDS[name]
-    config = parse(load(command.config), name, flags)
-    function = load(command.function)
     try:
+        config = parse(load(command.config), name, flags)
+        function = load(command.function)
         result = function(**vars(config)) if command.unpacks else function(config)
     except KeyboardInterrupt:
-        if command.interrupted:
-            print(f"\nstopped; {command.interrupted}", file=sys.stderr)
+        if is_first_rank():
+            print(f"\nstopped; {command.interrupted}", file=sys.stderr, flush=True)
         raise
     if command.prints and result:
         results = command.prints.format(config=config, result=result)

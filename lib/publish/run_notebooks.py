@@ -45,6 +45,8 @@ THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
 # ipykernel 7 warns at each start that its connection, inside this machine, is not encrypted.
 KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
+# ipykernel repeats on the terminal what child processes print, which is in the outputs anyway.
+NO_TERMINAL = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def run_notebooks(
             executed, folder = _read(report / f"{name}.ipynb"), pages[name].parent
             write_page(executed, report / f"{name}.html", source_folder=folder, titles=titles)
     finally:
-        index = write_front_page(report, names)
+        # interrupted before the first page, a run leaves none at all
+        index = write_front_page(report, names) if published(report, names) else None
     for result in results:
         if result.traceback:
             print(f"\n{result.name} failed:\n{_plain(result.traceback)}", file=sys.stderr)
@@ -421,7 +424,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
     client.log.setLevel(logging.WARNING)
-    return client.execute(env=os.environ | environment)
+    return client.execute(env=os.environ | environment, **NO_TERMINAL)
 
 
 class _OneWayOutput(OutputWidget):
@@ -445,7 +448,7 @@ class _Engine(Engine):
             on_cell_executed=lambda cell, cell_index, **_: on_cell(cell_index + 1),
         )
         client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
-        return client.execute(env=env)
+        return client.execute(env=env, **NO_TERMINAL)
 
 
 papermill_engines.register("workbook", _Engine)

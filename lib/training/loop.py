@@ -221,7 +221,7 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
 
             # Save when due. Asked only once a step, so that no signal ends the run unsaved.
             is_stopping = _must_stop(stop, progress.steps, config.log_interval)
-            if training.metrics and (shown or is_stopping):
+            if training.metrics:
                 training.metrics.advance(progress.steps, **shown)
             if is_last or is_stopping or _is_due(progress.steps, config.checkpointing_interval):
                 _save(training)

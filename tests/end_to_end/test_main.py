@@ -1,7 +1,9 @@
 """The command line: commands are found, configs parsed, errors fit on one line."""
 
 import errno
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -269,10 +271,36 @@ def test_errors_of_the_program_keep_their_traceback(command):
             main(["try"])
 
 
-def test_an_interruption_is_quiet_and_exit_code_130(command, capsys):
-    command(raising(KeyboardInterrupt()))
+def test_an_interruption_says_how_to_go_on_and_is_exit_code_130(command, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    command(raising(KeyboardInterrupt()), interrupted="go on so")
     assert main(["try"]) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr().err == "\nstopped; go on so\n"
+    # once, and not by each rank
+    monkeypatch.setenv("RANK", "1")
+    assert main(["try"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_every_command_says_how_to_go_on_and_what_resumes_says_so():
+    assert all(each.interrupted for each in COMMANDS.values())
+    for name in ("pipeline", "tokenize", "train", "benchmark attention"):
+        assert "continues from there" in COMMANDS[name].interrupted
+
+
+def test_log_lines_are_above_the_bars_and_not_in_them(monkeypatch):
+    from tqdm import tqdm
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = command_line.LogAboveBars()
+    with tqdm(total=2, bar_format="bar {n}") as bar:
+        bar.update()
+        handler.handle(logging.makeLogRecord({"msg": "a line of the log"}))
+    # of each line, what is left when everything was written over
+    lines = [line.split("\r")[-1].strip() for line in terminal.getvalue().split("\n")]
+    assert lines == ["a line of the log", "bar 1", ""]
 
 
 def test_an_orderly_stop_is_no_failure_to_torchrun(monkeypatch):

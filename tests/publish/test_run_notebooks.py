@@ -145,7 +145,8 @@ def done(tmp_path_factory, make_notebook) -> tuple[subprocess.CompletedProcess, 
     read = "name = 'records.jsonl'"
     threads = f"import os\nprint('threads', os.environ.get({THREADS!r}))"
     made = "open('made', 'w').write(str(steps))"
-    make("01_good", "steps = 3", links, slider, read, threads, made)
+    stray = "import os\nos.system('echo from a child; echo error of a child >&2');"
+    make("01_good", "steps = 3", links, slider, read, threads, made, stray)
     make("02_bad", "", "1 / 0", "print('never')")
     alone = "# needs: 01\n# runs alone\nratio = 10"
     make("03_after_good", alone, threads, "int(open('made').read()) * ratio")
@@ -211,6 +212,23 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     (top,) = bad.select(".report-error")
     assert top.text.strip() == "In [2]: ZeroDivisionError: division by zero"
     assert bad.find(id=top.a["href"].removeprefix("#"))
+
+
+def test_what_child_processes_print_is_on_the_page_and_not_on_the_terminal(done):
+    process, root = done
+    for text in ("from a child", "error of a child"):
+        assert text in page(root, "01_good").text
+        assert text not in process.stdout + process.stderr
+
+
+def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lib.publish.run_notebooks.run_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_notebooks(root=shelf)
+    assert list((shelf / "artifacts/report").iterdir()) == []
 
 
 def test_an_interrupted_run_leaves_the_pages_of_the_one_before(done):

@@ -58,6 +58,18 @@ def test_a_run_leaves_what_it_was_and_how_it_went(straight):
     assert all(r["tokens"] == r["step"] * 4 * 8 for r in records)
 
 
+def test_the_bar_moves_with_each_step(config, tmp_path, monkeypatch):
+    steps = []
+
+    def advance(self, step, **figures):
+        steps.append((step, sorted(figures)))
+
+    monkeypatch.setattr(lib.training.metrics.MetricsLog, "advance", advance)
+    train(dataclasses.replace(config, output=tmp_path / "run", steps=5, eval_interval=0))
+    figures = [["loss", "tokens_per_s"], ["loss", "tokens_per_s", "validation_loss"]]
+    assert steps == [(1, []), (2, []), (3, []), (4, figures[0]), (5, figures[1])]
+
+
 def test_a_repeated_run_has_the_same_bits_and_a_result_that_tells_of_it(straight, config, capsys):
     records = []
     result = train(config, on_metrics=records.append)
