@@ -15,26 +15,42 @@ import nbformat
 from jinja2 import Environment, FileSystemLoader
 from nbformat import NotebookNode
 
-from lib.core.files import write_atomically
+from lib.core.files import ROOT, write_atomically
 from lib.lessons.notebook import KEY_FIGURES
+from lib.publish.documents import write_documents
+from lib.publish.links import FILES
 from lib.publish.pages import TEMPLATES, local_date, page_note, short_title
 
 EARLIER = "previous"
 # Earlier runs beyond these are removed, oldest first.
 KEPT_RUNS = 5
+# What the front page leads to beside the notebooks.
+GUIDES = {"readme": "README.md.html", "results": "artifacts/README.md.html"}
 LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
 
 
-def write_front_page(report: Path, names: Sequence[str], *, newest: str | None = None) -> Path:
+def write_front_page(
+    report: Path, names: Sequence[str], *, root: Path = ROOT, newest: str | None = None
+) -> Path:
     """Write `index.html` over the executed notebooks in `report`; return its path.
 
     Args:
         names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
-        newest: for an earlier run, the link to the newest one.
+        root: the workbook, whose documents that the pages link to are written, too.
+        newest: for an earlier run, whose documents stay, the link to the newest one.
     """
-    pages = [_page(report, name) for name in published(report, names)]
+    found = published(report, names)
+    if newest is None:
+        write_documents(report, root, found, also=GUIDES.values())
+    pages = [_page(report, name) for name in found]
+    guides = {name: f"{FILES}/{path}" for name, path in GUIDES.items()}
+    shown = {
+        "guides": {name: path for name, path in guides.items() if (report / path).is_file()},
+        "summary": _summary(pages),
+        "facts": _facts(pages),
+        "earlier": _earlier_runs(report),
+    }
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
-    shown = {"summary": _summary(pages), "facts": _facts(pages), "earlier": _earlier_runs(report)}
     template = environment.get_template("front_page.html")
     write_atomically(report / "index.html", template.render(pages=pages, newest=newest, **shown))
     return report / "index.html"

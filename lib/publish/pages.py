@@ -1,36 +1,43 @@
 """Executed notebooks as web pages that open from a disk, without a network and without scripts.
 
-A page is nbconvert's, changed by `templates/page.html`: formulas are MathML, widgets show what they
-last showed, and light and dark follow the reader's system. Links lead to other pages of the report,
-and to copies of the workbook's files in its folder `workbook/`, so that a report can be moved.
+A page has nbconvert's cells in `templates/page.html`: formulas are MathML, widgets show what they
+last showed, and light and dark follow the reader's system. Links stay in the report
+(`lib.publish.links`), so that it can be mailed.
 """
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import re
-import shutil
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import math_core
 from jinja2 import FileSystemLoader, pass_context
 from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
+from PIL import Image
 
 from lib.core.files import write_atomically
 from lib.publish.cells import static_widgets
+from lib.publish.links import Links
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # Papermill marks a failed cell with this id, and adds a cell on top that links to it.
 ERROR_ID = "papermill-error-cell"
 # Browsers set a prime that is a superscript too small and too high: fonts raise it already.
 PRIMED = re.compile(r"<msup>(<m[in]>[^<]*</m[in]><mo>[′″‴]</mo>)</msup>")
+# A formula in a line with more TeX than this may be wider than a phone.
+LONG_FORMULA = 30
+# Where the table of contents goes, which is known once the cells have been rendered.
+CONTENTS_MARK = "<!-- contents -->"
+# Highlighted words that `look.css` gives no color: half of a page's markup.
+PLAIN_WORD = re.compile(r'<span class="(?:n\w*|o|p|w|b\w|err)">([^<]*)</span>')
 
 
 def write_page(
@@ -54,21 +61,41 @@ def write_page(
     has_failed_cell = any(f'id="{ERROR_ID}"' in cell.source for cell in shown.cells)
     before, after = _neighbors(path.stem, titles)
 
-    links = _Links(source_folder, path.parent, titles)
+    links = Links(source_folder, source_folder.parent, titles)
     exporter = _Exporter(
         links, extra_loaders=[FileSystemLoader(TEMPLATES)], template_file="page.html"
     )
     exporter.environment.globals.update(
         alt_text=_alt_text,
+        picture=_picture,
         before=before,
         after=after,
         note=page_note(about),
         error=about.get("error"),
         error_id=ERROR_ID if has_failed_cell else "",
+        contents_mark=CONTENTS_MARK,
     )
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
     page, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
-    write_atomically(path, page)
+    # whoever has no mouse scrolls with the keys
+    page = PLAIN_WORD.sub(r"\1", page).replace("<pre>", '<pre tabindex="0">')
+    write_atomically(path, page.replace(CONTENTS_MARK, _contents(exporter.headings), 1))
+
+
+def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
+    """Return the table of contents over headings of the second level: level, id, text.
+
+    It is there twice, beside the page and folded on top; `page.css` shows the one that fits.
+    """
+    items = [f'<li><a href="#{at}">{text}</a></li>' for level, at, text in headings if level == 2]
+    if not items:
+        return ""
+    listed = f"<ol>{''.join(items)}</ol>"
+    return (
+        f'<nav class="contents" aria-label="Contents">{listed}</nav>'
+        '<details class="contents"><summary>Contents</summary>'
+        f'<nav aria-label="Contents of this page">{listed}</nav></details>'
+    )
 
 
 def _neighbors(name: str, titles: Mapping[str, str]) -> list[dict[str, str] | None]:
@@ -84,6 +111,13 @@ def _alt_text(output: NotebookNode) -> str:
     """Return what a picture shows: from its metadata, or the text that stands in for it."""
     text = output.data.get("text/plain", "")
     return output.metadata.get("image/png", {}).get("alt") or ("" if text.startswith("<") else text)
+
+
+def _picture(output: NotebookNode) -> str:
+    """Return a PNG of a notebook as the address of the same picture in a third of the bytes."""
+    png, small = base64.b64decode(output.data["image/png"]), io.BytesIO()
+    Image.open(io.BytesIO(png)).save(small, "WEBP", lossless=True, method=2)
+    return f"data:image/webp;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def title_of(notebook: NotebookNode) -> str:
@@ -117,46 +151,22 @@ def local_date(text: str) -> str:
     return f"{datetime.fromisoformat(text).astimezone():%d %B %Y, %H:%M}" if text else ""
 
 
-@dataclass(frozen=True)
-class _Links:
-    """Turns a notebook's links into those of its page."""
+class Renderer(IPythonRenderer):
+    """Markdown as HTML: formulas as MathML, links within the report, headings with anchors."""
 
-    source_folder: Path
-    """The notebook's folder, directly in that of the workbook."""
-
-    report: Path
-    pages: Collection[str]
-
-    def resolve(self, url: str) -> str | None:
-        """Return where `url` leads on the page; None to a notebook without a page."""
-        parts = urlsplit(url)
-        if parts.scheme or parts.netloc or not parts.path:
-            return url
-        if found := re.fullmatch(r"([^/]+)\.ipynb", parts.path):
-            page = parts._replace(path=f"{found[1]}.html").geturl()
-            return page if found[1] in self.pages else None
-        source = (self.source_folder / parts.path).resolve()
-        root = self.source_folder.resolve().parent
-        if not source.is_file() or not source.is_relative_to(root):
-            return url
-        return parts._replace(path=copy_into_report(source, root, self.report)).geturl()
-
-
-def copy_into_report(source: Path, root: Path, report: Path) -> str:
-    """Copy a file of the workbook at `root` into `report`; return its path there."""
-    path = f"workbook/{source.relative_to(root).as_posix()}"
-    (report / path).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, report / path)
-    return path
-
-
-class _Renderer(IPythonRenderer):
-    """Markdown as HTML; `formula` decides what becomes of formulas."""
-
-    links: _Links | None = None
+    def __init__(self, links: Links | None = None, **options: Any) -> None:
+        super().__init__(escape=False, anchor_link_text="#", **options)
+        self.links = links
+        # level, id and text of each
+        self.headings: list[tuple[int, str, str]] = []
 
     def formula(self, tex: str, *, display: bool) -> str:
-        return mathml(tex, display=display)
+        """Return a formula; a checker overrides this."""
+        formula = mathml(tex, display=display)
+        if display:
+            return f'<div class="scroll formula" tabindex="0">{formula}</div>'
+        is_long = len(tex) > LONG_FORMULA
+        return f'<span class="scroll" tabindex="0">{formula}</span>' if is_long else formula
 
     def inline_math(self, body: str) -> str:
         return self.formula(body, display=False)
@@ -167,9 +177,23 @@ class _Renderer(IPythonRenderer):
     def latex_environment(self, name: str, body: str) -> str:
         return self.formula(f"\\begin{{{name}}}{body}\\end{{{name}}}", display=True)
 
+    def heading(self, text: str, level: int, **attrs: Any) -> str:
+        heading = super().heading(text, level, **attrs)
+        if found := re.search(r'\bid="([^"]+)"', heading):
+            self.headings.append((level, found[1], re.sub("<[^>]+>", "", text)))
+        return heading
+
+    def table(self, text: str) -> str:
+        return f'<div class="scroll" tabindex="0"><table>\n{text}</table></div>\n'
+
     def link(self, text: str, url: str, title: str | None = None) -> str:
         target = self.links.resolve(url) if self.links else url
         return text if target is None else super().link(text, target, title)
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        if self.links and not self.embed_images:
+            url = self.links.resolve(url) or url
+        return super().image(text, url, title)
 
     def _html_embed_images(self, html: str) -> str:
         # its parser would close a <details> that ends in a later block
@@ -179,21 +203,22 @@ class _Renderer(IPythonRenderer):
 class _Exporter(HTMLExporter):
     """nbconvert's HTML exporter with our Markdown."""
 
-    def __init__(self, links: _Links, **options: Any) -> None:
+    def __init__(self, links: Links, **options: Any) -> None:
         super().__init__(embed_images=True, **options)
         self.links = links
+        self.headings: list[tuple[int, str, str]] = []
 
     @pass_context
     def markdown2html(self, context: Mapping[str, Any], source: str) -> str:
-        renderer = _Renderer(
-            escape=False,
+        renderer = Renderer(
+            self.links,
             attachments=context.get("cell", {}).get("attachments", {}),
             embed_images=True,
-            path=str(self.links.source_folder),
-            anchor_link_text="",
+            path=str(self.links.source),
         )
-        renderer.links = self.links
-        return MarkdownWithMath(renderer=renderer).render(source)
+        rendered = MarkdownWithMath(renderer=renderer).render(source)
+        self.headings += renderer.headings
+        return rendered
 
 
 def mathml(tex: str, *, display: bool = False) -> str:
@@ -209,7 +234,7 @@ def mathml_errors(markdown: str) -> list[tuple[str, str]]:
     """Return the formulas in a Markdown cell that `mathml` cannot convert, each with the reason."""
     errors = []
 
-    class Checker(_Renderer):
+    class Checker(Renderer):
         def formula(self, tex: str, *, display: bool) -> str:
             try:
                 math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
@@ -218,5 +243,5 @@ def mathml_errors(markdown: str) -> list[tuple[str, str]]:
                 errors.append((tex, reason.removeprefix("Error: ")))
             return ""
 
-    MarkdownWithMath(renderer=Checker(escape=False)).render(markdown)
+    MarkdownWithMath(renderer=Checker()).render(markdown)
     return errors

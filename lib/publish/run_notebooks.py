@@ -118,7 +118,8 @@ def run_notebooks(
             write_page(executed, report / f"{name}.html", source_folder=folder, titles=titles)
     finally:
         # interrupted before the first page, a run leaves none at all
-        index = write_front_page(report, names) if published(report, names) else None
+        done = published(report, names)
+        index = write_front_page(report, names, root=root) if done else None
     for result in results:
         if result.traceback:
             print(f"\n{result.name} failed:\n{_plain(result.traceback)}", file=sys.stderr)
@@ -456,7 +457,8 @@ papermill_engines.register("workbook", _Engine)
 
 def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
     """Write `notebook` with a note of how it ended, and its page, into the report."""
-    from lib.publish.pages import copy_into_report, write_page
+    from lib.publish.links import copy_into_report
+    from lib.publish.pages import write_page
 
     content, target = _read(notebook), run.report / f"{job.name}.ipynb"
     root = job.source.parent.parent

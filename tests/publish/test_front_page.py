@@ -9,7 +9,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lib.lessons.notebook import KEY_FIGURES
 from lib.publish import front_page
-from lib.publish.front_page import keep_earlier_run, key_figures_of, write_front_page
+from lib.publish.front_page import keep_earlier_run, key_figures_of
 from lib.publish.run_notebooks import execute
 
 NAMES = ["01_good", "02_bad", "03_unrun"]
@@ -36,6 +36,11 @@ def put(report: Path, name: str, *, day=1, figures=(), **about) -> None:
     metadata = {"workbook": about}
     nbformat.write(new_notebook(cells=cells, metadata=metadata), report / f"{name}.ipynb")
     (report / f"{name}.html").write_text(f"page of day {day}")
+
+
+def write_front_page(report: Path, names) -> Path:
+    """The front page of a report in a workbook without documents, or with those beside it."""
+    return front_page.write_front_page(report, names, root=report.parent)
 
 
 def soup(path: Path) -> BeautifulSoup:
@@ -67,7 +72,7 @@ def test_the_front_page_shows_state_time_error_key_figures_and_records(report):
     assert bad.pre.text == "In [3]: ZeroDivisionError: <division>"
     (link,) = good.select("details a")
     assert (link["href"], link.text) == ("workbook/r.csv", "r.csv")
-    facts = page.select("body > dl dd")
+    facts = page.select("main > dl dd")
     assert [fact.text for fact in facts] == [
         "CPU of a laptop",
         "M9, 4 cores",
@@ -76,6 +81,20 @@ def test_the_front_page_shows_state_time_error_key_figures_and_records(report):
         "abc with uncommitted changes",
     ]
     assert not page.select("h2")
+
+
+def test_the_front_page_says_what_this_is_and_leads_to_readme_and_results(report):
+    (report.parent / "artifacts").mkdir()
+    (report.parent / "artifacts/README.md").write_text("# Results")
+    (report.parent / "README.md").write_text("# Book\n\n## Results\n\n[all](artifacts/README.md)")
+    page = soup(write_front_page(report, NAMES))
+    assert "language model" in page.h1.text
+    assert "notebooks of a workbook" in page.p.text
+    for link in page.select("main > p a"):
+        path, _, at = link["href"].partition("#")
+        assert not at or soup(report / path).find(id=at)
+        assert (report / path).is_file()
+    assert len(page.select("main > p a")) == 3
 
 
 def test_an_earlier_run_stays_whole_in_a_folder_of_its_date(report):
@@ -91,7 +110,7 @@ def test_an_earlier_run_stays_whole_in_a_folder_of_its_date(report):
     assert (report / "01_good.html").read_text() == "page of day 2"
     # every link of it leads to something, also back to the newest run
     old = soup(earlier / "index.html")
-    assert (earlier / old.body.a["href"]).resolve() == report / "index.html"
+    assert (earlier / old.main.a["href"]).resolve() == report / "index.html"
     for a in old.select("a[href]"):
         assert (earlier / a["href"]).is_file(), a
     assert not (earlier / "previous").exists()

@@ -1,10 +1,13 @@
 """A notebook as a page: formulas, pictures, errors and links, with nothing to fetch."""
 
+import base64
+import io
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from PIL import Image
 
 from lib.publish.pages import (
     mathml,
@@ -22,6 +25,7 @@ TITLES = {"01_a": "First", "02_b": "The <second>", "03_c": "Third"}
 def book(tmp_path) -> Path:
     (tmp_path / "lib/room").mkdir(parents=True)
     (tmp_path / "lib/room/x.py").write_text("code\n")
+    (tmp_path / "data.csv").write_text("a\n1\n")
     (tmp_path / "notebooks").mkdir()
     return tmp_path
 
@@ -38,23 +42,21 @@ def page_of(book: Path, *cells, name="02_b", **about) -> BeautifulSoup:
 def test_links_lead_to_pages_and_to_copies_of_files_within_the_report(book):
     links = {
         "03_c.ipynb#loss": "03_c.html#loss",
-        "../lib/room/x.py": "workbook/lib/room/x.py",
+        "../lib/room/x.py#line=0": "workbook/lib/room/x.py.html#L-1",
+        "../data.csv": "workbook/data.csv",
         "#top": "#top",
         "https://example.org/a.ipynb": "https://example.org/a.ipynb",
     }
     page = page_of(book, " ".join(f"[text]({url})" for url in links))
     assert [a["href"] for a in page.select("main a")] == list(links.values())
-    assert (book / "report/workbook/lib/room/x.py").read_text() == "code\n"
 
 
-def test_links_to_notebooks_without_a_page_and_to_other_files_lead_nowhere_new(book):
-    page = page_of(book, "See [the fourth](04_d.ipynb) one.")
-    assert "See the fourth one." in page.main.text
-    assert not page.select("main a")
+def test_links_out_of_the_report_become_plain_text(book):
     (book.parent / "secret.txt").write_text("x")
-    page = page_of(book, "[no](../../secret.txt)")
-    assert page.select_one("main a")["href"] == "../../secret.txt"
-    assert not list((book / "report").rglob("secret.txt"))
+    for url in ("04_d.ipynb", "../../secret.txt", "../lib/none.py", "../lib"):
+        page = page_of(book, f"See [the fourth]({url}) one.")
+        assert "See the fourth one." in page.main.text
+        assert not page.select("main a")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +70,20 @@ def test_links_to_notebooks_without_a_page_and_to_other_files_lead_nowhere_new(b
 )
 def test_pages_lead_to_the_ones_before_and_after(book, name, hrefs):
     page = page_of(book, "# Title", name=name)
-    assert [a["href"] for a in page.select("nav .pages a")] == hrefs
-    assert page.select_one("nav > a")["href"] == "index.html"
+    assert [a["href"] for a in page.select("header nav a")] == ["index.html", *hrefs]
     if name == "01_a":
-        assert page.select_one("nav .pages a").text == "The <second> →"
+        assert page.select("header nav a")[1].text == "The <second> →"
+
+
+def test_the_contents_list_the_sections_and_lead_to_them(book):
+    page = page_of(book, "# Title", "## 1. The `loop`\n\n### Deeper", "## Summary")
+    links = page.select("nav.contents a")
+    assert [link.text for link in links] == ["1. The loop", "Summary"]
+    assert all(page.find(id=link["href"].removeprefix("#")).name == "h2" for link in links)
+    assert [link["href"] for link in page.select("details.contents a")] == [
+        link["href"] for link in links
+    ]
+    assert not page_of(book, "# Title").select(".contents")
 
 
 def test_an_error_is_shown_on_top_once_and_leads_to_its_cell(book):
@@ -89,9 +101,26 @@ def test_an_error_is_shown_on_top_once_and_leads_to_its_cell(book):
     assert not top.select("a")
 
 
+def test_a_picture_is_smaller_on_the_page_and_the_same_in_every_pixel(book):
+    drawn = Image.effect_noise((40, 30), 60).convert("RGBA")
+    png = io.BytesIO()
+    drawn.resize((400, 300), Image.Resampling.NEAREST).save(png, "PNG", compress_level=0)
+    data = {"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "noise"}
+    output = new_output("display_data", data, metadata={"image/png": {"width": 200}})
+    image = page_of(book, new_code_cell("plot()", outputs=[output])).img
+    kind, shown = image["src"].split(";base64,")
+    assert (kind, image["width"]) == ("data:image/webp", "200")
+    assert len(shown) < len(data["image/png"]) / 3
+    pixels = Image.open(io.BytesIO(base64.b64decode(shown))).convert("RGBA")
+    assert pixels.tobytes() == Image.open(png).tobytes()
+
+
 def test_pictures_have_a_text_from_their_metadata_or_beside_them(book):
+    png = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(png, "PNG")
+
     def picture(text, **metadata):
-        data = {"image/png": "iVBORw==", "text/plain": text}
+        data = {"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": text}
         return new_output("display_data", data, metadata={"image/png": metadata})
 
     outputs = [picture("a loss"), picture("<Figure size 7>", alt='"a" & b')]
@@ -111,6 +140,17 @@ def test_pages_hold_everything_and_no_script(book):
     assert "prefers-color-scheme: dark" in styles
     assert "url(http" not in styles
     assert "@import" not in styles
+
+
+def test_what_may_be_wider_than_a_phone_scrolls_and_can_be_reached_with_keys(book):
+    table = "| a | b |\n|---|---|\n| 1 | 2 |"
+    long = "a + b + c + d + e + f + g + h + i + j"
+    page = page_of(book, "$$x^2$$", table, f"So ${long}$ and $y$.", "```python\nx = 1\n```")
+    assert len(page.select("div.scroll[tabindex='0'] > math")) == 1
+    assert len(page.select("span.scroll[tabindex='0'] > math")) == 1
+    assert len(page.select("math")) == 3
+    assert page.select_one(".scroll[tabindex='0'] > table")
+    assert page.select_one("pre[tabindex='0']")
 
 
 def test_a_prime_is_beside_its_letter():

@@ -206,7 +206,7 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     assert "n: 4" in good.text
     assert "square 16" in good.text
     links = {a.text: a["href"] for a in good.select("main p a")}
-    assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py"}
+    assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py.html"}
     assert about(root, "01_good")["records"] == ["workbook/artifacts/records.jsonl"]
     bad = page(root, "02_bad")
     (top,) = bad.select(".report-error")

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lib.core.figures import BLUE, INK, VERMILLION
-from lib.core.records import Record
+from lib.core.records import Record, format_value
 from lib.ddp.costs import CLUSTERS, GRADIENT_BYTES, ScalingPrediction, predict_step
 from lib.ddp.ring import ring_all_reduce
 from lib.lessons.ddp.figures import draw_overlap, draw_ring, draw_scaling
@@ -112,11 +112,16 @@ def draw_scaling_setting(
     found = predict_step(shape, tokens, ranks, cluster, flops_per_s=flops_per_s)
     draw_overlap(right, found, backward_ms=found.buckets[-1].ready_ms)
     where = "NVLink" if ranks <= cluster.gpus_per_host else network
-    words = (
-        f"{ranks} ranks, {where}: step {found.step_ms:.3g} ms, exposed {found.exposed_ms:.2g} ms"
-    )
+    step, exposed = _milliseconds(found.step_ms), _milliseconds(found.exposed_ms)
+    count = f"{ranks} rank{'s' * (ranks > 1)}"
+    words = f"{count}, {where}: step {step}, exposed {exposed}"
     text = f"{words}, efficiency {found.efficiency:.0%} (predicted)"
     figure.suptitle(text, x=0.01, y=0.98, ha="left")
+
+
+def _milliseconds(value: float) -> str:
+    """`value` with three digits or commas: 0.0123, 4.56, 71,823; what rounding left over is 0."""
+    return f"{format_value(value if value > 1e-6 else 0.0)} ms"
 
 
 def scaling_explorer(
@@ -177,12 +182,13 @@ def draw_buckets(figure: Figure, predictions: dict[int, ScalingPrediction], cap:
     The axes stand in fixed places, since finding some takes longer than drawing.
     """
     found = predictions[cap]
-    _draw_exposed(figure.add_axes((0.07, 0.19, 0.36, 0.55)), predictions, cap)
+    _draw_exposed(figure.add_axes((0.08, 0.19, 0.35, 0.55)), predictions, cap)
     lanes = figure.add_axes((0.57, 0.19, 0.41, 0.55))
     draw_overlap(lanes, found, backward_ms=found.buckets[-1].ready_ms)
     count = len(found.buckets)
-    words = f"{count:,} bucket{'s' * (count > 1)} of {cap:,} MiB: exposed {found.exposed_ms:.3g} ms"
-    share = f"of {found.communication_ms:.3g} ms communication, step {found.step_ms:.3g} ms"
+    exposed, sent = _milliseconds(found.exposed_ms), _milliseconds(found.communication_ms)
+    words = f"{count:,} bucket{'s' * (count > 1)} of {cap:,} MiB: exposed {exposed}"
+    share = f"of {sent} communication, step {_milliseconds(found.step_ms)}"
     figure.suptitle(f"{words} {share} (predicted)", x=0.01, y=0.97, ha="left", fontsize=11)
 
 
@@ -193,6 +199,7 @@ def _draw_exposed(axes: Axes, predictions: dict[int, ScalingPrediction], cap: in
     axes.axvline(cap, color=INK, linewidth=0.8, linestyle=":", marker="")
     axes.set(xscale="log", ylim=(0, 1.1 * max(exposed.values())))
     axes.set(xlabel="bucket size (MiB)", ylabel="exposed (ms)")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
     caps = list(exposed)[::3]
     axes.set_xticks(caps, [f"{size:,}" for size in caps])
     axes.minorticks_off()

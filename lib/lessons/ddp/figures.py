@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.ticker import MaxNLocator
 
 from lib.core.figures import (
     BLACK,
@@ -258,6 +259,8 @@ def draw_overlap(axes: Axes, prediction: ScalingPrediction, *, backward_ms: floa
     axes.set_yticks([1, 0], ["compute", "communicate"])
     axes.set(xlabel="time from the start of backward (ms)", ylim=(-0.6, 1.6))
     axes.set_xlim(0, max(backward_ms, prediction.buckets[-1].end_ms) * 1.03)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.grid(visible=False, axis="y")
     place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
     axes.legend(fontsize=9, ncols=3, columnspacing=1.0, handlelength=1.2, **place)

@@ -1,12 +1,16 @@
 """Sliders of notebook 07: the ring's steps, the size of buckets, predicted and measured scaling."""
 
 import math
+import re
 from functools import partial
 
 import numpy as np
 import pytest
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
+from lib.core.figures import STYLE
 from lib.ddp.costs import CLUSTERS, predict_scaling
 from lib.lessons.ddp.explorers import (
     RANKS,
@@ -14,6 +18,7 @@ from lib.lessons.ddp.explorers import (
     bucket_predictions,
     bucket_slider,
     draw_buckets,
+    draw_scaling_setting,
     measured_scaling,
     ring_stepper,
     scaling_curve,
@@ -47,6 +52,40 @@ def test_measured_points_are_the_best_of_our_wrapper_on_gpus():
 def test_other_settings_are_other_points():
     found = measured_scaling([row(), row(compile=False), row(tr_batch_size=8), row(model="large")])
     assert [len(points) for points in found.values()] == [3, 1]
+
+
+def texts_of(figure: Figure) -> dict[str, bool]:
+    """The texts that `figure` shows -> whether one lies wholly inside it."""
+    figure.draw_without_rendering()
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    for axes in figure.axes:
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            labels = zip(axis.get_ticklocs(), axis.get_ticklabels())
+            unseen = {label for value, label in labels if not low <= value <= high}
+            texts = [text for text in texts if text not in unseen]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    return {
+        text: box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        for text, box in boxes
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 64])
+@pytest.mark.parametrize("network", ["8 × 400 Gbit/s", "10 Gbit/s"])
+def test_large_and_tiny_times_read_as_plain_numbers_and_no_label_is_cut(network, ranks):
+    long = "measured: 1,024 tokens, bfloat16, compiled, H200"
+    with plt.rc_context(STYLE):
+        step, buckets = (Figure((w, h), layout="none") for w, h in ((10.0, 4.2), (9.6, 3.2)))
+        settings = ("2.7b", 2**20, network, ranks)
+        draw_scaling_setting(step, *settings, flops_per_s=3e14, measured={long: [(2, 0.9)]})
+        draw_buckets(buckets, bucket_predictions(MEDIUM, 4096, 16, network, 3e14), 1)
+        texts = texts_of(step) | texts_of(buckets)
+    assert [text for text in texts if re.search(r"\de[+-]\d", text)] == []
+    assert [text for text, is_inside in texts.items() if not is_inside] == []
+    (title,) = [text for text in texts if "efficiency" in text and "rank" in text]
+    assert re.search(r"step \d\d,\d{3} ms", title)
+    assert title.startswith("1 rank, NVLink" if ranks == 1 else "64 ranks")
+    assert ranks > 1 or "exposed 0 ms" in title
 
 
 def test_a_curve_begins_with_one_rank_at_full_speed_and_overlap_helps():
