@@ -1,7 +1,8 @@
 """The tokenizer compiled by Numba: the same merges and ids as `lib.tokenizer.bpe`, much faster.
 
-`train_file` trains, `CompiledEncoder` encodes and decodes. `lib.tokenizer.compiled_scan` finds and
-counts pre-tokens, and has the rules for kernels; `lib.tokenizer.compiled_merges` learns merges.
+`train_file` trains, `CompiledEncoder` encodes and decodes. `lib.tokenizer.compiled_scan` finds
+pre-tokens, and has the rules for kernels; `lib.tokenizer.compiled_words` counts them;
+`lib.tokenizer.compiled_merges` learns merges.
 Threads work on chunks between safe cuts, each with its own cache.
 """
 
@@ -17,32 +18,39 @@ import numpy as np
 from lib.core.hardware import ordered_map
 from lib.tokenizer.compiled_merges import learn_merges, new_learner
 from lib.tokenizer.compiled_scan import (
-    MIX_1,
+    LOW_32,
     PADDING,
     U32,
-    WordCounts,
     class_table,
     compiled,
-    find_slot,
+    compiled_with_allocation,
+    find_special,
     load_word,
-    power_of_two,
+    new_special,
+    next_pretoken,
     prepare,
-    pretoken_end,
-    pretoken_key,
-    split_segments,
+    same_bytes,
     store_word,
 )
-from lib.tokenizer.pretokenize import CHUNK_BYTES, iter_chunks, special_token_pattern
+from lib.tokenizer.compiled_words import (
+    ENTRY,
+    LONGEST_KEY,
+    LONGEST_LENGTH,
+    MIX_1,
+    WordCounts,
+    find_key,
+    power_of_two,
+    pretoken_key,
+)
+from lib.tokenizer.pretokenize import CHUNK_BYTES, iter_chunks
 
 # a merge is stored as rank << 32 | id of the merged token; NEVER means no merge
 NEVER = 0x7FFFFFFFFFFFFFFF
 RANK, ID = 0x7FFFFFFF00000000, 0xFFFFFFFF
 # the id of a token that was merged into the one before it
 GONE = 0xFFFFFFFF
-# up to this many bytes, a linear search for the next merge beats a heap
-SHORT = 64
-# longer pre-tokens hardly ever repeat
-LONGEST_CACHED = 256
+# ids that an entry of the cache has space for; OUTSIDE marks a number of ids that are elsewhere
+INLINE, OUTSIDE = 3, 1 << 16
 
 
 def train_file(
@@ -54,7 +62,7 @@ def train_file(
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     """Train on a file; return the vocabulary without special tokens, and the merges."""
     special_bytes = [token.encode() for token in special_tokens]
-    words = WordCounts(special_token_pattern(special_bytes))
+    words = WordCounts(new_special(dict.fromkeys(special_tokens, 0)))
     with open(path, "rb") as stream, ThreadPoolExecutor(workers) as executor:
         chunks = iter_chunks(stream, CHUNK_BYTES, special_bytes)
         for num_bytes in ordered_map(executor, words.count, chunks, workers + 1):
@@ -74,25 +82,29 @@ def train_file(
 class Cache(NamedTuple):
     """The pre-tokens that one thread has encoded before."""
 
-    # (rows, 4) uint64, as in `compiled_scan`. The offset is that of a long pre-token's bytes in
-    # `kept`. The value is the number of ids in 16 bits and, above them, up to two ids of 24 bits
-    # each or else the offset in `ids`. So a vocabulary has fewer than 2**24 ids.
+    # (rows * ENTRY,) uint64, as in `compiled_words`: a key, and up to INLINE ids of 32 bits with
+    # their number in the upper half of the last word. With more ids, or a pre-token that is longer
+    # than its key, the number is OUTSIDE more, and the two first halves are the offset of its ids
+    # in `ids` and that of its bytes in `kept`.
     table: np.ndarray
     # (ids,) uint32
     ids: np.ndarray
     # (bytes,) uint8
     kept: np.ndarray
-    # (3,) int64: rows, ids and bytes in use
+    # (3,) int64: entries, ids and bytes in use
     used: np.ndarray
+    # (LONGEST_LENGTH,) int64: space for the merges of one pre-token
+    best: np.ndarray
 
 
 def new_cache() -> Cache:
     """Make an empty cache of up to 24 MB; distinct pre-tokens decide how much of it is used."""
     return Cache(
-        table=np.zeros((1 << 19, 4), dtype=np.uint64),
+        table=np.zeros((1 << 19) * ENTRY, dtype=np.uint64),
         ids=np.empty(1 << 20, dtype=np.uint32),
         kept=np.empty(1 << 21, dtype=np.uint8),
         used=np.zeros(3, dtype=np.int64),
+        best=np.empty(LONGEST_LENGTH, dtype=np.int64),
     )
 
 
@@ -172,8 +184,21 @@ def merge_short(ids, length, ranks, best):
 
 
 @compiled
-def merge_long(ids, length, ranks):
-    """Do the same in O(length log length): a heap of rank | index, and links to neighbors."""
+def encode_pretoken(data, start, length, ranks, best, ids):
+    """Write the ids of data[start : start + length] to `ids`; return their number."""
+    for k in range(length):
+        ids[k] = ranks.byte_ids[data[start + k]]
+    for k in range(length - 1):
+        best[k] = ranks.byte_pairs[np.int64(data[start + k]) << 8 | data[start + k + 1]]
+    best[length - 1] = NEVER
+    return merge_short(ids, length, ranks, best)
+
+
+@compiled_with_allocation
+def encode_long(data, start, length, ranks, ids):
+    """Do as `encode_pretoken` in O(n log n): a heap of rank | index, and links to neighbors."""
+    for k in range(length):
+        ids[k] = ranks.byte_ids[data[start + k]]
     after = np.arange(1, length + 1)
     before = np.arange(-1, length - 1)
     # the entry for no merge sorts after all others, so the heap is never empty
@@ -209,84 +234,112 @@ def merge_long(ids, length, ranks):
 
 
 @compiled
-def encode_pretoken(data, start, length, ranks, best, ids):
-    """Write the ids of data[start : start + length] to `ids`; return their number."""
-    for k in range(length):
-        ids[k] = ranks.byte_ids[data[start + k]]
-    if length > SHORT:
-        return merge_long(ids, length, ranks)
-    for k in range(length - 1):
-        best[k] = ranks.byte_pairs[np.int64(data[start + k]) << 8 | data[start + k + 1]]
-    best[length - 1] = NEVER
-    return merge_short(ids, length, ranks, best)
-
-
-@compiled
 def remember(cache, data, start, length, low, high, ids):
     """Cache the `ids` of a pre-token; clear the cache first if it is full."""
-    used, number = cache.used, len(ids)
+    table, used, number = cache.table, cache.used, len(ids)
     if (
-        2 * used[0] >= cache.table.shape[0]
+        2 * ENTRY * used[0] >= table.shape[0]
         or used[1] + number > cache.ids.shape[0]
         or used[2] + length > cache.kept.shape[0]
     ):
-        cache.table[:] = 0
+        table[:] = 0
         used[:] = 0
-    row = cache.table[find_slot(cache.table, low, high, length, data, start, cache.kept)]
-    row[0], row[1], row[2] = low, high, np.uint64(length)
+    at = find_key(table, low, high)
+    if table[at + 1]:
+        # another pre-token has the same hashes
+        return
+    table[at], table[at + 1] = low, high
     used[0] += 1
-    if number <= 2:
-        second = ids[1] if number == 2 else 0
-        row[3] = np.uint64(number | np.int64(ids[0]) << 16 | np.int64(second) << 40)
-    else:
-        row[3] = np.uint64(number | used[1] << 16)
+    if number <= INLINE and length <= LONGEST_KEY:
+        table[at + 2] = table[at + 3] = 0
         for k in range(number):
-            cache.ids[used[1] + k] = ids[k]
-        used[1] += number
-    if length > 16:
-        row[2] |= np.uint64(used[2]) << U32
+            table[at + 2 + (k >> 1)] |= np.uint64(ids[k]) << np.uint64(32 * (k & 1))
+        table[at + 3] |= np.uint64(number) << U32
+        return
+    table[at + 2] = np.uint64(used[1]) | np.uint64(used[2]) << U32
+    table[at + 3] = np.uint64(number + OUTSIDE) << U32
+    for k in range(number):
+        cache.ids[used[1] + k] = ids[k]
+    used[1] += number
+    if length > LONGEST_KEY:
         for k in range(length):
             cache.kept[used[2] + k] = data[start + k]
         used[2] += length
 
 
 @compiled
-def encode_segments(data, segments, separators, classes, ranks, cache, out):
-    """Encode data[start:end] for each row of `segments`, followed by its separator's id if >= 0.
+def recall_outside(cache, entry, data, start, length, out, n):
+    """Write the ids of a cached pre-token that its entry has no space for; return their number.
 
-    `out` (uint32) has space for one id per byte and separator, and one more. Returns the number of
-    ids.
+    Returns 0 if the entry is that of another pre-token with the same hashes.
     """
-    best = np.empty(SHORT, dtype=np.int64)
-    n = 0
-    for segment in range(segments.shape[0]):
-        i, end = segments[segment]
-        while i < end:
-            j = pretoken_end(data, i, end, classes)
-            length = j - i
-            low, high = pretoken_key(data, i, length)
-            slot = find_slot(cache.table, low, high, length, data, i, cache.kept)
-            if cache.table[slot, 2]:
-                value = np.int64(cache.table[slot, 3])
-                number = value & 0xFFFF
-                # mostly one or two ids: writing both is cheaper than a branch
-                out[n] = (value >> 16) & 0xFFFFFF
-                out[n + 1] = (value >> 40) & 0xFFFFFF
-                if number > 2:
-                    offset = value >> 16
-                    for k in range(number):
-                        out[n + k] = cache.ids[offset + k]
-            else:
-                ids = out[n : n + length]
-                number = encode_pretoken(data, i, length, ranks, best, ids)
-                if length <= LONGEST_CACHED:
-                    remember(cache, data, i, length, low, high, ids[:number])
-            n += number
-            i = j
-        if separators[segment] >= 0:
-            out[n] = separators[segment]
+    ids = np.int64(cache.table[entry + 2] & LOW_32)
+    kept = np.int64(cache.table[entry + 2] >> U32)
+    if length > LONGEST_KEY and not same_bytes(cache.kept, kept, data, start, length):
+        return 0
+    number = np.int64(cache.table[entry + 3] >> U32) - OUTSIDE
+    for k in range(number):
+        out[n + k] = cache.ids[ids + k]
+    return number
+
+
+@compiled
+def encode_anew(data, start, length, low, high, ranks, cache, out, n):
+    """Write the ids of a pre-token that is not cached, and cache it; return their number."""
+    number = encode_pretoken(data, start, length, ranks, cache.best, out[n : n + length])
+    remember(cache, data, start, length, low, high, out[n : n + number])
+    return number
+
+
+@compiled
+def encode_ordinary(data, start, end, classes, ranks, cache, out, n):
+    """Write the ids of data[start:end] to `out` from `n` on.
+
+    Stops before a pre-token of more than LONGEST_LENGTH bytes. Returns (start, after, n): where it
+    stopped, where the long pre-token ends, and where the ids end.
+    """
+    table = cache.table
+    base, ends = start, np.uint64(0)
+    while start < end:
+        after, base, ends = next_pretoken(data, start, end, classes, base, ends)
+        length = after - start
+        low, high = pretoken_key(data, start, length)
+        entry = find_key(table, low, high)
+        last_ids = load_word(table, entry + 3)
+        number = np.int64(last_ids >> U32)
+        if load_word(table, entry + 1) and number <= INLINE:
+            # writing all that an entry holds is cheaper than a branch
+            store_word(out, n, load_word(table, entry + 2))
+            store_word(out, n + 2, last_ids)
+        elif length > LONGEST_LENGTH:
+            return start, after, n
+        else:
+            number = 0
+            if load_word(table, entry + 1):
+                number = recall_outside(cache, entry, data, start, length, out, n)
+            if number == 0:
+                number = encode_anew(data, start, length, low, high, ranks, cache, out, n)
+        n += number
+        start = after
+    return start, start, n
+
+
+@compiled
+def encode_text(data, start, end, classes, special, ranks, cache, out, n):
+    """Write the ids of data[start:end] to `out` from `n` on; return what `encode_ordinary` does.
+
+    `out` (uint32) has space for one id per byte, and INLINE more.
+    """
+    while start < end:
+        stop, token = find_special(data, start, end, special)
+        start, after, n = encode_ordinary(data, start, stop, classes, ranks, cache, out, n)
+        if after > start:
+            return start, after, n
+        if token >= 0:
+            out[n] = special.ids[token]
             n += 1
-    return n
+            start = stop + special.starts[token + 1] - special.starts[token]
+    return start, start, n
 
 
 @compiled
@@ -323,8 +376,8 @@ class CompiledEncoder:
         ranks: Mapping[tuple[int, int], tuple[int, int]],
         special_tokens: Mapping[str, int],
     ):
-        self.special_ids = {token.encode(): number for token, number in special_tokens.items()}
-        self.special_pattern = special_token_pattern(list(self.special_ids))
+        self.special = new_special(special_tokens)
+        self.no_special = new_special({})
         merges = np.array([(*pair, new) for pair, (_, new) in ranks.items()], dtype=np.int64)
         self.ranks = Ranks(
             byte_ids=np.array(byte_ids, dtype=np.uint32),
@@ -342,17 +395,22 @@ class CompiledEncoder:
     def encode(self, text: bytes, allow_special: bool = True) -> np.ndarray:
         """Convert UTF-8 `text` to ids, (num_tokens,) uint32; invalid bytes count as U+FFFD."""
         data, length = prepare(text)
-        pattern = self.special_pattern if allow_special else None
-        segments, found = split_segments(data, length, pattern)
-        separators = np.array([*(self.special_ids[token] for token in found), -1], dtype=np.int64)
-        out = np.empty(length + len(found) + 1, dtype=np.uint32)
+        out = np.empty(length + 1 + INLINE, dtype=np.uint32)
         try:
             cache = self.idle_caches.pop()
         except IndexError:
             cache = new_cache()
-        number = encode_segments(data, segments, separators, class_table(), self.ranks, cache, out)
+        special = self.special if allow_special else self.no_special
+        start = n = 0
+        while start < length:
+            start, after, n = encode_text(
+                data, start, length, class_table(), special, self.ranks, cache, out, n
+            )
+            if after > start:
+                n += encode_long(data, start, after - start, self.ranks, out[n:])
+                start = after
         self.idle_caches.append(cache)
-        return out[:number]
+        return out[:n]
 
     def decode(self, ids: np.ndarray | list[int]) -> bytes:
         """Convert `ids` to bytes; raises KeyError or OverflowError if one is not in `vocab`."""

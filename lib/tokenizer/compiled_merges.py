@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lib.tokenizer.compiled_scan import MIX_1, U32, WordCounts, compiled, enlarged
+from lib.tokenizer.compiled_scan import U32, compiled
+from lib.tokenizer.compiled_words import MIX_1, WordCounts, enlarged
 
 BORDER, DEAD = -1, -2
 # columns of Learner.pairs, .tokens, .used and .cells
@@ -176,7 +177,9 @@ def move_pairs(old, pairs):
     number = 0
     for k in range(old.shape[0]):
         if old[k, COUNT] > 0:
-            pairs[find_pair(pairs, old[k, KEY] - 1)] = old[k]
+            row = find_pair(pairs, old[k, KEY] - 1)
+            for column in range(old.shape[1]):
+                pairs[row, column] = old[k, column]
             number += 1
     return number
 
@@ -243,7 +246,7 @@ def sift_down(learner):
 def pop(learner):
     """Remove the top of the heap."""
     learner.used[HEAP_USED] -= 1
-    learner.heap[0] = learner.heap[learner.used[HEAP_USED]]
+    swap(learner.heap, 0, learner.used[HEAP_USED])
     sift_down(learner)
 
 

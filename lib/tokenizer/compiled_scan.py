@@ -1,23 +1,20 @@
-"""Compiled by Numba: split text into pre-tokens, look them up, count them.
+"""Compiled by Numba: find pre-tokens and special tokens.
 
-A hand-written scanner over the UTF-8 bytes replaces the regular expression of
-`lib.tokenizer.pretokenize`; one table holds the class of every code point. A text repeats its
-pre-tokens, so counting and encoding look each one up in a hash table with rows of 32 bytes. A
-pre-token of up to 16 bytes is its own key, loaded as two 64-bit words, so a hit costs two loads, a
-few multiplications and one cache line.
+A scanner over the UTF-8 bytes replaces the regular expression of `lib.tokenizer.pretokenize`; one
+table holds the class of every code point. `pretoken_ends` looks at 64 bytes at a time;
+`pretoken_end` goes character by character and takes over where a pre-token is longer than that.
 
 Kernels (`@compiled`) take arrays and return numbers, and release the interpreter lock. Arrays do
 not grow inside a kernel: it returns when it runs out of space, and the caller enlarges the array
-and calls again. Numba turns int64 mixed with uint64 into float, so hashes stay in uint64 and
-indices in int64.
+and calls again. Numba turns int64 mixed with uint64 into float, so hashes and sets of bits stay in
+uint64 and indices in int64.
 """
 
 import hashlib
-import re
-import threading
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -28,8 +25,10 @@ from lib.tokenizer.pretokenize import LETTERS, NUMBERS, WHITESPACE, parse_ranges
 
 # the classes of characters; 0 is any other
 LETTER, NUMBER, SPACE = 1, 2, 3
-# bytes beyond the end of a text that may be read, since eight are loaded at a time
-PADDING = 16
+# bytes that the scanner looks at together: one bit each in a word of 64
+WINDOW = 64
+# bytes beyond the end of a text that may be read, since a whole window is loaded at a time
+PADDING = WINDOW + 16
 
 
 def _source_stamp() -> str:
@@ -43,16 +42,23 @@ def _source_stamp() -> str:
 SOURCE_STAMP = _source_stamp()
 
 
-def compiled(function: Callable) -> Callable:
+def compiled(function: Callable, *, allocates: bool = False) -> Callable:
     """Compile a kernel that releases the interpreter lock, and cache its machine code on disk.
+
+    Unless it allocates arrays or lists, it does not count references to them: the caller holds
+    every array for as long as the kernel runs, and counting takes most of the time of a kernel that
+    passes arrays to others.
 
     Numba recompiles a kernel when its own file has changed. Kernels here call kernels of other
     files, so they must be recompiled when any of these has changed. Numba has no public way to say
     so; a test makes sure that this one still works.
     """
-    kernel = njit(nogil=True, cache=True)(function)
+    kernel = njit(nogil=True, cache=True, _nrt=allocates)(function)
     kernel._cache._cache_file._source_stamp = SOURCE_STAMP
     return kernel
+
+
+compiled_with_allocation = partial(compiled, allocates=True)
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +73,7 @@ def class_table() -> np.ndarray:
 
 @intrinsic
 def load_word(typing_context, array, index):
-    """Load `array[index : index + 8]` of a uint8 array as one little-endian uint64, unaligned."""
+    """Load eight bytes from `array[index]` on as one little-endian uint64, unaligned."""
 
     def generate(context, builder, signature, arguments):
         view = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -79,7 +85,7 @@ def load_word(typing_context, array, index):
 
 @intrinsic
 def store_word(typing_context, array, index, word):
-    """Store a uint64 to `array[index : index + 8]` of a uint8 array, little-endian, unaligned."""
+    """Store a uint64 to eight bytes from `array[index]` on, little-endian, unaligned."""
 
     def generate(context, builder, signature, arguments):
         view = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -101,9 +107,67 @@ def trailing_zeros(typing_context, word):
     return types.int64(types.uint64), generate
 
 
+def byte_test(first: int, last: int, *, ignoring: int = 0) -> Callable:
+    """Make a kernel `test(data, i)`: which bytes of data[i : i + WINDOW] are in first..last?
+
+    It returns a uint64, bit k for byte i + k. Bits of `ignoring` count as set in each byte. LLVM
+    compiles it to a few vector instructions.
+    """
+    vector = ir.VectorType(ir.IntType(8), WINDOW)
+
+    def all_bytes(value: int) -> ir.Constant:
+        return ir.Constant(vector, [value] * WINDOW)
+
+    @intrinsic
+    def test(typing_context, array, index):
+        def generate(context, builder, signature, arguments):
+            view = context.make_array(signature.args[0])(context, builder, arguments[0])
+            pointer = builder.gep(view.data, [arguments[1]])
+            found = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
+            offset = builder.sub(builder.or_(found, all_bytes(ignoring)), all_bytes(first))
+            inside = builder.icmp_unsigned("<=", offset, all_bytes(last - first))
+            return builder.bitcast(inside, ir.IntType(64))
+
+        return types.uint64(array, types.int64), generate
+
+    return test
+
+
+letters_at = byte_test(ord("a"), ord("z"), ignoring=0x20)
+digits_at = byte_test(ord("0"), ord("9"))
+controls_at = byte_test(ord("\t"), ord("\r"))
+blanks_at = byte_test(ord(" "), ord(" "))
+apostrophes_at = byte_test(ord("'"), ord("'"))
+# the bytes of characters beyond ASCII: any of them, and the first of each character
+wide_at = byte_test(0x80, 0xFF)
+leads_at = byte_test(0xC0, 0xFF)
+
+
+@intrinsic
+def equal_at(typing_context, array, index, byte):
+    """Which bytes of array[index : index + WINDOW] equal `byte`? Returns a uint64 of bits."""
+    vector = ir.VectorType(ir.IntType(8), WINDOW)
+
+    def generate(context, builder, signature, arguments):
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = builder.gep(view.data, [arguments[1]])
+        found = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
+        splat = builder.insert_element(
+            ir.Constant(vector, ir.Undefined), arguments[2], ir.IntType(32)(0)
+        )
+        splat = builder.shuffle_vector(
+            splat, splat, ir.Constant(ir.VectorType(ir.IntType(32), WINDOW), [0] * WINDOW)
+        )
+        return builder.bitcast(builder.icmp_unsigned("==", found, splat), ir.IntType(64))
+
+    return types.uint64(array, types.int64, types.uint8), generate
+
+
 ALL_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 ONE, U32 = np.uint64(1), np.uint64(32)
+# a start needs up to three more bytes to be sure; the first bit is no end
+SURE = np.uint64((1 << WINDOW - 3) - 2)
 # Eight bytes at a time, after Mycroft: an addition to bytes below 0x80 carries into the high bit of
 # those that exceed a bound.
 HIGH_BITS = np.uint64(0x8080808080808080)
@@ -205,6 +269,87 @@ def pretoken_end(data, i, end, classes):
 
 
 @compiled
+def classify_wide(data, start, leads, classes, letter, number, space):
+    """Add the characters that begin at the bits `leads` of a window to the bits of each class."""
+    while leads:
+        k = trailing_zeros(leads)
+        leads &= leads - ONE
+        kind, width = character(data, start + k, classes)
+        bits = ((ONE << np.uint64(width)) - ONE) << np.uint64(k)
+        if kind == LETTER:
+            letter |= bits
+        elif kind == NUMBER:
+            number |= bits
+        elif kind == SPACE:
+            space |= bits
+    return letter, number, space
+
+
+@compiled
+def pretoken_ends(data, start, end, classes):
+    """Find the ends of the pre-tokens in the window that begins at `start`, where one starts.
+
+    Bit k is set if a pre-token ends, and the next one begins, at start + k. There is no branch that
+    depends on ordinary text: the characters of each class are the bits of a word, and shifts
+    compare neighbors. Returns 0 if the first pre-token ends beyond the window, or too close to its
+    end to be sure.
+    """
+    room = end - start
+    valid = ALL_ONES if room >= WINDOW else (ONE << np.uint64(room)) - ONE
+    letter = letters_at(data, start) & valid
+    number = digits_at(data, start) & valid
+    blank = blanks_at(data, start) & valid
+    space = blank | controls_at(data, start) & valid
+    wide = wide_at(data, start) & valid
+    follows = np.uint64(0)
+    if wide:
+        leads = leads_at(data, start) & valid
+        follows = wide & ~leads
+        letter, number, space = classify_wide(data, start, leads, classes, letter, number, space)
+        letter, number, space = letter & valid, number & valid, space & valid
+    text = valid & ~space
+    other = text & ~(letter | number)
+
+    # text begins a pre-token, unless the character before is of the same class or a blank
+    same = letter & (letter << ONE) | number & (number << ONE) | other & (other << ONE)
+    starts = text & ~same & ~(blank << ONE)
+    # white space does where it begins, and again with its last character if text follows
+    last = space & (text >> ONE)
+    if follows:
+        last = last & ~follows | (last & follows) >> ONE
+        last = last & ~follows | (last & follows) >> ONE
+    starts |= space & ~(space << ONE) | last
+
+    # contractions
+    candidates = apostrophes_at(data, start) & valid & (starts | ONE)
+    while candidates:
+        k = trailing_zeros(candidates)
+        candidates &= candidates - ONE
+        length = contraction_length(data, start + k, end)
+        if length:
+            starts &= ~(ONE << np.uint64(k) << ONE)
+            if k + length < WINDOW:
+                starts |= ONE << np.uint64(k + length)
+
+    if room < WINDOW:
+        return (starts & valid | valid + ONE) & ~ONE
+    return starts & SURE
+
+
+@compiled
+def next_pretoken(data, start, end, classes, base, ends):
+    """Return the end of the pre-token at `start`, and the window to continue with.
+
+    The window is `base` and those of its `pretoken_ends` that are still to come, at first none.
+    """
+    if ends == 0:
+        base, ends = start, pretoken_ends(data, start, end, classes)
+    if ends == 0:
+        return pretoken_end(data, start, end, classes), base, ends
+    return base + trailing_zeros(ends), base, ends & (ends - ONE)
+
+
+@compiled
 def is_valid_utf8(data, end):
     """Whether data[:end] is well-formed UTF-8 (RFC 3629: no overlong forms, no surrogates)."""
     i = 0
@@ -245,54 +390,6 @@ def prepare(text: bytes) -> tuple[np.ndarray, int]:
     return np.frombuffer(text + bytes(PADDING), dtype=np.uint8), len(text)
 
 
-def split_segments(
-    data: np.ndarray, length: int, pattern: re.Pattern[bytes] | None
-) -> tuple[np.ndarray, list[bytes]]:
-    """Return rows (start, end) of the text between special tokens, and those special tokens."""
-    spans, found, start = [], [], 0
-    for match in pattern.finditer(data.data, 0, length) if pattern else ():
-        spans.append((start, match.start()))
-        found.append(match.group())
-        start = match.end()
-    spans.append((start, length))
-    return np.array(spans, dtype=np.int64), found
-
-
-# A table of pre-tokens has rows of four uint64: (low, high, length | offset << 32, value), where
-# low and high are the key. A length of 0 marks an empty row. Offset and value mean what the caller
-# wants; an offset has 32 bits, so a chunk is smaller than 4 GB.
-
-# odd constants with well-mixed bits (the golden ratio, and one of xxHash's primes)
-MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
-
-
-@compiled
-def pretoken_key(data, start, length):
-    """Return two words that identify the bytes: up to 16 bytes themselves, or two hashes."""
-    low = load_word(data, start)
-    if length <= 8:
-        return low & (ALL_ONES >> np.uint64(64 - 8 * length)), np.uint64(0)
-    high = load_word(data, start + 8)
-    if length <= 16:
-        return low, high & (ALL_ONES >> np.uint64(128 - 8 * length))
-    low, high = np.uint64(0), np.uint64(length)
-    for i in range(start, start + length - 8, 8):
-        word = load_word(data, i)
-        low = (low ^ word) * MIX_1
-        low ^= low >> U32
-        high = (high + word) * MIX_2
-        high ^= high >> U32
-    word = load_word(data, start + length - 8)
-    return (low ^ word) * MIX_1, (high + word) * MIX_2
-
-
-@compiled
-def pretoken_hash(low, high, length):
-    """Return 32 well-mixed bits of a key."""
-    mixed = (low ^ (high * MIX_2) ^ np.uint64(length)) * MIX_1
-    return ((mixed ^ (mixed >> U32)) * MIX_2) >> U32
-
-
 @compiled
 def same_bytes(a, i, b, j, length):
     for k in range(length):  # noqa: SIM110 (Numba has no generator expressions)
@@ -301,172 +398,47 @@ def same_bytes(a, i, b, j, length):
     return True
 
 
-@compiled
-def find_slot(table, low, high, length, data, start, kept):
-    """Return the row of the pre-token, or the empty row where it belongs.
+class Special(NamedTuple):
+    """The special tokens, longest first."""
 
-    Keys of more than 16 bytes are compared in full with the copy in `kept` at the row's offset.
-    At least one row must be empty, or the search never ends.
-    """
-    mask = table.shape[0] - 1
-    slot = np.int64(pretoken_hash(low, high, length)) & mask
-    while True:
-        tag = table[slot, 2]
-        if tag == 0:
-            return slot
-        if (
-            table[slot, 0] == low
-            and table[slot, 1] == high
-            and np.int64(tag & LOW_32) == length
-            and (length <= 16 or same_bytes(kept, np.int64(tag >> U32), data, start, length))
-        ):
-            return slot
-        slot = (slot + 1) & mask
+    # (distinct,) uint8: the bytes that they begin with
+    first: np.ndarray
+    # (bytes,) uint8: their bytes, one after the other
+    bytes: np.ndarray
+    # (tokens + 1,) int64: where each begins, and where the last one ends
+    starts: np.ndarray
+    # (tokens,) uint32
+    ids: np.ndarray
 
 
-@compiled
-def count_segments(data, segments, row, position, classes, table, room):
-    """Count the pre-tokens of data[start:end] for each row (start, end) of `segments`.
-
-    Continues at `position` in `row`, and stops early once `table` holds `room` pre-tokens. In the
-    table, the value is the count, and the offset that of the first occurrence in `data`. Returns
-    (row, position, pre-tokens in the table).
-    """
-    filled = 0
-    while row < segments.shape[0]:
-        end = segments[row, 1]
-        i = max(position, segments[row, 0])
-        while i < end:
-            if filled == room:
-                return row, i, filled
-            j = pretoken_end(data, i, end, classes)
-            length = j - i
-            low, high = pretoken_key(data, i, length)
-            slot = find_slot(table, low, high, length, data, i, data)
-            if table[slot, 2] == 0:
-                table[slot, 0] = low
-                table[slot, 1] = high
-                table[slot, 2] = np.uint64(length) | np.uint64(i) << U32
-                table[slot, 3] = 0
-                filled += 1
-            table[slot, 3] += ONE
-            i = j
-        row += 1
-    return row, position, filled
+def new_special(special_tokens: Mapping[str, int]) -> Special:
+    """Lay out special tokens for `find_special`."""
+    tokens = {token.encode(): token_id for token, token_id in special_tokens.items()}
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return Special(
+        first=np.array(sorted({token[0] for token in tokens}), dtype=np.uint8),
+        bytes=np.frombuffer(b"".join(longest_first) + b"\0", dtype=np.uint8),
+        starts=np.cumsum([0, *map(len, longest_first)]),
+        ids=np.array([tokens[token] for token in longest_first], dtype=np.uint32),
+    )
 
 
 @compiled
-def collect(table, data, index, hashes, starts, counts, kept, num_words):
-    """Move the counts of `table` to the words kept so far; return the new number of words.
+def find_special(data, start, end, special):
+    """Find the first special token in data[start:end], the longest if several begin there.
 
-    Word w is kept[starts[w] : starts[w + 1]] and occurred counts[w] times. `index` maps a hash to
-    w + 1 by open addressing. The arrays must have space for every row of the table.
+    Returns where it begins and its row, or `end` and -1.
     """
-    mask = index.shape[0] - 1
-    for slot in range(table.shape[0]):
-        tag = table[slot, 2]
-        if tag == 0:
-            continue
-        length, offset = np.int64(tag & LOW_32), np.int64(tag >> U32)
-        count = np.int64(table[slot, 3])
-        mixed = np.uint32(pretoken_hash(table[slot, 0], table[slot, 1], length))
-        at = np.int64(mixed) & mask
-        while True:
-            word = np.int64(index[at]) - 1
-            if word < 0:
-                # a new word
-                index[at] = num_words + 1
-                hashes[num_words] = mixed
-                counts[num_words] = count
-                begin = starts[num_words]
-                for k in range(length):
-                    kept[begin + k] = data[offset + k]
-                starts[num_words + 1] = begin + length
-                num_words += 1
-                break
-            if (
-                hashes[word] == mixed
-                and starts[word + 1] - starts[word] == length
-                and same_bytes(kept, starts[word], data, offset, length)
-            ):
-                counts[word] += count
-                break
-            at = (at + 1) & mask
-        table[slot, 2] = 0
-    return num_words
-
-
-@compiled
-def reindex(index, hashes, num_words):
-    """Fill an empty, larger `index`."""
-    mask = index.shape[0] - 1
-    for word in range(num_words):
-        at = np.int64(hashes[word]) & mask
-        while index[at] != 0:
-            at = (at + 1) & mask
-        index[at] = word + 1
-
-
-class WordCounts:
-    """The distinct pre-tokens of a text and their counts, gathered from several threads.
-
-    Each thread counts a chunk in a small table that fits its cache, and moves the counts here when
-    the table is half full. So memory grows with the distinct pre-tokens, not with text or threads.
-    """
-
-    SMALL_TABLE_ROWS = 1 << 15
-
-    def __init__(self, pattern: re.Pattern[bytes] | None):
-        self.pattern = pattern
-        self.lock = threading.Lock()
-        self.num_words = 0
-        self.index = np.zeros(1 << 16, dtype=np.int32)
-        self.hashes = np.empty(1 << 15, dtype=np.uint32)
-        self.counts = np.empty(1 << 15, dtype=np.int64)
-        self.starts = np.zeros((1 << 15) + 1, dtype=np.int64)
-        self.kept = np.empty(1 << 18, dtype=np.uint8)
-
-    def count(self, chunk: bytes) -> int:
-        """Count the pre-tokens of `chunk`; return its number of bytes."""
-        data, length = prepare(chunk)
-        segments, _ = split_segments(data, length, self.pattern)
-        table = np.zeros((self.SMALL_TABLE_ROWS, 4), dtype=np.uint64)
-        room = self.SMALL_TABLE_ROWS // 2
-        row, position = 0, 0
-        while row < len(segments):
-            begin = position
-            row, position, filled = count_segments(
-                data, segments, row, position, class_table(), table, room
-            )
-            stopped = position if row < len(segments) else length
-            self._add(table, data, filled, stopped - begin)
-        return len(chunk)
-
-    def _add(self, table: np.ndarray, data: np.ndarray, words: int, num_bytes: int) -> None:
-        """Move the counts of `table` here: at most `words` new words of `num_bytes` in all."""
-        with self.lock:
-            most = self.num_words + words
-            if most > len(self.counts):
-                self.hashes = enlarged(self.hashes, 2 * most)
-                self.counts = enlarged(self.counts, 2 * most)
-                self.starts = enlarged(self.starts, 2 * most + 1)
-            if 2 * most > len(self.index):
-                self.index = np.zeros(power_of_two(4 * most), dtype=np.int32)
-                reindex(self.index, self.hashes, self.num_words)
-            used = int(self.starts[self.num_words])
-            if used + num_bytes > len(self.kept):
-                self.kept = enlarged(self.kept, 2 * used + num_bytes)
-            words = self.index, self.hashes, self.starts, self.counts, self.kept
-            self.num_words = collect(table, data, *words, self.num_words)
-
-
-def enlarged(array: np.ndarray, length: int) -> np.ndarray:
-    """Return a copy with space for `length` elements along the first axis."""
-    larger = np.empty((length, *array.shape[1:]), dtype=array.dtype)
-    larger[: len(array)] = array
-    return larger
-
-
-def power_of_two(least: int) -> int:
-    """Return the smallest power of two that is at least `least`."""
-    return 1 << (least - 1).bit_length()
+    for base in range(start, end, WINDOW):
+        candidates = np.uint64(0)
+        for first in special.first:
+            candidates |= equal_at(data, base, first)
+        while candidates:
+            at = base + trailing_zeros(candidates)
+            candidates &= candidates - ONE
+            for row in range(len(special.ids)):
+                begin = special.starts[row]
+                length = special.starts[row + 1] - begin
+                if at + length <= end and same_bytes(data, at, special.bytes, begin, length):
+                    return at, row
+    return end, -1

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -22,16 +22,19 @@ from lib.tokenizer.compiled_encoder import Cache, CompiledEncoder
 from lib.tokenizer.compiled_merges import Learner, learn_merges, new_learner
 from lib.tokenizer.compiled_scan import (
     PADDING,
-    WordCounts,
+    WINDOW,
     class_table,
     is_valid_utf8,
     load_word,
+    new_special,
+    next_pretoken,
     prepare,
     pretoken_end,
     store_word,
     trailing_zeros,
 )
-from lib.tokenizer.pretokenize import SEPARATOR, special_token_pattern, split_pretokens
+from lib.tokenizer.compiled_words import ENTRY, LONGEST_LENGTH, WordCounts
+from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 from tests.texts import every_character, tricky_text
 
 LIB = Path(__file__).parents[2] / "lib"
@@ -43,18 +46,32 @@ zeros = njit(lambda word: trailing_zeros(word))
 
 
 @njit
-def scan(data, length, classes, ends):
-    """Write the ends of all pre-tokens to `ends`; return their number."""
+def scan_one_by_one(data, length, classes, found):
+    """Write the ends of all pre-tokens to `found`; return their number."""
     number = i = 0
     while i < length:
         i = pretoken_end(data, i, length, classes)
-        ends[number] = i
+        found[number] = i
         number += 1
     return number
 
 
-def scanned(text: str) -> list[str]:
-    """The pre-tokens that the scanner finds."""
+@njit
+def scan_windows(data, length, classes, found):
+    number = i = base = 0
+    ends = np.uint64(0)
+    while i < length:
+        i, base, ends = next_pretoken(data, i, length, classes, base, ends)
+        found[number] = i
+        number += 1
+    return number
+
+
+SCANNERS = pytest.mark.parametrize("scan", [scan_one_by_one, scan_windows])
+
+
+def scanned(scan: Callable, text: str) -> list[str]:
+    """The pre-tokens that a scanner finds."""
     data, length = prepare(text.encode())
     ends = np.empty(length, np.int64)
     ends = ends[: scan(data, length, class_table(), ends)].tolist()
@@ -62,17 +79,31 @@ def scanned(text: str) -> list[str]:
     return [content[start:end].decode() for start, end in zip([0, *ends], ends)]
 
 
+@SCANNERS
 @settings(max_examples=500)
 @given(text=tricky_text())
 @example("it's")
 @example("we'll  see\r\n ")
-def test_the_scanner_splits_as_the_pattern_does(text):
-    assert scanned(text) == split_pretokens(text)
+def test_the_scanner_splits_as_the_pattern_does(scan, text):
+    assert scanned(scan, text) == split_pretokens(text)
 
 
-def test_the_scanner_splits_every_character_by_its_pinned_class():
+@SCANNERS
+@pytest.mark.parametrize("filler", ["x", " x", "1", "!"])
+@pytest.mark.parametrize(
+    "tail", ["'ll", "'s's", " \u3000\u3000x", "\u2028é", "  ", "\n\n y", "😀'"]
+)
+def test_nothing_changes_at_the_border_of_a_window(scan, filler, tail):
+    for length in range(40, 2 * WINDOW + 4):
+        text = (filler * length)[:length] + tail
+        assert scanned(scan, text) == split_pretokens(text)
+        assert scanned(scan, text + "z") == split_pretokens(text + "z")
+
+
+@SCANNERS
+def test_the_scanner_splits_every_character_by_its_pinned_class(scan):
     text, pretokens = every_character()
-    assert scanned(text) == pretokens
+    assert scanned(scan, text) == pretokens
 
 
 well_formed = [b"a" * 8, b"abc", "é".encode(), "日".encode(), "😀".encode()]
@@ -123,8 +154,7 @@ def as_dictionary(words: WordCounts) -> dict[bytes, int]:
 
 
 def counted(text: str, special_tokens: Sequence[str] = ()) -> WordCounts:
-    special_bytes = [token.encode() for token in special_tokens]
-    words = WordCounts(special_token_pattern(special_bytes))
+    words = WordCounts(new_special(dict.fromkeys(special_tokens, 0)))
     words.count(text.encode())
     return words
 
@@ -142,7 +172,7 @@ def test_counts_survive_full_tables_and_threads(monkeypatch):
     words = [str(generator.randrange(100_000)) for _ in range(60_000)]
     words += ["long" * generator.randrange(20) for _ in range(5_000)]
     chunks = [" ".join(words[i : i + 1000]) for i in range(0, len(words), 1000)]
-    gathered = WordCounts(None)
+    gathered = WordCounts(new_special({}))
     threads = [
         threading.Thread(target=lambda k=k: [gathered.count(c.encode()) for c in chunks[k::4]])
         for k in range(4)
@@ -203,10 +233,11 @@ def test_a_cache_that_overflows_does_not_change_the_ids(trained, monkeypatch, ro
     text, parts = trained
     expected = Tokenizer(*parts, [SEPARATOR], implementation="python").encode(text)
     cache = Cache(
-        table=np.zeros((rows, 4), np.uint64),
+        table=np.zeros(rows * ENTRY, np.uint64),
         ids=np.empty(ids, np.uint32),
         kept=np.empty(kept, np.uint8),
         used=np.zeros(3, np.int64),
+        best=np.empty(LONGEST_LENGTH, np.int64),
     )
     monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
     tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
@@ -252,7 +283,7 @@ print(tokenizer.encode("a b"))
     assert encoded() == "[97, 256]"
     scan = tmp_path / "lib" / "tokenizer" / "compiled_scan.py"
     # a scanner that does not keep a space with its word
-    changed = scan.read_text().replace('data[i] == ord(" ")', 'data[i] == ord("_")')
+    changed = scan.read_text().replace("& ~(blank << ONE)", "")
     assert changed != scan.read_text()
     scan.write_text(changed)
     assert encoded() == "[97, 32, 98]"
