@@ -179,15 +179,23 @@ class BatchSampler:
         """Resume at a position from `state_dict`; batch_size and world_size may have changed.
 
         Raises:
-            ValueError: it belongs to another array, context length or seed.
+            ValueError: it belongs to another array, context length or seed, or is no position.
         """
+        missing = ", ".join(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(f"state must be a sampler's state_dict(), but lacks {missing}")
         for name in ("num_tokens", "context_length", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"{name} must be {state[name]} as in the saved position, "
                     f"got {getattr(self, name)}"
                 )
-        self.windows_seen = state["windows_seen"]
+        windows_seen = state["windows_seen"]
+        if type(windows_seen) is not int or not 0 <= windows_seen < 2**62:
+            raise ValueError(
+                f"windows_seen must be a whole number from 0 to 2^62, got {windows_seen!r}"
+            )
+        self.windows_seen = windows_seen
         self._ahead = self._ahead[:0]
 
 

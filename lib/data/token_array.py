@@ -213,7 +213,7 @@ def _encode_rest(
     """Complete the partial file of `output_path`; return its number of ids and their hash."""
     dtype = _dtype(key["dtype"])
     partial_path, journal_path = _partial(output_path), _journal(output_path)
-    done = _read_journal(output_path, key)
+    done, digest = _read_journal(output_path, key)
     journaled = done.bytes
     try:
         with (
@@ -222,7 +222,7 @@ def _encode_rest(
         ):
             # keep what the journal vouches for; zeros for a header make the file unreadable so far
             out.truncate(HEADER_BYTES + done.tokens * dtype.itemsize)
-            digest = _hash_from(out, HEADER_BYTES)
+            out.seek(0, os.SEEK_END)
             text.seek(done.bytes)
             if progress:
                 progress(done.bytes)
@@ -235,7 +235,7 @@ def _encode_rest(
                 done = _Progress(done.bytes + num_bytes, done.tokens + len(ids))
                 if done.bytes - journaled >= journal_bytes:
                     sync(out)
-                    write_atomically(journal_path, json.dumps({"key": key, "done": done}))
+                    write_atomically(journal_path, _journal_text(key, done, digest))
                     journaled = done.bytes
                 if progress:
                     progress(num_bytes)
@@ -257,20 +257,34 @@ def _encode_rest(
     return {"num_tokens": done.tokens, "tokens_sha256": digest.hexdigest()}
 
 
-def _read_journal(output_path: Path, key: dict[str, Any]) -> _Progress:
-    """Return how much of the partial file to keep: nothing unless it was begun for `key`."""
+def _read_journal(output_path: Path, key: dict[str, Any]) -> tuple[_Progress, Any]:
+    """Return how much of the partial file to keep, and the running SHA-256 of its ids.
+
+    Nothing is kept unless it was begun for `key`, and journal and ids are as they were written.
+    """
     try:
-        journal = json.loads(_journal(output_path).read_bytes())
-        done = _Progress(*journal["done"])
-        size = HEADER_BYTES + done.tokens * _dtype(key["dtype"]).itemsize
-        if journal["key"] == key and _partial(output_path).stat().st_size >= size:
+        text = _journal(output_path).read_text(encoding="utf-8")
+        done = _Progress(*json.loads(text)["done"])
+        num_bytes = done.tokens * _dtype(key["dtype"]).itemsize
+        digest = _hash_ids(_partial(output_path), num_bytes)
+        if text == _journal_text(key, done, digest):
             log.info("%s: resuming at byte %s of the text", output_path, f"{done.bytes:,}")
-            return done
-    except (OSError, ValueError, KeyError, TypeError):
+            return done, digest
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     # the old journal must never describe the partial file that begins now
     _journal(output_path).unlink(missing_ok=True)
-    return _Progress(0, 0)
+    return _Progress(0, 0), hashlib.sha256()
+
+
+def _journal_text(key: dict[str, Any], done: _Progress, digest: Any) -> str:
+    """Return an entry of the journal: that `done` of the text was encoded for `key`.
+
+    Its seal covers the entry and, through their running `digest`, the ids.
+    """
+    entry = {"key": key, "done": done}
+    seal = hashlib.sha256(json.dumps([entry, digest.hexdigest()]).encode())
+    return json.dumps(entry | {"seal": seal.hexdigest()})
 
 
 def _publish(output_path: Path, manifest: Manifest) -> Manifest:
@@ -292,12 +306,14 @@ def _header(dtype: np.dtype, length: int) -> bytes:
     return header.getvalue()
 
 
-def _hash_from(file: BinaryIO, position: int) -> Any:
-    """Return the running SHA-256 of `file` from `position`; leave the file at its end."""
+def _hash_ids(path: Path, num_bytes: int) -> Any:
+    """Return the running SHA-256 of the first `num_bytes` of ids in a partial file."""
     digest = hashlib.sha256()
-    file.seek(position)
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES)
+        while num_bytes > 0 and (block := file.read(min(num_bytes, 1 << 20))):
+            digest.update(block)
+            num_bytes -= len(block)
     return digest
 
 

@@ -12,11 +12,13 @@ import builtins
 import contextlib
 import datetime
 import functools
+import gc
 import logging
 import os
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -152,8 +154,27 @@ def join_group(
                 f"{timeout:g} s; it is too short, or another rank hangs or never started"
             ) from error
         raise
+    _let_go()
     dist.destroy_process_group()
     atexit.unregister(exit_if_failed)
+
+
+# Bound methods, held weakly, of what must let go of the group before it is destroyed.
+_HOLDERS: list[weakref.WeakMethod] = []
+
+
+def before_leaving(let_go: Callable[[], None]) -> None:
+    """Call a bound method before this process leaves its group, if its object lives then."""
+    _HOLDERS.append(weakref.WeakMethod(let_go))
+
+
+def _let_go() -> None:
+    while _HOLDERS:
+        let_go = _HOLDERS.pop()()
+        if let_go is not None:
+            let_go()
+    # what they let go of may be part of a cycle
+    gc.collect()
 
 
 def _exit_if_failed(failed: list[BaseException]) -> None:
@@ -283,7 +304,7 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
     if world_size(group) == 1:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    check_same({name: describe_tensor(tensor) for name, tensor in tensors.items()}, group)
+    agree(lambda: {name: describe_tensor(tensor) for name, tensor in tensors.items()}, group)
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ValueError(f"{name} must have memory, but is on device meta")
@@ -308,6 +329,21 @@ def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) ->
                     f"{name} must be the same on all ranks, but is {first} on rank 0 and {found} "
                     f"on rank {other}"
                 )
+
+
+def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None = None) -> None:
+    """Check what this rank was given, and that all ranks were given the same; on all ranks.
+
+    Whatever ranks make together begins with it, so that they meet in the same collective even if
+    one was asked for something else.
+
+    Args:
+        facts: checks, and returns what must be the same.
+
+    Raises:
+        Exception: as `on_each_rank`, if `facts` raised, and else as `check_same`.
+    """
+    check_same(on_each_rank(facts, group), group)
 
 
 def describe_tensor(tensor: Tensor) -> str:

@@ -47,8 +47,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.core.ranges import annotate
+from lib.core.settings import require
 from lib.ddp.buckets import Bucket, GradientSync, MeanReduction, fill_buckets, has_average
-from lib.ddp.process_group import broadcast_module, check_same, global_rank, world_size
+from lib.ddp.process_group import (
+    agree,
+    before_leaving,
+    broadcast_module,
+    global_rank,
+    world_size,
+)
 
 
 class Wrapper(nn.Module):
@@ -92,11 +99,15 @@ class DataParallel(GradientSync, Wrapper):
         # indices of gradients that arrived since the last synchronization, in that order
         self.arrived: dict[int, None] = {}
         self.is_in_backward = self.is_replaced = False
+        agree(self._facts, group)
         if world_size(group) > 1:
-            check_same({"ddp_wrapper": type(self).__name__}, group)
             broadcast_module(module, group)
             self._replace_earlier()
             self._register_hooks()
+
+    def _facts(self) -> dict[str, str]:
+        """Check the settings; return what must be the same on all ranks."""
+        return {"ddp_wrapper": type(self).__name__}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -350,13 +361,15 @@ class BucketedDDP(OverlappedDDP):
         packed: bool | None = None,
         **options: Any,
     ) -> None:
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        # before the ranks compare them
+        self.bucket_cap_mb, self.packed = bucket_cap_mb, packed
         super().__init__(module, **options)
         if packed is None:
-            packed = not all(has_average(param, self.group) for param in self.params)
-        self.bucket_cap_mb, self.packed = bucket_cap_mb, packed
-        check_same({"bucket_cap_mb": str(bucket_cap_mb), "packed": str(packed)}, self.group)
+            self.packed = not all(has_average(param, self.group) for param in self.params)
+
+    def _facts(self) -> dict[str, str]:
+        cap = _checked_cap(self.bucket_cap_mb)
+        return super()._facts() | {"bucket_cap_mb": cap, "packed": str(self.packed)}
 
     def _make_buckets(self, params: list[Tensor]) -> list[Bucket]:
         return fill_buckets(params, cap_bytes=self.bucket_cap_mb * 2**20, packed=self.packed)
@@ -366,7 +379,9 @@ class TorchDDP(Wrapper):
     """PyTorch's `DistributedDataParallel` behind the interface of the others.
 
     It averages during backward, which must reach every trained parameter, and needs no
-    `finish_gradient_synchronization()`. Gradients are views of its buckets.
+    `finish_gradient_synchronization()`. Gradients are views of its buckets. PyTorch's may hang when
+    it is freed after `destroy_process_group`, so that `init_from_environment` and `launch` free it
+    before; then, or after `free()`, the module is left as on a single rank.
     """
 
     def __init__(
@@ -380,6 +395,9 @@ class TorchDDP(Wrapper):
         self.inner = module
         self.params = list(module.parameters())
         self.dtypes = [param.dtype for param in self.params]
+        agree(
+            lambda: {"ddp_wrapper": "TorchDDP", "bucket_cap_mb": _checked_cap(bucket_cap_mb)}, group
+        )
         if world_size(group) > 1:
             broadcast_module(module, group)
             # renamed in newer PyTorch; the old name warns
@@ -392,6 +410,11 @@ class TorchDDP(Wrapper):
                 gradient_as_bucket_view=True,
                 **{sync_buffers: False},
             )
+            before_leaving(self.free)
+
+    def free(self) -> None:
+        """Leave the module to itself, without PyTorch's wrapper."""
+        self.inner = self.module
 
     @property
     def module(self) -> nn.Module:
@@ -418,6 +441,16 @@ class TorchDDP(Wrapper):
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, forward and backward passes only add up gradients on this rank."""
         return self.inner.no_sync() if self._is_wrapped else contextlib.nullcontext()
+
+
+def _checked_cap(bucket_cap_mb: float) -> str:
+    """The cap as text.
+
+    Raises:
+        ValueError: it is not above 0.
+    """
+    require(bucket_cap_mb > 0, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+    return str(bucket_cap_mb)
 
 
 WRAPPERS = {
@@ -447,12 +480,17 @@ def wrap(
         ValueError: an unknown name; `none` in a group of several ranks; modules or settings that
             differ between ranks.
     """
-    if name not in WRAPPERS:
-        raise ValueError(f"ddp_wrapper must be one of {', '.join(WRAPPERS)}, got {name!r}")
-    if name == "none" and world_size(group) > 1:
-        raise ValueError(
-            f"ddp_wrapper must average gradients in a group of {world_size(group)} ranks, got "
-            "'none', with which each rank would train a model of its own"
-        )
+    agree(lambda: _checked_wrapper(name, group), group)
     options = {"bucket_cap_mb": bucket_cap_mb} if name in ("flashddp", "torch_ddp") else {}
     return WRAPPERS[name](module, group=group, **options)
+
+
+def _checked_wrapper(name: str, group: dist.ProcessGroup | None) -> dict[str, str]:
+    known = ", ".join(WRAPPERS)
+    require(name in WRAPPERS, f"ddp_wrapper must be one of {known}, got {name!r}")
+    require(
+        name != "none" or world_size(group) == 1,
+        f"ddp_wrapper must average gradients in a group of {world_size(group)} ranks, got 'none', "
+        "with which each rank would train a model of its own",
+    )
+    return {"ddp_wrapper": WRAPPERS[name].__name__}

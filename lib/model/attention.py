@@ -40,7 +40,7 @@ def attend(
         qkv: (batch, length, 3, heads, head_dim).
         rope: a `RotaryEmbedding`, which rotates q and k; None: no positions.
         kernel: one of `ATTENTION_KERNELS`.
-        positions: (length,) int64; 0, 1, … when left out.
+        positions: (length,) or (batch, length) int64; 0, 1, … when left out.
         norms: RMSNorm of q and of k in each head, before the rotation.
         cache: keys and values of earlier tokens, to which those of layer `layer` are appended.
         use_kernels: on a CUDA GPU, split and rotate with a Triton kernel where there is one.
@@ -61,6 +61,9 @@ def attend(
         if norms is not None:
             q, k = norms[0](q), norms[1](k)
         if rope is not None:
+            if positions is not None:
+                # the same in all heads
+                positions = positions.unsqueeze(-2)  # (1, length) or (batch, 1, length)
             q, k = rope(q, positions), rope(k, positions)
 
     if cache is None:
@@ -86,8 +89,8 @@ def attention(
 
     Args:
         q: (batch, heads, queries, head_dim).
-        k, v: (batch, heads, keys, head_dim). The FlashAttention kernels also take fewer heads, each
-            shared by a group of heads of q.
+        k, v: (batch, heads, keys, head_dim). Fewer heads than q's are each shared by a group of
+            neighboring heads of q (Ainslie et al. 2023, arXiv:2305.13245).
         kernel: one of `ATTENTION_KERNELS`. The FlashAttention kernels support no mask but the
             causal one; with a `mask`, `sdpa` runs instead.
         is_causal: query i sees keys 0 to i (aligned at the top left).
@@ -102,15 +105,19 @@ def attention(
         ValueError: `kernel` is unknown or does not run on this device, both `is_causal` and `mask`
             are given, or `scale`, head_dim or the numbers of heads are out of range.
     """
-    scale = _check(q, k, kernel, is_causal, mask, scale)
+    scale = _check(q, k, is_causal, mask, scale)
     if mask is not None and kernel in FLASH_KERNELS:
         kernel = "sdpa"
     function = kernel_function(kernel, q.device)
     if kernel in FLASH_KERNELS:
         return function(q, k, v, is_causal=is_causal, scale=scale)
+    group = q.shape[1] // max(1, k.shape[1])
     if kernel == "sdpa":
-        return function(q, k, v, mask, is_causal=is_causal, scale=scale)
-    # the naive kernels see the causal mask as any other
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": group > 1}
+        return function(q, k, v, mask, **options)
+    # the naive kernels see the causal mask as any other, and a key of its own for each head
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if is_causal:
         mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
     return function(q, k, v, mask, scale)
@@ -199,7 +206,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
 
 
 def _check(
-    q: Tensor, k: Tensor, kernel: str, is_causal: bool, mask: Tensor | None, scale: float | None
+    q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
 ) -> float:
     """Reject what no kernel can do; return the scale."""
     if mask is not None and is_causal:
@@ -209,19 +216,17 @@ def _check(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
-    groups_heads = kernel in FLASH_KERNELS and mask is None
-    if q.shape[1] != k.shape[1] and not groups_heads:
-        raise ValueError(
-            f"k must have the {q.shape[1]} heads of q, got {k.shape[1]}; only the FlashAttention "
-            f"kernels group heads, and without a mask (kernel {kernel!r})"
-        )
+    heads, shared = q.shape[1], k.shape[1]
+    if heads != shared and (0 in (heads, shared) or heads % shared):
+        raise ValueError(f"k must have the {heads} heads of q or a divisor of them, got {shared}")
     return scale
 
 
 class KVCache:
     """The keys and values of up to `context_length` tokens in every layer, for generation.
 
-    Takes 2 · num_layers · batch_size · context_length · d_model elements of `dtype`.
+    Takes 2 · num_layers · batch_size · context_length · d_model elements of `dtype`. A model's
+    forward pass over a prompt, with the cache, fills it.
 
     Attributes:
         keys, values: (layers, batch, heads, context_length, head_dim).
@@ -244,7 +249,7 @@ class KVCache:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append the keys and values of new tokens to one layer.
 
-        The model advances `length` once all layers have appended theirs.
+        Once all layers have appended theirs, the model calls `advance`.
 
         Args:
             k, v: (batch, heads, new, head_dim).
@@ -254,14 +259,39 @@ class KVCache:
             which of them each new token sees, (new, length + new) bool.
 
         Raises:
-            ValueError: k has another batch size than the cache.
+            ValueError: k has another batch size than the cache, or does not fit behind its tokens.
         """
-        batch_size = self.keys.shape[1]
+        batch_size, end = self.keys.shape[1], self.length + k.shape[-2]
         if len(k) != batch_size:
             raise ValueError(f"k must have the cache's batch size {batch_size}, got {len(k)}")
-        end = self.length + k.shape[-2]
+        self._check_length(end)
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
         positions = torch.arange(end, device=k.device)
         mask = positions[None, :] <= positions[self.length :, None]  # (new, length + new)
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end], mask
+
+    def advance(self, count: int) -> None:
+        """Count `count` more tokens, which every layer has appended."""
+        self._check_length(self.length + count)
+        self.length += count
+
+    def reset(self, length: int = 0) -> None:
+        """Forget all tokens but the first `length`."""
+        self._check_length(length)
+        self.length = length
+
+    def prefill(self, other: KVCache) -> None:
+        """Take the tokens of `other`, a cache of the same model with as many rows, or with one.
+
+        So a prompt is read once for many texts that continue it.
+        """
+        self._check_length(other.length)
+        self.keys[..., : other.length, :] = other.keys[..., : other.length, :]
+        self.values[..., : other.length, :] = other.values[..., : other.length, :]
+        self.length = other.length
+
+    def _check_length(self, length: int) -> None:
+        capacity = self.keys.shape[-2]
+        if not 0 <= length <= capacity:
+            raise ValueError(f"the cache holds 0 to {capacity} tokens, got {length}")

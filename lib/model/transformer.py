@@ -371,7 +371,7 @@ class TransformerLM(nn.Module):
         else:
             x = self._blocks(x, positions, cache)
         if cache is not None:
-            cache.length += length
+            cache.advance(length)
         return x
 
     def _is_fused(self, x: Tensor) -> bool:

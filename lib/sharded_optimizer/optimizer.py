@@ -75,7 +75,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import check_same, on_each_rank, rank, world_size
+from lib.ddp.process_group import agree, on_each_rank, rank, world_size
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
@@ -137,24 +137,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "overlap": overlap,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        _check_arguments(optimizer_cls, strategy, **flat_options)
         self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
-        facts = {"strategy": strategy} | flat_options
-        check_same({name: str(value) for name, value in facts.items()}, group)
-        # without parameters, to learn its class and defaults
-        empty = self._make_inner([{"params": []}])
-        _check_elementwise(type(empty), strategy)
-        self.strategy = _make_strategy(strategy, group, flat_options)
         self.inner: torch.optim.Optimizer | None = None
-        self.inner_groups: list[dict[str, Any]] = []
-        super().__init__(params, dict(empty.defaults))
+
+        def checked() -> dict[str, str]:
+            _check_arguments(optimizer_cls, strategy, **flat_options)
+            # without parameters, to learn its class and defaults
+            empty = self._make_inner([{"params": []}])
+            _check_elementwise(type(empty), strategy)
+            super(ShardedOptimizer, self).__init__(params, dict(empty.defaults))
+            facts = {"strategy": strategy, "optimizer_cls": type(empty).__qualname__} | flat_options
+            return {name: str(value) for name, value in facts.items()} | self._facts(0)
+
+        agree(checked, group)
+        self.strategy = _make_strategy(strategy, group, flat_options)
+        inner_groups = [self._shard(index) for index in range(len(self.param_groups))]
         # over all groups at once: some optimizers create state here, not in the first step
-        self.inner = on_each_rank(lambda: self._make_inner(self.inner_groups), group)
+        self.inner = on_each_rank(lambda: self._make_inner(inner_groups), group)
         self.state = self.inner.state
 
     def __getstate__(self) -> dict[str, Any]:
         """What `copy.deepcopy` and pickle copy; several ranks of `flat` refuse with a TypeError."""
-        own = ("group", "optimizer_cls", "kwargs", "strategy", "inner", "inner_groups")
+        own = ("group", "optimizer_cls", "kwargs", "strategy", "inner")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -163,22 +167,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: `optimizer_cls` refuses the settings, or parameters differ between ranks.
         """
-        # before anything is moved, let it refuse wrong settings
-        self._make_inner([_inner_group(param_group, [])])
-        first = sum(len(group["params"]) for group in self.param_groups)
-        super().add_param_group(param_group)
-        params = param_group["params"]
-        try:
-            facts = {f"parameter {first + n}": _describe(param) for n, param in enumerate(params)}
-            check_same(facts, self.group)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        inner_group = _inner_group(param_group, self.strategy.add(params, first))
+        count = len(self.param_groups)
+
+        def checked() -> dict[str, str]:
+            self._make_inner([_inner_group(param_group, [])])
+            super(ShardedOptimizer, self).add_param_group(param_group)
+            return self._facts(count)
+
         if self.inner is None:
-            self.inner_groups.append(inner_group)
-        else:
-            self.inner.add_param_group(inner_group)
+            # in the constructor, where the ranks compare all groups at once
+            checked()
+            return
+        try:
+            agree(checked, self.group)
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        self.inner.add_param_group(self._shard(count))
+
+    def _facts(self, first: int) -> dict[str, str]:
+        """What must be the same on all ranks of the parameter groups from `first` on."""
+        facts, groups = {}, self.param_groups[first:]
+        params = itertools.chain.from_iterable(group["params"] for group in groups)
+        for number, param in enumerate(params, start=self._num_params(first)):
+            facts[f"parameter {number}"] = _describe(param)
+        for index, group in enumerate(groups, start=first):
+            facts[f"length of parameter group {index}"] = str(len(group["params"]))
+            for name, value in settings_of(group).items():
+                facts[f"{name} of parameter group {index}"] = _as_text(value)
+        return facts
+
+    def _shard(self, index: int) -> dict[str, Any]:
+        """Shard parameter group `index`; return the inner optimizer's group, of this rank's."""
+        group = self.param_groups[index]
+        return _inner_group(group, self.strategy.add(group["params"], self._num_params(index)))
+
+    def _num_params(self, groups: int) -> int:
+        """The number of parameters in the first `groups` groups."""
+        return sum(len(group["params"]) for group in self.param_groups[:groups])
 
     @property
     def shards(self) -> list[Shard]:
@@ -379,6 +405,16 @@ def _make_strategy(
 
 def _inner_group(group: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:
     return {**settings_of(group), "params": [shard.leaf for shard in shards]}
+
+
+def _as_text(setting: Any) -> str:
+    """A setting in words that are the same on all ranks if it is: no addresses, no devices."""
+    if isinstance(setting, Tensor):
+        return f"a tensor of {setting.tolist()}"
+    if isinstance(setting, (tuple, list)):
+        return f"({', '.join(map(_as_text, setting))})"
+    is_plain = setting is None or isinstance(setting, (bool, int, float, str))
+    return repr(setting) if is_plain else type(setting).__name__
 
 
 def _describe(param: Tensor) -> str:

@@ -107,18 +107,19 @@ def write_shard(
     # a random name for this save, so that files of different saves are not mixed up
     save = on_first_rank(lambda: secrets.token_hex(8), group)
     ranks = world_size(group)
-    path = Path(folder) / f"shard-{rank(group):05d}-of-{ranks:05d}.pt"
 
-    def write() -> None:
+    def write() -> Path:
+        path = Path(folder) / f"shard-{rank(group):05d}-of-{ranks:05d}.pt"
         with atomic_write(path) as file:
             torch.save({**state_dict, "save": save}, file)
+        return path
 
     def remove_other_world_sizes() -> None:
         for other in Path(folder).glob("shard-*-of-*.pt"):
             if not other.stem.endswith(f"-of-{ranks:05d}"):
                 other.unlink()
 
-    on_each_rank(write, group)
+    path = on_each_rank(write, group)
     on_first_rank(remove_other_world_sizes, group)
     return path
 

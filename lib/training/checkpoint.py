@@ -39,6 +39,7 @@ from lib.sharded_optimizer.saved_state import load_unsharded
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
 # What each rank of a sharded optimizer writes.
 SHARDS = "shard-*-of-*.pt"
+PARTS = ("model", "optimizer", "tensors")
 log = logging.getLogger(__name__)
 
 
@@ -102,8 +103,8 @@ def save_checkpoint(
     state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
     for part, content in parts.items():
         for name, value in content.items():
-            kind = type(value).__name__
-            require(isinstance(value, Tensor), f"{part}: {name} must be a tensor, got {kind}")
+            problem = _why_not_saved(name, value)
+            require(not problem, f"{part}: {name} must be {problem}")
     shard_files = [] if shards is None else sorted(Path(shards).glob(SHARDS))
     message = f"shards must be a folder that save_shard filled, got {shards}, which has no shards"
     require(shards is None or shard_files, message)
@@ -123,6 +124,17 @@ def save_checkpoint(
         finally:
             _clean(folder)
     return target
+
+
+def _why_not_saved(name: str, value: Any) -> str:
+    """What a value would have to be for safetensors to save it; "" if it can."""
+    if not isinstance(value, Tensor):
+        return f"a tensor, got {type(value).__name__}"
+    if value.layout != torch.strided:
+        return f"dense, got {value.layout}; save value.to_dense()"
+    if value.is_meta:
+        return "a tensor with memory, but is on device meta"
+    return "under another name, which safetensors reserves" if name == "__metadata__" else ""
 
 
 def _write(
@@ -252,7 +264,10 @@ def _verify(path: Path) -> None:
     name = "manifest.json"
     try:
         listed = from_json(_Manifest, path / name).files
-        require("state.json" in listed, "does not list state.json")
+        expected = {"state.json", *(f"{part}.safetensors" for part in PARTS)}
+        expected.update(shard.name for shard in path.glob(SHARDS))
+        missing = ", ".join(sorted(expected - listed.keys()))
+        require(not missing, f"does not list {missing}")
         for name, (size, sha256) in listed.items():
             found = (path / name).stat().st_size
             require(found == size, f"must have {size:,} bytes, got {found:,}")

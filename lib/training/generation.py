@@ -189,7 +189,7 @@ def _next_logits(
     if cache is not None:
         if cache.length != length - 1 - first:
             # the first call, or the window has moved: positions have changed
-            cache.length = 0
+            cache.reset()
         first += cache.length
     unread = [text[first:length] for text in texts]
     weight = model.output_weight

@@ -137,6 +137,18 @@ def test_a_position_in_other_data_is_rejected(other):
         make_sampler(**({"size": (1000, 10)} | other)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("wrong", [-5, 2.5, True, 2**62, None, "3"])
+def test_a_position_that_is_none_is_rejected_and_changes_nothing(wrong):
+    sampler = make_sampler((1000, 10))
+    sampler.next_starts()
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match=r"windows_seen must be a whole number from 0"):
+        sampler.load_state_dict(before | {"windows_seen": wrong})
+    with pytest.raises(ValueError, match=r"state_dict\(\), but lacks windows_seen"):
+        sampler.load_state_dict({k: v for k, v in before.items() if k != "windows_seen"})
+    assert sampler.state_dict() == before
+
+
 def test_epochs_and_seeds_differ_in_order_and_offset():
     def epoch(seed, number):
         sampler = make_sampler((10_000, 10), seed=seed)

@@ -161,7 +161,17 @@ def test_an_interrupted_run_resumes_where_it_was(text_path, tmp_path):
     assert load_token_array(output, verify=True).tolist() == make_tokenizer().encode(TEXT)
 
 
-@pytest.mark.parametrize("change", ["text", "tokenizer", "journal", "shorter"])
+def damage_journal(path: Path, **done: int) -> None:
+    """Change what the journal says is done, in bytes of text or tokens."""
+    journal = json.loads(path.read_text())
+    now = dict(zip(("bytes", "tokens"), journal["done"]))
+    journal["done"] = [value + done.get(name, 0) for name, value in now.items()]
+    path.write_text(json.dumps(journal))
+
+
+@pytest.mark.parametrize(
+    "change", ["text", "tokenizer", "journal", "shorter", "bytes", "tokens", "ids"]
+)
 def test_a_partial_file_of_something_else_is_begun_anew(text_path, tmp_path, change):
     output = tmp_path / "out.npy"
     interrupt(text_path, output)
@@ -172,6 +182,12 @@ def test_a_partial_file_of_something_else_is_begun_anew(text_path, tmp_path, cha
         tokenizer = make_tokenizer(2)
     elif change == "journal":
         Path(f"{output}.partial.json").write_text('{"bytes_')
+    elif change in ("bytes", "tokens"):
+        damage_journal(Path(f"{output}.partial.json"), **{change: -20})
+    elif change == "ids":
+        with open(f"{output}.partial", "r+b") as file:
+            file.seek(300)
+            file.write(b"xx")
     else:
         os.truncate(f"{output}.partial", 200)
     calls = []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core import ranges
+from lib.ddp import process_group
 from lib.ddp.process_group import current_device, rank
 from lib.ddp.wrappers import BucketedDDP, FlatDDP, NaiveDDP, wrap
 from tests.ddp.training_cases import WRAPPERS
@@ -264,9 +265,39 @@ def check_settings_that_differ_between_ranks_are_named() -> None:
         "ddp_wrapper must be the same": lambda: (NaiveDDP, FlatDDP)[rank()](stack()),
         "0.weight must be the same": lambda: NaiveDDP(stack((4, 5 + rank()))),
         "ddp_wrapper must average": lambda: wrap("none", stack()),
+        # that one rank alone refuses, or that begins with another collective
+        "rank 1: ddp_wrapper must be one of": lambda: wrap(("flat", "zero")[rank()], stack()),
+        "rank 1: ddp_wrapper must average": lambda: wrap(("naive", "none")[rank()], stack()),
+        "rank 1: bucket_cap_mb must be above 0": lambda: BucketedDDP(
+            stack(), bucket_cap_mb=1 - rank()
+        ),
+        "ddp_wrapper must be the same on all ranks, but is TorchDDP on rank 0": lambda: wrap(
+            ("torch_ddp", "flashddp")[rank()], stack()
+        ),
+        "bucket_cap_mb must be the same on all ranks, but is 1 on rank 0 and 2": lambda: wrap(
+            "torch_ddp", stack(), bucket_cap_mb=1 + rank()
+        ),
     }
     for words, make in different.items():
-        assert message_of(make).startswith(f"ValueError: {words}"), message_of(make)
+        # where it was raised, without the rank
+        message = message_of(make)
+        expected = f"ValueError: {words}"
+        if rank() == 1 and words.startswith("rank 1: "):
+            expected = f"ValueError: {words.removeprefix('rank 1: ')}"
+        assert message.startswith(expected), message
+
+
+def check_torch_ddp_is_freed_before_the_group_is_left() -> None:
+    kept, dropped = wrap("torch_ddp", stack()), wrap("torch_ddp", stack())
+    for model in (kept, dropped):
+        step_of(model)
+    reducers = [weakref.ref(model.inner) for model in (kept, dropped)]
+    del model, dropped
+    process_group._let_go()
+    assert [reducer() for reducer in reducers] == [None, None]
+    # what is left is the module alone
+    step_of(kept)
+    assert torch.equal(kept(input_of(0)), kept.module(input_of(0)))
 
 
 class Mixed(nn.Module):

@@ -108,4 +108,25 @@ FAULTS = [
         "        if False:",
         "tests/ddp/test_wrappers.py::test_on_two_ranks",
     ),
+    # ranks with buckets of other sizes
+    Fault(
+        "lib/ddp/wrappers.py",
+        '"bucket_cap_mb": cap, "packed"',
+        '"packed"',
+        "tests/ddp/test_wrappers.py",
+    ),
+    # PyTorch's wrapper outlives the group
+    Fault(
+        "lib/ddp/wrappers.py",
+        "            before_leaving(self.free)\n",
+        "",
+        "tests/ddp/test_wrappers.py",
+    ),
+    # what holds the group lets go too late
+    Fault(
+        "lib/ddp/process_group.py",
+        "    _let_go()\n    dist.destroy_process_group()\n",
+        "    dist.destroy_process_group()\n    _let_go()\n",
+        "tests/ddp/test_process_group.py",
+    ),
 ]

@@ -102,6 +102,28 @@ def test_without_a_group_this_process_is_rank_0_of_1(monkeypatch):
     assert torch.equal(module.weight, before)
 
 
+def test_what_holds_the_group_lets_go_before_it_is_destroyed(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv(f"LOCAL_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    class Holder:
+        had_group = None
+
+        def let_go(self):
+            self.had_group = dist.is_initialized()
+
+    holder = Holder()
+    with process_group.init_from_environment("gloo"):
+        process_group.before_leaving(holder.let_go)
+        # one that is gone by then
+        process_group.before_leaving(Holder().let_go)
+        assert holder.had_group is None
+    assert holder.had_group
+    assert not dist.is_initialized()
+
+
 def test_an_incomplete_environment_is_named(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -136,4 +136,25 @@ FAULTS = [
         "        self.hidden = self.model.hidden = torch.compile(self.model.hidden, dynamic=False)",
         "tests/model/test_transformer.py",
     ),
+    # positions of sequences taken for positions of heads
+    Fault(
+        "lib/model/attention.py",
+        "positions = positions.unsqueeze(-2)  # (1, length) or (batch, 1, length)",
+        "positions = positions + 0",
+        "tests/model/test_transformer.py::test_each_sequence_can_have_positions_of_its_own",
+    ),
+    # keys shared by heads that are not neighbors
+    Fault(
+        "lib/model/attention.py",
+        "k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
+        "k, v = k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)",
+        "tests/model/test_attention.py::test_every_kernel_shares_keys_among_neighboring_heads",
+    ),
+    # a cache takes the keys alone
+    Fault(
+        "lib/model/attention.py",
+        "        self.values[..., : other.length, :] = other.values[..., : other.length, :]\n",
+        "",
+        "tests/model/test_attention.py::test_a_prompt_read_once_serves_many_rows",
+    ),
 ]

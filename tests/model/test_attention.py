@@ -166,14 +166,26 @@ def test_wrong_arguments_are_refused(kernel, head_dim, changes, message):
         attention(*make_inputs((1, 1, 3, 3, head_dim)), kernel=kernel, **changes)
 
 
-def test_heads_are_grouped_by_flash_attention_alone():
-    q, k, v = make_inputs((2, 4, 5, 5, 8))
-    k, v = k[:, :2], v[:, :2]
-    right = attention(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1))
-    torch.testing.assert_close(attention(q, k, v, kernel="flash_attention_torch"), right)
-    for kernel in EAGER_KERNELS:
-        with pytest.raises(ValueError, match="k must have the 4 heads of q, got 2"):
-            attention(q, k, v, kernel=kernel)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("mask", [None, top_left(5, 5) | top_left(5, 5).T.roll(1)])
+def test_every_kernel_shares_keys_among_neighboring_heads(kernel, mask):
+    inputs = make_inputs((2, 6, 5, 5, 8))
+    q, k, v = inputs[0], *(tensor[:, :2] for tensor in inputs[1:])
+    run = partial(attention, is_causal=mask is None, mask=mask)
+    repeated = (tensor.repeat_interleave(3, dim=1) for tensor in (k, v))
+    for ours, right in zip(
+        with_gradients(run(q, k, v, kernel=kernel), inputs),
+        with_gradients(run(q, *repeated, kernel="vectorized_torch"), inputs),
+    ):
+        torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize(("heads", "shared"), [(6, 4), (2, 4), (4, 0), (0, 2)])
+def test_heads_that_keys_cannot_be_shared_among_are_refused(kernel, heads, shared):
+    q, k, v = make_inputs((1, 6, 3, 3, 4))
+    with pytest.raises(ValueError, match=f"k must have the {heads} heads .* got {shared}"):
+        attention(q[:, :heads], k[:, :shared], v[:, :shared], kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -256,10 +268,32 @@ def test_a_cache_rewound_takes_other_tokens():
     model, token_ids = make_model(), make_token_ids(1, 8)
     cache = KVCache(CONFIG, 1)
     model(token_ids, cache=cache)
-    cache.length = 3
+    cache.reset(3)
     other = (token_ids[:, 3:5] + 1) % CONFIG.vocab_size
     right = model(torch.cat([token_ids[:, :3], other], dim=1))[:, 3:]
     torch.testing.assert_close(model(other, cache=cache), right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_read_once_serves_many_rows():
+    model, token_ids = make_model(), make_token_ids(3, 8)
+    token_ids[:, :5] = token_ids[0, :5]
+    one, three = KVCache(CONFIG, 1), KVCache(CONFIG, 3)
+    model(token_ids[:1, :5], cache=one)
+    # other tokens, which make way
+    model((token_ids[:, :6] + 1) % CONFIG.vocab_size, cache=three)
+    three.prefill(one)
+    ours = model(token_ids[:, 5:], cache=three)
+    torch.testing.assert_close(ours, model(token_ids)[:, 5:], rtol=1e-4, atol=1e-5)
+    # a copy: the prompt's own cache stays as it was
+    assert (one.length, three.length) == (5, 8)
+
+
+def test_a_length_that_a_cache_cannot_have_is_refused():
+    cache, k = KVCache(CONFIG, 1), torch.ones(1, 2, 13, 8)
+    for call in (lambda: cache.reset(-1), lambda: cache.advance(13), lambda: cache.append(0, k, k)):
+        with pytest.raises(ValueError, match=r"holds 0 to 12 tokens, got (-1|13)"):
+            call()
+    assert cache.length == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -156,6 +156,21 @@ def test_self_attention_is_pytorchs_head_by_head(qk_norm, positions):
     torch.testing.assert_close(attn(x, rope), right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [4, 3])
+def test_each_sequence_can_have_positions_of_its_own(batch_size):
+    # a batch as large as there are heads, and another
+    attn, rope = CausalSelfAttention(CONFIG), RotaryEmbedding(8, 16)
+    x = torch.randn(batch_size, 9, 32, generator=seeded())
+    # two documents packed into a row
+    positions = torch.arange(9).repeat(batch_size, 1)
+    positions[0, 5:] -= 5
+    positions[-1] += 3
+    rows = [attn(x[i : i + 1], rope, positions[i]) for i in range(batch_size)]
+    torch.testing.assert_close(attn(x, rope, positions), torch.cat(rows), rtol=1e-4, atol=1e-5)
+    # the row's own rotation does count
+    assert not attn(x, rope, positions)[0].allclose(attn(x, rope)[0], atol=1e-3)
+
+
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_the_block_puts_norms_where_the_config_says(norm):
     block = TransformerBlock(dataclasses.replace(CONFIG, norm=norm))

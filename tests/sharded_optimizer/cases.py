@@ -530,6 +530,48 @@ def check_what_cannot_be_trained_is_refused_by_name() -> None:
     assert len(later.param_groups) == 1
 
 
+def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
+    module = stack()
+    later = made_of(module, ADAMW)
+    params = list(module.parameters())
+    mine, groups = ({"params": params[:2]}, {"params": params[2:]}), [{"params": params}]
+    wrong: dict[str, Callable[[], Any]] = {
+        "strategy must be one of": lambda: made_of(stack(), SGD, strategy=("flat", "zero")[rank()]),
+        "got an unexpected": lambda: made_of(stack(), SGD, **({}, {"learning": 1})[rank()]),
+        "lr must be 0 or more": lambda: made_of(stack(), ADAMW | {"lr": 0.1 - rank()}),
+        "empty parameter list": lambda: ShardedOptimizer(params[rank() * 3 :], AdamW),
+        "optimizer_cls must be the same on all ranks, but is AdamW on rank 0 and SGD": (
+            lambda: ShardedOptimizer(params, (AdamW, torch.optim.SGD)[rank()], lr=0.1)
+        ),
+        "betas of parameter group 0 must be the same on all ranks, but is (0.9, 0.999)": (
+            lambda: made_of(stack(), ADAMW, betas=(0.9, 0.999 - 0.1 * rank()))
+        ),
+        "lr of parameter group 0 must be the same on all ranks, but is a tensor of 0.5": (
+            lambda: made_of(stack(), ADAMW | {"lr": torch.tensor(0.5 + rank())})
+        ),
+        "length of parameter group 0 must be the same on all ranks, but is 2": (
+            lambda: ShardedOptimizer((mine, groups)[rank()], AdamW)
+        ),
+        "weight_decay must be 0 or more": lambda: later.add_param_group(
+            {"params": stack().parameters(), "weight_decay": 1.0 - 2 * rank()}
+        ),
+        "some parameters appear in more than one": lambda: later.add_param_group(
+            {"params": (stack().parameters(), params)[rank()]}
+        ),
+        "weight_decay of parameter group 1 must be the same": lambda: later.add_param_group(
+            {"params": stack().parameters(), "weight_decay": rank()}
+        ),
+    }
+    for words, action in wrong.items():
+        assert words in message_of(action), (words, message_of(action))
+        assert len(later.param_groups) == 1
+    # still in step
+    backward(module)
+    update(later)
+    folder = shared_folder()
+    assert "TypeError" in message_of(lambda: later.save_shard((folder, None)[rank()]))
+
+
 # Saved state
 
 

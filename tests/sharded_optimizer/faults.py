@@ -121,4 +121,11 @@ FAULTS = [
         "        this.wait_for_parameters()",
         "tests/sharded_optimizer/test_optimizer.py::test_on_two_ranks",
     ),
+    # ranks with different optimizers
+    Fault(
+        "lib/sharded_optimizer/optimizer.py",
+        '"optimizer_cls": type(empty).__qualname__',
+        '"reduces": ""',
+        "tests/sharded_optimizer/test_optimizer.py",
+    ),
 ]

@@ -191,4 +191,18 @@ FAULTS = [
         "        wandb=False,",
         "tests/training/test_loop.py::test_training_logs_to_wandb_when_asked_and_goes_on_without_it",
     ),
+    # a manifest without the weights vouches for them
+    Fault(
+        "lib/training/checkpoint.py",
+        'expected = {"state.json", *(f"{part}.safetensors" for part in PARTS)}',
+        'expected = {"state.json"}',
+        "tests/training/test_checkpoint.py::test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken",
+    ),
+    # a tensor without memory is saved
+    Fault(
+        "lib/training/checkpoint.py",
+        "if value.is_meta:",
+        "if False:",
+        "tests/training/test_checkpoint.py::test_bad_arguments_are_refused_by_name",
+    ),
 ]

@@ -217,6 +217,8 @@ def test_the_manifest_tells_size_and_hash_of_every_other_file(tmp_path):
         ("manifest.json", truncate),
         ("manifest.json", Path.unlink),
         ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {}}')),
+        ("manifest.json", lambda path: leave_out(path, "model.safetensors")),
+        ("manifest.json", lambda path: (path.parent / "shard-00000-of-00001.pt").touch()),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
@@ -362,6 +364,9 @@ def pretend_sharded() -> torch.optim.Optimizer:
         ({"step": -1}, "step must be at least 0, got -1"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
         ({"tensors": {"a": 3}}, "tensors: a must be a tensor, got int"),
+        ({"tensors": {"a": torch.ones(2).to_sparse()}}, "tensors: a must be dense, got .*_coo"),
+        ({"model": nn.Linear(1, 1, device="meta")}, "model: weight must be a tensor with memory"),
+        ({"model": {"__metadata__": torch.ones(1)}}, "model: __metadata__ must be under another"),
         ({"optimizer": pretend_sharded()}, "optimizer must not be sharded; pass shards"),
         ({"shards": ROOT}, "shards must be a folder that save_shard filled"),
     ],
@@ -386,6 +391,14 @@ def test_a_file_that_grows_too_large_is_named(tmp_path):
     assert ".step-00000002.partial/model.safetensors" in done.stderr
     assert visible(tmp_path) == [".lock", "step-00000001"]
     assert load_checkpoint(tmp_path).step == 1
+
+
+def leave_out(manifest: Path, name: str) -> None:
+    """Take a file and its entry in the manifest away."""
+    content = json.loads(manifest.read_text())
+    del content["files"][name]
+    manifest.write_text(json.dumps(content))
+    (manifest.parent / name).unlink()
 
 
 def sgd(*parameters) -> torch.optim.Optimizer:
