@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lib.core.settings import check_fields
 from lib.training.metrics import read_metrics
 
 
@@ -17,6 +18,9 @@ class RunsConfig:
 
     runs_dir: Path = Path("artifacts/runs")
     """The folder that holds a folder for each run."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
