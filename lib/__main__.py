@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # Pipelines with a name: `--config tiny`.
 PRESETS = Path(__file__).resolve().parent / "presets"
+HELP = ("-h", "--help")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,8 +33,18 @@ def main(arguments: list[str] | None = None) -> int:
     is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogAboveBars()])
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in HELP:
         print(overview())
+        return 0
+    if arguments[0] == "--version":
+        from lib import __version__
+
+        print(__version__)
+        return 0
+    if len(arguments) == 2 and arguments[1] in HELP and arguments[0] in groups():
+        print(overview(arguments[0]))
         return 0
     try:
         name, flags = find_command(arguments)
@@ -96,7 +107,13 @@ def pipeline(config: Any) -> int:
         if rows:
             print_corpus(rows)
         print_training(result)
-        print("\n" + "\n\n".join(texts) if texts else "", end="\n" if texts else "")
+        if texts:
+            from lib.core.terminal import print_stories
+
+            print()
+            prompts = config.sample.prompts
+            stories = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts)]
+            print_stories(prompts, stories)
     return exit_code(result)
 
 
@@ -110,18 +127,19 @@ def train(config: Any) -> int:
 
 
 def generate(config: Any) -> int:
+    from lib.core.terminal import BOLD, StoryPrinter, print_stories
     from lib.training.generation import generate_text, load_model, newest_run
 
     model, tokenizer, _ = load_model(config.checkpoint or newest_run(), config.device)
     prompts, options = config.sample.prompts, config.sample.options()
     if len(prompts) == 1 and sys.stdout.isatty():
-        print(prompts[0], end="", flush=True)
-        show = lambda row, text: print(text, end="", flush=True)  # noqa: E731
+        printer = StoryPrinter()
+        printer.write(prompts[0], style=BOLD)
+        show = lambda row, text: printer.write(text)  # noqa: E731
         generate_text(model, tokenizer, prompts, on_text=show, **options)
-        print()
+        printer.close()
         return 0
-    texts = generate_text(model, tokenizer, prompts, **options)
-    print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts)))
+    print_stories(prompts, generate_text(model, tokenizer, prompts, **options))
     return 0
 
 
@@ -195,6 +213,19 @@ class NotebooksConfig:
 
     notebooks: tuple[str, ...] = ()
     """Numbers (`01`) or names (`01_tokenizer`); none = all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoryConfig:
+    """Which run's model is kept."""
+
+    run: Path | None = None
+    """The run's folder. May be given without its flag. None = the newest in `artifacts/runs`."""
+
+    def __post_init__(self) -> None:
+        from lib.core.settings import check_fields
+
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,6 +341,20 @@ COMMANDS: dict[str, Command] = {
         "lib.publish.run_notebooks:refresh_notebooks",
         unpacks=True,
     ),
+    "lessons map": Command(
+        "Draw the map of the notebooks that the README shows.",
+        NoConfig,
+        "lib.lessons.start.map:save_map",
+        prints="{result}",
+        unpacks=True,
+    ),
+    "lessons story": Command(
+        "Make the small committed model from a training run.",
+        StoryConfig,
+        "lib.lessons.start.story:keep",
+        unpacks=True,
+        word="run",
+    ),
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,
@@ -420,17 +465,25 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def overview() -> str:
-    """The text of bare `python -m lib`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+def groups() -> set[str]:
+    """The first words of commands of two words that are no commands themselves."""
+    return {name.split()[0] for name in COMMANDS if " " in name} - {*COMMANDS}
+
+
+def overview(group: str = "") -> str:
+    """The text of bare `python -m lib`, or of the commands that begin with `group`."""
+    shown = {name: each for name, each in COMMANDS.items() if f"{name} ".startswith(f"{group} ")}
+    shown = shown if group else COMMANDS
+    width = max(map(len, shown))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in shown.items()]
+    command = f"{group} COMMAND" if group else "COMMAND"
     return "\n".join(
         [
-            "usage: python -m lib COMMAND [--config FILE.json] [--FLAG VALUE ...]",
+            f"usage: python -m lib {command} [--config FILE.json] [--FLAG VALUE ...]",
             "",
             *lines,
             "",
-            "python -m lib COMMAND --help lists the flags of a command.",
+            f"python -m lib {command} --help lists the flags of a command.",
         ]
     )
 
@@ -504,28 +557,24 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     import argparse
     import importlib.util
 
-    from lib.core.settings import from_json, with_flags
+    from lib.core.settings import with_flags
 
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
     given, flags = before.parse_known_args(flags)
     default = None
     if given.config is not None:
-        presets = {path.stem: path for path in PRESETS.glob("*.json")}
-        path = presets.get(given.config) or Path(given.config)
-        if not path.exists():
-            known = ", ".join(sorted(presets))
-            raise FileNotFoundError(f"--config {path}: no such file, and the presets are: {known}")
-        default = from_json(cls, path)
+        default = read_config(cls, given.config)
     flags = name_word(flags, COMMANDS[command].word)
     flags = [full_flag(cls, flag) for flag in flags]
     if importlib.util.find_spec("tyro") is None:
         return with_flags(default or cls(), flags)
     import tyro
 
+    presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
-        "--config FILE.json replaces the defaults below; flags come on top. --debug: tracebacks.\n"
-        "A flag may leave out what stands before its last dot."
+        f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
+        "A flag may leave out what stands before its last dot. --debug: tracebacks."
     )
     return tyro.cli(
         cls,
@@ -534,6 +583,44 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         args=flags,
         use_underscores=True,
         **({} if default is None else {"default": default}),
+    )
+
+
+# Configs that a preset, or another file of a whole pipeline, has a part for.
+PIPELINE = ("PipelineConfig", "TokenizeConfig", "TrainConfig", "GenerateConfig")
+
+
+def preset_files() -> dict[str, Path]:
+    """The name of each preset -> its file."""
+    return {path.stem: path for path in sorted(PRESETS.glob("*.json"))}
+
+
+def read_config(cls: type[T], name: str) -> T:
+    """The config `cls` from the preset or file called `name`, or its part of a pipeline's."""
+    from lib.core.settings import from_json
+
+    presets = preset_files() if cls.__name__ in PIPELINE else {}
+    path = presets.get(name) or Path(name)
+    if not path.exists():
+        known = f", and the presets are: {', '.join(presets)}" if presets else ""
+        raise FileNotFoundError(f"--config {path}: no such file{known}")
+    if cls.__name__ not in PIPELINE or not is_of_pipeline(path):
+        return from_json(cls, path)
+    from lib.training.config import PipelineConfig
+
+    return from_json(PipelineConfig, path).part(cls)
+
+
+def is_of_pipeline(path: Path) -> bool:
+    """Whether the JSON file at `path` has the settings of a corpus or of training as a part."""
+    import json
+
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and any(
+        isinstance(fields.get(part), dict) for part in ("corpus", "train")
     )
 
 

@@ -31,7 +31,7 @@ from lib.core.allocator import (
     is_out_of_memory,
     without_stderr,
 )
-from lib.core.hardware import keep_freed_memory, local_results, pick_device, pick_dtype
+from lib.core.hardware import DtypeName, keep_freed_memory, local_results, pick_device, pick_dtype
 from lib.core.records import Record
 from lib.core.settings import check, check_fields, require
 from lib.model.attention import attention
@@ -97,7 +97,7 @@ class AttentionBenchmarkConfig:
     targets: bool = False
     """Measure the additional cases that the table of targets needs (GPU only)."""
 
-    dtype: str = "auto"
+    dtype: DtypeName = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto`: the shortest that is fast on the device."""
 
     tokens: int | None = None

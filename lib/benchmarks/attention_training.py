@@ -28,7 +28,7 @@ from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
 from lib.core.settings import check_fields
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
-from lib.model.config import ModelConfig
+from lib.model.config import AttentionKernel, ModelConfig
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.loop import train
 from lib.training.metrics import read_metrics
@@ -67,7 +67,7 @@ class LossRun:
 class AttentionTrainingConfig:
     """The same training with different attention kernels."""
 
-    kernels: tuple[str, ...] = ("sdpa", "flash_attention_triton")
+    kernels: tuple[AttentionKernel, ...] = ("sdpa", "flash_attention_triton")
     """Attention kernels; that in Triton needs a GPU."""
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)

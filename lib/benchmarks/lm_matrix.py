@@ -33,9 +33,15 @@ from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory
 from lib.core.records import Record
 from lib.core.settings import check
 from lib.ddp.process_group import gather_objects
-from lib.model.config import ATTENTION_KERNELS, MODEL_PRESETS, ModelConfig, model_preset
+from lib.model.config import (
+    ATTENTION_KERNELS,
+    AttentionKernel,
+    ModelConfig,
+    PresetName,
+    model_preset,
+)
 from lib.profiling.measurement import interquartile_range
-from lib.training.config import DDP_WRAPPERS
+from lib.training.config import DDP_WRAPPERS, DdpWrapper
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
@@ -48,13 +54,13 @@ class LmMatrixConfig(RanksBenchmarkConfig):
     Defaults are chosen for two processes on one CPU, or for all GPUs of the machine.
     """
 
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[AttentionKernel, ...] = ()
     """Attention kernels; by default four that run on a CPU, or the three fast ones of a GPU."""
 
-    wrappers: tuple[str, ...] = DDP_WRAPPERS
+    wrappers: tuple[DdpWrapper, ...] = DDP_WRAPPERS
     """Data-parallel wrappers; `none` is the baseline, where each rank has a model of its own."""
 
-    model: str | None = None
+    model: PresetName | None = None
     """Model preset, such as `small`; `tiny` by default on a CPU, `matrix` on GPUs."""
 
     d_model: int | None = None
@@ -89,8 +95,6 @@ class LmMatrixConfig(RanksBenchmarkConfig):
         super().__post_init__()
         check_choices(self, {"kernels": ATTENTION_KERNELS, "wrappers": DDP_WRAPPERS})
         check(self, "wrappers", bool(self.wrappers), "at least one")
-        known = ", ".join(MODEL_PRESETS)
-        check(self, "model", self.model is None or self.model in MODEL_PRESETS, f"one of {known}")
         if self.model is not None:
             # sizes that do not fit together are refused now
             self.shape()

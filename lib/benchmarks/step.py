@@ -43,7 +43,7 @@ from lib.core.hardware import (
 )
 from lib.core.records import Record
 from lib.core.settings import check, check_fields
-from lib.model.config import ModelConfig, model_preset
+from lib.model.config import AttentionKernel, ModelConfig, model_preset
 from lib.model.costs import activation_bytes, flops_per_token, num_parameters, parameters_by_part
 from lib.model.loss import CHUNK_BYTES, CHUNK_PART
 from lib.model.transformer import TransformerLM
@@ -117,7 +117,7 @@ class StepBenchmarkConfig:
     compare_compile: bool = False
     """Measure both eager and compiled."""
 
-    attention_kernel: tuple[str, ...] = ("sdpa",)
+    attention_kernel: tuple[AttentionKernel, ...] = ("sdpa",)
     """Attention kernels."""
 
     samples: int = 10

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lib.core.files import ROOT
 from lib.core.settings import to_dict
@@ -26,6 +26,8 @@ from lib.core.settings import to_dict
 if TYPE_CHECKING:
     import torch
 
+# What `pick_dtype` takes.
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 # Packages whose versions every record names.

@@ -27,11 +27,11 @@ from torch import Tensor
 from lib.core import ranges
 from lib.core.allocator import synchronise, without_stderr
 from lib.core.files import ROOT, make_folder, write_atomically
-from lib.core.hardware import keep_freed_memory, pick_device, pick_dtype
+from lib.core.hardware import DtypeName, keep_freed_memory, pick_device, pick_dtype
 from lib.core.records import new_record, to_markdown
 from lib.core.settings import check, check_fields, to_json
 from lib.data.batches import random_tokens
-from lib.model.config import ATTENTION_KERNELS, ModelConfig, model_preset
+from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM
 from lib.profiling.figures import save_memory_figure, save_time_figure
@@ -54,8 +54,8 @@ NAME_WIDTH = 72
 class ProfileConfig:
     """A few training steps of a model under PyTorch's profiler."""
 
-    model: str = "tiny"
-    """A model preset, such as `tiny`, `small` or `gpt2-124m`."""
+    model: PresetName = "tiny"
+    """A model preset."""
 
     batch_size: int = 8
     """Sequences per step."""
@@ -63,10 +63,10 @@ class ProfileConfig:
     context_length: int | None = None
     """Tokens per sequence (default: the preset's)."""
 
-    attention_kernel: str = "sdpa"
+    attention_kernel: AttentionKernel = "sdpa"
     """Implementation of attention."""
 
-    dtype: str = "auto"
+    dtype: DtypeName = "auto"
     """dtype of activations and matmuls: `auto`, `float32`, `bfloat16` or `float16`."""
 
     low_precision_weights: bool = False
@@ -108,8 +108,6 @@ class ProfileConfig:
             check(self, field, getattr(self, field) > 0, "at least 1")
         length = self.context_length
         check(self, "context_length", length is None or length > 0, "at least 1")
-        known = ", ".join(ATTENTION_KERNELS)
-        check(self, "attention_kernel", self.attention_kernel in ATTENTION_KERNELS, known)
         check(self, "seed", self.seed >= 0, "at least 0")
 
     def train_config(self) -> TrainConfig:

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from lib.core.allocator import synchronise
 from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
-from lib.core.hardware import local_results, pick_device, pick_dtype
+from lib.core.hardware import DtypeName, local_results, pick_device, pick_dtype
 from lib.core.records import Record, append_record, new_record
 from lib.core.settings import check_fields
 from lib.model.attention import causal_mask
-from lib.model.config import ModelConfig, model_preset
+from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import num_parameters
 from lib.model.loss import softmax
 from lib.model.transformer import RMSNorm, RotaryEmbedding
@@ -348,7 +348,7 @@ def points_of(
 class RooflineConfig:
     """A machine's limits, and the operations of a block against them."""
 
-    model: str = "gpt2-124m"
+    model: PresetName = "gpt2-124m"
     """The preset whose block is measured."""
 
     batch_size: int = 32
@@ -357,7 +357,7 @@ class RooflineConfig:
     context_length: int = 1024
     """Tokens per sequence."""
 
-    dtype: str = "auto"
+    dtype: DtypeName = "auto"
     """`auto` (the shortest that the device is fast in), or its name."""
 
     device: str = "cuda"

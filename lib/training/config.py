@@ -6,18 +6,18 @@ Frozen dataclasses, checked when made. A field's docstring is its text in `--hel
 import dataclasses
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from lib.core.hardware import DtypeName
 from lib.core.settings import check, check_fields
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DDP_WRAPPERS = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
+DdpWrapper = Literal["none", "naive", "flat", "overlap", "flashddp", "torch_ddp"]
+DDP_WRAPPERS = get_args(DdpWrapper)
 # FSDP2 shards the model itself, so it is not a wrapper around a whole model.
-TRAINING_WRAPPERS = (*DDP_WRAPPERS, "fsdp2")
-OPTIMIZER_SHARDINGS = ("none", "zero1", "torch_zero")
-ZERO1_STRATEGIES = ("flat", "parameters")
+TrainingWrapper = Literal[DdpWrapper, "fsdp2"]
+TRAINING_WRAPPERS = get_args(TrainingWrapper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,10 @@ class OptimizerConfig:
     """Learning rate of the last step, where the cosine ends."""
 
     warmup_steps: int = 100
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0.
+
+    With fewer `steps` than this, it is a tenth of them.
+    """
 
     weight_decay: float = 0.1
     """Weight decay of matrices; vectors (the norms' weights) have none."""
@@ -102,7 +105,7 @@ class TrainConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
-    dtype: str = "auto"
+    dtype: DtypeName = "auto"
     """Dtype of activations and matmuls: `auto`, `float32`, `bfloat16` or `float16`."""
 
     low_precision_weights: bool = False
@@ -117,7 +120,7 @@ class TrainConfig:
     cuda_graph: bool = False
     """Record the whole step as a CUDA graph and replay it, to avoid kernel-launch overhead."""
 
-    ddp_wrapper: str = "flashddp"
+    ddp_wrapper: TrainingWrapper = "flashddp"
     """How ranks average gradients: `naive`, `flat`, `overlap`, `flashddp` or `torch_ddp`.
 
     A rank is a process with a GPU of its own, as `torchrun --nproc_per_node=2 -m lib train …`
@@ -126,7 +129,7 @@ class TrainConfig:
     gradients. Ignored with one process.
     """
 
-    sharded_optimizer: str = "none"
+    sharded_optimizer: Literal["none", "zero1", "torch_zero"] = "none"
     """How AdamW's state is sharded over ranks: `none`, `zero1` or `torch_zero`.
 
     `torch_zero` is PyTorch's ZeroRedundancyOptimizer; lib/sharded_optimizer/optimizer.py explains
@@ -179,13 +182,6 @@ class TrainConfig:
             check(self, field, getattr(self, field) > 0, "at least 1")
         for field in ("seed", "eval_interval", "eval_tokens", "max_seconds"):
             check(self, field, getattr(self, field) >= 0, "at least 0")
-        for field, choices in (
-            ("dtype", DTYPES),
-            ("ddp_wrapper", TRAINING_WRAPPERS),
-            ("sharded_optimizer", OPTIMIZER_SHARDINGS),
-            ("zero1_strategy", ZERO1_STRATEGIES),
-        ):
-            check(self, field, getattr(self, field) in choices, f"one of {', '.join(choices)}")
         if self.ddp_wrapper == "fsdp2" and self.sharded_optimizer != "none":
             raise ValueError(
                 "sharded_optimizer must be 'none' with ddp_wrapper 'fsdp2', which shards the "
@@ -193,11 +189,12 @@ class TrainConfig:
             )
         cap = self.bucket_size_mb
         check(self, "bucket_size_mb", cap is None or 0 < cap < math.inf, "more than 0, and finite")
-        if self.optimizer.warmup_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps must be at most steps, {self.steps}, "
-                f"got {self.optimizer.warmup_steps}"
-            )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up: those asked for, or a tenth of all where there are fewer."""
+        asked = self.optimizer.warmup_steps
+        return asked if asked <= self.steps else self.steps // 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,3 +305,13 @@ class PipelineConfig:
         check_fields(self)
         if self.skip_data and self.train.data is None:
             raise ValueError("train.data must be a folder of token arrays with skip_data, got None")
+
+    def part(self, cls: type) -> Any:
+        """The settings of one step of the pipeline, as the command of that step takes them."""
+        data = self.train.data or self.corpus.output_dir
+        return {
+            PipelineConfig: self,
+            TokenizeConfig: self.corpus,
+            TrainConfig: dataclasses.replace(self.train, data=data),
+            GenerateConfig: GenerateConfig(sample=self.sample),
+        }[cls]

@@ -31,6 +31,7 @@ from lib.ddp.process_group import (
     on_each_rank,
     on_first_rank,
     patient_group,
+    rank,
     world_size,
 )
 from lib.model.costs import flops_per_token
@@ -175,6 +176,9 @@ def train(
         return TrainResult("up to date", config.steps, None, run.folder, finished)
     if run.device.type == "cpu":
         keep_freed_memory()
+    asked, taken = config.optimizer.warmup_steps, config.warmup_steps
+    if taken < asked and rank() == 0:
+        log.info("warm-up takes %d of %d steps, not %d", taken, config.steps, asked)
     with (
         numerics(tf32=config.tf32, deterministic=config.deterministic),
         hold_folder(run, waiting) as checkpoint,
@@ -239,7 +243,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         step,
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
-        warmup_steps=settings.warmup_steps,
+        warmup_steps=config.warmup_steps,
         cosine_steps=config.steps,
     )
 

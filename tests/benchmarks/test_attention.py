@@ -307,7 +307,7 @@ def test_bad_settings_are_named(changes, message):
     [
         ({"kernels": ("fast",)}, "kernels must be among scaled_dot_prod_attention.* got 'fast'"),
         ({"targets": True}, "targets must be False without a GPU, got cpu"),
-        ({"dtype": "float8"}, "dtype .*'float8'"),
+        ({"dtype": "float8"}, 'dtype .*"float8"'),
     ],
 )
 def test_a_request_beyond_the_device_is_named(changes, message, tmp_path):

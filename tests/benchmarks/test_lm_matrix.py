@@ -105,10 +105,10 @@ def test_tables_and_figures_are_written(measured, all_figures):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kernels": ("sdpa", "fast")}, "kernels must be different names out of"),
+        ({"kernels": ("sdpa", "fast")}, 'kernels[1] must be one of "scaled'),
         ({"wrappers": ("flat", "flat")}, "different"),
         ({"wrappers": ()}, "at least one"),
-        ({"model": "huge"}, "model must be one of tiny"),
+        ({"model": "huge"}, 'model must be one of "tiny"'),
         ({"model": "small", "num_heads": 7}, "num_heads"),
     ],
 )

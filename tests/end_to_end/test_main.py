@@ -1,10 +1,12 @@
 """The command line: commands are found, configs parsed, errors fit on one line."""
 
+import dataclasses
 import errno
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import lib
 from lib import __main__ as command_line
 from lib.__main__ import COMMANDS, Command, exit_code, load, main, parse
 from lib.core.settings import from_json, to_json
+from lib.core.terminal import BOLD, PLAIN
 from lib.data.prepare import TokenizeConfig
 from lib.training.config import GenerateConfig, PipelineConfig, TrainConfig
 
@@ -58,6 +62,31 @@ def test_help_lists_every_command(arguments, capsys):
     for name, each in COMMANDS.items():
         assert f"  {name} " in output
         assert each.help in output
+
+
+@pytest.mark.parametrize("group", ["benchmark", "kaggle", "lessons", "notebooks"])
+@pytest.mark.parametrize("arguments", [["{}", "--help"], ["{}", "-h"], ["help", "{}"]])
+def test_help_of_a_first_word_lists_its_commands(group, arguments, capsys):
+    assert main([word.format(group) for word in arguments]) == 0
+    output = capsys.readouterr().out
+    listed = [line.split("  ")[1] for line in output.splitlines() if line.startswith("  ")]
+    assert listed == [name for name in COMMANDS if name.startswith(f"{group} ")]
+    assert f"python -m lib {group} COMMAND --help" in output
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{lib.__version__}\n"
+
+
+def test_every_tool_that_a_page_names_is_a_command():
+    pages = [ROOT / "README.md", *(ROOT / "artifacts").glob("**/*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert not re.findall(r"python -m lib\.[\w.]+", text)
+    named = {*re.findall(r"python -m lib ([a-z]+(?: [a-z-]+)?)", text)}
+    first_words = {name.split()[0] for name in COMMANDS}
+    assert {name for name in named if name.split()[0] not in first_words} == set()
+    assert {"pipeline", "kaggle build", "lessons map"} <= named
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -156,6 +185,38 @@ def test_flags_are_the_names_of_the_fields_on_top_of_a_config_file_or_preset(tmp
     assert parse(PipelineConfig, "pipeline", ["--config=tiny"]) == preset
     changed = parse(PipelineConfig, "pipeline", ["--config", "tiny", "--steps", "60"])
     assert (changed.train.steps, changed.train.model) == (60, preset.train.model)
+
+
+def test_a_preset_serves_the_steps_of_the_pipeline_too(tmp_path, capsys):
+    preset = from_json(PipelineConfig, command_line.PRESETS / "tiny.json")
+    assert parse(TokenizeConfig, "tokenize", ["--config", "tiny"]) == preset.corpus
+    training = parse(TrainConfig, "train", ["--config", "tiny", "--steps", "5"])
+    data = Path("data/stories-4096")
+    assert training == dataclasses.replace(preset.train, steps=5, data=data)
+    assert training.warmup_steps == 0
+    assert parse(GenerateConfig, "generate", ["--config", "tiny"]).sample == preset.sample
+    # and so does a file of a pipeline; one of the step alone still does
+    path = tmp_path / "mine.json"
+    path.write_text('{"train": {"steps": 7, "data": "here"}}')
+    assert parse(TrainConfig, "train", ["--config", str(path)]) == TrainConfig(
+        steps=7, data=Path("here")
+    )
+    path.write_text('{"corpus": "book.txt"}')
+    assert parse(TokenizeConfig, "tokenize", ["--config", str(path)]).corpus == "book.txt"
+    assert main(["profile", "--config", "tiny"]) == 2
+    assert capsys.readouterr().err == "error: --config tiny: no such file\n"
+
+
+def test_choices_are_shown_as_choices(capsys):
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, "train", ["--help"])
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for choices in (
+        "{auto,float32,bfloat16,float16}",
+        "{none,zero1,torch_zero}",
+        "torch_ddp,fsdp2}",
+    ):
+        assert choices in output
 
 
 def test_help_of_a_command_shows_each_field_with_its_note(capsys):
@@ -398,16 +459,16 @@ def test_generate_writes_whole_texts_into_a_pipe(trained):
 
 def test_generate_streams_one_text_to_a_terminal_only(trained, monkeypatch, capsys):
     flags = ["--checkpoint", str(trained[0] / "run"), "--max_new_tokens", "8", "--device", "cpu"]
-    outputs, counts, plain = [], [], print
+    outputs, counts = [], []
     for is_terminal in (True, False):
-        pieces = []
+        pieces, write = [], sys.stdout.write
         with monkeypatch.context() as patch:
-            patch.setattr("builtins.print", lambda *a, **k: pieces.append(a) or plain(*a, **k))  # noqa: B023
+            patch.setattr(sys.stdout, "write", lambda text: pieces.append(text) or write(text))  # noqa: B023
             patch.setattr(sys.stdout, "isatty", lambda: is_terminal)  # noqa: B023
             assert main(["generate", *flags, "--prompts", "The cat", "--top_k", "1"]) == 0
         outputs.append(capsys.readouterr().out)
         counts.append(len(pieces))
-    assert outputs[0] == outputs[1]
-    assert outputs[0].startswith("The cat")
-    assert len(outputs[0]) > len("The cat\n")
-    assert counts[0] > 3 > counts[1] == 1
+    assert outputs[0].startswith(f"{BOLD}The cat{PLAIN}")
+    assert outputs[0].replace(BOLD, "").replace(PLAIN, "").split() == outputs[1].split()
+    assert outputs[1].startswith("The cat")
+    assert counts[0] > 3 > counts[1]

@@ -17,6 +17,7 @@ from lib.training.config import (
     SampleConfig,
     TrainConfig,
 )
+from lib.training.loop import learning_rate
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
 
@@ -61,7 +62,6 @@ WRONG = [
     (TrainConfig, {"zero1_strategy": "whole"}),
     (TrainConfig, {"bucket_size_mb": 0}),
     (TrainConfig, {"bucket_size_mb": math.inf}),
-    (TrainConfig, {"optimizer": OptimizerConfig(warmup_steps=2000)}),
     (SampleConfig, {"prompts": ()}),
     (SampleConfig, {"max_new_tokens": -1}),
     (SampleConfig, {"temperature": -0.1}),
@@ -76,11 +76,17 @@ WRONG = [
 @pytest.mark.parametrize(("cls", "changes"), WRONG, ids=str)
 def test_wrong_values_are_refused_by_name(cls, changes):
     name, value = next(iter(changes.items()))
-    name, value = ("warmup_steps", 2000) if name == "optimizer" else (name, value)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         cls(**changes)
     assert name in str(caught.value)
     assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(("asked", "steps", "taken"), [(100, 50, 5), (100, 100, 100), (7, 6, 0)])
+def test_the_warm_up_is_a_tenth_of_too_few_steps(asked, steps, taken):
+    config = TrainConfig(steps=steps, optimizer=OptimizerConfig(warmup_steps=asked))
+    assert config.warmup_steps == taken
+    assert learning_rate(config, steps) == config.optimizer.min_learning_rate
 
 
 def test_a_pipeline_that_skips_the_data_needs_some():

@@ -1,6 +1,6 @@
 """The map of the workbook: its notebooks as stations from raw text to several GPUs.
 
-`python -m lib.lessons.start.map` draws it for the README, into artifacts/map.svg.
+`python -m lib lessons map` draws it for the README, into artifacts/map.svg.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def show_map() -> Image:
     return Image(file.getvalue(), format="png", retina=True, alt=map_words())
 
 
-def save_map(path: str | os.PathLike) -> Path:
+def save_map(path: str | os.PathLike = "artifacts/map.svg") -> Path:
     """Write the map to `path`, a .svg or a .png, with alternative text in the file."""
     with map_figure() as figure:
         return save_figure(figure, path, alt=map_words())
@@ -206,7 +206,3 @@ def _stopwatch(axes: Axes, color: str) -> None:
 PICTURES: tuple[Callable[[Axes, str], None], ...] = (
     _start, _tokens, _layers, _loss, _timeline, _tiles, _ranks, _shards, _stopwatch,
 )  # fmt: skip
-
-
-if __name__ == "__main__":
-    print(save_map("artifacts/map.svg"))

@@ -1,7 +1,7 @@
 """The small committed model that tells stories, and a widget that lets the reader play with it.
 
 The model was trained by `python -m lib pipeline` on the generated stories, with the settings in its
-config.json; record.json holds its loss. `python -m lib.lessons.start.story RUN` makes its folder
+config.json; record.json holds its loss. `python -m lib lessons story RUN` makes its folder
 anew from the folder of such a training run, with the weights rounded to float16 to halve them.
 """
 
@@ -11,7 +11,6 @@ import dataclasses
 import html
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,14 +137,19 @@ def evaluate_on_stories(model: TransformerLM, tokenizer: Tokenizer) -> Evaluatio
     )
 
 
-def keep(run: Path, folder: Path = FOLDER) -> dict[str, Any]:
-    """Make `folder` from the newest checkpoint of the training run in `run`; return its record."""
+def keep(run: Path | None = None, folder: Path = FOLDER) -> dict[str, Any]:
+    """Make `folder` from the newest checkpoint of the training run in `run`; return its record.
+
+    Args:
+        run: the run's folder. None: the newest in `artifacts/runs`.
+    """
     import torch
 
     from lib.training.checkpoint import find_checkpoint, save_checkpoint
-    from lib.training.generation import load_model
+    from lib.training.generation import load_model, newest_run
     from lib.training.metrics import read_metrics
 
+    run = run or newest_run()
     model, tokenizer, config = load_model(run, "cpu")
     before = evaluate_on_stories(model, tokenizer)
     step = int(find_checkpoint(run / "checkpoints").name.removeprefix("step-"))
@@ -163,7 +167,7 @@ def keep(run: Path, folder: Path = FOLDER) -> dict[str, Any]:
     made = json.loads((run / "run.json").read_text(encoding="utf-8"))
     last = read_metrics(run / "metrics.jsonl")[-1]
     record = {name: made[name] for name in KEPT} | {
-        "made_by": "python -m lib pipeline, then python -m lib.lessons.start.story",
+        "made_by": "python -m lib pipeline, then python -m lib lessons story",
         "steps": step,
         "tokens": last["tokens"],
         "seconds": last["seconds"],
@@ -173,7 +177,3 @@ def keep(run: Path, folder: Path = FOLDER) -> dict[str, Any]:
     }
     write_atomically(folder / "record.json", json.dumps(record, indent=2) + "\n")
     return record
-
-
-if __name__ == "__main__":
-    print(json.dumps(keep(Path(sys.argv[1])), indent=2))

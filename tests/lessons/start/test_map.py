@@ -57,10 +57,10 @@ def test_the_picture_is_opaque_and_has_words():
 def test_the_committed_map_is_the_one_that_is_drawn_now(tmp_path):
     kept = (ROOT / "artifacts/map.svg").read_text(encoding="utf-8")
     made = save_map(tmp_path / "map.svg").read_text(encoding="utf-8")
-    assert map_words() in kept, "run: python -m lib.lessons.start.map"
+    assert map_words() in kept, "run: python -m lib lessons map"
     # another version of Matplotlib writes the same picture in other words
     version = re.search(r"Matplotlib v[\d.]+", made)[0]
-    assert kept == made or version not in kept, "run: python -m lib.lessons.start.map"
+    assert kept == made or version not in kept, "run: python -m lib lessons map"
 
 
 def test_the_readme_shows_the_map_and_its_times():
