@@ -279,7 +279,9 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     workers = max(1, min(workers, sum(not job.runs_alone for job in jobs)))
     # fresh processes: papermill changes the working folder, and a fork would copy threads
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_exit_quietly_on_interrupt)
+    # Ctrl-C ends them without a word from the start, while they still import what they need
+    quiet = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    pool = ProcessPoolExecutor(workers, context, **quiet)
     with context.Manager() as manager, pool:
         events = manager.Queue()
         while waiting or running:
@@ -296,7 +298,7 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
                 # more threads than cores slow all of them down
                 shared = workers > 1 and not job.runs_alone
                 threads = max(1, available_cpus() // workers) if shared else None
-                running[pool.submit(run_one, job, run, events, threads)] = job
+                running[pool.submit(_run_in_pool, job, run, events, threads)] = job
 
             # show progress, and collect those that have ended
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
@@ -333,9 +335,16 @@ def next_job(
     return next(iter([*shared, *alone]), None)
 
 
-def _exit_quietly_on_interrupt() -> None:
-    """Let Ctrl-C end this process in order, its kernel too, without a traceback of its own."""
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+def _run_in_pool(job: Job, run: Run, events: Any, threads: int | None) -> Result:
+    """`run_one` in a process of its own, which Ctrl-C ends in order, its kernel too."""
+
+    def end(*_: Any) -> None:
+        # asyncio would tell of the kernel that dies with it
+        logging.disable()
+        sys.exit(130)
+
+    signal.signal(signal.SIGINT, end)
+    return run_one(job, run, events, threads)
 
 
 def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
@@ -356,17 +365,20 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
 
     on_cell(0)
     try:
-        execute(job.source, executed, job.parameters, on_cell, threads)
-        result = Result(job.name, "done", time.monotonic() - started)
-    except PapermillExecutionError as error:
-        text = f"In [{error.exec_count}]: {error.ename}: {error.evalue}"
-        traceback = "\n".join(error.traceback)
-        result = Result(job.name, "failed", time.monotonic() - started, text, traceback)
-    except Exception as error:  # a kernel that died or did not start, a disk that is full
-        text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
-        result = Result(job.name, "failed", time.monotonic() - started, text, text)
-    publish(result, executed if executed.exists() else job.source, job, run)
-    executed.unlink(missing_ok=True)
+        try:
+            execute(job.source, executed, job.parameters, on_cell, threads)
+            result = Result(job.name, "done", time.monotonic() - started)
+        except PapermillExecutionError as error:
+            text = f"In [{error.exec_count}]: {error.ename}: {error.evalue}"
+            traceback = "\n".join(error.traceback)
+            result = Result(job.name, "failed", time.monotonic() - started, text, traceback)
+        except Exception as error:  # a kernel that died or did not start, a disk that is full
+            text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
+            result = Result(job.name, "failed", time.monotonic() - started, text, text)
+        publish(result, executed if executed.exists() else job.source, job, run)
+    finally:
+        # also after Ctrl-C
+        executed.unlink(missing_ok=True)
     return result
 
 
