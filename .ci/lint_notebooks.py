@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
+import papermill
 
 from lib.publish.cells import FIRST_CELL, METADATA, cell_metadata
 from lib.publish.pages import mathml_errors
+from lib.publish.run_notebooks import parameter_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +62,7 @@ def check(path: Path) -> Iterator[str]:
         extra = sorted(set(notebook.metadata) - set(METADATA)) or "kernelspec or language_info"
         yield f"metadata is not clean ({extra}); run: make format"
     yield from _check_order(notebook.cells)
+    yield from _check_parameters(path)
     count = 0
     for number, cell in enumerate(notebook.cells, start=1):
         for complaint in _check_cell(cell):
@@ -81,6 +84,16 @@ def _check_order(cells: list) -> Iterator[str]:
     if len(tagged) != 1:
         where = f"cells {tagged}" if tagged else "no cell"
         yield f"{where} tagged `parameters`; tag the one cell that sets the sizes"
+
+
+def _check_parameters(path: Path) -> Iterator[str]:
+    """Complain about parameters that `papermill --help-notebook` cannot explain."""
+    known = papermill.inspect_notebook(path)
+    for name in sorted(parameter_names(path)):
+        about = known.get(name, {"inferred_type_name": "None", "help": ""})
+        if about["inferred_type_name"] == "None" or not about["help"]:
+            example = f"{name}: int = 3  # what it is"
+            yield f"parameter {name} needs a type and a comment on its line, as in `{example}`"
 
 
 def _check_cell(cell: dict) -> Iterator[str]:

@@ -12,6 +12,7 @@ from nbformat.v4 import new_markdown_cell, new_output
 from lib.publish.cells import METADATA
 
 ROOT = Path(__file__).resolve().parents[2]
+STEPS = "steps: int = 3  # how many there are"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def lint():
 @pytest.fixture
 def good(tmp_path, make_notebook) -> Path:
     """A notebook as it is committed: run once, from top to bottom."""
-    path = make_notebook(tmp_path / "01_topic.ipynb", "steps = 3", "%md Text, $x^2$.", "steps + 1")
+    path = make_notebook(tmp_path / "01_topic.ipynb", STEPS, "%md Text, $x^2$.", "steps + 1")
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for count, cell in enumerate(code, start=1):
@@ -121,6 +122,25 @@ def test_each_fault_is_named(lint, good, capsys, spoil, complaint):
     assert lint.main(good.parent) == 1
     complaints = capsys.readouterr().out.splitlines()
     assert [line for line in complaints if line.startswith(f"01_topic.ipynb: {complaint}")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "steps = 3  # without a type",
+        "steps: int = 3",
+        "# above it\nsteps: int = 3",
+        "steps: int | None = 3  # in a form that papermill does not read",
+        "steps: int = 3  # more than one = on a line",
+        "steps: list = [\n    3,  # not on the last line\n]",
+    ],
+)
+def test_a_parameter_that_papermill_cannot_explain_is_named(lint, good, capsys, source):
+    notebook = nbformat.read(good, as_version=4)
+    notebook.cells[2].source = source
+    nbformat.write(notebook, good)
+    assert lint.main(good.parent) == 1
+    assert "parameter steps needs a type and a comment on its line" in capsys.readouterr().out
 
 
 def test_an_unnumbered_notebook_is_named(lint, good, capsys):
