@@ -76,7 +76,7 @@ def _merge_files(source: Path, copy: Path, base: Mapping[str, str]) -> bool:
     merged = merge(mine.cells, new.cells, base)
     mine.cells = merged.cells
     write_atomically(copy, nbformat.writes(mine) + "\n")
-    print(f"work/{copy.name}: merged with the new version; {merged.kept} cells of yours kept")
+    print(f"work/{copy.name}: merged with the new version; your cells kept: {merged.kept}")
     if merged.both:
         print(f"  {merged.both} of them changed there, too: the new version is below each")
     return True

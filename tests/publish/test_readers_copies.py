@@ -83,7 +83,7 @@ def test_answers_outputs_and_own_cells_stay_while_the_rest_is_updated(book, caps
             change(book / "notebooks/01_one.ipynb", revise)
         update_copies(book)
         printed = capsys.readouterr().out
-        assert "work/01_one.ipynb: merged with the new version; 2 cells of yours kept" in printed
+        assert "work/01_one.ipynb: merged with the new version; your cells kept: 2" in printed
         assert "02_two" not in printed
     cells = cells_of(book)
     assert [cell.id for cell in cells] == ["c0", "c1", "c2", "added", "c3", "mine", "c4"]
