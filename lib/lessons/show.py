@@ -187,19 +187,31 @@ def show_table(
 def show_source(function: Callable, first: str = "", last: str = "") -> Markdown:
     """Show the source of `function`; `first` and `last` as in `show_excerpt`."""
     file = f"{function.__module__.replace('.', '/')}.py"
-    return show_excerpt(inspect.getsource(function), file, function.__qualname__, first, last)
+    lines, line = inspect.getsourcelines(function)
+    return show_excerpt("".join(lines), file, function.__qualname__, first, last, line=line)
 
 
-def show_excerpt(source: str, file: str, name: str, first: str = "", last: str = "") -> Markdown:
+def show_excerpt(
+    source: str, file: str, name: str, first: str = "", last: str = "", *, line: int = 1
+) -> Markdown:
     """Show `source`, or the part of it from a line that contains `first` to one that contains
-    `last`, under the name of its file and function."""
+    `last`, under the name of its function and a link to its file.
+
+    In JupyterLab and in the report, the link leads to the first line shown.
+
+    Args:
+        file: relative to the workbook, whose folders of notebooks are one below it.
+        line: the number of the first line of `source` in that file.
+    """
     from IPython.display import Markdown
 
     lines = source.splitlines()
     start = _line_with(lines, first, 0) if first else 0
     stop = _line_with(lines, last, start) if last else len(lines) - 1
     code = textwrap.dedent("\n".join(lines[start : stop + 1]))
-    return Markdown(f"`{file}`, `{name}`:\n\n```python\n{code}\n```")
+    # JupyterLab counts lines from 0
+    link = f"[`{file}`](../{file}#line={line + start - 1})"
+    return Markdown(f"{link}, `{name}`:\n\n```python\n{code}\n```")
 
 
 def _line_with(lines: Sequence[str], text: str, start: int) -> int:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 
+from lib.core.files import ROOT
 from lib.lessons.show import (
     WrappedText,
     merge_stepper,
@@ -139,9 +140,16 @@ def example(numbers):
 
 
 def test_code_is_shown_as_it_stands_or_in_part():
-    assert "test_show.py`, `example`:\n\n```python\ndef example(" in show_source(example).data
+    assert "), `example`:\n\n```python\ndef example(" in show_source(example).data
     part = show_source(example, "for number", "total +=").data
     assert part.endswith("```python\nfor number in numbers:\n    total += number\n```")
+
+
+def test_an_excerpt_links_to_its_first_line_in_its_file():
+    link = re.match(r"\[`(\S+)`\]\(\.\./\1#line=(\d+)\)", show_source(example, "for n").data)
+    lines = (ROOT / link[1]).read_text(encoding="utf-8").splitlines()
+    # as JupyterLab counts: from 0
+    assert lines[int(link[2])] == "    for number in numbers:"
 
 
 def test_an_excerpt_that_is_not_there_is_named():

@@ -166,7 +166,7 @@ def show_kernel(file: str, name: str, first: str = "", last: str = "") -> Markdo
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             source = ast.get_source_segment(text, node, padded=True)
-            return show_excerpt(source, f"lib/{file}.py", name, first, last)
+            return show_excerpt(source, f"lib/{file}.py", name, first, last, line=node.lineno)
     raise ValueError(f"lib/{file}.py has no function {name!r}")
 
 

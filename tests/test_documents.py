@@ -1,0 +1,30 @@
+"""What the documents for people say about files, lines and settings is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "lib/README.md", "artifacts/README.md", ".github/CONTRIBUTING.md")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_files_of_each_lesson_exist_and_no_lesson_is_missing():
+    rows = re.findall(r"^\| (\d\d) [^|]+\|(.+)\|$", read("lib/README.md"), re.MULTILINE)
+    for _, files in rows:
+        names = re.findall(r"`([^`]+\.py)`", files)
+        assert names
+        assert [name for name in names if not (ROOT / "lib" / name).is_file()] == []
+    lessons = [path.name[:2] for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))]
+    assert [number for number, _ in rows] == lessons
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_between_documents_lead_to_files(name):
+    links = re.findall(r"\]\(([^)#\s]+)", read(name))
+    here = (ROOT / name).parent
+    assert [x for x in links if "://" not in x and not (here / x).exists()] == []
