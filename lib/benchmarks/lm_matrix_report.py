@@ -10,9 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from lib.benchmarks.multi_rank_report import (
     Setting,
@@ -27,7 +25,18 @@ from lib.benchmarks.multi_rank_report import (
 )
 from lib.benchmarks.sections import Section, Table, write_csv
 from lib.benchmarks.sections import write_report as write_sections
-from lib.core.figures import BLACK, BLUE, GREEN, GREY, PURPLE, SKY, VERMILLION, save_figure
+from lib.core.figures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    MARKERS,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    house_figure,
+    save_figure,
+)
 from lib.core.records import Record, format_value
 
 NOTE = """Each rank is a process with a part of the batch; `none` is the baseline, where each rank
@@ -78,8 +87,6 @@ COLORS = {
     "flashddp": VERMILLION,
     "torch_ddp": BLUE,
 }
-# Line styles of the kernels in one panel.
-LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)))
 HATCH = {"edgecolor": "white", "hatch": "////", "linewidth": 0}
 
 
@@ -237,7 +244,8 @@ def _save_bars(
             axes.set_xticks(range(len(kernels)), kernels)
             axes.set_xlim(-0.5, len(kernels) - 0.5)
             axes.set(xlabel="attention kernel", ylabel=label)
-            _set_title(axes, setting)
+            lines = [textwrap.fill(part, 80) for part in setting.title.split("; ", 1)]
+            axes.set_title("\n".join(lines), fontsize=9)
             axes.grid(visible=False, axis="x")
             axes.yaxis.set_major_formatter("{x:,.0f}" if ratio else "{x:,.4g}")
             axes.margins(y=0.17)
@@ -262,74 +270,34 @@ def _write_above(axes: Axes, x: float, width: float, y: float, text: str) -> Non
     axes.annotate(text, (x, y), ha="center", va="bottom", fontsize=7, **style)
 
 
-def _set_title(axes: Axes, setting: Setting, *, most: int = 80) -> None:
-    """The setting's title in lines of at most `most` characters."""
-    lines = [textwrap.fill(part, most) for part in setting.title.split("; ", 1)]
-    axes.set_title("\n".join(lines), fontsize=9)
-
-
 def _add_legend(figure: Figure, handles: Sequence[Any]) -> None:
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize="small")
 
 
 def save_losses_figure(settings: Sequence[Setting], path: str | os.PathLike) -> Path:
-    """Losses of the first steps over those of one process, and beside them their differences.
-
-    Shows the settings whose losses were kept, or if there are none, the first without any.
-    """
-    kept = [s for s in settings if any(row.get("losses") for row in s.rows)]
-    settings = kept or settings[:1]
-    count, columns = 2 * len(settings), 4 if len(settings) > 3 else 2
-    with panels(count, columns=columns, width=5.0, height=3.4) as (figure, grid):
-        for left, right, setting in zip(grid[::2], grid[1::2], settings):
-            rows = [row for row in setting.rows if row.get("losses")]
-            _draw_losses(left, rows)
-            _draw_differences(right, rows)
-            # the panel beside it has a title, too
-            _set_title(left, setting, most=50)
-            right.set_title("difference to one process\non the batches of all ranks", fontsize=9)
-        drawn = _wrappers(row for s in settings for row in s.rows if row.get("losses"))
-        handles = [Line2D([], [], color=GREY, linewidth=7, label="one process")]
-        handles += [Line2D([], [], color=COLORS[name], label=name) for name in drawn]
-        _add_legend(figure, handles)
+    """How far losses are from those of one process: a row for each setting and kernel."""
+    rows = [
+        ((setting.title, row["kernel"]), row)
+        for setting in settings
+        for row in setting.rows
+        if row.get("loss_difference") is not None
+    ]
+    names = list(dict.fromkeys(name for name, _ in rows))
+    wrappers = _wrappers(row for _, row in rows)
+    with house_figure(width=13.0, height=2.0 + 0.4 * len(names)) as (figure, axes):
+        for index, wrapper in enumerate(wrappers):
+            found = [(name, row) for name, row in rows if row["wrapper"] == wrapper]
+            # side by side, so that points of equal losses are all seen
+            offset = 0.8 * ((index + 0.5) / len(wrappers) - 0.5)
+            y = [names.index(name) + offset for name, _ in found]
+            style = {"color": COLORS[wrapper], "marker": MARKERS[index], "linestyle": ""}
+            axes.plot([row["loss_difference"] for _, row in found], y, label=wrapper, **style)
+        axes.set_xscale("symlog", linthresh=1e-5)
+        # without the machine, since the number of ranks is in the batch's words
+        shown = [f"{title.rsplit('; ', 1)[0]}; {kernel}" for title, kernel in names]
+        axes.set_yticks(range(len(names)), shown, fontsize=9)
+        label = "largest loss difference to one process\n(nats per token; 0: equal to the last bit)"
+        axes.set(xlim=(-1e-6, None), ylim=(len(names) - 0.4, -0.6), xlabel=label, ylabel="setting")
+        if wrappers:
+            _add_legend(figure, axes.get_legend_handles_labels()[0])
         return save_figure(figure, path)
-
-
-def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Loss by step: the reference as a wide grey line, the wrappers as dashes on top of it."""
-    for of_kernel in group_rows(rows, ["kernel"]):
-        reference = of_kernel[0].get("reference_losses") or []
-        wide = {"color": GREY, "linewidth": 7, "marker": "", "solid_capstyle": "round"}
-        axes.plot(range(1, len(reference) + 1), reference, **wide)
-        for index, row in enumerate(of_kernel):
-            steps = range(1, len(row["losses"]) + 1)
-            # dashes of different phase, so that lines that coincide are all seen
-            dashes = (2 * index, (2, 2 * len(of_kernel) - 2)) if len(of_kernel) > 1 else "-"
-            style = {"linestyle": dashes, "marker": "", "color": COLORS[row["wrapper"]]}
-            axes.plot(steps, row["losses"], **style)
-    _label_steps(axes, rows, "loss (nats per token)")
-
-
-def _draw_differences(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Absolute difference to the reference by step, on a logarithmic axis, where it is not 0."""
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    for row in rows:
-        pairs = zip(row["losses"], row.get("reference_losses") or [])
-        points = [(step, abs(a - b)) for step, (a, b) in enumerate(pairs, start=1) if a != b]
-        style = {"linestyle": LINES[kernels.index(row["kernel"])], "linewidth": 1.2}
-        if points:
-            axes.plot(*zip(*points), color=COLORS[row["wrapper"]], markersize=3, **style)
-    if axes.lines:
-        axes.set_yscale("log")
-    else:
-        axes.set_yticks([])
-        is_compared = any(row.get("reference_losses") for row in rows)
-        words = "equal to the last bit" if is_compared else "not compared"
-        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center")
-    _label_steps(axes, rows, "|difference| (nats per token)")
-
-
-def _label_steps(axes: Axes, rows: Sequence[Mapping[str, Any]], label: str) -> None:
-    steps = max((len(row["losses"]) for row in rows), default=1)
-    axes.set(xlabel="training step", ylabel=label, xlim=(0, steps + 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,6 @@ class RepeatConfig:
     ranks: int | None = None
     """Only settings of this many processes; by default one per GPU, or 2 on a CPU."""
 
-    keep_buckets: bool = True
-    """Use the records' bucket size; otherwise the one that training chooses."""
-
-    seconds: float | None = None
-    """Start no further setting that would probably end later than this; no limit by default."""
-
     restart: bool = False
     """Measure again what already has a record in `output`."""
 
@@ -56,18 +49,17 @@ class RepeatConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for field in ("ranks", "seconds"):
-            value = getattr(self, field)
-            check(self, field, value is None or value > 0, "more than 0")
+        check(self, "ranks", self.ranks is None or self.ranks > 0, "at least 1")
 
 
 def benchmark_repeat(config: RepeatConfig) -> list[Record]:
     """Measure the settings that `config` names again, then write tables and figures.
 
+    What this machine has a record of in `output` is skipped, so that the same call resumes.
     Under `torchrun` one set of ranks measures all settings; otherwise each has its own.
 
     Returns:
-        The records of this call; under `torchrun` rank 0 returns them, and the others none.
+        All records in `output`; none on ranks other than 0.
 
     Raises:
         FileNotFoundError: there are no records.
@@ -82,15 +74,15 @@ def benchmark_repeat(config: RepeatConfig) -> list[Record]:
             check_ranks(config.ranks, world_size())
         ranks = world_size() if is_rank else config.ranks or torch.cuda.device_count() or 2
         backend = "nccl" if device.type == "cuda" else "gloo"
-        measured = []
-        chosen = choose_settings(settings, config.only, backend, ranks)
-        for setting in _in_time(chosen, config.seconds):
+        for setting in choose_settings(settings, config.only, backend, ranks):
             if rank() == 0:
                 print(f"-- {setting.title}", flush=True)
-            measured += run_benchmark(benchmark, config_of(setting, config), report=False)
-        if rank() == 0:
-            benchmark.write_report(read_records(config.output / benchmark.records), config.output)
-    return measured
+            run_benchmark(benchmark, config_of(setting, config), report=False)
+        if rank() != 0:
+            return []
+    records = read_records(config.output / benchmark.records)
+    benchmark.write_report(records, config.output)
+    return records
 
 
 def settings_of(records: Sequence[Record]) -> tuple[type[Interleaved], list[Setting]]:
@@ -131,25 +123,4 @@ def config_of(setting: Setting, config: RepeatConfig) -> RanksBenchmarkConfig:
         cells = {"kernels": names("kernel"), "wrappers": names("wrapper")}
     fields = [field.name for field in dataclasses.fields(cls)]
     shared = {name: newest[name] for name in fields if name in newest}
-    if not config.keep_buckets:
-        shared["bucket_size_mb"] = None
     return cls(**shared | cells | {"output": config.output, "restart": config.restart})
-
-
-def _in_time(settings: Sequence[Setting], seconds: float | None) -> Iterator[Setting]:
-    """The first setting, and further ones while one more of the longest would still be in time."""
-    start = begin = time.monotonic()
-    longest = 0.0
-    for number, setting in enumerate(settings):
-        now = time.monotonic()
-        longest, begin = max(longest, now - begin), now
-        is_late = [seconds is not None and number > 0 and now - start + longest > seconds]
-        if dist.is_initialized():
-            # rank 0 decides for all, as clocks differ
-            dist.broadcast_object_list(is_late)
-        if is_late[0]:
-            left = len(settings) - number
-            if rank() == 0:
-                print(f"seconds {seconds:g} are over: {left} of {len(settings)} left", flush=True)
-            return
-        yield setting

@@ -17,6 +17,8 @@ from lib.core.records import read_records
 from lib.flash_attention.tiles import backward_tiles, forward_tiles
 from lib.model.attention import attention
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 CPU = torch.device("cpu")
 CASE = dataclasses.replace(steps.steps_case(3, 2, 24, 16, "forward", 3), warmup=1)
 BACKWARD = dataclasses.replace(CASE, direction="backward")
@@ -37,14 +39,6 @@ class Schedule(NamedTuple):
     is_ordered: bool = False
     is_persistent: bool = True
     kept: int = 0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_one_core():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def by_formula(q, k, v, *rest, **settings):

@@ -47,13 +47,6 @@ def test_a_committed_setting_is_measured_as_it_was(setting, tmp_path):
     assert case == {key: newest[key] for key in case}
 
 
-def test_buckets_can_be_those_that_training_chooses():
-    setting = COMMITTED[-1]
-    kept = config_of(setting, RepeatConfig()).bucket_size_mb
-    assert kept == setting.rows[-1]["bucket_size_mb"]
-    assert config_of(setting, RepeatConfig(keep_buckets=False)).bucket_size_mb is None
-
-
 def test_the_command_measures_the_named_settings_of_as_many_ranks_again(kept, tmp_path, capsys):
     command = ["benchmark", "repeat", *flags(records=kept, output=tmp_path, only="parameters")]
     assert main(command) == 0
@@ -77,19 +70,6 @@ def test_ranks_of_torchrun_measure_and_one_writes(kept, tmp_path, quiet_environm
     assert done.stdout.count("-- tiny") == 2
     assert done.stdout.count("sdpa, flat: ") == 2
     assert (tmp_path / "lm_matrix_report.md").exists()
-
-
-def test_nothing_is_begun_that_would_end_too_late(kept, tmp_path, monkeypatch, capsys):
-    clock = iter([0.0, 0.0, 30.0])
-    monkeypatch.setattr(repeat.time, "monotonic", lambda: next(clock))
-    measured = []
-    monkeypatch.setattr(
-        repeat, "run_benchmark", lambda _, config, report: measured.append(config) or []
-    )
-    monkeypatch.setattr(repeat, "read_records", lambda path: read_records(kept))
-    repeat.benchmark_repeat(RepeatConfig(records=kept, seconds=50, output=tmp_path))
-    assert len(measured) == 1
-    assert "seconds 50 are over: 1 of 2 left" in capsys.readouterr().out
 
 
 def test_texts_that_no_title_has_are_refused_with_the_titles(kept):

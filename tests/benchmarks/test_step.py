@@ -32,14 +32,11 @@ FAST = {"samples": 2, "warmup": 1, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def on_one_core():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def two_models(one_core):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODEL_PRESETS, "one", TINY)
         patch.setitem(MODEL_PRESETS, "two", dataclasses.replace(TINY, num_layers=2))
         yield
-    torch.set_num_threads(before)
 
 
 def test_cases_are_all_combinations_with_those_together_that_share_a_model():
@@ -252,22 +249,6 @@ def test_unknown_names_are_refused(field, value, tmp_path):
     with pytest.raises(ValueError, match=f"['\"]{value}['\"]"):
         benchmark_step(StepBenchmarkConfig(output=tmp_path, device="cpu", **{field: (value,)}))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("batch_size", 0),
-        ("seq_lens", (8, 0)),
-        ("modes", ()),
-        ("max_seconds", 0.0),
-        ("attention_kernel", ()),
-        ("seed", -1),
-    ],
-)
-def test_bad_settings_are_named(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be"):
-        StepBenchmarkConfig(**{field: value})
 
 
 @pytest.mark.gpu

@@ -116,18 +116,15 @@ def test_the_default_is_the_step_of_the_tiny_pipeline():
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(tmp_path_factory, one_core):
     """The table and the records of a benchmark of a model at two batch sizes."""
     folder = tmp_path_factory.mktemp("measured")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     config = TrainingBenchmarkConfig(
         models=("small one",) * 2, batch_sizes=(2, 3), samples=3, output=folder, device="cpu"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODEL_PRESETS, "small one", SHAPE)
         path = benchmark_training(config)
-    torch.set_num_threads(threads)
     assert path == folder / "training_cpu_benchmark.md"
     return path.read_text(), read_records(folder / "training_cpu_benchmark.jsonl")
 
