@@ -26,7 +26,7 @@ from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import house_figure, save_figure
 from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
-from lib.core.settings import check_fields
+from lib.core.settings import check, check_fields
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.model.config import AttentionKernel, ModelConfig
 from lib.training.config import OptimizerConfig, TrainConfig
@@ -81,6 +81,8 @@ class AttentionTrainingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for field in ("kernels", "seeds"):
+            check(self, field, bool(getattr(self, field)), "at least one")
 
 
 def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()) -> list[Record]:

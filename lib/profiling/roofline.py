@@ -27,7 +27,7 @@ from lib.core.allocator import synchronise
 from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
 from lib.core.hardware import DtypeName, local_results, pick_device, pick_dtype
 from lib.core.records import Record, append_record, new_record
-from lib.core.settings import check_fields
+from lib.core.settings import check, check_fields
 from lib.model.attention import causal_mask
 from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import num_parameters
@@ -365,6 +365,11 @@ class RooflineConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for `roofline.jsonl`, which is added to."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for field in ("batch_size", "context_length"):
+            check(self, field, getattr(self, field) > 0, "at least 1")
 
     def __post_init__(self) -> None:
         check_fields(self)
