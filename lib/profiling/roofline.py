@@ -371,9 +371,6 @@ class RooflineConfig:
         for field in ("batch_size", "context_length"):
             check(self, field, getattr(self, field) > 0, "at least 1")
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 def write_records(config: RooflineConfig) -> list[Record]:
     """Measure limits, a block, calls with and without waiting, and one operation by its size.
