@@ -20,7 +20,7 @@ SHARED_BY_RANKS = (
     ({"context_length": 0}, "context_length must be"),
     ({"loss_steps": -1}, "loss_steps must be"),
     ({"bucket_size_mb": math.inf}, "bucket_size_mb must be"),
-    ({"dtype": "int8"}, "dtype must be one of auto"),
+    ({"dtype": "int8"}, 'dtype must be one of "auto"'),
 )
 REFUSED = {
     AttentionBenchmarkConfig: (
