@@ -174,6 +174,13 @@ def print_training(result: Any) -> None:
         )
     if result.status == "stopped":
         print("the same command continues from here")
+    # what `wandb sync` has uploaded has a mark
+    stored = sorted((result.output / "wandb").glob("offline-run-*"))
+    waiting = [str(folder) for folder in stored if not any(folder.glob("*.synced"))]
+    if waiting:
+        print(f"upload to W&B: wandb sync {' '.join(waiting)}")
+    if (result.output / "tensorboard").exists():
+        print(f"look at it: tensorboard --logdir {result.output / 'tensorboard'}")
 
 
 def exit_code(result: Any) -> int:
@@ -303,7 +310,7 @@ COMMANDS: dict[str, Command] = {
         "Make a run from a Llama-like model that `transformers` saved.",
         "lib.training.config:ImportConfig",
         "lib.training.interchange:import_model",
-        prints="{result}\npython -m lib generate --checkpoint {result} --prompts ...",
+        prints="{result}; python -m lib generate --checkpoint {result} continues texts with it",
         word="folder",
     ),
     "runs": Command(

@@ -175,6 +175,9 @@ class TrainConfig:
     wandb: bool = False
     """Also log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
 
+    tensorboard: bool = False
+    """Also write event files for TensorBoard into the run's folder; needs its package."""
+
     def __post_init__(self) -> None:
         check_fields(self)
         positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")

@@ -464,6 +464,7 @@ def _open_files(training: _Training, files: contextlib.ExitStack) -> None:
         start_step=progress.steps,
         resume_at=progress.metrics_position,
         wandb=run.config.wandb,
+        tensorboard=run.config.tensorboard,
         run_name=run.folder.name,
         config=to_dict(run.config),
     )

@@ -1,6 +1,6 @@
-"""The metrics of a run: a line of JSON each time, a progress bar, and Weights & Biases on request.
+"""The metrics of a run: a line of JSON each time, a progress bar; on request W&B and TensorBoard.
 
-tqdm and wandb are imported only where they are used.
+tqdm, wandb and tensorboard are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class MetricsLog:
             new file.
         wandb: also log to W&B, in the mode given by WANDB_MODE (`offline` if unset). An error there
             is a warning and never ends the run.
+        tensorboard: also write TensorBoard's event files, into `tensorboard` beside the file.
         run_name: the run's name in W&B; a resumed run is another one in a group of that name.
         config: JSON values that W&B shows with the run.
 
@@ -62,6 +63,7 @@ class MetricsLog:
         start_step: int = 0,
         resume_at: int | None = None,
         wandb: bool = False,
+        tensorboard: bool = False,
         run_name: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
@@ -69,12 +71,20 @@ class MetricsLog:
         self.position = resume_at or 0
         """Length of the file in bytes, all lines complete; a checkpoint saves it."""
         self._wandb, self._run_name, self._config = wandb, run_name, config
+        self._tensorboard = tensorboard
 
     def __enter__(self) -> MetricsLog:
         self._file = _open_at(self.path, self.position)
         self._run = None
         if self._wandb:
             self._run = _start_wandb(self.path.parent, self._run_name, self._config)
+        self._events = None
+        if self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # hides what the file has of steps that will be repeated
+            folder, first = self.path.parent / "tensorboard", self.start_step + 1
+            self._events = SummaryWriter(folder, purge_step=first)
         self._progress = _Progress(self.total_steps, self.start_step)
         return self
 
@@ -83,6 +93,8 @@ class MetricsLog:
     ) -> None:
         self._file.close()
         self._progress.bar.close()
+        if self._events is not None:
+            self._events.close()
         with self._wandb_errors_as_warnings():
             if self._run is not None:
                 self._run.finish(exit_code=0 if error is None else 1)
@@ -109,6 +121,10 @@ class MetricsLog:
         with self._wandb_errors_as_warnings():
             if self._run is not None:
                 self._run.log(record, step=record.get("step"))
+        if self._events is not None:
+            for name, value in record.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._events.add_scalar(name, value, record.get("step"))
 
     def sync(self) -> None:
         """Wait until all lines are on the disk; before a checkpoint that saves `position`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -106,7 +107,10 @@ def open_run(config: TrainConfig, waiting: dist.ProcessGroup | None = None) -> R
 def _open_on_this_rank(config: TrainConfig) -> Run:
     device, dtype = check_machine(config)
     if config.data is None:
-        raise ValueError("data must be a folder made by `python -m lib tokenize`, got None")
+        raise ValueError(
+            "data must be a folder made by `python -m lib tokenize`, as in --data FOLDER, or of a "
+            "preset, as in --config tiny, got None"
+        )
     if not tokenizer_files.find(config.data).exists():
         raise FileNotFoundError(
             f"data must be a folder made by `python -m lib tokenize`, got {str(config.data)!r}, "
@@ -227,6 +231,10 @@ def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
         raise ValueError(
             "gradient_accumulation_steps must be 1 with low_precision_weights, which would add up "
             f"gradients in {dtype}, got {config.gradient_accumulation_steps}"
+        )
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "tensorboard must be False without its package (pip install tensorboard), got True"
         )
     kernel = config.model.attention_kernel
     needs_compiler = device.type == "cpu" and (config.compile or kernel.endswith("_compiled"))

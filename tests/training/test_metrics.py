@@ -259,6 +259,37 @@ def test_wandb_records_offline_beside_the_metrics(path, tmp_path, monkeypatch):
     assert content.count(b"loss") >= 3
 
 
+def test_tensorboard_gets_each_number_and_forgets_steps_that_are_repeated(path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, *arguments):
+            calls.append(arguments)
+
+        def close(self):
+            calls.append("close")
+
+    fake = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    with MetricsLog(path, total_steps=9, start_step=4, tensorboard=True) as metrics:
+        metrics.write({"step": 5, "loss": 0.5, "note": "text"})
+    assert calls == [(path.parent / "tensorboard", 5), ("loss", 0.5, 5), "close"]
+
+
+def test_tensorboard_reads_what_was_written(path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard: an optional package")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    position = write_steps(path, 1, 2, 4, tensorboard=True)
+    position -= len((path.read_bytes()).splitlines(keepends=True)[-1])
+    write_steps(path, 3, start_step=2, resume_at=position, tensorboard=True)
+    events = EventAccumulator(str(path.parent / "tensorboard"))
+    assert [event.step for event in events.Reload().Scalars("loss")] == [1, 2, 3]
+
+
 def test_wandb_disabled_is_not_even_imported(path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -94,6 +95,12 @@ def test_compiling_without_a_compiler_is_refused(config, tmp_path, capsys, monke
     monkeypatch.setattr(shutil, "which", lambda name: None)
     message = refusal(config, {"compile": True}, tmp_path, capsys)
     assert "compile True needs a C++ compiler on a CPU" in message
+
+
+def test_tensorboard_without_its_package_is_refused(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    message = refusal(config, {"tensorboard": True}, tmp_path, capsys)
+    assert "tensorboard must be False without its package (pip install tensorboard)" in message
 
 
 @pytest.fixture
