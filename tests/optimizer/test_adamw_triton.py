@@ -138,8 +138,7 @@ def test_the_kernels_in_the_interpreter(run_in_interpreter):
 @OUTSIDE_THE_INTERPRETER
 @pytest.mark.parametrize(
     ("capability", "dtype"),
-    # Triton 3.2 has no bfloat16 for sm_75.
-    [(c, d) for c in (75, 80, 90) for d in ("fp32", "fp16", "bf16") if (c, d) != (75, "bf16")],
+    [(75, "fp16"), (80, "fp32"), (90, "bf16")],
 )
 def test_the_kernels_compile_to_wide_accesses(capability, dtype):
     triton = pytest.importorskip("triton")

@@ -174,13 +174,6 @@ def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):
     assert text.endswith("column = tl.arange(0, WIDTH)\n```")
 
 
-def test_an_unknown_function_or_line_is_refused():
-    with pytest.raises(ValueError, match=r"lib/flash_attention/reference.py has no function"):
-        show_kernel("flash_attention/reference", "tiles")
-    with pytest.raises(ValueError, match=r"no line from line 1 on contains 'nothing'"):
-        show_kernel("flash_attention/reference", "_tiles", "nothing")
-
-
 NOTEBOOK = ROOT / "notebooks/06_flash_attention.ipynb"
 SHOWING = [
     cell.source
