@@ -35,6 +35,8 @@ from lib.profiling.measurement import measure_interleaved
 
 # The kernels: forward, backward for dQ, backward for dK and dV.
 KINDS = ("forward", "queries", "keys")
+# The causal attention that is measured.
+TOKENS, HEADS = 2048, 64
 # (queries, keys, num_warps, num_stages) for a head_dim of about 64, by `chip_class`
 # fmt: off
 CANDIDATES = {
@@ -76,15 +78,12 @@ def tune(
     dtypes: Sequence[str] = (),
     *,
     device: str = "auto",
-    tokens: int = 2048,
-    heads: int = 64,
 ) -> list[dict[str, Any]]:
     """Find and save the best tiles of the three kernels.
 
     Args:
         head_dims: others use the tiles of the next power of two.
         dtypes: by default the 16-bit dtype that is fast on the GPU.
-        tokens, heads: of the causal attention to measure.
 
     Returns:
         A row for each kernel: its key, the tiles of the table and the best, and their times in ms;
@@ -115,7 +114,7 @@ def tune(
             row = {"kernel": key, "table": str(tuple(of_table)), "ms": None}
             row |= {"best": "none fits", "best ms": None}
             if tiles:
-                functions = _functions(choice, tiles, tokens, heads)
+                functions = _functions(choice, tiles, TOKENS, HEADS)
                 measurements = measure_interleaved(functions, device=gpu, max_seconds=0.5)
                 times = {t: m.median_ms for t, m in zip(tiles, measurements)}
                 milliseconds, best[key] = min((ms, t) for t, ms in times.items())
