@@ -635,10 +635,15 @@ def name_word(flags: list[str], field: str) -> list[str]:
     """`flags` with the flag of `field` before the word that has none, as in `export DIR`."""
     if not field:
         return flags
-    named = []
+    named, words = [], []
     for before, word in zip(["", *flags], flags):
         follows_flag = before.startswith("--") and "=" not in before
-        named += [word] if follows_flag or word.startswith("-") else [f"--{field}={word}"]
+        if not follows_flag and not word.startswith("-"):
+            words.append(word)
+            word = f"--{field}={word}"
+        named.append(word)
+    if len(words) > 1:
+        raise ValueError(f"{field} must be one word, got {' '.join(words)}; options need a flag")
     return named
 
 

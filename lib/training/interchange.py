@@ -9,6 +9,7 @@ Such a folder holds `config.json`, `model.safetensors` in Llama's layout (`lib.m
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from lib.training.checkpoint import find_checkpoint, save_checkpoint
 from lib.training.config import ExportConfig, ImportConfig, TrainConfig
 from lib.training.generation import load_model, newest_run, run_of
 from lib.training.metrics import read_metrics
+
+log = logging.getLogger(__name__)
+
 
 # Export
 
@@ -56,6 +60,7 @@ def export_run(config: ExportConfig) -> Path:
         write_atomically(folder / name, json.dumps(content, indent=2) + "\n")
     run = run_of(source)
     checkpoint = find_checkpoint(run / "checkpoints" if run == source else source)
+    log.info("exporting %s of %s", checkpoint.name, run)
     card = model_card(folder.resolve().name, run, checkpoint, settings)
     write_atomically(folder / "README.md", card)
     # each weight keeps its dtype; the config, below, names one that holds all of them exactly

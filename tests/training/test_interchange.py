@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 
 import pytest
 import tokenizers
@@ -130,8 +131,12 @@ def test_what_cannot_be_imported_is_refused_by_name(make_run, name, change, mess
     assert not (folder.parent / "imported").exists()
 
 
-def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch):
+@pytest.mark.parametrize("has_tyro", [True, False])
+def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch, has_tyro):
     run = make_run()
+    if not has_tyro:
+        # as in Kaggle's image
+        monkeypatch.setitem(sys.modules, "tyro", None)
     monkeypatch.chdir(run.parent)
     assert main(["export", "--to", "transformers", "fox", "--checkpoint", "run"]) == 0
     assert capsys.readouterr().out == "fox\n"
@@ -140,6 +145,8 @@ def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch):
     assert "artifacts/runs/fox" in capsys.readouterr().out
     flags = ["--max_new_tokens", "3", "--device", "cpu", "--prompts", "a"]
     assert main(["generate", *flags]) == 0
+    assert main(["export", "run", "fox"]) == 2
+    assert "folder must be one word, got run fox" in capsys.readouterr().err
     assert main(["export"]) == 2
     assert "folder must be a path, as in `export DIR`" in capsys.readouterr().err
 
