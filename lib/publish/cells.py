@@ -10,12 +10,24 @@ from typing import Any
 from nbformat import NotebookNode, from_dict
 from nbformat.v4 import new_output
 
-# The first code cell of every notebook, word for word; `make lint` compares.
-FIRST_CELL = """\
+# Where the workbook is published; [project.urls] in pyproject.toml has the same address.
+REPOSITORY = "https://github.com/OWNER/training-workbook"
+NAME = REPOSITORY.rsplit("/", 1)[1]
+# The first code cell of every notebook, word for word, and folded; `make lint` compares.
+FIRST_CELL = f"""\
 # `lib` is in the folder above or in this one (papermill from elsewhere: give --cwd).
+# A notebook that is alone, as on Colab, fetches it.
+import importlib.util
+import os
 import sys
 
-sys.path[:0] = ["..", "."]
+sys.path[:0] = ["..", ".", "{NAME}"]
+fetch = "git clone --depth 1 {REPOSITORY}"
+found = importlib.util.find_spec("lib")
+if not (found and found.origin) and os.system(fetch) != 0:
+    print("The workbook is not here, and cannot be fetched. In a terminal with a network, paste:")
+    sys.exit(f"{{fetch}}\\ncd {NAME} && make lab")
+importlib.invalidate_caches()
 %load_ext lib.lessons.notebook"""
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

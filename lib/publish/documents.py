@@ -19,7 +19,7 @@ from pygments.lexers import PythonLexer
 
 from lib.core.files import write_atomically
 from lib.publish.links import FILES, PAGES, TARGET, Links, copy_into_report
-from lib.publish.pages import TEMPLATES, Renderer
+from lib.publish.pages import TEMPLATES, Renderer, accessible
 
 
 def write_documents(
@@ -71,8 +71,7 @@ def _write_document(source: Path, page: Path, root: Path, pages: Collection[str]
     template = environment.get_template("document.html")
     name = source.relative_to(root).as_posix()
     page.parent.mkdir(parents=True, exist_ok=True)
-    body = body.replace("<pre>", '<pre tabindex="0">')
-    write_atomically(page, template.render(name=name, body=body, up=up))
+    write_atomically(page, template.render(name=name, body=accessible(body), up=up))
 
 
 class _Renderer(Renderer):

@@ -77,9 +77,14 @@ def write_page(
     )
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
     page, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
-    # whoever has no mouse scrolls with the keys
-    page = PLAIN_WORD.sub(r"\1", page).replace("<pre>", '<pre tabindex="0">')
+    page = accessible(PLAIN_WORD.sub(r"\1", page))
     write_atomically(path, page.replace(CONTENTS_MARK, _contents(exporter.headings), 1))
+
+
+def accessible(page: str) -> str:
+    """Return HTML whose code can be scrolled with keys, and whose headers of tables have text."""
+    page = page.replace("<pre>", '<pre tabindex="0">')
+    return re.sub(r"<th\b([^>]*)>\s*</th>", r"<td\1></td>", page)
 
 
 def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
@@ -192,6 +197,9 @@ class Renderer(IPythonRenderer):
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         if self.links and not self.embed_images:
+            # a picture from elsewhere would ask the network
+            if "://" in url:
+                return text
             url = self.links.resolve(url) or url
         return super().image(text, url, title)
 

@@ -1,6 +1,7 @@
 """The first cell finds the workbook wherever a notebook runs; stored cells are clean and static."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib.lessons import notebook
-from lib.publish.cells import FIRST_CELL, WIDGET_VIEW, clean, static_widgets
+from lib.publish.cells import FIRST_CELL, REPOSITORY, WIDGET_VIEW, clean, static_widgets
 from lib.publish.run_notebooks import execute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,20 +59,51 @@ def test_the_first_cell_finds_lib_and_sets_up_figures(folder, book, tmp_path, ma
     assert Path(child).resolve() == book / "lib/__init__.py"
 
 
-def test_without_a_workbook_the_first_cell_fails_with_its_hint_in_sight(tmp_path):
-    content = new_notebook(cells=[new_code_cell(FIRST_CELL)])
-    (tmp_path / "a/b").mkdir(parents=True)
-    client = NotebookClient(content, resources={"metadata": {"path": str(tmp_path / "a/b")}})
-    with pytest.raises(CellExecutionError, match=r"give --cwd(.|\n)*No module named 'lib"):
-        client.execute()
+def run_alone(folder: Path, monkeypatch, git: str) -> str:
+    """Run the first cell in `folder`, where no workbook is, with this as `git`; return its output.
+
+    The folder above has a `lib` without code, as on Kaggle.
+    """
+    (folder / "bin").mkdir()
+    (folder / "bin/git").write_text(f"#!/bin/sh\n{git}\n")
+    (folder / "bin/git").chmod(0o755)
+    (folder / "lib/other").mkdir(parents=True)
+    (folder / "working").mkdir()
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    where = new_code_cell("import lib\nprint(lib.__file__)")
+    content = new_notebook(cells=[new_code_cell(FIRST_CELL), where])
+    resources = {"metadata": {"path": str(folder / "working")}}
+    NotebookClient(content, resources=resources).execute()
+    return content.cells[1].outputs[0].text.strip()
 
 
-def test_the_first_cell_has_three_lines_of_code_and_is_that_of_every_notebook():
-    code = [line for line in FIRST_CELL.splitlines() if line and not line.startswith("#")]
-    assert len(code) <= 3
+def test_alone_without_a_network_the_first_cell_says_what_to_paste(tmp_path, monkeypatch):
+    with pytest.raises(CellExecutionError) as failure:
+        run_alone(tmp_path, monkeypatch, "exit 128")
+    said = str(failure.value)
+    assert "give --cwd" in said
+    assert f"git clone --depth 1 {REPOSITORY}\ncd training-workbook" in said
+
+
+def test_alone_with_a_network_the_first_cell_fetches_the_workbook(tmp_path, monkeypatch):
+    clone = f'mkdir training-workbook && cp -r "{ROOT}/lib" training-workbook/lib'
+    lib = run_alone(tmp_path, monkeypatch, clone)
+    assert Path(lib) == tmp_path / "working/training-workbook/lib/__init__.py"
+
+
+def test_the_first_cell_is_that_of_every_notebook_and_folded():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
-        assert next(cell for cell in cells if cell.cell_type == "code").source == FIRST_CELL
+        first = next(cell for cell in cells if cell.cell_type == "code")
+        assert (first.source, first.metadata.tags) == (FIRST_CELL, ["folded"])
+
+
+def test_the_workbook_has_one_address():
+    for name, times in {"pyproject.toml": 1, "README.md": 2}.items():
+        addresses = re.findall(
+            r"[\w-]+/training-workbook", (ROOT / name).read_text(encoding="utf-8")
+        )
+        assert addresses == times * [REPOSITORY.removeprefix("https://github.com/")]
 
 
 def test_a_read_only_workbook_writes_to_the_working_folder(book, monkeypatch):

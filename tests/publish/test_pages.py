@@ -143,7 +143,7 @@ def test_pages_hold_everything_and_no_script(book):
 
 
 def test_what_may_be_wider_than_a_phone_scrolls_and_can_be_reached_with_keys(book):
-    table = "| a | b |\n|---|---|\n| 1 | 2 |"
+    table = "| a | |\n|---|---|\n| 1 | 2 |"
     long = "a + b + c + d + e + f + g + h + i + j"
     page = page_of(book, "$$x^2$$", table, f"So ${long}$ and $y$.", "```python\nx = 1\n```")
     assert len(page.select("div.scroll[tabindex='0'] > math")) == 1
@@ -151,6 +151,8 @@ def test_what_may_be_wider_than_a_phone_scrolls_and_can_be_reached_with_keys(boo
     assert len(page.select("math")) == 3
     assert page.select_one(".scroll[tabindex='0'] > table")
     assert page.select_one("pre[tabindex='0']")
+    # a header without text is none
+    assert [cell.text for cell in page.select("th")] == ["a"]
 
 
 def test_a_prime_is_beside_its_letter():
