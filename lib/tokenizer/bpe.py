@@ -14,11 +14,12 @@ import logging
 import operator
 import os
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,6 +36,7 @@ from lib.tokenizer.pretokenize import (
     iter_chunks,
     safe_cut,
     special_token_pattern,
+    split_at_safe_cuts,
     split_at_spaces,
     split_pretokens,
     split_special,
@@ -44,11 +46,13 @@ Pair = tuple[int, int]
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
 IMPLEMENTATIONS = ("auto", "python", "numba")
-# below these sizes, compiling with Numba or even loading its cache costs more than it saves
+# below this size, compiling with Numba or even loading its cache costs more than it saves
 COMPILED_TRAINING_BYTES = 8 << 20
-COMPILED_ENCODING_BYTES = 1 << 20
-# once compiled, much smaller texts pay
-COMPILED_AGAIN_BYTES = 1 << 12
+# once a tokenizer has encoded so much, the compiled code is loaded; where it is loaded already, so
+# little
+COMPILED_ENCODING_BYTES, COMPILED_AGAIN_BYTES = 1 << 20, 1 << 12
+# the readable encoder looks after so much text if the compiled one is ready
+PART_BYTES = 1 << 16
 # the address space that importing and compiling with Numba takes
 NUMBA_BYTES = 1 << 30
 # the compiled encoder keeps an id in 24 bits
@@ -275,7 +279,8 @@ class Tokenizer:
         merges: pairs of byte strings in the order in which they were learned.
         special_tokens: encoded as one token each wherever they occur; if several begin at the same
             index, the longest wins. Those that `vocab` lacks get the next free ids.
-        implementation: "python", "numba" (identical results), or "auto": Numba for large texts.
+        implementation: "python", "numba" (identical results), or "auto": Numba once this tokenizer
+            has encoded a megabyte. Its code loads in a thread; the readable code works meanwhile.
 
     Raises:
         ValueError: `vocab` lacks a byte or the result of a merge or has an id that is negative or
@@ -318,6 +323,8 @@ class Tokenizer:
             self.special_tokens[token] = token_id
         self._special_pattern = special_token_pattern(list(self.special_tokens))
         self._special_bytes = [token.encode() for token in self.special_tokens]
+        # bytes and ids that this tokenizer was given while it had no compiled code
+        self._given = 0
         # word -> the ids of a space and the word
         self._spaced_words: dict[str, list[int]] = {}
 
@@ -372,7 +379,18 @@ class Tokenizer:
             UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
         """
         if self._use_compiled(len(text)):
-            return self._compiled.encode(text.encode(), allow_special).tolist()
+            return self._compiled.encode(text, allow_special).tolist()
+        if self.implementation == "python" or len(text) <= PART_BYTES:
+            return self._encode_readably(text, allow_special)
+        ids, special_bytes = [], self._special_bytes if allow_special else ()
+        for part in split_at_safe_cuts(text.encode(), PART_BYTES, special_bytes):
+            if self._use_compiled(0):
+                ids += self._compiled.encode(part, allow_special).tolist()
+            else:
+                ids += self._encode_readably(part.decode(), allow_special)
+        return ids
+
+    def _encode_readably(self, text: str, allow_special: bool) -> list[int]:
         ids = []
         pattern = self._special_pattern if allow_special else None
         for ordinary, special in split_special(text, pattern):
@@ -435,10 +453,25 @@ class Tokenizer:
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD."""
         if self._use_compiled(len(text)):
-            data = text.encode() if isinstance(text, str) else text
-            return self._compiled.encode(data, allow_special).astype(self.dtype)
+            return self._compiled.encode(text, allow_special)
         text = text if isinstance(text, str) else text.decode("utf-8", "replace")
         return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, allow_special: bool = True, workers: int | None = None
+    ) -> list[np.ndarray]:
+        """Convert each text to an array of ids, as `encode_array` does, faster for many short ones.
+
+        `workers` is the number of threads; one per core by default.
+        """
+        if not self._use_compiled(sum(map(len, texts))):
+            return [self.encode_array(text, allow_special=allow_special) for text in texts]
+        encode = partial(self._compiled.encode_batch, allow_special=allow_special)
+        workers = workers or available_cpus()
+        with ThreadPoolExecutor(workers) as executor:
+            batches = self._compiled.batches(texts)
+            results = ordered_map(executor, encode, batches, workers + 1)
+            return [ids for arrays in results for ids in arrays]
 
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings of `iterable`, such as a file's lines, one by one.
@@ -504,19 +537,20 @@ class Tokenizer:
             ) from None
 
     def _use_compiled(self, size: int) -> bool:
-        if self.implementation != "auto":
-            return self.implementation == "numba"
-        if "_compiled" in self.__dict__:
-            return size >= COMPILED_AGAIN_BYTES
-        return size >= COMPILED_ENCODING_BYTES and (
-            choose_implementation("auto", size, COMPILED_ENCODING_BYTES) == "numba"
-        )
+        """Whether to use the compiled code for `size` more bytes or ids. It may begin to load."""
+        if "_compiled" in self.__dict__ or self.implementation != "auto":
+            return self.implementation != "python"
+        self._given += size
+        if self._given >= COMPILED_ENCODING_BYTES:
+            COMPILED_CODE.load()
+        return self._given >= COMPILED_AGAIN_BYTES and COMPILED_CODE.is_ready()
 
     @cached_property
     def _compiled(self):
         from lib.tokenizer.compiled_encoder import CompiledEncoder
 
-        return CompiledEncoder(self.vocab, self._byte_ids, self._ranks, self.special_tokens)
+        specials = self.special_tokens
+        return CompiledEncoder(self.vocab, self._byte_ids, self._ranks, specials, self.dtype)
 
 
 def rank_merges(
@@ -544,6 +578,39 @@ def rank_merges(
 
 
 # The choice between this file and the compiled one
+
+
+class CompiledCode:
+    """Loads the code for encoding once, in a thread: seconds if Numba must compile it first."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._loaded: Future | None = None
+
+    def load(self) -> None:
+        """Begin to load the code, unless that was done before or Numba cannot be used here."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = Future()
+                if choose_implementation("auto", COMPILED_ENCODING_BYTES, 0) == "numba":
+                    threading.Thread(target=self._load, name="load compiled tokenizer").start()
+
+    def _load(self) -> None:
+        try:
+            every_byte = {byte: bytes([byte]) for byte in range(256)}
+            tokenizer = Tokenizer(every_byte, [], implementation="numba")
+            tokenizer.decode(tokenizer.encode("a"))
+            tokenizer.decode(tokenizer.encode_array("a"))
+            self._loaded.set_result(None)
+        except Exception:
+            log.exception("tokenizer: Numba failed, so the Python implementation goes on")
+
+    def is_ready(self) -> bool:
+        """Whether the code is loaded."""
+        return self._loaded is not None and self._loaded.done()
+
+
+COMPILED_CODE = CompiledCode()
 
 
 def choose_implementation(implementation: str, num_bytes: int, threshold: int) -> str:

@@ -8,8 +8,9 @@ Threads work on chunks between safe cuts, each with its own cache.
 
 import heapq
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from lib.tokenizer.compiled_scan import (
     LOW_32,
     PADDING,
     U32,
+    Special,
+    array_at,
     class_table,
     compiled,
     compiled_with_allocation,
@@ -28,9 +31,10 @@ from lib.tokenizer.compiled_scan import (
     load_word,
     new_special,
     next_pretoken,
-    prepare,
+    prefetch,
     same_bytes,
     store_word,
+    valid_utf8,
 )
 from lib.tokenizer.compiled_words import (
     ENTRY,
@@ -38,11 +42,12 @@ from lib.tokenizer.compiled_words import (
     LONGEST_LENGTH,
     MIX_1,
     WordCounts,
-    find_key,
+    find_entry,
+    first_entry,
     power_of_two,
     pretoken_key,
 )
-from lib.tokenizer.pretokenize import CHUNK_BYTES, iter_chunks
+from lib.tokenizer.pretokenize import CHUNK_BYTES, iter_chunks, split_at_safe_cuts
 
 # a merge is stored as rank << 32 | id of the merged token; NEVER means no merge
 NEVER = 0x7FFFFFFFFFFFFFFF
@@ -51,6 +56,10 @@ RANK, ID = 0x7FFFFFFF00000000, 0xFFFFFFFF
 GONE = 0xFFFFFFFF
 # ids that an entry of the cache has space for; OUTSIDE marks a number of ids that are elsewhere
 INLINE, OUTSIDE = 3, 1 << 16
+# bytes of text that are encoded at a time, and texts: memory that is used again is faster than new
+CAPACITY, BATCH_TEXTS = 1 << 20, 1 << 14
+# pre-tokens that are looked up together
+BATCH = 128
 
 
 def train_file(
@@ -95,6 +104,8 @@ class Cache(NamedTuple):
     used: np.ndarray
     # (LONGEST_LENGTH,) int64: space for the merges of one pre-token
     best: np.ndarray
+    # (BATCH * 4,) uint64: space for the pre-tokens to come
+    batch: np.ndarray
 
 
 def new_cache() -> Cache:
@@ -105,6 +116,7 @@ def new_cache() -> Cache:
         kept=np.empty(1 << 21, dtype=np.uint8),
         used=np.zeros(3, dtype=np.int64),
         best=np.empty(LONGEST_LENGTH, dtype=np.int64),
+        batch=np.empty(BATCH * 4, dtype=np.uint64),
     )
 
 
@@ -115,7 +127,7 @@ class Ranks(NamedTuple):
     byte_ids: np.ndarray
     # (65536,) int64: the merge of two bytes, at first << 8 | second
     byte_pairs: np.ndarray
-    # (rows, 2) int64, a hash table: (left id << 32 | right id) + 1, and their merge
+    # (rows * 2,) int64, a hash table: (left id << 32 | right id) + 1, and their merge
     pairs: np.ndarray
 
 
@@ -123,29 +135,29 @@ class Ranks(NamedTuple):
 def merge_rank(ranks, left, right):
     """Look up the merge of a pair of ids."""
     pairs = ranks.pairs
-    mask = pairs.shape[0] - 1
+    last = pairs.shape[0] - 2
     key = np.int64(left) << 32 | np.int64(right)
-    row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
+    row = np.int64((np.uint64(key) * MIX_1) >> U32) * 2 & last
     key += 1
-    found = pairs[row, 0]
-    given = pairs[row, 1] if found == key else NEVER
+    found = pairs[row]
+    given = pairs[row + 1] if found == key else NEVER
     while found != 0 and found != key:
-        row = (row + 1) & mask
-        found = pairs[row, 0]
-        given = pairs[row, 1] if found == key else NEVER
+        row = (row + 2) & last
+        found = pairs[row]
+        given = pairs[row + 1] if found == key else NEVER
     return given
 
 
 @compiled
 def fill_pairs(merges, pairs):
     """Fill the hash table from rows (left id, right id, merged id), ordered by rank."""
-    mask = pairs.shape[0] - 1
+    last = pairs.shape[0] - 2
     for rank in range(merges.shape[0]):
         key = merges[rank, 0] << 32 | merges[rank, 1]
-        row = np.int64((np.uint64(key) * MIX_1) >> U32) & mask
-        while pairs[row, 0] != 0:
-            row = (row + 1) & mask
-        pairs[row, 0], pairs[row, 1] = key + 1, np.int64(rank) << 32 | merges[rank, 2]
+        row = np.int64((np.uint64(key) * MIX_1) >> U32) * 2 & last
+        while pairs[row] != 0:
+            row = (row + 2) & last
+        pairs[row], pairs[row + 1] = key + 1, np.int64(rank) << 32 | merges[rank, 2]
 
 
 @compiled
@@ -244,7 +256,7 @@ def remember(cache, data, start, length, low, high, ids):
     ):
         table[:] = 0
         used[:] = 0
-    at = find_key(table, low, high)
+    at = find_entry(table, first_entry(table, low, high), low, high)
     if table[at + 1]:
         # another pre-token has the same hashes
         return
@@ -286,60 +298,127 @@ def recall_outside(cache, entry, data, start, length, out, n):
 @compiled
 def encode_anew(data, start, length, low, high, ranks, cache, out, n):
     """Write the ids of a pre-token that is not cached, and cache it; return their number."""
+    if length > LONGEST_LENGTH:
+        return encode_long(data, start, length, ranks, out[n : n + length])
     number = encode_pretoken(data, start, length, ranks, cache.best, out[n : n + length])
     remember(cache, data, start, length, low, high, out[n : n + number])
     return number
 
 
 @compiled
-def encode_ordinary(data, start, end, classes, ranks, cache, out, n):
-    """Write the ids of data[start:end] to `out` from `n` on.
+def look_ahead(data, start, end, classes, table, batch):
+    """Find the next pre-tokens of data[start:end], at most BATCH; return their number.
 
-    Stops before a pre-token of more than LONGEST_LENGTH bytes. Returns (start, after, n): where it
-    stopped, where the long pre-token ends, and where the ids end.
+    A row of `batch` is a pre-token's key, where the search for its entry begins, and its end. The
+    entry is fetched while others are still being found: memory takes longer than all else here.
     """
-    table = cache.table
     base, ends = start, np.uint64(0)
-    while start < end:
+    number = 0
+    while start < end and number < BATCH:
         after, base, ends = next_pretoken(data, start, end, classes, base, ends)
-        length = after - start
-        low, high = pretoken_key(data, start, length)
-        entry = find_key(table, low, high)
-        last_ids = load_word(table, entry + 3)
-        number = np.int64(last_ids >> U32)
-        if load_word(table, entry + 1) and number <= INLINE:
-            # writing all that an entry holds is cheaper than a branch
-            store_word(out, n, load_word(table, entry + 2))
-            store_word(out, n + 2, last_ids)
-        elif length > LONGEST_LENGTH:
-            return start, after, n
-        else:
-            number = 0
-            if load_word(table, entry + 1):
-                number = recall_outside(cache, entry, data, start, length, out, n)
-            if number == 0:
-                number = encode_anew(data, start, length, low, high, ranks, cache, out, n)
-        n += number
+        low, high = pretoken_key(data, start, after - start)
+        entry = first_entry(table, low, high)
+        prefetch(table, entry)
+        row = 4 * number
+        batch[row], batch[row + 1] = low, high
+        batch[row + 2], batch[row + 3] = np.uint64(entry), np.uint64(after)
+        number += 1
         start = after
-    return start, start, n
+    return number
+
+
+@compiled
+def encode_ordinary(data, start, end, classes, ranks, cache, out, n):
+    """Write the ids of data[start:end] to `out` from `n` on; return where they end."""
+    table, batch = cache.table, cache.batch
+    while start < end:
+        for row in range(0, 4 * look_ahead(data, start, end, classes, table, batch), 4):
+            low, high, after = batch[row], batch[row + 1], np.int64(batch[row + 3])
+            entry = find_entry(table, np.int64(batch[row + 2]), low, high)
+            last_ids = load_word(table, entry + 3)
+            number = np.int64(last_ids >> U32)
+            if load_word(table, entry + 1) and number <= INLINE:
+                # writing all that an entry holds is cheaper than a branch
+                store_word(out, n, load_word(table, entry + 2))
+                store_word(out, n + 2, last_ids)
+            else:
+                length, number = after - start, 0
+                if load_word(table, entry + 1):
+                    number = recall_outside(cache, entry, data, start, length, out, n)
+                if number == 0:
+                    number = encode_anew(data, start, length, low, high, ranks, cache, out, n)
+            n += number
+            start = after
+    return n
 
 
 @compiled
 def encode_text(data, start, end, classes, special, ranks, cache, out, n):
-    """Write the ids of data[start:end] to `out` from `n` on; return what `encode_ordinary` does.
+    """Write the ids of data[start:end] to `out` from `n` on; return where they end.
 
     `out` (uint32) has space for one id per byte, and INLINE more.
     """
     while start < end:
         stop, token = find_special(data, start, end, special)
-        start, after, n = encode_ordinary(data, start, stop, classes, ranks, cache, out, n)
-        if after > start:
-            return start, after, n
+        n = encode_ordinary(data, start, stop, classes, ranks, cache, out, n)
+        start = stop
         if token >= 0:
             out[n] = special.ids[token]
             n += 1
-            start = stop + special.starts[token + 1] - special.starts[token]
-    return start, start, n
+            start += special.starts[token + 1] - special.starts[token]
+    return n
+
+
+# Numba takes a microsecond or two to look at all these arrays, longer than to encode a short text.
+# So they come as one array, of their addresses and lengths.
+
+
+def addresses_of(*arrays: np.ndarray) -> np.ndarray:
+    """Return the address and the length of each array, (2 * arrays,) int64."""
+    pairs = [(array.ctypes.data, len(array)) for array in arrays]
+    return np.array(pairs, dtype=np.int64).reshape(-1)
+
+
+@compiled
+def encode_texts(addresses, number, narrow):
+    """Encode as many texts as `number`, which end at `ends` in `data`; return the number of ids.
+
+    Writes the ids to `out`, with `narrow` as uint16, and their ends to `id_ends`. `addresses` are
+    those of data, ends, out, id_ends, the classes of characters, Special, Ranks and Cache.
+    """
+    at = addresses
+    data, ends = array_at(at[0], at[1], np.uint8), array_at(at[2], at[3], np.int64)
+    out, id_ends = array_at(at[4], at[5], np.uint32), array_at(at[6], at[7], np.int64)
+    classes = array_at(at[8], at[9], np.uint8)
+    special = Special(
+        array_at(at[10], at[11], np.uint8),
+        array_at(at[12], at[13], np.uint8),
+        array_at(at[14], at[15], np.int64),
+        array_at(at[16], at[17], np.uint32),
+    )
+    ranks = Ranks(
+        array_at(at[18], at[19], np.uint32),
+        array_at(at[20], at[21], np.int64),
+        array_at(at[22], at[23], np.int64),
+    )
+    cache = Cache(
+        array_at(at[24], at[25], np.uint64),
+        array_at(at[26], at[27], np.uint32),
+        array_at(at[28], at[29], np.uint8),
+        array_at(at[30], at[31], np.int64),
+        array_at(at[32], at[33], np.int64),
+        array_at(at[34], at[35], np.uint64),
+    )
+    start = n = 0
+    for k in range(number):
+        n = encode_text(data, start, ends[k], classes, special, ranks, cache, out, n)
+        start = ends[k]
+        id_ends[k] = n
+    if narrow:
+        narrowed = array_at(at[4], 2 * at[5], np.uint16)
+        for k in range(n):
+            narrowed[k] = out[k]
+    return n
 
 
 @compiled
@@ -366,6 +445,24 @@ def copy_tokens(ids, starts, token_bytes, out):
         n += length
 
 
+class Workspace:
+    """What one thread encodes with: a cache, and space for text and ids."""
+
+    def __init__(self, encoder: "CompiledEncoder", capacity: int):
+        self.cache = new_cache()
+        self.data = np.zeros(capacity + PADDING, dtype=np.uint8)
+        # copying to a memory view takes half as long as to an array
+        self.text = memoryview(self.data)
+        self.ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
+        self.id_ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
+        out = np.empty(capacity + 1 + INLINE, dtype=np.uint32)
+        self.ids = out.view(encoder.dtype)
+        arrays = self.data, self.ends, out, self.id_ends, class_table()
+        rest = *encoder.ranks, *self.cache
+        self.with_special = addresses_of(*arrays, *encoder.special, *rest)
+        self.without_special = addresses_of(*arrays, *encoder.no_special, *rest)
+
+
 class CompiledEncoder:
     """The compiled half of a `lib.tokenizer.bpe.Tokenizer`; threads may share it."""
 
@@ -375,14 +472,18 @@ class CompiledEncoder:
         byte_ids: Sequence[int],
         ranks: Mapping[tuple[int, int], tuple[int, int]],
         special_tokens: Mapping[str, int],
+        dtype: np.dtype,
     ):
+        self.dtype = dtype
+        self.narrow = dtype == np.uint16
+        self.special_tokens = [token.encode() for token in special_tokens]
         self.special = new_special(special_tokens)
         self.no_special = new_special({})
         merges = np.array([(*pair, new) for pair, (_, new) in ranks.items()], dtype=np.int64)
         self.ranks = Ranks(
             byte_ids=np.array(byte_ids, dtype=np.uint32),
             byte_pairs=np.empty(1 << 16, dtype=np.int64),
-            pairs=np.zeros((power_of_two(2 * len(merges) + 2), 2), dtype=np.int64),
+            pairs=np.zeros(2 * power_of_two(2 * len(merges) + 2), dtype=np.int64),
         )
         fill_pairs(merges.reshape(-1, 3), self.ranks.pairs)
         fill_byte_pairs(self.ranks)
@@ -390,27 +491,68 @@ class CompiledEncoder:
         self.starts = np.cumsum([0, *lengths])
         token_bytes = b"".join(vocab[token] for token in sorted(vocab))
         self.token_bytes = np.frombuffer(token_bytes + bytes(PADDING), dtype=np.uint8)
-        self.idle_caches: list[Cache] = []
+        # one for each thread that encodes at the same time
+        self.idle: list[Workspace] = []
 
-    def encode(self, text: bytes, allow_special: bool = True) -> np.ndarray:
-        """Convert UTF-8 `text` to ids, (num_tokens,) uint32; invalid bytes count as U+FFFD."""
-        data, length = prepare(text)
-        out = np.empty(length + 1 + INLINE, dtype=np.uint32)
+    def encode(self, text: str | bytes, allow_special: bool = True) -> np.ndarray:
+        """Convert text to ids of `dtype`, (num_tokens,); invalid UTF-8 counts as U+FFFD."""
+        data = text.encode() if isinstance(text, str) else valid_utf8(text)
+        length = len(data)
+        if length > CAPACITY:
+            special_tokens = self.special_tokens if allow_special else []
+            chunks = split_at_safe_cuts(data, CAPACITY, special_tokens)
+            return np.concatenate([self._encode_chunk(chunk, allow_special) for chunk in chunks])
+        return self._encode_chunk(data, allow_special)
+
+    def _encode_chunk(self, data: bytes, allow_special: bool) -> np.ndarray:
+        length = len(data)
+        work = self._workspace(length)
+        work.text[:length] = data
+        work.ends[0] = length
+        addresses = work.with_special if allow_special else work.without_special
+        number = encode_texts(addresses, 1, self.narrow)
+        ids = work.ids[:number].copy()
+        self._put_back(work)
+        return ids
+
+    def encode_batch(self, texts: Sequence[bytes], allow_special: bool = True) -> list[np.ndarray]:
+        """Convert each of at most BATCH_TEXTS texts of valid UTF-8 to an array of ids."""
+        data = b"".join(texts)
+        work = self._workspace(len(data))
+        work.text[: len(data)] = data
+        work.ends[: len(texts)] = np.cumsum([len(text) for text in texts])
+        addresses = work.with_special if allow_special else work.without_special
+        number = encode_texts(addresses, len(texts), self.narrow)
+        ids = work.ids[:number].copy()
+        ends = work.id_ends[: len(texts)].tolist()
+        self._put_back(work)
+        return [ids[start:end] for start, end in pairwise([0, *ends])]
+
+    def batches(self, texts: Iterable[str]) -> Iterator[list[bytes]]:
+        """Group texts for `encode_batch`: as many as fit a workspace, or one that does not."""
+        batch, size = [], 0
+        for text in texts:
+            data = text.encode()
+            size += len(data)
+            if batch and (size > CAPACITY or len(batch) == BATCH_TEXTS):
+                yield batch
+                batch, size = [], len(data)
+            batch.append(data)
+        if batch:
+            yield batch
+
+    def _workspace(self, length: int) -> Workspace:
+        if length > CAPACITY:
+            # one word that is longer than all texts
+            return Workspace(self, length)
         try:
-            cache = self.idle_caches.pop()
+            return self.idle.pop()
         except IndexError:
-            cache = new_cache()
-        special = self.special if allow_special else self.no_special
-        start = n = 0
-        while start < length:
-            start, after, n = encode_text(
-                data, start, length, class_table(), special, self.ranks, cache, out, n
-            )
-            if after > start:
-                n += encode_long(data, start, after - start, self.ranks, out[n:])
-                start = after
-        self.idle_caches.append(cache)
-        return out[:n]
+            return Workspace(self, CAPACITY)
+
+    def _put_back(self, work: Workspace) -> None:
+        if len(work.text) == CAPACITY + PADDING:
+            self.idle.append(work)
 
     def decode(self, ids: np.ndarray | list[int]) -> bytes:
         """Convert `ids` to bytes; raises KeyError or OverflowError if one is not in `vocab`."""

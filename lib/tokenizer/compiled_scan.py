@@ -20,6 +20,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 from lib.tokenizer.pretokenize import LETTERS, NUMBERS, WHITESPACE, parse_ranges
 
@@ -95,6 +96,45 @@ def store_word(typing_context, array, index, word):
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.uint64), generate
+
+
+@intrinsic
+def array_at(typing_context, address, length, dtype):
+    """Make an array of `dtype`, (length,), from the address of its elements."""
+    array_type = types.Array(dtype.dtype, 1, "C")
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(array_type)(context, builder)
+        size = context.get_constant(types.intp, dtype.dtype.bitwidth // 8)
+        populate_array(
+            array,
+            data=builder.inttoptr(arguments[0], array.data.type),
+            shape=[arguments[1]],
+            strides=[size],
+            itemsize=size,
+            meminfo=None,
+        )
+        return array._getvalue()
+
+    return array_type(types.int64, types.int64, dtype), generate
+
+
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Ask memory for the cache line of `array[index]`, which is read soon."""
+
+    def generate(context, builder, signature, arguments):
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = builder.gep(view.data, [arguments[1]])
+        byte = ir.IntType(8).as_pointer()
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # for reading, into all levels of the cache, data
+        builder.call(function, [builder.bitcast(pointer, byte), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @intrinsic
@@ -354,7 +394,7 @@ def is_valid_utf8(data, end):
     """Whether data[:end] is well-formed UTF-8 (RFC 3629: no overlong forms, no surrogates)."""
     i = 0
     while i < end:
-        if load_word(data, i) & HIGH_BITS == 0:
+        if i + 8 <= end and load_word(data, i) & HIGH_BITS == 0:
             i += 8
             continue
         b = data[i]
@@ -381,13 +421,16 @@ def is_valid_utf8(data, end):
     return True
 
 
-def prepare(text: bytes) -> tuple[np.ndarray, int]:
-    """Return `text` as valid UTF-8 with padding at the end, and its length without it."""
-    data = np.frombuffer(text + bytes(PADDING), dtype=np.uint8)
-    if is_valid_utf8(data, len(text)):
-        return data, len(text)
-    text = text.decode("utf-8", "replace").encode()
-    return np.frombuffer(text + bytes(PADDING), dtype=np.uint8), len(text)
+def padded(text: bytes) -> np.ndarray:
+    """Return `text` with padding at the end."""
+    return np.frombuffer(text + bytes(PADDING), dtype=np.uint8)
+
+
+def valid_utf8(text: bytes) -> bytes:
+    """Return `text` with U+FFFD for bytes that are not valid UTF-8."""
+    if is_valid_utf8(np.frombuffer(text, dtype=np.uint8), len(text)):
+        return text
+    return text.decode("utf-8", "replace").encode()
 
 
 @compiled

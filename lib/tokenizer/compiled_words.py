@@ -21,8 +21,9 @@ from lib.tokenizer.compiled_scan import (
     find_special,
     load_word,
     next_pretoken,
-    prepare,
+    padded,
     same_bytes,
+    valid_utf8,
 )
 
 # an entry of a table has four uint64: the key's low and high word, and two for the caller; in an
@@ -74,13 +75,18 @@ def pretoken_hash(low, high):
 
 
 @compiled
-def find_key(table, low, high):
-    """Return where the entry of the key begins, or the empty entry where it belongs.
+def first_entry(table, low, high):
+    """Return where the search for a key begins."""
+    return np.int64(pretoken_hash(low, high)) * ENTRY & (table.shape[0] - ENTRY)
+
+
+@compiled
+def find_entry(table, at, low, high):
+    """Return where the entry of a key is from `at` on, or the empty entry where it belongs.
 
     At least one entry must be empty, or the search never ends.
     """
     last = table.shape[0] - ENTRY
-    at = np.int64(pretoken_hash(low, high)) * ENTRY & last
     while load_word(table, at + 1):
         if load_word(table, at) == low and load_word(table, at + 1) == high:
             break
@@ -94,7 +100,7 @@ def find_counted(table, low, high, length, data, start):
 
     Where the key holds hashes, the bytes are compared with those that were counted first.
     """
-    at = find_key(table, low, high)
+    at = find_entry(table, first_entry(table, low, high), low, high)
     while length > LONGEST_KEY and table[at + 1]:
         tag = table[at + 2]
         first = np.int64(tag >> U32)
@@ -213,7 +219,8 @@ class WordCounts:
 
     def count(self, chunk: bytes) -> int:
         """Count the pre-tokens of `chunk`; return its number of bytes."""
-        data, length = prepare(chunk)
+        chunk = valid_utf8(chunk)
+        data, length = padded(chunk), len(chunk)
         table = np.zeros(self.SMALL_TABLE_ROWS * ENTRY, dtype=np.uint64)
         room = self.SMALL_TABLE_ROWS // 2
         start = 0

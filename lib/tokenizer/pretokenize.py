@@ -162,6 +162,21 @@ def iter_chunks(
         yield bytes(pending)
 
 
+def split_at_safe_cuts(
+    data: bytes, chunk_bytes: int, special_tokens: Sequence[bytes] = ()
+) -> Iterator[bytes]:
+    """Split `data` into chunks as `iter_chunks` does a stream."""
+    start, size = 0, chunk_bytes
+    while start + size < len(data):
+        chunk = data[start : start + size]
+        cut = safe_cut(chunk, special_tokens)
+        if cut:
+            yield chunk[:cut]
+        # without a cut, look for one in a longer chunk
+        start, size = start + cut, chunk_bytes if cut else 2 * size
+    yield data[start:]
+
+
 def safe_cut(data: bytes, special_tokens: Sequence[bytes] = (), start: int = 0) -> int:
     """Return the last index after `start` where UTF-8 `data` can be cut without changing tokens.
 

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,9 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.tokenizer import bpe
+from lib.tokenizer import bpe, compiled_encoder
 from lib.tokenizer.bpe import (
+    CompiledCode,
     Tokenizer,
     count_pretokens,
     merge_pair,
@@ -281,7 +283,88 @@ def test_numba_is_not_loaded_where_the_address_space_is_limited():
     assert done.stdout.split() == ["1500000", "False"]
 
 
+@pytest.fixture
+def loading(monkeypatch):
+    """Compiled code that is not loaded yet; the test says with `set` when it may be."""
+    allowed = threading.Event()
+    code = CompiledCode()
+    load = code._load
+    monkeypatch.setattr(code, "_load", lambda: allowed.wait() and load())
+    monkeypatch.setattr(bpe, "COMPILED_CODE", code)
+    monkeypatch.setattr(bpe, "COMPILED_ENCODING_BYTES", 10_000)
+    monkeypatch.setattr(bpe, "PART_BYTES", 1_000)
+    yield allowed, code
+    allowed.set()
+
+
+def test_short_texts_bring_the_compiled_code_and_the_readable_one_works_meanwhile(
+    trained, tokenizers, loading
+):
+    allowed, code = loading
+    tokenizer, expected = Tokenizer(*trained, SPECIAL), tokenizers["numba"].encode(TEXT)
+    assert tokenizer.encode(TEXT) == expected
+    assert code._loaded is None
+    for _ in range(20):
+        assert tokenizer.encode(TEXT) == expected
+    # asked for, but not there
+    assert code._loaded is not None
+    assert "_compiled" not in tokenizer.__dict__
+    allowed.set()
+    code._loaded.result(timeout=120)
+    assert tokenizer.encode(TEXT) == expected
+    assert "_compiled" in tokenizer.__dict__
+
+
+def test_the_compiled_code_takes_over_within_a_long_text(trained, tokenizers, loading, monkeypatch):
+    allowed, code = loading
+    tokenizer = Tokenizer(*trained, SPECIAL)
+    readably, parts = tokenizer._encode_readably, []
+
+    def encode(text, allow_special):
+        parts.append(text)
+        if len(parts) == 5:
+            allowed.set()
+            code._loaded.result(timeout=120)
+        return readably(text, allow_special)
+
+    monkeypatch.setattr(tokenizer, "_encode_readably", encode)
+    assert tokenizer.encode(TEXT * 50) == tokenizers["numba"].encode(TEXT * 50)
+    assert len(parts) == 5
+
+
+def test_without_numba_the_readable_code_goes_on(trained, tokenizers, loading, monkeypatch):
+    monkeypatch.setattr(bpe, "numba_installed", lambda: False)
+    tokenizer = Tokenizer(*trained, SPECIAL)
+    for _ in range(3):
+        assert tokenizer.encode(TEXT * 20) == tokenizers["numba"].encode(TEXT * 20)
+    assert "_compiled" not in tokenizer.__dict__
+
+
 # Encoding and decoding
+
+
+@BOTH
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.one_of(tricky_text(8), st.sampled_from(["", "<|a|", ">", "x", "'", "s"]))),
+    allow_special=st.booleans(),
+)
+def test_a_batch_gives_the_ids_of_each_text(tokenizers, implementation, texts, allow_special):
+    tokenizer = tokenizers[implementation]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_encoder, "BATCH_TEXTS", 3)
+        batch = tokenizer.encode_batch(texts, allow_special=allow_special, workers=2)
+    assert all(ids.dtype == tokenizer.dtype for ids in batch)
+    expected = [tokenizer.encode(text, allow_special=allow_special) for text in texts]
+    assert [ids.tolist() for ids in batch] == expected
+
+
+def test_texts_longer_than_a_workspace(tokenizers):
+    texts = ["ab " * 500_000, "x", "é" * 700_000, "", "a b" * 200_000, "y"]
+    expected = [tokenizers["python"].encode(text) for text in texts]
+    numba = tokenizers["numba"]
+    assert [numba.encode(text) for text in texts] == expected
+    assert [ids.tolist() for ids in numba.encode_batch(texts)] == expected
 
 
 @BOTH

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_bpe, train_from_counts
-from lib.tokenizer.compiled_encoder import Cache, CompiledEncoder
+from lib.tokenizer.compiled_encoder import BATCH, Cache, CompiledEncoder
 from lib.tokenizer.compiled_merges import Learner, learn_merges, new_learner
 from lib.tokenizer.compiled_scan import (
     PADDING,
@@ -28,10 +28,11 @@ from lib.tokenizer.compiled_scan import (
     load_word,
     new_special,
     next_pretoken,
-    prepare,
+    padded,
     pretoken_end,
     store_word,
     trailing_zeros,
+    valid_utf8,
 )
 from lib.tokenizer.compiled_words import ENTRY, LONGEST_LENGTH, WordCounts
 from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
@@ -72,10 +73,10 @@ SCANNERS = pytest.mark.parametrize("scan", [scan_one_by_one, scan_windows])
 
 def scanned(scan: Callable, text: str) -> list[str]:
     """The pre-tokens that a scanner finds."""
-    data, length = prepare(text.encode())
+    content = text.encode()
+    data, length = padded(content), len(content)
     ends = np.empty(length, np.int64)
     ends = ends[: scan(data, length, class_table(), ends)].tolist()
-    content = data.tobytes()
     return [content[start:end].decode() for start, end in zip([0, *ends], ends)]
 
 
@@ -120,8 +121,7 @@ def check_utf8(text: bytes) -> None:
     except UnicodeDecodeError:
         expected = False
     assert is_valid_utf8(data, len(text)) == expected
-    prepared, length = prepare(text)
-    assert prepared[:length].tobytes() == text.decode("utf-8", "replace").encode()
+    assert valid_utf8(text) == text.decode("utf-8", "replace").encode()
 
 
 def test_utf8_is_checked_as_python_checks_it():
@@ -238,6 +238,7 @@ def test_a_cache_that_overflows_does_not_change_the_ids(trained, monkeypatch, ro
         kept=np.empty(kept, np.uint8),
         used=np.zeros(3, np.int64),
         best=np.empty(LONGEST_LENGTH, np.int64),
+        batch=np.empty(BATCH * 4, np.uint64),
     )
     monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
     tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")

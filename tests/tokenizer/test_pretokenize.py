@@ -15,6 +15,7 @@ from lib.tokenizer.pretokenize import (
     iter_chunks,
     safe_cut,
     special_token_pattern,
+    split_at_safe_cuts,
     split_at_spaces,
     split_pretokens,
     split_special,
@@ -115,9 +116,12 @@ broken = st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xa9", b"\xe3\x80", b" ",
 @given(st.one_of(tricky_text().map(str.encode), broken.map(b"".join)), st.integers(1, 40))
 def test_chunks_never_change_the_pieces(data, chunk_bytes):
     special = [token.encode() for token in SPECIAL]
-    chunks = list(iter_chunks(io.BytesIO(data), chunk_bytes, special))
-    assert b"".join(chunks) == data
-    assert [piece for chunk in chunks for piece in pieces_of(chunk)] == pieces_of(data)
+    for chunks in (
+        list(iter_chunks(io.BytesIO(data), chunk_bytes, special)),
+        list(split_at_safe_cuts(data, chunk_bytes, special)),
+    ):
+        assert b"".join(chunks) == data
+        assert [piece for chunk in chunks for piece in pieces_of(chunk)] == pieces_of(data)
 
 
 def test_chunks_are_about_as_long_as_asked_for():
