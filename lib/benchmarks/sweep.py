@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ from lib.core.files import ROOT, lock_file, make_folder
 from lib.core.records import Record, append_record, new_record, read_records, remaining
 from lib.core.settings import to_dict
 
+log = logging.getLogger(__name__)
 # A record that agrees with this process in all of these need not be measured again.
 SAME_MACHINE = ("device", "cores", "threads", "versions", "code", "seed")
 
@@ -67,6 +69,7 @@ def run_sweep(
         # measure the configs without one
         wanted = {_key(to_dict(config)): config for config in configs}
         left = remaining(wanted.values(), records)
+        log.info("%d of %d rows to measure, into %s", len(left), len(wanted), path)
         progress = {"total": len(wanted), "initial": len(wanted) - len(left), "unit": "row"}
         with tqdm(**progress, disable=None, leave=False) as bar:
             for config in left:
