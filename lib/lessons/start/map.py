@@ -36,6 +36,9 @@ class Stop:
     leaves: str
     """What the next notebooks take from here: the label of the arrow."""
 
+    hours: float
+    """To read it and do its exercises: about 15 minutes for each of them."""
+
     minutes: str
     """Run time on two CPU cores."""
 
@@ -43,20 +46,24 @@ class Stop:
 
 
 STOPS = (
-    Stop("00_start_here", "Start here", "a look ahead", "raw text", "½"),
-    Stop("01_tokenizer", "Tokenizer", "BPE: text to numbers", "token\narrays", "½", BLUE),
-    Stop("02_model", "Model", "a Transformer", "model", "1", BLUE),
-    Stop("03_training", "Training", "AdamW, runs, stories", "training\nstep", "1", BLUE),
-    Stop("04_profiling", "Profiling", "a clock you can trust", "what\nis slow", "1", VERMILLION),
-    Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", "1", VERMILLION),
-    Stop("07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", "1", GREEN),
-    Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "every\npart", "1", GREEN),
-    Stop("10_speedrun", "Speedrun", "everything, timed", "a trained model", "1"),
+    Stop("00_start_here", "Start here", "a story, token by token", "raw text", 0.5, "½"),
+    Stop("01_tokenizer", "Tokenizer", "BPE: text to numbers", "token\narrays", 1.5, "½", BLUE),
+    Stop("02_model", "Model", "a Transformer", "model", 1.5, "1", BLUE),
+    Stop("03_training", "Training", "AdamW, runs, stories", "training\nstep", 2, "1", BLUE),
+    Stop(
+        "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 2.5, "1", VERMILLION
+    ),
+    Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 2, "1", VERMILLION),
+    Stop(
+        "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 1.5, "1", GREEN
+    ),
+    Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "every\npart", 1.5, "1", GREEN),
+    Stop("10_speedrun", "Speedrun", "everything, timed", "a trained model", 0.5, "1"),
 )
 COLUMNS = 3
 ROWS = len(STOPS) // COLUMNS
 # In inches: the size of a card, the distance from one card to the next, the margin around all.
-WIDTH, HEIGHT, ACROSS, DOWN, MARGIN = 2.45, 1.5, 3.4, 2.1, 0.15
+WIDTH, HEIGHT, ACROSS, DOWN, MARGIN = 2.45, 1.72, 3.4, 2.3, 0.15
 
 
 def show_map() -> Image:
@@ -80,12 +87,33 @@ def map_words() -> str:
     stations = []
     for stop in STOPS:
         leaves = stop.leaves.replace("\n", " ")
-        unit = "minute" if stop.minutes in ("½", "1") else "minutes"
-        minutes = f"{stop.minutes.replace('½', 'half a')} {unit}"
         stations.append(
-            f"{stop.name[:2]} {stop.title}, {minutes}: {stop.builds}; leads on with: {leaves}"
+            f"{stop.name[:2]} {stop.title}, {times(stop)}: {stop.builds}; leads on with: {leaves}"
         )
     return f"A path through the notebooks. {'. '.join(stations)}."
+
+
+def times(stop: Stop) -> str:
+    """How long a notebook takes, as on its card.
+
+    >>> times(STOPS[1])
+    '1½ h to read and do, ½ min to run'
+    """
+    return f"{in_halves(stop.hours)} h to read and do, {stop.minutes} min to run"
+
+
+def in_halves(hours: float) -> str:
+    """Write whole and half hours.
+
+    >>> in_halves(0.5), in_halves(2), in_halves(2.5)
+    ('½', '2', '2½')
+    """
+    return f"{int(hours) or ''}{'½' if hours % 1 else ''}"
+
+
+def total_hours() -> float:
+    """The hours to read all notebooks and do their exercises."""
+    return sum(stop.hours for stop in STOPS)
 
 
 @contextmanager
@@ -100,7 +128,7 @@ def map_figure() -> Iterator[Figure]:
         corners = [_corner(index) for index in range(len(STOPS))]
         for (x, y), stop, draw in zip(corners, STOPS, PICTURES, strict=True):
             _draw_card(axes, x, y, stop)
-            box = (x + 0.14, y + 0.36, WIDTH - 0.28, 0.74)
+            box = (x + 0.14, y + 0.58, WIDTH - 0.28, 0.74)
             picture = axes.inset_axes(box, transform=axes.transData)
             draw(picture, stop.color)
             picture.axis("off")
@@ -120,10 +148,10 @@ def _corner(index: int) -> tuple[float, float]:
 def _draw_card(axes: Axes, x: float, y: float, stop: Stop) -> None:
     style = {"boxstyle": "round,pad=0,rounding_size=0.1", "facecolor": "white", "linewidth": 1.6}
     axes.add_patch(FancyBboxPatch((x, y), WIDTH, HEIGHT, edgecolor=stop.color, **style))
-    axes.text(x + 0.12, y + 1.24, stop.name[:2], color=stop.color, weight="bold", fontsize=12)
-    axes.text(x + 0.44, y + 1.24, stop.title, weight="bold", fontsize=12)
-    axes.text(x + 0.12, y + 0.14, stop.builds, fontsize=10.5)
-    axes.text(x + WIDTH - 0.1, y + 0.14, f"{stop.minutes} min", fontsize=9.5, ha="right")
+    axes.text(x + 0.12, y + 1.46, stop.name[:2], color=stop.color, weight="bold", fontsize=12)
+    axes.text(x + 0.44, y + 1.46, stop.title, weight="bold", fontsize=12)
+    axes.text(x + 0.12, y + 0.36, stop.builds, fontsize=10.5)
+    axes.text(x + 0.12, y + 0.13, times(stop), fontsize=9, color=INK)
 
 
 def _draw_arrow(axes: Axes, start: tuple, end: tuple, label: str) -> None:

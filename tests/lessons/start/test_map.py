@@ -4,12 +4,21 @@ import io
 import json
 import re
 
+import nbformat
 import pytest
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
 from lib.core.hardware import ROOT
-from lib.lessons.start.map import STOPS, map_figure, map_words, save_map, show_map
+from lib.lessons.start.map import (
+    STOPS,
+    in_halves,
+    map_figure,
+    map_words,
+    save_map,
+    show_map,
+    total_hours,
+)
 
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("0[0-9]_*.ipynb"))}
 # How the first cell of a notebook puts the minutes on the map.
@@ -19,6 +28,30 @@ TIMES = {
     "1–2": "one or two minutes",
     "2–3": "between two and three minutes",
 }
+
+
+# Of a figure and of a table, in an output.
+SIGNS = ("image/png|<svg|<img", r"\|--|\| --|<table")
+
+
+def seconds_of(cell) -> float:
+    """How long a reader takes for a cell: what is folded is not read, an exercise takes 15 min."""
+    tags = cell.metadata.get("tags", [])
+    if cell.cell_type == "markdown":
+        unfolded = re.sub(r"<details>.*?</details>", "", cell.source, flags=re.DOTALL)
+        return len(unfolded.split()) / 180 * 60
+    lines = 0 if "folded" in tags else sum(map(bool, cell.source.split("\n")))
+    shown = [str(output.get("data", "")) for output in cell.outputs]
+    figures, tables = (sum(map(bool, map(re.compile(sign).search, shown))) for sign in SIGNS)
+    return 4 * lines + 24 * figures + 21 * tables + 15 * 60 * ("exercise" in tags)
+
+
+@pytest.mark.parametrize("stop", [stop for stop in STOPS if stop.name in NOTEBOOKS])
+def test_the_hours_are_those_of_the_words_lines_and_exercises(stop):
+    cells = nbformat.read(NOTEBOOKS[stop.name], as_version=4).cells
+    counted = sum(map(seconds_of, cells)) / 3600
+    wrong = f"{stop.name} takes about {counted:.1f} h; say so in STOPS and in README.md"
+    assert abs(counted - stop.hours) <= max(0.5, 0.4 * stop.hours), wrong
 
 
 def test_every_notebook_is_on_the_map_in_order():
@@ -68,4 +101,7 @@ def test_the_readme_shows_the_map_and_its_times():
     assert "](artifacts/map.svg)" in readme
     for stop in STOPS:
         row = re.search(rf"^\| \[`{stop.name}`\].*$", readme, re.MULTILINE)[0]
-        assert re.search(TIMES[stop.minutes], row.split("|")[3]), row
+        _, _, _, hours, minutes, *_ = row.split("|")
+        assert hours.strip() == f"{in_halves(stop.hours)} h", row
+        assert re.search(TIMES[stop.minutes], minutes), row
+    assert f"about {in_halves(total_hours())} hours" in readme
