@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -202,6 +202,60 @@ def train_bpe(
         ValueError: `vocab_size` is too small for the bytes and the special tokens, a special token
             is empty, `workers` is less than 1, or `implementation` is unknown.
     """
+    path = Path(input_path)
+    special_bytes = [token.encode() for token in distinct_special_tokens(special_tokens)]
+    with open(path, "rb") as stream:
+        chunks = ([chunk] for chunk in iter_chunks(stream, CHUNK_BYTES, special_bytes))
+        options = implementation, workers, progress
+        return _train(chunks, path.stat().st_size, vocab_size, special_tokens, *options)
+
+
+def train_bpe_from_iterator(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] | None = (),
+    *,
+    implementation: str = "auto",
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Train as `train_bpe` does on `texts`, such as a dataset's documents, read once and in order.
+
+    Each text is counted by itself: no pre-token spans two of them. Raises what `train_bpe` does.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"texts must be an iterable of texts, got one: {texts[:20]!r}")
+    chunks = _gather(texts)
+    # a look ahead tells whether the texts are large; what they are in all is not known
+    ahead = list(islice(chunks, 1 + COMPILED_TRAINING_BYTES // CHUNK_BYTES))
+    num_bytes = sum(len(text) for chunk in ahead for text in chunk)
+    options = implementation, workers, progress
+    return _train(chain(ahead, chunks), num_bytes, vocab_size, special_tokens, *options)
+
+
+def _gather(texts: Iterable[str]) -> Iterator[list[bytes]]:
+    """Gather texts into lists of about CHUNK_BYTES."""
+    chunk, size = [], 0
+    for text in texts:
+        chunk.append(text.encode())
+        size += len(chunk[-1])
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _train(
+    chunks: Iterable[list[bytes]],
+    num_bytes: int,
+    vocab_size: int,
+    special_tokens: Sequence[str] | None,
+    implementation: str,
+    workers: int | None,
+    progress: Callable[[int], None] | None,
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Train on chunks of texts, of about `num_bytes` in all."""
     special_tokens = distinct_special_tokens(special_tokens)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
@@ -213,18 +267,15 @@ def train_bpe(
             f"{smallest}, got {vocab_size}"
         )
 
-    path = Path(input_path)
     num_tokens = vocab_size - len(special_tokens)
     workers = workers or available_cpus()
-    if (
-        choose_implementation(implementation, path.stat().st_size, COMPILED_TRAINING_BYTES)
-        == "numba"
-    ):
-        from lib.tokenizer.compiled_encoder import train_file
+    if choose_implementation(implementation, num_bytes, COMPILED_TRAINING_BYTES) == "numba":
+        from lib.tokenizer.compiled_encoder import train_compiled
 
-        vocab, merges = train_file(path, num_tokens, special_tokens, workers, progress)
+        vocab, merges = train_compiled(chunks, num_tokens, special_tokens, workers, progress)
     else:
-        counts = _count_file(path, special_tokens, workers, progress)
+        few = num_bytes <= 2 * CHUNK_BYTES
+        counts = _count_chunks(chunks, special_tokens, 1 if few else workers, progress)
         vocab, merges = train_from_counts(counts, num_tokens)
 
     if len(vocab) < num_tokens:
@@ -237,35 +288,36 @@ def train_bpe(
     return vocab, merges
 
 
-def _count_file(
-    path: Path,
+def _count_chunks(
+    chunks: Iterable[list[bytes]],
     special_tokens: Sequence[str],
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> Counter[bytes]:
-    """Count the pre-tokens of a file, in several processes if it is large."""
+    """Count the pre-tokens of chunks of texts, in as many processes as `workers`."""
     counts = Counter()
-    with open(path, "rb") as stream:
-        chunks = iter_chunks(stream, CHUNK_BYTES, [token.encode() for token in special_tokens])
-        jobs = ((chunk, special_tokens) for chunk in chunks)
-        if workers == 1 or path.stat().st_size <= 2 * CHUNK_BYTES:
-            results = map(_count_chunk, jobs)
-            executor = nullcontext()
-        else:
-            # spawn, not fork: the caller may have started CUDA or threads
-            executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-            results = ordered_map(executor, _count_chunk, jobs, workers + 1)
-        with executor:
-            for num_bytes, chunk_counts in results:
-                counts.update(chunk_counts)
-                if progress:
-                    progress(num_bytes)
+    jobs = ((chunk, special_tokens) for chunk in chunks)
+    if workers == 1:
+        results = map(_count_chunk, jobs)
+        executor = nullcontext()
+    else:
+        # spawn, not fork: the caller may have started CUDA or threads
+        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        results = ordered_map(executor, _count_chunk, jobs, workers + 1)
+    with executor:
+        for num_bytes, chunk_counts in results:
+            counts.update(chunk_counts)
+            if progress:
+                progress(num_bytes)
     return counts
 
 
-def _count_chunk(job: tuple[bytes, Sequence[str]]) -> tuple[int, Counter[bytes]]:
-    chunk, special_tokens = job
-    return len(chunk), count_pretokens(chunk.decode("utf-8", "replace"), special_tokens)
+def _count_chunk(job: tuple[list[bytes], Sequence[str]]) -> tuple[int, Counter[bytes]]:
+    texts, special_tokens = job
+    counts = Counter()
+    for text in texts:
+        counts.update(count_pretokens(text.decode("utf-8", "replace"), special_tokens))
+    return sum(map(len, texts)), counts
 
 
 # Encoding and decoding

@@ -1,6 +1,6 @@
 """The tokenizer compiled by Numba: the same merges and ids as `lib.tokenizer.bpe`, much faster.
 
-`train_file` trains, `CompiledEncoder` encodes and decodes. `lib.tokenizer.compiled_scan` finds
+`train_compiled` trains, `CompiledEncoder` encodes and decodes. `lib.tokenizer.compiled_scan` finds
 pre-tokens, and has the rules for kernels; `lib.tokenizer.compiled_words` counts them;
 `lib.tokenizer.compiled_merges` learns merges.
 Threads work on chunks between safe cuts, each with its own cache.
@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +46,7 @@ from lib.tokenizer.compiled_words import (
     power_of_two,
     pretoken_key,
 )
-from lib.tokenizer.pretokenize import CHUNK_BYTES, iter_chunks, split_at_safe_cuts
+from lib.tokenizer.pretokenize import split_at_safe_cuts
 
 # a merge is stored as rank << 32 | id of the merged token; NEVER means no merge
 NEVER = 0x7FFFFFFFFFFFFFFF
@@ -62,18 +61,16 @@ CAPACITY, BATCH_TEXTS = 1 << 20, 1 << 14
 BATCH = 128
 
 
-def train_file(
-    path: Path,
+def train_compiled(
+    chunks: Iterable[list[bytes]],
     num_tokens: int,
     special_tokens: Sequence[str],
     workers: int,
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    """Train on a file; return the vocabulary without special tokens, and the merges."""
-    special_bytes = [token.encode() for token in special_tokens]
+    """Train on chunks of texts; return the vocabulary without special tokens, and the merges."""
     words = WordCounts(new_special(dict.fromkeys(special_tokens, 0)))
-    with open(path, "rb") as stream, ThreadPoolExecutor(workers) as executor:
-        chunks = iter_chunks(stream, CHUNK_BYTES, special_bytes)
+    with ThreadPoolExecutor(workers) as executor:
         for num_bytes in ordered_map(executor, words.count, chunks, workers + 1):
             if progress:
                 progress(num_bytes)
@@ -409,7 +406,7 @@ def encode_texts(addresses, number, narrow):
         array_at(at[32], at[33], np.int64),
         array_at(at[34], at[35], np.uint64),
     )
-    start = n = 0
+    start = n = np.int64(0)
     for k in range(number):
         n = encode_text(data, start, ends[k], classes, special, ranks, cache, out, n)
         start = ends[k]

@@ -20,6 +20,8 @@ from lib.tokenizer.compiled_scan import U32, compiled
 from lib.tokenizer.compiled_words import MIX_1, WordCounts, enlarged
 
 BORDER, DEAD = -1, -2
+# the sides of a merged pair; of one type with variables, or Numba would compile for each
+BEFORE, AFTER = np.int64(0), np.int64(1)
 # columns of Learner.pairs, .tokens, .used and .cells
 KEY, COUNT, ENDS, SITES = 0, 1, 2, 3
 PREFIX, START, LENGTH = 0, 1, 2
@@ -121,7 +123,7 @@ def gather_sites(learner):
     # count
     for row in range(pairs.shape[0]):
         pairs[row, COUNT] = pairs[row, SITES] = 0
-    cell, after = next_pair(cells, tokens, 0)
+    cell, after = next_pair(cells, tokens, np.int64(0))
     while cell < cells.shape[0]:
         key = np.int64(cells[cell, SYMBOL]) << 32 | np.int64(cells[after, SYMBOL])
         row = find_pair(pairs, key)
@@ -137,7 +139,7 @@ def gather_sites(learner):
         pairs[row, ENDS] = total
         total += pairs[row, SITES]
     # fill
-    cell, after = next_pair(cells, tokens, 0)
+    cell, after = next_pair(cells, tokens, np.int64(0))
     while cell < cells.shape[0]:
         key = np.int64(cells[cell, SYMBOL]) << 32 | np.int64(cells[after, SYMBOL])
         row = find_pair(pairs, key)
@@ -231,7 +233,7 @@ def push(learner, count, key):
 def sift_down(learner):
     """Restore the order of the heap after its top has changed."""
     size = learner.used[HEAP_USED]
-    i = 0
+    i = np.int64(0)
     while 2 * i + 1 < size:
         child = 2 * i + 1
         if child + 1 < size and comes_first(learner, child + 1, child):
@@ -287,9 +289,9 @@ def merge_everywhere(learner, site, left, right, new):
         cells[end - 1, SYMBOL] = new
         count = np.int64(cells[p, WEIGHT])
         if before >= 0:
-            record_neighbor(learner, 0, before, count, p - tokens[before, LENGTH])
+            record_neighbor(learner, BEFORE, before, count, p - tokens[before, LENGTH])
         if after >= 0:
-            record_neighbor(learner, 1, after, count, p)
+            record_neighbor(learner, AFTER, after, count, p)
 
 
 @compiled

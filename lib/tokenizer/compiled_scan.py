@@ -7,7 +7,8 @@ table holds the class of every code point. `pretoken_ends` looks at 64 bytes at 
 Kernels (`@compiled`) take arrays and return numbers, and release the interpreter lock. Arrays do
 not grow inside a kernel: it returns when it runs out of space, and the caller enlarges the array
 and calls again. Numba turns int64 mixed with uint64 into float, so hashes and sets of bits stay in
-uint64 and indices in int64.
+uint64 and indices in int64. A variable that begins as the constant 0 makes Numba compile twice the
+kernels that take it; one that begins as np.int64(0) does not.
 """
 
 import hashlib
@@ -423,7 +424,9 @@ def is_valid_utf8(data, end):
 
 def padded(text: bytes) -> np.ndarray:
     """Return `text` with padding at the end."""
-    return np.frombuffer(text + bytes(PADDING), dtype=np.uint8)
+    data = np.zeros(len(text) + PADDING, dtype=np.uint8)
+    data[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+    return data
 
 
 def valid_utf8(text: bytes) -> bytes:

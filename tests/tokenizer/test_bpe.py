@@ -23,6 +23,7 @@ from lib.tokenizer.bpe import (
     count_pretokens,
     merge_pair,
     train_bpe,
+    train_bpe_from_iterator,
     train_from_counts,
 )
 from lib.tokenizer.files import Parts, from_printable
@@ -181,13 +182,32 @@ def test_merges_do_not_depend_on_workers_or_chunks(tmp_path, monkeypatch, implem
     text, done = TEXT * 10, []
     options = {"implementation": implementation, "progress": done.append}
     expected = train(tmp_path, text, 350, SPECIAL, workers=1, **options)
-    for module in ("lib.tokenizer.bpe", "lib.tokenizer.compiled_encoder"):
-        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 100)
+    monkeypatch.setattr(bpe, "CHUNK_BYTES", 100)
     for workers in (1, 2):
         done.clear()
         assert train(tmp_path, text, 350, SPECIAL, workers=workers, **options) == expected
         assert sum(done) == len(text.encode())
         assert len(done) > 10
+
+
+@BOTH
+@pytest.mark.parametrize("chunk_bytes", [30, 1 << 20])
+def test_texts_of_an_iterator_are_counted_each_by_itself(
+    tmp_path, monkeypatch, implementation, chunk_bytes
+):
+    monkeypatch.setattr(bpe, "CHUNK_BYTES", chunk_bytes)
+    texts = ["the cat", "", "s sat", f"on{SEPARATOR}the", "mat <|endof", "text|> x" * 60, "né"] * 3
+    parts = train_bpe_from_iterator(
+        iter(texts), 300, [SEPARATOR], implementation=implementation, workers=2
+    )
+    counts = sum((count_pretokens(text, [SEPARATOR]) for text in texts), Counter())
+    assert parts[1] == train_from_counts(counts, 299)[1]
+    assert parts[0][len(parts[0]) - 1] == SEPARATOR.encode()
+
+
+def test_a_text_in_place_of_an_iterator_is_rejected():
+    with pytest.raises(ValueError, match="texts must be an iterable of texts, got one: 'abc'"):
+        train_bpe_from_iterator("abc", 300)
 
 
 @BOTH
