@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,23 +29,23 @@ def get_batch(
     context_length: int,
     device: torch.device | str,
     *,
-    generator: np.random.Generator | None = None,
+    generator: np.random.Generator | int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample training sequences from random offsets of `dataset`, all equally likely.
 
     Args:
         dataset: token ids, (num_tokens,), any integer type; may be memory-mapped.
-        generator: draws the offsets; by default a new one, seeded by the system.
+        generator: draws the offsets, or its seed; by default a new one, seeded by the system.
 
     Returns:
         Inputs x and targets y, both (batch_size, context_length) int64 on `device`, where
         y[i, t] is the token that follows x[i, t] in `dataset`.
 
     Raises:
-        ValueError: `dataset` is shorter than one window.
+        ValueError: `dataset` is shorter than one window, or no array of integers.
     """
     _check_length(len(dataset), context_length)
-    generator = generator or np.random.default_rng()
+    generator = np.random.default_rng(generator)
     starts = generator.integers(len(dataset) - context_length, size=batch_size)
     return take_windows(dataset, starts, context_length, device)
 
@@ -63,6 +64,13 @@ def read_windows(
     """Return the windows that begin at `starts`: (len(starts), context_length + 1) int64."""
     import torch
 
+    is_row = isinstance(dataset, np.ndarray) and dataset.ndim == 1 and dataset.dtype.kind in "iu"
+    if not is_row:
+        kind = getattr(dataset, "dtype", "no dtype")
+        raise ValueError(
+            "dataset must be a one-dimensional NumPy array of integers, got "
+            f"{type(dataset).__name__} of {kind}, shape {np.shape(dataset)}"
+        )
     indices = starts[:, None] + np.arange(context_length + 1)  # (batch, context_length + 1)
     windows = torch.from_numpy(dataset[indices].astype(np.int64))
     device = torch.device(device)
@@ -93,6 +101,7 @@ class BatchSampler:
         rank, world_size: this process among all processes.
 
     Raises:
+        TypeError: an argument is no whole number.
         ValueError: an argument is out of range, the array is shorter than a window, or a step
             needs more windows than an epoch has.
 
@@ -112,6 +121,10 @@ class BatchSampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        # NumPy's integers too, which JSON would not take
+        num_tokens, context_length, batch_size, seed, rank, world_size = map(
+            operator.index, (num_tokens, context_length, batch_size, seed, rank, world_size)
+        )
         _check_length(num_tokens, context_length)
         if batch_size < 1 or world_size < 1:
             raise ValueError(

@@ -105,7 +105,7 @@ def attention(
         ValueError: `kernel` is unknown or does not run on this device, both `is_causal` and `mask`
             are given, or `scale`, head_dim or the numbers of heads are out of range.
     """
-    scale = _check(q, k, is_causal, mask, scale)
+    scale = _check(q, k, v, is_causal, mask, scale)
     if mask is not None and kernel in FLASH_KERNELS:
         kernel = "sdpa"
     function = kernel_function(kernel, q.device)
@@ -206,11 +206,25 @@ def _compiled_attention() -> Callable[..., Tensor]:
 
 
 def _check(
-    q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
 ) -> float:
     """Reject what no kernel can do; return the scale."""
     if mask is not None and is_causal:
         raise ValueError("is_causal must be False where a mask is given, got True")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, True where a query sees a key, got {mask.dtype}")
+    shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
+    if {len(shape) for shape in shapes} != {4}:
+        raise ValueError(f"q, k and v must be (batch, heads, tokens, head_dim), got {shapes}")
+    if (len(q), q.shape[-1]) != (len(k), k.shape[-1]) or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k must have the batch and head_dim of q, and v the heads and keys of k, got {shapes}"
+        )
     if q.shape[-1] < 1:
         raise ValueError("head_dim of q must be at least 1, got 0")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -259,11 +273,18 @@ class KVCache:
             which of them each new token sees, (new, length + new) bool.
 
         Raises:
-            ValueError: k has another batch size than the cache, or does not fit behind its tokens.
+            ValueError: k has another batch size than the cache, or is of another model, or does not
+                fit behind its tokens.
         """
-        batch_size, end = self.keys.shape[1], self.length + k.shape[-2]
+        layers, batch_size, heads, _, head_dim = self.keys.shape
+        end = self.length + k.shape[-2]
         if len(k) != batch_size:
             raise ValueError(f"k must have the cache's batch size {batch_size}, got {len(k)}")
+        if layer >= layers or (k.shape[1], k.shape[-1]) != (heads, head_dim):
+            raise ValueError(
+                f"the cache must be of the same model, got one of {layers} layers and {heads} "
+                f"heads of {head_dim} for layer {layer} of {k.shape[1]} heads of {k.shape[-1]}"
+            )
         self._check_length(end)
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
@@ -287,6 +308,9 @@ class KVCache:
         So a prompt is read once for many texts that continue it.
         """
         self._check_length(other.length)
+        rows, given = self.keys.shape[1], other.keys.shape[1]
+        if given not in (1, rows):
+            raise ValueError(f"other must have 1 or {rows} rows, got {given}")
         self.keys[..., : other.length, :] = other.keys[..., : other.length, :]
         self.values[..., : other.length, :] = other.values[..., : other.length, :]
         self.length = other.length

@@ -36,7 +36,7 @@ def cosine_lr(
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients in place so that their joint L2 norm is at most `max_norm`.
 
     The same as `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013, arXiv:1211.5063, Algorithm
@@ -48,7 +48,7 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
     Raises:
         ValueError: `max_norm` is negative.
     """
-    params = list(params)
+    params = [params] if isinstance(params, Tensor) else list(params)
     norm = grad_norm(params)
     coefficient = clip_coefficient(norm, max_norm)
     grads = [param.grad for param in params if param.grad is not None]
@@ -58,13 +58,13 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[Tensor]) -> Tensor:
+def grad_norm(params: Tensor | Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients together: 0-dim, float32, on the gradients' device.
 
     Reads each gradient once, sums in float32 (float64 gradients in float64), and never waits for
     the device.
     """
-    params = list(params)
+    params = [params] if isinstance(params, Tensor) else list(params)
     grads = [param.grad for param in params if param.grad is not None]
     device = grads[0].device if grads else params[0].device if params else None
     norms = []

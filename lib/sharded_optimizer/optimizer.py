@@ -172,6 +172,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def checked() -> dict[str, str]:
             self._make_inner([_inner_group(param_group, [])])
             super(ShardedOptimizer, self).add_param_group(param_group)
+            ids = {id(param) for param in param_group["params"]}
+            is_once = len(ids) == len(param_group["params"])
+            require(is_once, "params must hold each parameter once, got one of them twice")
             return self._facts(count)
 
         if self.inner is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import secrets
 from collections import defaultdict
 from pathlib import Path
@@ -129,7 +130,7 @@ def read_shards(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there are none, or one is missing.
-        ValueError: they are from different saves.
+        ValueError: they are from different saves, or one is damaged.
     """
     paths = sorted(Path(folder).glob("shard-*-of-*.pt"))
     if not paths:
@@ -141,11 +142,19 @@ def read_shards(folder: str | os.PathLike) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}")
     others = ", ".join(path.name for path in paths if path not in expected)
     require(not others, f"{folder} must hold the files of {ranks} ranks only, got also {others}")
-    loaded = [
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in expected
-    ]
+    loaded = [_read_shard(path) for path in expected]
     saves = {state_dict["save"] for state_dict in loaded}
     require(len(saves) == 1, f"the shards in {folder} must be from one save, got {len(saves)}")
+    return loaded
+
+
+def _read_shard(path: Path) -> dict[str, Any]:
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    is_shard = isinstance(loaded, dict) and "save" in loaded
+    require(is_shard, f"{path} is damaged: it is not what save_shard writes")
     return loaded
 
 

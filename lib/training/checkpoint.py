@@ -16,6 +16,7 @@ The next save removes what a killed one left (`_clean`).
 
 import json
 import logging
+import operator
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 
 from lib.core import files
 from lib.core.settings import from_json, require, to_json
+from lib.ddp.wrappers import inner_module
 from lib.sharded_optimizer.saved_state import load_unsharded
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
@@ -80,7 +82,8 @@ def save_checkpoint(
     same step is replaced. Other processes that save into `folder` wait for this one.
 
     Args:
-        model: a module, or its state dict if no `optimizer` is given, whose parameters it names.
+        model: a module, compiled or not, or its state dict if no `optimizer` is given, whose
+            parameters it names.
         shards: instead of `optimizer`, a folder that `ShardedOptimizer.save_shard` filled, on the
             same disk as `folder`; its files are moved into the checkpoint.
         extra: JSON values; tuples come back as lists.
@@ -91,7 +94,9 @@ def save_checkpoint(
         OSError: a file cannot be written; if the disk is full, names what is needed and free.
             Earlier checkpoints stay, and nothing of this one does.
     """
-    require(step >= 0, f"step must be at least 0, got {step}")
+    is_number = hasattr(step, "__index__") and step >= 0
+    require(is_number, f"step must be at least 0, a whole number, got {step!r}")
+    step, model = operator.index(step), inner_module(model)
     require(keep_last is None or keep_last > 0, f"keep_last must be at least 1, got {keep_last}")
     folder = Path(folder)
     target = folder / f"step-{step:08d}"
@@ -100,7 +105,11 @@ def save_checkpoint(
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     parts = {"model": weights, "tensors": tensors or {}, "optimizer": {}}
     packed = None if optimizer is None else _pack_optimizer(optimizer, model, parts["optimizer"])
-    state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
+    try:
+        state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"extra and the optimizer's settings must be JSON values: {error}"
+        raise ValueError(message) from error
     for part, content in parts.items():
         for name, value in content.items():
             problem = _why_not_saved(name, value)
@@ -199,6 +208,7 @@ def load_checkpoint(
             returned.
     """
     path = find_checkpoint(path) if verify else Path(path)
+    model = None if model is None else inner_module(model)
     state = json.loads((path / "state.json").read_bytes())
     # clones, since tensors from safetensors stay mapped to the file
     tensors = {k: v.clone() for k, v in _load_tensors(path / "tensors.safetensors").items()}
@@ -404,6 +414,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     }
     try:
         save_file(clones, path, metadata=tied or None)
+    except KeyError as error:
+        raise ValueError(f"{path.stem}: safetensors has no dtype {error}") from error
     except SafetensorError as error:
         # the system's error number is in its text only, in older versions as a `code`
         number = re.search(r"(?:os error|code:) (\d+)", str(error))

@@ -10,6 +10,8 @@ import codecs
 import dataclasses
 import logging
 import math
+import numbers
+import operator
 import os
 import random
 from collections import Counter
@@ -57,6 +59,7 @@ def generate_text(
             a `SampleConfig` are its `options()`.
     """
     known = model.config.vocab_size
+    require(not isinstance(prompts, str), f"prompts must be a list of texts, got {prompts!r}")
     require(
         tokenizer.vocab_size <= known,
         f"tokenizer must have at most the model's {known} ids, got {tokenizer.vocab_size}",
@@ -125,7 +128,8 @@ def generate(
             token. The tokens are the same.
         on_token: called with row and token for each token returned, as soon as it is sampled.
     """
-    texts = [[int(token) for token in prompt] for prompt in prompts]
+    # index() takes no fractions
+    texts = [[operator.index(token) for token in prompt] for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     _check_arguments(texts, max_new_tokens, stop_token, vocab_size, model.config.vocab_size)
     # refuses bad options before the first step
@@ -283,7 +287,9 @@ def _check_arguments(
     embedded: int,
 ) -> None:
     require(texts, "prompts must have at least one prompt, got none")
-    require(max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    # a fraction would never be reached
+    is_count = isinstance(max_new_tokens, numbers.Integral) and max_new_tokens >= 0
+    require(is_count, f"max_new_tokens must be a whole number, at least 0, got {max_new_tokens}")
     message = f"vocab_size must be between 1 and the model's {embedded}, got {vocab_size}"
     require(1 <= vocab_size <= embedded, message)
     for row, text in enumerate(texts):

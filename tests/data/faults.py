@@ -115,4 +115,11 @@ FAULTS = [
         '',
         'tests/data/test_batches.py::test_a_position_that_is_none_is_rejected_and_changes_nothing',
     ),
+    # seed 0 is no seed
+    Fault(
+        'lib/data/batches.py',
+        'generator = np.random.default_rng(generator)',
+        'generator = generator or np.random.default_rng()',
+        'tests/data/test_batches.py::test_a_seed_draws_the_same_batch_again',
+    ),
 ]

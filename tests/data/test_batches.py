@@ -21,6 +21,29 @@ def test_targets_are_the_inputs_moved_by_one():
     assert torch.equal(x, x[:, :1] + torch.arange(7))
 
 
+def test_a_seed_draws_the_same_batch_again():
+    data = np.arange(100)
+    first, again, other = (get_batch(data, 8, 4, "cpu", generator=s)[0] for s in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "data", [np.ones(9), np.ones((9, 9), int), torch.ones(9, dtype=torch.int64), [1] * 9], ids=type
+)
+def test_data_that_is_no_row_of_ids_is_rejected(data):
+    with pytest.raises(ValueError, match="dataset must be a one-dimensional NumPy array of int"):
+        get_batch(data, 2, 4, "cpu")
+
+
+def test_numpys_integers_give_a_position_that_json_takes():
+    sampler = make_sampler((np.int64(1000), np.int64(10)), np.int64(4), seed=np.int64(0))
+    assert sampler.next_starts().tolist() == make_sampler((1000, 10), 4).next_starts().tolist()
+    sampler.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    with pytest.raises(TypeError):
+        make_sampler((1000, 10), 2.5)
+
+
 def test_every_offset_is_drawn_about_equally_often():
     dataset = np.arange(100)
     generator = np.random.default_rng(0)

@@ -157,4 +157,18 @@ FAULTS = [
         "",
         "tests/model/test_attention.py::test_a_prompt_read_once_serves_many_rows",
     ),
+    # fewer values than keys
+    Fault(
+        "lib/model/attention.py",
+        "or k.shape[:-1] != v.shape[:-1]:",
+        "or False:",
+        "tests/model/test_attention.py::test_shapes_that_do_not_belong_together_are_refused",
+    ),
+    # one row of cosines for any length
+    Fault(
+        "lib/model/transformer.py",
+        "require(length <= longest, ",
+        "require(True, ",
+        "tests/model/test_transformer.py::test_other_shapes_than_those_of_the_formula_are_refused",
+    ),
 ]

@@ -189,6 +189,19 @@ def test_heads_that_keys_cannot_be_shared_among_are_refused(kernel, heads, share
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_shapes_that_do_not_belong_together_are_refused(kernel):
+    q, k, v = make_inputs((2, 3, 5, 5, 8))
+    wrong = [(q, k, v[:, :, :4]), (q, k, v[:, :1]), (q, k[:1], v[:1]), (q, k[..., :4], v)]
+    for tensors in wrong:
+        with pytest.raises(ValueError, match="and v the heads and keys of k, got"):
+            attention(*tensors, kernel=kernel)
+    with pytest.raises(ValueError, match=r"must be \(batch, heads, tokens, head_dim\), got"):
+        attention(q[0], k[0], v[0], kernel=kernel)
+    with pytest.raises(ValueError, match=r"mask must be bool, .* got torch\.float32"):
+        attention(q, k, v, kernel=kernel, is_causal=False, mask=torch.zeros(5, 5))
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 0, 8), (0, 3, 4, 4, 8), (2, 0, 4, 4, 8)], ids=str)
 def test_without_keys_batch_or_heads_there_are_zeros_with_gradients(kernel, shape):
     inputs = make_inputs(shape)
@@ -294,6 +307,14 @@ def test_a_length_that_a_cache_cannot_have_is_refused():
         with pytest.raises(ValueError, match=r"holds 0 to 12 tokens, got (-1|13)"):
             call()
     assert cache.length == 0
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 3}, {"num_heads": 4}, {"d_model": 32}])
+def test_the_cache_of_another_model_is_refused(changes):
+    with pytest.raises(ValueError, match="the cache must be of the same model, got one of 2 la"):
+        make_model(**changes)(make_token_ids(2, 4), cache=KVCache(CONFIG, 2))
+    with pytest.raises(ValueError, match="other must have 1 or 3 rows, got 2"):
+        KVCache(CONFIG, 3).prefill(KVCache(CONFIG, 2))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -171,6 +171,18 @@ def test_each_sequence_can_have_positions_of_its_own(batch_size):
     assert not attn(x, rope, positions)[0].allclose(attn(x, rope)[0], atol=1e-3)
 
 
+def test_other_shapes_than_those_of_the_formula_are_refused():
+    model, token_ids = make_model(), make_token_ids(2, 8)
+    with pytest.raises(ValueError, match=r"token_ids must be \(batch, length\), got shape \(8,\)"):
+        model(token_ids[0])
+    # as many targets, in another order
+    with pytest.raises(ValueError, match=r"targets must have shape \(2, 8\) .*, got \(8, 2\)"):
+        model.loss(token_ids, token_ids.T)
+    # a single row of cosines would serve any length
+    with pytest.raises(ValueError, match="x must have at most max_length 1, got 5"):
+        RotaryEmbedding(8, 1)(torch.ones(2, 5, 8))
+
+
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_the_block_puts_norms_where_the_config_says(norm):
     block = TransformerBlock(dataclasses.replace(CONFIG, norm=norm))

@@ -45,6 +45,13 @@ def test_clipping_gives_the_bits_of_torch(max_norm):
     assert_equal(*grads)
 
 
+def test_a_single_parameter_is_clipped_as_in_torch():
+    (param,) = make_params([(3, 4)])
+    param.grad = torch.ones_like(param)
+    assert clip_grad_norm(param, 1.0).item() == pytest.approx(math.sqrt(12))
+    assert grad_norm(param).item() == pytest.approx(1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_norm_of_low_precision_gradients_is_summed_in_float32(dtype):
     # in bfloat16 a sum of ones stops growing at 256; in float16 300² is infinite

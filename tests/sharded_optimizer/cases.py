@@ -555,6 +555,9 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
         "weight_decay must be 0 or more": lambda: later.add_param_group(
             {"params": stack().parameters(), "weight_decay": 1.0 - 2 * rank()}
         ),
+        "each parameter once, got one of them twice": lambda: ShardedOptimizer(
+            params + params[: rank()], AdamW
+        ),
         "some parameters appear in more than one": lambda: later.add_param_group(
             {"params": (stack().parameters(), params)[rank()]}
         ),
@@ -648,6 +651,11 @@ def check_files_that_are_not_of_one_save_are_refused() -> None:
     made.load_shards(folder)
     on_rank_0(lambda: path.write_bytes(first_save))
     is_refused(made, "ValueError: the shards in FOLDER must be from one save, got 2")
+    for content in (first_save[:200], b"text", b""):
+        on_rank_0(lambda: path.write_bytes(content))  # noqa: B023
+        is_refused(made, "ValueError: FOLDER/shard-00000-of-00002.pt is damaged: ")
+    on_rank_0(lambda: torch.save({"of": "something else"}, path))
+    is_refused(made, "ValueError: FOLDER/shard-00000-of-00002.pt is damaged: it is not what")
     on_rank_0(path.unlink)
     is_refused(made, "FileNotFoundError: FOLDER lacks shard-00000-of-00002.pt")
     made.save_shard(folder)

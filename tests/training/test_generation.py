@@ -333,6 +333,7 @@ def test_a_gpu_with_and_without_a_cache(dtype):
         ({"prompts": [[1], [2, VOCAB]]}, f"prompt 1 must .* 0 and 22, got {VOCAB}"),
         ({"prompts": [[-1]]}, "prompt 0 must .* got -1"),
         ({"max_new_tokens": -1}, "max_new_tokens must"),
+        ({"max_new_tokens": 3.5}, "max_new_tokens must be a whole number"),
         ({"temperature": -0.1}, "temperature must"),
         ({"temperature": math.nan}, "temperature must"),
         ({"temperature": math.inf}, "temperature must"),
@@ -353,6 +354,13 @@ def test_bad_arguments_are_named(changes, message):
 
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
 END = 256
+
+
+def test_a_prompt_alone_is_not_taken_for_a_list_of_letters():
+    with pytest.raises(ValueError, match="prompts must be a list of texts, got 'Once'"):
+        generate_text(scripted_by(b"ab"), BYTES, "Once", max_new_tokens=1)
+    with pytest.raises(TypeError, match="float"):
+        generate(make_model(), [[1.7]], max_new_tokens=1)
 
 
 def scripted_by(text: bytes) -> Scripted:
