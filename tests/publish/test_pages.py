@@ -151,6 +151,9 @@ def test_what_may_be_wider_than_a_phone_scrolls_and_can_be_reached_with_keys(boo
     assert len(page.select("math")) == 3
     assert page.select_one(".scroll[tabindex='0'] > table")
     assert page.select_one("pre[tabindex='0']")
+    boxes = new_output("display_data", {"text/html": "<b>wide</b>"})
+    page_with_boxes = page_of(book, new_code_cell("show()", outputs=[boxes]))
+    assert page_with_boxes.select_one(".scroll[tabindex='0'] > b")
     # a header without text is none
     assert [cell.text for cell in page.select("th")] == ["a"]
 
