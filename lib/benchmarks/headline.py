@@ -112,7 +112,13 @@ class Comparison:
 # Peers that the table does not call by their names in the records.
 PEERS = {"torch_ddp": "PyTorch's DDP", "torch_ddp+torch_zero": "PyTorch's ZeRO"}
 NATURAL = {"text": "natural", "vocab_size": 10_000}
-TOKENIZERS = ("candidate", "numba", ("tiktoken", "tokenizers", "rustbpe"), "MB_per_s", "MB/s")
+TOKENIZERS = (
+    "candidate",
+    "numba",
+    ("gigatoken", "fastokens", "tiktoken", "tokenizers", "rustbpe"),
+    "MB_per_s",
+    "MB/s",
+)
 KERNELS = ("kernel", "flash_attention_triton", ("sdpa_", "flex_"), "tflops", "TFLOP/s")
 CAUSAL = {"queries": 4096, "keys": 4096, "is_causal": True, "dtype": "bfloat16"}
 COMPARISONS = (

@@ -6,6 +6,7 @@ out with a warning. Writes tokenizer_benchmark.jsonl, and a table and a figure f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -21,6 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lib.benchmarks.sections import Section, Table, write_report
 from lib.core.figures import BLUE, ORANGE, house_figure, save_figure
 from lib.core.hardware import available_cpus, local_results
@@ -32,13 +35,16 @@ from lib.tokenizer.files import save_huggingface, to_tiktoken
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 
 log = logging.getLogger(__name__)
-PEERS = ("rustbpe", "tokenizers", "tiktoken")
+PEERS = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "rustbpe")
 MEGABYTE = 1_000_000
 # Seconds after which a candidate is slow enough to be measured once.
 PATIENCE = 30
 # How much text the slow candidates encode, and tiktoken and the decoders get.
 SLOW_BYTES, QUICK_CHARACTERS = 4 * MEGABYTE, 20 * MEGABYTE
 BLOCK_CHARACTERS = 1 << 18
+# Characters of a document, where documents are encoded one by one, and of all documents.
+DOCUMENT_CHARACTERS = (200, 5_000, 50_000, 500_000, 5_000_000)
+ALL_DOCUMENTS_CHARACTERS = 10_000_000
 COLUMNS = {
     "task": "task",
     "text": "text",
@@ -51,6 +57,7 @@ COLUMNS = {
     "MB_per_s": "MB/s",
     "ratio": "ours ÷ it",
     "peak_MB": "peak memory (MB)",
+    "same_ids": "same ids",
 }
 # Tasks that the figure shows, and their titles.
 FIGURE_TASKS = {"train": "Training, all cores", "encode": "Encoding, one core"}
@@ -102,7 +109,10 @@ def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     missing = [name for name in PEERS if not is_installed(name)]
     if missing:
-        log.warning("not installed, so not measured: %s", ", ".join(missing))
+        log.warning(
+            "not installed, so not measured: %s (pip install -r .ci/requirements-peers.txt)",
+            ", ".join(missing),
+        )
     versions = {name: importlib.metadata.version(name) for name in PEERS if is_installed(name)}
     path = config.output / "tokenizer_benchmark.jsonl"
     partial = path.with_suffix(".partial.jsonl")
@@ -131,6 +141,7 @@ def _measure_all(config: TokenizerBenchmarkConfig, folder: Path) -> Iterator[dic
             yield from measure_training(path, vocab_size, config.samples)
         log.info("encoding and decoding: each candidate %d times", config.samples)
         yield from measure_encoding(path, config.vocab_sizes[0], config.samples)
+        yield from measure_documents(path, config.vocab_sizes[0], config.samples)
     for name in config.large_files:
         yield from measure_memory(Path(name), config.vocab_sizes[0])
 
@@ -212,6 +223,25 @@ def timed(function: Callable[[], Any], num_bytes: int) -> Callable[[], Sample]:
         return {"seconds": time.perf_counter() - start, "bytes": num_bytes}
 
     return sample
+
+
+def fresh(make: Callable[[], Callable[[], Any]], num_bytes: int) -> Callable[[], Sample]:
+    """A candidate that is made anew for each sample, which is not timed: its caches are empty."""
+    return lambda: timed(make(), num_bytes)()
+
+
+@contextlib.contextmanager
+def on_cores(number: int) -> Iterator[None]:
+    """Keep this thread, and those that it starts, on so many cores, where the system can do so."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:number])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def in_new_process(function: Callable, *arguments: Any) -> Any:
@@ -302,10 +332,17 @@ def _train_tokenizers(path: Path, vocab_size: int) -> None:
     tokenizer.train_from_iterator(documents(path), trainer)
 
 
+def _train_gigatoken(path: Path, vocab_size: int) -> None:
+    from gigatoken.gigatoken_rs import train_bpe as train
+
+    train(str(path), vocab_size, [SEPARATOR])
+
+
 # Candidate -> a function that trains it on the file at a path, to a vocabulary size.
 TRAINERS: dict[str, Callable[[Path, int], None]] = {
     "numba": functools.partial(_train_ours, implementation="numba"),
     "python": functools.partial(_train_ours, implementation="python"),
+    "gigatoken": _train_gigatoken,
     "rustbpe": _train_rustbpe,
     "tokenizers": _train_tokenizers,
 }
@@ -324,7 +361,9 @@ def documents(path: Path) -> Iterator[str]:
 def measure_encoding(path: Path, vocab_size: int, samples: int) -> Iterator[dict[str, Any]]:
     """Speed of encoding on one core, on all cores, and of decoding, in this process.
 
-    Candidates encode to arrays if they can. Our caches start empty every time.
+    Candidates encode to arrays if they can. In the task `encode` each starts with empty caches, in
+    `encode, warm` it has encoded the text before. Where `same_ids` is true, a peer's ids were
+    compared with ours one by one and are equal.
     """
     trained = train_bpe(path, vocab_size, [SEPARATOR], implementation="numba")
     text = path.read_bytes().decode()
@@ -333,18 +372,129 @@ def measure_encoding(path: Path, vocab_size: int, samples: int) -> Iterator[dict
         return Tokenizer(*trained, [SEPARATOR], implementation=implementation)
 
     def encode_stream(workers: int) -> Callable[[], Sample]:
-        return timed(lambda: _encode_file(ours("numba"), path, workers), path.stat().st_size)
+        def make() -> Callable[[], None]:
+            return functools.partial(_encode_file, ours("numba"), path, workers)
 
-    one_core, cores = encode_stream(workers=1), available_cpus()
-    tasks = {"encode": {"numba": one_core, **encoders(ours, text)}}
+        return fresh(make, path.stat().st_size)
+
+    one_core, cores, size = encode_stream(workers=1), available_cpus(), path.stat().st_size
+    makers = array_encoders(ours)
+    same = compare_ids(makers, text)
+    cold = {
+        name: fresh(lambda make=make: functools.partial(make(), text), size)
+        for name, make in makers.items()
+        if name != "numba"
+    }
+    warm = {name: timed(functools.partial(make(), text), size) for name, make in makers.items()}
+    tasks = {
+        "encode": {"numba": one_core, **encoders(ours, text), **cold},
+        "encode, warm": warm,
+    }
     if cores > 1:
         tasks["encode, all cores"] = {"one core": one_core, "numba": encode_stream(cores)}
+        if is_installed("gigatoken"):
+            tasks["encode, all cores"]["gigatoken"] = functools.partial(
+                in_new_process, _encode_gigatoken, huggingface_json(ours("numba")), path
+            )
     tasks["decode"] = decoders(ours("numba"), text[:QUICK_CHARACTERS])
     for task, candidates in tasks.items():
-        interleave(candidates, 1)  # warm up
         used = cores if task == "encode, all cores" else 1
+        with on_cores(used):
+            interleave(candidates, 1)  # warm up
+            results = interleave(candidates, samples)
         common = {"text": path.stem, "vocab_size": vocab_size, "task": task, "cores": used}
-        yield from summarize(interleave(candidates, samples), **common)
+        for figures in summarize(results, **common):
+            yield figures | {"same_ids": same.get(figures["candidate"])}
+
+
+def _encode_gigatoken(document: str, path: Path) -> Sample:
+    """Encode a file on all cores with empty caches; its threads have started."""
+    from gigatoken import BytesSource, Tokenizer
+
+    tokenizer, data = Tokenizer.from_json(document), path.read_bytes()
+    tokenizer.encode_batch(["a", "b"], parallel=True)
+    source = BytesSource([data], separator=SEPARATOR)
+    return timed(lambda: tokenizer.encode_batch(source, parallel=True), len(data))()
+
+
+def huggingface_json(tokenizer: Tokenizer) -> str:
+    """The tokenizer in Hugging Face's format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        save_huggingface(path, tokenizer.parts)
+        return path.read_text()
+
+
+def array_encoders(
+    ours: Callable[[str], Tokenizer],
+) -> dict[str, Callable[[], Callable[[str], np.ndarray]]]:
+    """Candidate -> a function that makes it anew, with empty caches, and returns its encoder.
+
+    Ours and those peers that encode a text of any size to an array on one core.
+    """
+    candidates = {"numba": lambda: ours("numba").encode_array}
+    document = huggingface_json(ours("numba"))
+    if is_installed("gigatoken"):
+        import gigatoken
+
+        candidates["gigatoken"] = lambda: gigatoken.Tokenizer.from_json(document).encode
+    if is_installed("fastokens"):
+        from fastokens._native import Tokenizer as FastTokenizer
+
+        def make_fastokens() -> Callable[[str], np.ndarray]:
+            encode = FastTokenizer.from_json_str(document).encode_batch_flat
+            return lambda text: np.frombuffer(encode([text])[0], dtype=np.uint32)
+
+        candidates["fastokens"] = make_fastokens
+    return candidates
+
+
+def compare_ids(
+    makers: Mapping[str, Callable[[], Callable[[str], np.ndarray]]], text: str
+) -> dict[str, bool]:
+    """Whether each peer gives our ids for `text`; a warning says where it does not."""
+    expected, same = makers["numba"]()(text), {}
+    for name, make in makers.items():
+        if name != "numba":
+            same[name] = np.array_equal(expected, make()(text))
+            if not same[name]:
+                log.warning("%s gives other ids", name)
+    return same
+
+
+def measure_documents(path: Path, vocab_size: int, samples: int) -> Iterator[dict[str, Any]]:
+    """Speed of encoding documents one by one on one core, by their size, with warm caches."""
+    trained = train_bpe(path, vocab_size, [SEPARATOR], implementation="numba")
+    text = path.read_bytes().decode()[:ALL_DOCUMENTS_CHARACTERS].replace(SEPARATOR, " ")
+
+    def ours(implementation: str) -> Tokenizer:
+        return Tokenizer(*trained, [SEPARATOR], implementation=implementation)
+
+    candidates = {name: make() for name, make in array_encoders(ours).items()}
+    if is_installed("tiktoken"):
+        candidates["tiktoken"] = to_tiktoken(ours("numba").parts).encode_to_numpy
+    batch = ours("numba").encode_batch
+    for size in DOCUMENT_CHARACTERS:
+        documents = [text[start : start + size] for start in range(0, len(text), size)]
+        num_bytes = len(text.encode())
+
+        def encode_all(encode: Callable, documents: Sequence[str] = documents) -> None:
+            for document in documents:
+                encode(document)
+
+        runs = {
+            name: timed(functools.partial(encode_all, encode), num_bytes)
+            for name, encode in candidates.items()
+        }
+        runs["numba, encode_batch"] = timed(
+            functools.partial(batch, documents, workers=1), num_bytes
+        )
+        with on_cores(1):
+            interleave(runs, 1)  # warm up
+            results = interleave(runs, samples)
+        task = f"documents of {size:,} characters"
+        common = {"text": path.stem, "vocab_size": vocab_size, "cores": 1}
+        yield from summarize(results, task=task, **common)
 
 
 def _encode_file(tokenizer: Tokenizer, path: Path, workers: int | None = None) -> None:
@@ -376,10 +526,7 @@ def encoders(ours: Callable[[str], Tokenizer], text: str) -> dict[str, Callable[
     if is_installed("tokenizers"):
         from tokenizers import Tokenizer as PeerTokenizer
 
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "tokenizer.json"
-            save_huggingface(path, ours("numba").parts)
-            peer = PeerTokenizer.from_file(str(path))
+        peer = PeerTokenizer.from_str(huggingface_json(ours("numba")))
         documents = slow.split(SEPARATOR)
         candidates["tokenizers"] = timed(
             lambda: [peer.encode(document).ids for document in documents], slow_bytes

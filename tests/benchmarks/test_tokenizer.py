@@ -7,9 +7,11 @@ import lib.benchmarks.tokenizer as benchmark
 from lib.benchmarks.tokenizer import (
     TokenizerBenchmarkConfig,
     _without_folders,
+    compare_ids,
     documents,
     in_new_process,
     interleave,
+    measure_documents,
     measure_encoding,
     peak_memory,
     summarize,
@@ -79,6 +81,29 @@ def test_all_candidates_encode_and_decode_the_same_text(tmp_path, monkeypatch):
     if benchmark.is_installed("tiktoken"):
         assert {"tiktoken, 256 KB blocks", "tiktoken, by document"} <= set(tasks["encode"])
         assert tasks["decode"][2:] == ["tiktoken"]
+
+
+def test_peers_with_other_ids_are_named(caplog):
+    ours = np.array([1, 2, 3], np.uint16)
+    makers = {
+        "numba": lambda: lambda text: ours,
+        "good": lambda: lambda text: ours.astype(np.uint32),
+        "bad": lambda: lambda text: ours[:2],
+    }
+    assert compare_ids(makers, "text") == {"good": True, "bad": False}
+    assert "bad gives other ids" in caplog.text
+
+
+def test_documents_are_encoded_one_by_one_and_as_a_batch(tmp_path, monkeypatch):
+    path = tmp_path / "stories.txt"
+    path.write_text("".join(generate_stories(20_000)), newline="")
+    monkeypatch.setattr(benchmark, "DOCUMENT_CHARACTERS", (50, 3_000))
+    rows = list(measure_documents(path, 300, 1))
+    tasks = [f"documents of {size} characters" for size in ("50", "3,000")]
+    assert list(dict.fromkeys(row["task"] for row in rows)) == tasks
+    candidates = [row["candidate"] for row in rows if row["task"] == tasks[0]]
+    assert candidates[0] == "numba"
+    assert candidates[-1] == "numba, encode_batch"
 
 
 def test_peak_memory_is_of_the_new_process_alone():
