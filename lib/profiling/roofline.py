@@ -37,12 +37,10 @@ from lib.profiling.measurement import measure
 
 # AdamW reads weight, gradient and two moments, and writes all but the gradient: float32 each.
 UPDATE_BYTES = 7 * 4
-# Forward and backward: each forward matmul has two of its size in the backward pass, and other
-# operations take about as much again.
-WITH_BACKWARD = 3
 # Parts of the names below: matmuls with weights, and what belongs to attention.
 MATMULS = ("projection", "gate and value")
 ATTENTION = ("scores", "softmax", "value product", "attention")
+NAIVE = ("scores", "mask and softmax", "value product")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +66,16 @@ class Limits:
         """Return the least time that an operation of this cost can take."""
         return 1e3 * max(cost.flops / self.flops_per_s, cost.num_bytes / self.bytes_per_s)
 
+    def share(self, point: MeasuredOperation) -> float:
+        """Return how much of its roof an operation reaches: its least time over its own."""
+        return self.least_ms(point.cost) / point.median_ms
+
+    def raised_to(self, points: Sequence[MeasuredOperation]) -> Limits:
+        """Return limits that none of `points` exceeds: what was reached can be reached."""
+        flops_per_s = [point.flops_per_s for point in points]
+        bytes_per_s = [point.bytes_per_s for point in points]
+        return Limits(max(self.flops_per_s, *flops_per_s), max(self.bytes_per_s, *bytes_per_s))
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
@@ -84,6 +92,9 @@ class Cost:
         """FLOP/byte."""
         return self.flops / self.num_bytes
 
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.num_bytes + other.num_bytes)
+
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredOperation:
@@ -99,6 +110,11 @@ class MeasuredOperation:
         """The FLOP/s reached."""
         return self.cost.flops / self.median_ms * 1e3
 
+    @property
+    def bytes_per_s(self) -> float:
+        """The bytes/s reached."""
+        return self.cost.num_bytes / self.median_ms * 1e3
+
 
 def matmul_cost(m: int, k: int, n: int, element_bytes: int, *, batch: int = 1) -> Cost:
     """Return the cost of `batch` matmuls (m, k) @ (k, n) that share no operand."""
@@ -110,8 +126,8 @@ def block_costs(
 ) -> dict[str, Cost]:
     """Return the cost of each operation of a block's forward pass, by name.
 
-    Both forms of attention are included: naive ("scores" to "value product") and fused. Causal
-    attention counts in full, as in `lib.model.costs`.
+    Both forms of attention are included: naive ("scores" to "value product"), which computes all
+    T² scores of a head, and fused, which skips those that the causal mask hides: T (T + 1) / 2 stay.
     """
     d, f, length, e = config.d_model, config.ff_width, context_length, element_bytes
     tokens, heads = batch_size * length, batch_size * config.num_heads
@@ -124,12 +140,49 @@ def block_costs(
         "scores": matmul_cost(length, head_dim, length, e, batch=heads),
         "mask and softmax": Cost(5 * scores, 2 * e * scores),
         "value product": matmul_cost(length, length, head_dim, e, batch=heads),
-        "attention, fused": Cost(4 * scores * head_dim, 4 * e * width),
+        "attention, fused": Cost(2 * heads * length * (length + 1) * head_dim, 4 * e * width),
         "output projection": matmul_cost(tokens, d, d, e),
         "residual sum": Cost(width, 3 * e * width),
         "gate and value": matmul_cost(tokens, d, 2 * f, e),
         "SiLU and gate": Cost(5 * tokens * f, 3 * e * tokens * f),
         "down projection": matmul_cost(tokens, f, d, e),
+    }
+
+
+def backward_costs(
+    config: ModelConfig, batch_size: int, context_length: int, *, element_bytes: int = 4
+) -> dict[str, Cost]:
+    """Return the cost of each operation of a block's backward pass, named as in `block_costs`.
+
+    A matmul has two of its size, one for the gradient of each factor. Fused attention has five
+    where the forward pass has two: it computes the scores again (Dao et al. 2022). The others read
+    the incoming gradient and what the forward pass kept, and write gradients of their inputs; the
+    residual sum costs the addition of the gradients of its two branches.
+    """
+    d, f, length, e = config.d_model, config.ff_width, context_length, element_bytes
+    tokens, heads = batch_size * length, batch_size * config.num_heads
+    width, scores, head_dim = tokens * d, heads * length * length, config.head_dim
+    forward = block_costs(config, batch_size, context_length, element_bytes=e)
+
+    def weights(d_in: int, d_out: int) -> Cost:
+        return matmul_cost(tokens, d_out, d_in, e) + matmul_cost(d_out, tokens, d_in, e)
+
+    def batched(m: int, k: int, n: int) -> Cost:
+        return matmul_cost(m, n, k, e, batch=heads) + matmul_cost(k, m, n, e, batch=heads)
+
+    return {
+        "RMSNorm": Cost(8 * width, 3 * e * width),
+        "q, k, v projection": weights(d, 3 * d),
+        "RoPE": forward["RoPE"],
+        "scores": batched(length, head_dim, length),
+        "mask and softmax": Cost(4 * scores, 3 * e * scores),
+        "value product": batched(length, length, head_dim),
+        "attention, fused": Cost(5 * forward["attention, fused"].flops // 2, 8 * e * width),
+        "output projection": weights(d, d),
+        "residual sum": forward["residual sum"],
+        "gate and value": weights(d, 2 * f),
+        "SiLU and gate": Cost(10 * tokens * f, 5 * e * tokens * f),
+        "down projection": weights(f, d),
     }
 
 
@@ -141,7 +194,11 @@ def block_functions(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return the operations of `block_costs` as functions without arguments, on random tensors."""
+    """Return the operations of `block_costs` as functions without arguments, on random tensors.
+
+    RMSNorm, RoPE, mask and softmax, and SiLU and gate run as PyTorch runs their formulas in eager
+    mode: on a GPU a kernel for each operator, not the fused kernels of `lib.model`.
+    """
     d, f, heads, length = config.d_model, config.ff_width, config.num_heads, context_length
     generator = torch.Generator(device).manual_seed(0)
 
@@ -269,8 +326,8 @@ def predicted_ms(
 ) -> float:
     """Predict the time of a training step as the sum of the least times of its operations.
 
-    Counts every operation of the blocks and the head three times, for forward and backward; the
-    update, which moves 28 bytes per parameter; and the host.
+    Counts `block_costs` and `backward_costs` for each block, the head's three matmuls, the update,
+    which moves 28 bytes per parameter, and the host.
 
     Args:
         limits: of a machine, in the dtype of the matmuls.
@@ -279,17 +336,19 @@ def predicted_ms(
             operation (a CPU).
     """
     sizes = (config, batch_size, context_length)
-    costs = block_costs(*sizes, element_bytes=element_bytes)
-    # of the two forms of attention, the fused one
-    for name in ("scores", "mask and softmax", "value product"):
-        del costs[name]
-    # each block has these twice
-    again = ("RMSNorm", "residual sum")
-    block = sum(limits.least_ms(cost) * (2 if n in again else 1) for n, cost in costs.items())
-    tokens, vocab_size = batch_size * context_length, config.vocab_size
-    head = limits.least_ms(matmul_cost(tokens, config.d_model, vocab_size, element_bytes))
-    update = UPDATE_BYTES * num_parameters(config) / limits.bytes_per_s * 1e3
-    device_ms = WITH_BACKWARD * (config.num_layers * block + head) + update
+    block_ms = 0.0
+    for costs_of in (block_costs, backward_costs):
+        for name, cost in costs_of(*sizes, element_bytes=element_bytes).items():
+            # of the two forms of attention the fused one; two norms and two sums in each block
+            times = 0 if name in NAIVE else 2 if name in ("RMSNorm", "residual sum") else 1
+            block_ms += times * limits.least_ms(cost)
+
+    # logits, and their gradients with respect to weights and input
+    tokens, d, vocab_size = batch_size * context_length, config.d_model, config.vocab_size
+    head = [(tokens, d, vocab_size), (tokens, vocab_size, d), (vocab_size, tokens, d)]
+    head_ms = sum(limits.least_ms(matmul_cost(*shape, element_bytes)) for shape in head)
+    update_ms = UPDATE_BYTES * num_parameters(config) / limits.bytes_per_s * 1e3
+    device_ms = config.num_layers * block_ms + head_ms + update_ms
     return max(device_ms, dispatch_ms) if runs_ahead else device_ms + dispatch_ms
 
 
@@ -332,15 +391,21 @@ def _color(name: str) -> str:
 def points_of(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[Limits | None, list[MeasuredOperation]]:
-    """Return the newest limits and operations in records of `write_records`."""
+    """Return the newest limits and operations in records of `write_records`.
+
+    Times are the recorded ones; costs follow from the settings, by `block_costs`.
+    """
     limits, points = None, {}
-    for figures in (record["figures"] for record in records):
+    for record in records:
+        figures, asked = record["figures"], record["config"]
         if figures["task"] == "limits":
             limits = Limits(figures["flops_per_s"], figures["bytes_per_s"])
         elif figures["task"] == "operation":
-            cost = Cost(figures["flops"], figures["num_bytes"])
+            sizes = (model_preset(asked["model"]), asked["batch_size"], asked["context_length"])
+            element_bytes = getattr(torch, asked["dtype"]).itemsize
+            costs = block_costs(*sizes, element_bytes=element_bytes)
             name, times = figures["name"], (figures["median_ms"], figures["iqr_ms"])
-            points[name] = MeasuredOperation(name, cost, *times)
+            points[name] = MeasuredOperation(name, costs[name], *times)
     return limits, list(points.values())
 
 

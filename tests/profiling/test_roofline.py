@@ -16,6 +16,7 @@ from lib.profiling.roofline import (
     Cost,
     Limits,
     MeasuredOperation,
+    backward_costs,
     block_costs,
     block_functions,
     draw_roofline,
@@ -63,10 +64,64 @@ def test_flops_of_matmuls_are_those_that_pytorch_counts_and_add_up_to_the_models
     parts = flops_by_part(SHAPE)
     per_token = parts["projections"] + parts["attention"] + parts["feed_forward"]
     assert SHAPE.num_layers * sum(costs[name].flops for name in MATMULS) == per_token * 3 * 16
-    # fused attention does the FLOPs of its parts and moves less
+    # fused attention skips what the causal mask hides, and moves less
     parts = [costs["scores"], costs["value product"]]
-    assert costs["attention, fused"].flops == sum(part.flops for part in parts)
+    causal = flops_by_part(SHAPE, is_causal=True)["attention"] * 3 * 16
+    assert SHAPE.num_layers * costs["attention, fused"].flops == causal
     assert costs["attention, fused"].num_bytes < sum(part.num_bytes for part in parts)
+
+
+@pytest.mark.parametrize("name", [*MATMULS, "attention, fused"])
+def test_flops_of_a_backward_pass_are_those_that_pytorch_counts(name):
+    shapes = {
+        "q, k, v projection": ((48, 32), (32, 96)),
+        "scores": ((12, 16, 8), (12, 8, 16)),
+        "value product": ((12, 16, 16), (12, 16, 8)),
+        "output projection": ((48, 32), (32, 32)),
+        "gate and value": ((48, 32), (32, 96)),
+        "down projection": ((48, 48), (48, 32)),
+        "attention, fused": ((12, 16, 8), (12, 8, 16)),
+    }[name]
+    a, b = (torch.randn(*shape, requires_grad=True) for shape in shapes)
+    c = a @ b
+    with FlopCounterMode(display=False) as counter:
+        c.sum().backward()
+    cost = backward_costs(*SIZES)[name]
+    if name == "attention, fused":
+        # scores, their gradient and those of q, k and v: five matmuls, each with the visible half
+        assert cost.flops == 5 * counter.get_total_flops() // 2 * 17 // (2 * 16)
+        return
+    assert cost.flops == counter.get_total_flops()
+    # each of the two reads the result's gradient and a factor, and writes the other's gradient
+    assert cost.num_bytes == 4 * 2 * (c.numel() + a.numel() + b.numel())
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "written"),
+    [
+        ("RMSNorm", [(3, 16, 32)] * 2, [(3, 16, 32)]),
+        ("RoPE", [(3, 16, 32)] * 2, [(3, 16, 32)] * 2),
+        ("mask and softmax", [(3, 4, 16, 16)] * 2, [(3, 4, 16, 16)]),
+        ("attention, fused", [(3, 16, 32)] * 5, [(3, 16, 32)] * 3),
+        ("SiLU and gate", [(3, 16, 96), (3, 16, 48)], [(3, 16, 96)]),
+    ],
+)
+def test_bytes_of_a_backward_pass_are_those_read_and_written(name, read, written):
+    numbers = sum(math.prod(shape) for shape in [*read, *written])
+    assert backward_costs(*SIZES)[name].num_bytes == 4 * numbers
+    assert backward_costs(*SIZES, element_bytes=2)[name].num_bytes == 2 * numbers
+
+
+def test_nothing_reaches_more_than_its_roof_once_the_roof_is_raised_to_it():
+    points = [
+        operation("fast", Cost(10**10, 10**6)),
+        operation("wide", Cost(10, 10**9)),
+        operation("slow", Cost(10**8, 10**8)),
+    ]
+    raised = LIMITS.raised_to(points)
+    assert raised == Limits(5e12, 5e11)
+    assert [raised.share(point) for point in points] == pytest.approx([1, 1, 0.1])
+    assert LIMITS.raised_to(points[2:]) == LIMITS
 
 
 @pytest.mark.parametrize(
@@ -123,16 +178,17 @@ def test_limits_are_those_of_the_best_sample_and_size(monkeypatch):
 def test_a_step_is_predicted_from_flops_bytes_and_parameters():
     shape = ModelConfig(vocab_size=1000, d_model=4096, num_layers=2, num_heads=32, d_ff=16384)
     # a machine whose memory is never the limit
-    flops = 3 * 8 * 256 * sum(flops_by_part(shape).values())
+    flops = 3 * 8 * 256 * sum(flops_by_part(shape, is_causal=True).values())
     assert predicted_ms(shape, 8, 256, Limits(1e12, 1e30)) == pytest.approx(flops / 1e9, rel=0.01)
-    # one whose arithmetic never is: all that is fused, three times, and 28 bytes a parameter
-    costs = block_costs(*SIZES)
+    # one whose arithmetic never is: all that is fused, forward and back, and 28 bytes a parameter
+    forward, backward = block_costs(*SIZES), backward_costs(*SIZES)
     once = ["q, k, v projection", "RoPE", "attention, fused", "output projection"]
     once += ["gate and value", "SiLU and gate", "down projection"]
-    moved = sum(costs[n].num_bytes for n in [*once, *["RMSNorm", "residual sum"] * 2])
+    names = [*once, *["RMSNorm", "residual sum"] * 2]
+    moved = sum((forward[name] + backward[name]).num_bytes for name in names)
     head = matmul_cost(48, 32, 64, 4).num_bytes
     parameters = 64 * 32 * 2 + 32 + 2 * (2 * 32 + 4 * 32 * 32 + 3 * 32 * 48)
-    expected = (3 * (2 * moved + head) + 28 * parameters) / 1e6
+    expected = (2 * moved + 3 * head + 28 * parameters) / 1e6
     assert predicted_ms(*SIZES, Limits(1e30, 1e9)) == pytest.approx(expected)
 
 
@@ -163,12 +219,15 @@ def test_records_give_limits_and_points_back(tmp_path, monkeypatch):
     tasks = {record["figures"]["task"] for record in records}
     assert tasks == {"limits", "operation", "call", "size"}
     assert records[0]["config"]["context_length"] == 8
+    for record in records:
+        # costs follow from the settings, whatever was counted when the record was made
+        record["figures"].pop("flops", None)
     limits, points = points_of(records)
     assert limits == LIMITS
     assert {point.name: point.cost for point in points} == block_costs(SHAPE, 1, 8)
     # the newest count, and none are none
-    newer = dataclasses.asdict(Limits(1.0, 2.0))
-    assert points_of([*records, {"figures": {"task": "limits", **newer}}])[0] == Limits(1.0, 2.0)
+    newer = {"config": {}, "figures": {"task": "limits", **dataclasses.asdict(Limits(1.0, 2.0))}}
+    assert points_of([*records, newer])[0] == Limits(1.0, 2.0)
     assert points_of([]) == (None, [])
 
 
