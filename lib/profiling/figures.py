@@ -19,10 +19,11 @@ from lib.core.figures import (
     ORANGE,
     PURPLE,
     SKY,
+    VERMILLION,
     house_figure,
     save_figure,
 )
-from lib.profiling.trace import CATEGORIES
+from lib.profiling.trace import CATEGORIES, Span, Trace, category_of
 
 TIME_COLORS = dict(zip(CATEGORIES, COLORS))
 MEMORY_COLORS = {
@@ -84,6 +85,67 @@ def draw_host_and_device(axes: Axes, steps: Mapping[str, Mapping[str, Any]]) -> 
     axes.grid(visible=False, axis="y")
     axes.set(xlabel="time in a step (ms), each kind added up", ylabel="host or GPU")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float | None = None):
+    """Draw a step as a timeline: ranges of the code, launches and waits of the host, GPU kernels.
+
+    Without kernels, as on a CPU, the last lane shows operators instead, inner ones on top of those
+    that call them.
+
+    Args:
+        start_ms, end_ms: the part to show, from the start of the trace's first range.
+    """
+    origin = min(span.start for span in (trace.ranges or trace.operators))
+    work = trace.kernels or trace.operators
+    last = max(span.end for span in (*work, *trace.ranges)) - origin
+    window = (1e3 * start_ms, last if end_ms is None else 1e3 * end_ms)
+
+    def bars(spans: Sequence[Span], y: float, height: float, color: str) -> None:
+        shown = [(s.start - origin, s.end - s.start) for s in spans]
+        shown = [(a / 1e3, d / 1e3) for a, d in shown if a + d > window[0] and a < window[1]]
+        axes.broken_barh(shown, (y - height / 2, height), facecolors=color, linewidth=0)
+
+    # lane by lane, from above: the outermost ranges below that of the whole step
+    width = (window[1] - window[0]) / 1e3
+    for number, span in enumerate(_phases_of(trace.ranges)):
+        bars([span], 0, 0.8, (SKY, GRID)[number % 2])
+        left = max(span.start - origin, window[0]) / 1e3
+        right = min(span.end - origin, window[1]) / 1e3
+        if right - left > 0.011 * width * len(span.name):
+            axes.text((left + right) / 2, 0, span.name, ha="center", va="center", fontsize=9)
+    lanes = ["code"]
+    if trace.kernels:
+        waits = [call for call in trace.calls if "Synchronize" in call.name]
+        bars([call for call in trace.calls if "Launch" in call.name], len(lanes), 0.6, INK)
+        bars(waits, len(lanes), 0.6, VERMILLION)
+        lanes.append("host launches")
+    found = {category: [] for category in CATEGORIES}
+    for span in work:
+        found[category_of(span.name)].append(span)
+    for category, spans in found.items():
+        # views, and operators that only call others, do no work of their own
+        if spans and (trace.kernels or category != "other"):
+            bars(spans, len(lanes), 0.8, TIME_COLORS[category])
+            axes.plot([], [], "s", color=TIME_COLORS[category], label=category)
+    lanes.append("GPU" if trace.kernels else "operators")
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set(xlim=(window[0] / 1e3, window[1] / 1e3), ylim=(len(lanes) - 0.5, -0.5))
+    axes.set(xlabel="time (ms)", ylabel="")
+    axes.grid(visible=False, axis="y")
+
+
+def _phases_of(ranges: Sequence[Span]) -> list[Span]:
+    """Return the outermost ranges inside the longest one, which is the whole step."""
+    if not ranges:
+        return []
+    whole = max(ranges, key=lambda span: span.end - span.start)
+    phases: list[Span] = []
+    for span in ranges:
+        inside = span is not whole and whole.start <= span.start and span.end <= whole.end
+        if inside and not (phases and span.end <= phases[-1].end):
+            phases.append(span)
+    return phases
 
 
 def save_memory_figure(

@@ -36,13 +36,15 @@ from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM
 from lib.profiling.figures import save_memory_figure, save_time_figure
 from lib.profiling.memory_timeline import MemoryTimeline, memory_snapshot, profile_memory
-from lib.profiling.trace import read_trace
-from lib.profiling.trace_summary import Summary, summarise
+from lib.profiling.trace import read_trace, step_events
+from lib.profiling.trace_summary import STEP, Summary, summarise
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep, numerics
 
 LEARNING_RATE = 1e-4
 TRACE = "trace.json.gz"
+# One step of it, small enough to commit.
+STEP_TRACE = "step.json.gz"
 # Not every profile writes these: those of an earlier one must not lie beside a later summary.
 OPTIONAL_FILES = ("memory.png", "memory_snapshot.pickle", "nsys.nsys-rep")
 # rows and characters in the table of kernels
@@ -131,7 +133,7 @@ class ProfileConfig:
 def profile(config: ProfileConfig) -> Summary | None:
     """Profile training steps, write the results to `config.output` and print the summary.
 
-    Writes `trace.json.gz` (for ui.perfetto.dev), `summary.md`, `summary.json` (a record),
+    Writes `trace.json.gz` (for ui.perfetto.dev), `step.json.gz` (one step of it), `summary.md`, `summary.json` (a record),
     `time.png`, `memory.png`, on CUDA `memory_snapshot.pickle` (for pytorch.org/memory_viz) and,
     where `nsys` is installed, `nsys.nsys-rep`. Also prints the command line that profiles the same
     ranges with Nsight Systems. With `config.nvtx` it only runs the steps, writes nothing and
@@ -163,6 +165,7 @@ def profile(config: ProfileConfig) -> Summary | None:
                     memory = profile_memory(take, step.model, step.optimizer, device=device)
             step.config = train_config
             trace_steps(step, sequences, config.output / TRACE, steps=config.steps)
+    write_step_trace(config.output)
     summary = summarise(read_trace(config.output / TRACE))
     print(_write_results(config, train_config.model, summary, memory, device))
     _run_nsys(config, device)
@@ -213,6 +216,14 @@ def trace_steps(step: TrainStep, sequences: Tensor, path: Path, *, steps: int) -
         plain = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(plain))
         write_atomically(path, gzip.compress(plain.read_bytes(), compresslevel=6, mtime=0))
+
+
+def write_step_trace(folder: Path) -> Path:
+    """Write one step of the trace in `folder`, without what a drawing does not need."""
+    events = json.loads(gzip.decompress((folder / TRACE).read_bytes()))["traceEvents"]
+    text = json.dumps({"traceEvents": step_events(events, STEP)}, separators=(",", ":"))
+    write_atomically(folder / STEP_TRACE, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+    return folder / STEP_TRACE
 
 
 def _write_results(

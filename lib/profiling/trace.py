@@ -109,6 +109,41 @@ def parse_trace(events: Iterable[dict[str, Any]]) -> Trace:
     return Trace(ordered["kernel"], ordered["operator"], ordered["call"], ordered["range"], links)
 
 
+def step_events(events: Iterable[dict[str, Any]], step: str) -> list[dict[str, Any]]:
+    """Return the events of one step that a drawing needs, with times in µs from its start.
+
+    Of several steps, the middle one. Kept are ranges, kernels launched in the step, and calls of
+    CUDA; operators only where there are no kernels. The result is small enough to commit, and
+    Perfetto reads it, too.
+
+    Raises:
+        ValueError: there is no range called `step`.
+    """
+    events = [event for event in events if event.get("ph") == "X" and event.get("cat") in KINDS]
+    steps = [e for e in events if KINDS[e["cat"]] == "range" and e["name"] == step]
+    if not steps:
+        raise ValueError(f"the trace has no range {step!r}")
+    steps.sort(key=lambda event: float(event["ts"]))
+    chosen = steps[len(steps) // 2]
+    start = float(chosen["ts"])
+    end = start + float(chosen["dur"])
+
+    def correlation(event: dict[str, Any]) -> int | None:
+        return (event.get("args") or {}).get("correlation")
+
+    inside = [e for e in events if start <= float(e["ts"]) < end and KINDS[e["cat"]] != "kernel"]
+    launched = {correlation(e) for e in inside if KINDS[e["cat"]] == "call"} - {None}
+    kernels = [e for e in events if KINDS[e["cat"]] == "kernel" and correlation(e) in launched]
+    unwanted = "operator" if kernels else None
+    kept = [*(e for e in inside if KINDS[e["cat"]] != unwanted), *kernels]
+    return [
+        {key: event[key] for key in ("ph", "cat", "name", "pid", "tid")}
+        | {"ts": round(float(event["ts"]) - start, 3), "dur": float(event.get("dur", 0))}
+        | ({"args": {"correlation": number}} if (number := correlation(event)) else {})
+        for event in sorted(kept, key=lambda event: float(event["ts"]))
+    ]
+
+
 def launch_times(spans: Iterable[Span], calls: Iterable[Span]) -> list[float]:
     """Return when the host launched each of `spans`, in µs; its own start if no call is known.
 

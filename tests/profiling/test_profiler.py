@@ -14,6 +14,8 @@ from lib.model.config import model_preset
 from lib.model.costs import num_parameters
 from lib.profiling import profiler
 from lib.profiling.profiler import ProfileConfig, nsys_command, profile
+from lib.profiling.trace import read_trace
+from lib.profiling.trace_summary import summarise
 
 CONFIG = ProfileConfig(batch_size=2, context_length=32, steps=2, warmup_steps=1, device="cpu")
 
@@ -30,7 +32,8 @@ def test_all_files_are_there(done):
     _, folder = done
     names = {path.name for path in folder.iterdir()}
     figures = {"time.png", "memory.png"}
-    assert names == {"trace.json.gz", "summary.md", "summary.json", "config.json"} | figures
+    traces = {"trace.json.gz", "step.json.gz"}
+    assert names == {"summary.md", "summary.json", "config.json"} | traces | figures
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     steps = [event for event in trace["traceEvents"] if event.get("name") == "training step"]
     assert len(steps) == 2
@@ -38,6 +41,17 @@ def test_all_files_are_there(done):
     assert text.startswith("# Profile of 2 training steps\n")
     assert "| aten::mm " in text
     assert "\n## Memory at the step's peak\n" in text
+
+
+def test_one_step_of_the_trace_is_kept_on_its_own(done):
+    summary, folder = done
+    whole, step = (read_trace(folder / f"{name}.json.gz") for name in ("trace", "step"))
+    (root,) = (span for span in step.ranges if span.name == "training step")
+    assert root.start == 0
+    assert all(0 <= span.start < root.end for span in (*step.ranges, *step.operators))
+    # of two steps and an unmarked one before them
+    assert len(step.operators) < len(whole.operators) / 2
+    assert summarise(step).kernels == pytest.approx(summary.kernels, rel=0.02)
 
 
 def test_a_step_has_the_operators_of_its_model(done):

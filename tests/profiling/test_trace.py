@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lib.core.figures import house_figure
 from lib.profiling import trace
-from lib.profiling.trace import Span, Trace, category_of, launch_times, read_trace
+from lib.profiling.figures import draw_trace
+from lib.profiling.trace import (
+    Span,
+    Trace,
+    category_of,
+    launch_times,
+    parse_trace,
+    read_trace,
+    step_events,
+)
 
 
 def event(category, name, start, duration, **args):
@@ -64,6 +74,51 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, content, suffix):
 def test_a_kernel_is_launched_by_the_call_of_its_correlation():
     # the Memset has none
     assert launch_times(READ.kernels, READ.calls) == [11, 3]
+
+
+# two steps of a GPU that lags behind the host: a kernel of the first runs during the second
+LAGGING = [
+    event("user_annotation", "training step", 0, 10),
+    event("cuda_runtime", "cudaLaunchKernel", 2, 1, correlation=1),
+    event("kernel", "sgemm", 9, 15, correlation=1),
+    event("user_annotation", "training step", 20, 30),
+    event("user_annotation", "forward", 21, 9),
+    event("user_annotation", "forward", 31, 9),
+    event("cpu_op", "aten::mm", 21, 3),
+    event("cuda_runtime", "cudaLaunchKernel", 22, 1, correlation=2),
+    event("cuda_runtime", "cudaDeviceSynchronize", 40, 8, correlation=3),
+    event("kernel", "sgemm", 60, 5, correlation=2),
+]
+
+
+def test_a_step_is_cut_out_with_the_kernels_that_it_launched():
+    step = parse_trace(step_events(LAGGING, "training step"))
+    assert [(span.name, span.start) for span in step.kernels] == [("sgemm", 40)]
+    assert [(span.name, span.start) for span in step.calls] == [
+        ("cudaLaunchKernel", 2),
+        ("cudaDeviceSynchronize", 20),
+    ]
+    assert [span.start for span in step.ranges] == [0, 1, 11]
+    # operators only where there are no kernels
+    assert not step.operators
+    on_cpu = [e for e in LAGGING if e["cat"] not in ("kernel", "cuda_runtime")]
+    assert len(parse_trace(step_events(on_cpu, "training step")).operators) == 1
+    with pytest.raises(ValueError, match="no range 'another'"):
+        step_events(LAGGING, "another")
+
+
+def test_a_timeline_has_a_lane_for_code_host_and_device():
+    with house_figure() as (_, axes):
+        draw_trace(axes, parse_trace(step_events(LAGGING, "training step")))
+        lanes = [label.get_text() for label in axes.get_yticklabels()]
+        assert lanes == ["code", "host launches", "GPU"]
+        boxes = [path.get_extents() for c in axes.collections for path in c.get_paths()]
+        edges = sorted((round(box.x0, 4), round(box.x1, 4)) for box in boxes)
+    # forward twice, a launch, a wait and a kernel, in ms
+    assert edges == [(0.001, 0.01), (0.002, 0.003), (0.011, 0.02), (0.02, 0.028), (0.04, 0.045)]
+    with house_figure() as (_, axes):
+        draw_trace(axes, parse_trace(step_events(LAGGING, "training step")), end_ms=0.005)
+        assert sum(len(c.get_paths()) for c in axes.collections) == 2
 
 
 @pytest.mark.parametrize(
