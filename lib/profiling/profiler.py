@@ -133,11 +133,12 @@ class ProfileConfig:
 def profile(config: ProfileConfig) -> Summary | None:
     """Profile training steps, write the results to `config.output` and print the summary.
 
-    Writes `trace.json.gz` (for ui.perfetto.dev), `step.json.gz` (one step of it), `summary.md`, `summary.json` (a record),
-    `time.png`, `memory.png`, on CUDA `memory_snapshot.pickle` (for pytorch.org/memory_viz) and,
-    where `nsys` is installed, `nsys.nsys-rep`. Also prints the command line that profiles the same
-    ranges with Nsight Systems. With `config.nvtx` it only runs the steps, writes nothing and
-    returns None: that command line starts it so.
+    Writes `trace.json.gz` (for ui.perfetto.dev), `step.json.gz` (one step of it, small enough to
+    commit), `summary.md`, `summary.json` (a record), `time.png`, `memory.png`, on CUDA
+    `memory_snapshot.pickle` (for pytorch.org/memory_viz) and, where `nsys` is installed,
+    `nsys.nsys-rep`. Also prints the command line that profiles the same ranges with Nsight Systems.
+    With `config.nvtx` it only runs the steps, writes nothing and returns None: that command line
+    starts it so.
     """
     device = pick_device(config.device)
     _check_device(config, device)

@@ -126,8 +126,9 @@ def block_costs(
 ) -> dict[str, Cost]:
     """Return the cost of each operation of a block's forward pass, by name.
 
-    Both forms of attention are included: naive ("scores" to "value product"), which computes all
-    T² scores of a head, and fused, which skips those that the causal mask hides: T (T + 1) / 2 stay.
+    Both forms of attention are included: naive ("scores" to "value product"), which computes all T²
+    scores of a head, and fused, which skips those that the causal mask hides and computes
+    T (T + 1) / 2.
     """
     d, f, length, e = config.d_model, config.ff_width, context_length, element_bytes
     tokens, heads = batch_size * length, batch_size * config.num_heads

@@ -70,9 +70,10 @@ def test_the_folded_solution_passes(stub, help_text, lesson, capsys):
     assert capsys.readouterr().out.startswith("right")
 
 
-def test_each_lesson_with_exercises_has_three_in_its_notebook():
+def test_each_lesson_with_exercises_has_at_least_three_in_its_notebook():
     counts = Counter(case.values[2] for case in EXERCISES)
-    assert counts == dict.fromkeys(TOPICS, 3)
+    assert counts.keys() == TOPICS.keys()
+    assert min(counts.values()) >= 3
 
 
 MISTAKES = [

@@ -1,48 +1,26 @@
-"""Exercises of notebook 04: a timing function, idle time, arithmetic intensity."""
+"""Exercises of notebook 04: timing, idle time, a hidden wait, rooflines, memory, fewer passes."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from lib.lessons.exercise import Exercise, check
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lib.lessons.exercise import Exercise, check, edited
+from lib.lessons.profiling.simulated import Kernel, ToyGPU, ToyTrainer, kernels_of
 
 Spans = Sequence[tuple[int, int]]
-
-
-@dataclass
-class ToyGPU:
-    """A device that takes orders into a queue, with a clock that shows whole milliseconds.
-
-    Example:
-        >>> gpu = ToyGPU(work_ms=[90, 30])
-        >>> gpu.run(), gpu.clock(), gpu.wait(), gpu.clock()
-        (None, 1, None, 91)
-    """
-
-    work_ms: list[int]
-    """How long the device works on each call of `run`; on further ones as on the last."""
-
-    def __post_init__(self) -> None:
-        self._now = self._busy_until = self._calls = 0
-
-    def run(self) -> None:
-        """Order one piece of work; returns after 1 ms, while the device works."""
-        self._now += 1
-        work = self.work_ms[min(self._calls, len(self.work_ms) - 1)]
-        self._busy_until = max(self._now, self._busy_until) + work
-        self._calls += 1
-
-    def wait(self) -> None:
-        """Return once the device has done everything that was ordered."""
-        self._now = max(self._now, self._busy_until)
-
-    def clock(self) -> int:
-        """The time in ms."""
-        return self._now
 
 
 def _draw_timing(generator: random.Random, size: int) -> tuple:
@@ -204,46 +182,412 @@ IDLE_TIME = Exercise(
 )
 
 
-def _draw_sizes(generator: random.Random, size: int) -> tuple:
-    m, k, n = (generator.choice([1, 2, 8, 32, 128]) * generator.randint(1, 9) for _ in range(3))
-    return m, k, n, generator.choice([2, 4, 8])
+# 3. The hidden .item()
 
 
-def intensity(m: int, k: int, n: int, element_bytes: int) -> float:
-    flops = 2 * m * k * n
-    num_bytes = element_bytes * (m * k + k * n + m * n)
-    return flops / num_bytes
+def train(gpu: ToyTrainer, batches: Sequence[int]) -> tuple[float, float]:
+    losses = [gpu.step(gpu.load(batch)) for batch in batches]
+    values = [loss.item() for loss in losses]
+    return sum(values) / len(values), max(values)
 
 
-INTENSITY = Exercise(
-    intensity,
-    _draw_sizes,
+def slow_train(gpu: ToyTrainer, batches: Sequence[int]) -> tuple[float, float]:
+    """The loop of the lesson, whose comparison waits for the GPU in every step."""
+    total, largest = 0.0, None
+    for batch in batches:
+        loss = gpu.step(gpu.load(batch))
+        total = total + loss
+        if largest is None or loss > largest:
+            largest = loss
+    return (total / len(batches)).item(), largest.item()
+
+
+def watched(loop: Callable) -> Callable[[list[int]], dict[str, Any]]:
+    """Return `loop` as a function of the batches, which also says how often the host waited."""
+
+    @functools.wraps(loop)
+    def run(batches: list[int]) -> dict[str, Any]:
+        gpu = ToyTrainer()
+        result = loop(gpu, batches)
+        values = [float(value) for value in result] if isinstance(result, tuple) else result
+        return {"mean and largest": values, "waits before the last launch": gpu.early_waits}
+
+    return run
+
+
+def loop_ms(loop: Callable) -> int:
+    """The toy's ms for 20 steps, everything done."""
+    gpu = ToyTrainer()
+    loop(gpu, list(range(20)))
+    return max(gpu.now, gpu.busy_until)
+
+
+def _draw_batches(generator: random.Random, size: int) -> tuple:
+    return ([generator.randint(0, 50) for _ in range(2 + size)],)
+
+
+TRAIN = Exercise(
+    watched(train),
+    _draw_batches,
     {
-        "a multiplication and an addition count as one; they are two operations": ("2 * m", "m"),
-        "numbers are counted, and not bytes; multiply by element_bytes": ("element_bytes * (", "("),
-        "the result is missing; it is written to memory too": (" + m * n", ""),
-        "only the result's bytes are counted; both factors are read": (
-            "m * k + k * n + m * n",
-            "m * n",
+        "something inside the loop needs a loss's number on the host: a comparison, `.item()`, "
+        "`float()` or a format": watched(slow_train),
+        "the mean is a sum; divide by the number of batches": watched(
+            edited(train, " / len(values)", "")
         ),
-        "an input is read once for each multiplication that it is in; count it once": (
-            "m * k + k * n",
-            "2 * m * k * n",
+        "the smallest loss is returned, not the largest": watched(edited(train, "max(", "min(")),
+    },
+    "core",
+    measure=lambda run: loop_ms(run.__wrapped__),
+    unit="ms for 20 steps (the toy's clock)",
+)
+
+
+# 4. A roofline of the block's backward pass
+
+
+def backward_roofline(
+    batch: int, length: int, d: int, heads: int, f: int, e: int, ridge: float
+) -> dict[str, tuple[int, int, str]]:
+    tokens = batch * length
+
+    def matmul(m, k, n):
+        return 2 * m * k * n, e * (m * k + k * n + m * n)
+
+    def linear(d_in, d_out):
+        to_input = matmul(tokens, d_out, d_in)
+        to_weight = matmul(d_out, tokens, d_in)
+        return to_input[0] + to_weight[0], to_input[1] + to_weight[1]
+
+    pairs = batch * heads * length * (length + 1) // 2
+    costs = {
+        "RMSNorm": (0, 3 * e * tokens * d),
+        "q, k, v projection": linear(d, 3 * d),
+        "attention, fused": (5 * 2 * pairs * (d // heads), 8 * e * tokens * d),
+        "output projection": linear(d, d),
+        "residual sum": (0, 3 * e * tokens * d),
+        "gate and value": linear(d, 2 * f),
+        "SiLU and gate": (0, 5 * e * tokens * f),
+        "down projection": linear(f, d),
+    }
+    return {
+        name: (flops, moved, "arithmetic" if flops / moved > ridge else "memory")
+        for name, (flops, moved) in costs.items()
+    }
+
+
+def _draw_block(generator: random.Random, size: int) -> tuple:
+    heads, head_dim = generator.randint(1, 1 + size // 2), 8 * generator.randint(1, 8)
+    d, f = heads * head_dim, 8 * generator.randint(1, 8 * size)
+    sizes = generator.randint(1, size), generator.randint(2, 40 * size)
+    ridge = generator.choice([3.5, 12.5, 50.5, 180.5])
+    return *sizes, d, heads, f, generator.choice([2, 4]), ridge
+
+
+BACKWARD_ROOFLINE = Exercise(
+    backward_roofline,
+    _draw_block,
+    {
+        "each matmul has one in the backward pass; it has two, for the gradients of its input and "
+        "of its weight": (
+            "to_input[0] + to_weight[0], to_input[1] + to_weight[1]",
+            "to_input",
         ),
-        "the bytes need brackets: a / b * c is (a / b) * c": (
-            "flops / num_bytes",
-            "flops / element_bytes * (m * k + k * n + m * n)",
+        "the two matmuls of the backward pass move as many bytes as the one of the forward pass": (
+            "to_input[0] + to_weight[0], to_input[1] + to_weight[1]",
+            "to_input[0] + to_weight[0], matmul(tokens, d_in, d_out)[1]",
         ),
-        "// drops the fraction; divide with /": ("flops / num_bytes", "flops // num_bytes"),
-        "a sum of k products counts k - 1 additions; count k, a multiply-add is two operations": (
-            "2 * m * k * n",
-            "(2 * k - 1) * m * n",
+        "attention counts all pairs of tokens; the causal mask leaves T (T + 1) / 2 of a head": (
+            "length * (length + 1) // 2",
+            "length * length",
         ),
-        "bytes are divided by operations; it is the other way round": (
-            "flops / num_bytes",
-            "num_bytes / flops",
+        "fused attention counts four matmuls; it computes the scores again, which makes five": (
+            "5 * 2 * pairs",
+            "4 * 2 * pairs",
+        ),
+        "fused attention moves the scores; it keeps them on the chip": (
+            "8 * e * tokens * d)",
+            "8 * e * tokens * d + 2 * e * pairs)",
+        ),
+        "`gate and value` has one matrix of width f; it has two": (
+            "linear(d, 2 * f)",
+            "linear(d, f)",
+        ),
+        "the gate moves three tensors of width f; its backward reads three and writes two": (
+            "5 * e * tokens * f",
+            "3 * e * tokens * f",
+        ),
+        "RMSNorm moves two tensors; its backward reads two and writes one": (
+            '"RMSNorm": (0, 3 *',
+            '"RMSNorm": (0, 2 *',
+        ),
+        "numbers are counted, and not bytes; multiply by e": (
+            "2 * m * k * n, e * (",
+            "2 * m * k * n, (",
+        ),
+        "memory and arithmetic are swapped: above the ridge, arithmetic is the limit": (
+            '"arithmetic" if flops / moved > ridge else "memory"',
+            '"memory" if flops / moved > ridge else "arithmetic"',
         ),
     },
+    "core",
+)
+
+
+# 5. Three traces
+
+
+def diagnose(kernels: Sequence[Kernel], ridge: float) -> str:
+    span = kernels[-1].end - kernels[0].start
+    busy = sum(kernel.end - kernel.start for kernel in kernels)
+    if busy < span / 2:
+        return "launch-bound"
+    right = [kernel for kernel in kernels if kernel.flops / kernel.num_bytes > ridge]
+    in_products = sum(kernel.end - kernel.start for kernel in right)
+    return "compute-bound" if in_products > busy / 2 else "memory-bound"
+
+
+def _draw_trace(generator: random.Random, size: int) -> tuple:
+    ridge = generator.choice([10.5, 40.5, 180.5])
+    short, long = generator.choice([((2, 30), 100), ((20, 90), 10), ((20, 90), 10)])
+    costs = []
+    for _ in range(2 + size):
+        moved = generator.randint(1, 50) * 1000
+        intensity = generator.choice([0.25, 1, 5, ridge * 1.5, ridge * 4])
+        costs.append((generator.randint(*short), moved * intensity, moved))
+    # many short ones or a few long ones may be compute-bound, so count time, not kernels
+    costs[0] = (costs[0][0] * generator.choice([1, 4, 8]), *costs[0][1:])
+    return kernels_of(costs, long), ridge
+
+
+DIAGNOSE = Exercise(
+    diagnose,
+    _draw_trace,
+    {
+        "kernels are counted; add up their time": (
+            "    in_products = sum(kernel.end - kernel.start for kernel in right)",
+            "    in_products, busy = len(right), len(kernels)",
+        ),
+        "the gaps are never looked at; a GPU that idles more than half of the time is "
+        "launch-bound": ("busy < span / 2", "False"),
+        "memory and compute are swapped: above the ridge, arithmetic is the limit": (
+            '"compute-bound" if in_products > busy / 2 else "memory-bound"',
+            '"memory-bound" if in_products > busy / 2 else "compute-bound"',
+        ),
+        "all FLOPs over all bytes decide; one large matmul then hides kernels that take longer": (
+            "    in_products = sum(kernel.end - kernel.start for kernel in right)",
+            "    moved = sum(kernel.num_bytes for kernel in kernels)\n"
+            "    total = sum(kernel.flops for kernel in kernels)\n"
+            "    in_products = busy if total / moved > ridge else 0",
+        ),
+    },
+    "core",
+)
+
+
+# 6. Half the peak memory
+
+
+def forward(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def make_stack(num_blocks: int, width: int, seed: int) -> nn.ModuleList:
+    """Blocks of a small residual network, each of which keeps about nine times its input."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.ModuleList(_Residual(width) for _ in range(num_blocks))
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Alive(TorchDispatchMode):
+    """Adds up the bytes of tensors alive after each operation, without those in `outside`."""
+
+    def __init__(self, outside: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.outside = {tensor.untyped_storage()._cdata for tensor in outside}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.outside:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def peak_bytes(forward: Callable, blocks: nn.ModuleList, x: Tensor) -> int:
+    """The most bytes of tensors alive during a forward and backward pass, beside x, the weights and
+    the gradients of both."""
+    given = [x, *blocks.parameters()]
+    for tensor in given:
+        tensor.grad = torch.zeros_like(tensor)
+    with _Alive([*given, *(tensor.grad for tensor in given)]) as memory:
+        forward(blocks, x).sum().backward()
+    return memory.peak
+
+
+def _gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients that backward adds up; a checkpoint of one's own may know no other way."""
+    for tensor in inputs:
+        tensor.grad = None
+    output.square().sum().backward()
+    return [tensor.grad for tensor in inputs]
+
+
+def _plain(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return functools.reduce(lambda x, block: block(x), blocks, x)
+
+
+def judged(forward: Callable) -> Callable[[int, int, int], dict[str, Any]]:
+    """Return `forward` as a function of a stack's sizes, with what the exercise asks of it."""
+
+    @functools.wraps(forward)
+    def run(num_blocks: int, width: int, seed: int) -> dict[str, Any]:
+        blocks = make_stack(num_blocks, width, seed)
+        x = torch.linspace(-1, 1, 64 * width).view(64, width).requires_grad_()
+        runs = [0] * num_blocks
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(
+                lambda module, args, index=index: runs.__setitem__(index, runs[index] + 1)
+            )
+        inputs = [x, *blocks.parameters()]
+        expected = _gradients(_plain(blocks, x), inputs)
+        runs[:] = [0] * num_blocks
+        found = _gradients(forward(blocks, x), inputs)
+        same = [b is not None and torch.allclose(a, b, rtol=1e-4) for a, b in zip(expected, found)]
+        most, is_rerun = max(runs), max(runs) > 1
+        small = peak_bytes(forward, blocks, x) <= peak_bytes(_plain, blocks, x) / 2
+        return {
+            "same gradients": all(same),
+            "peak memory": "at most half" if small else "more than half",
+            "a block runs": "at most twice" if most <= 2 else f"up to {most} times",
+            "blocks run again in the backward pass": is_rerun,
+        }
+
+    return run
+
+
+def peak_share(run: Callable) -> float:
+    """Peak memory in percent of that without checkpoints, for 16 blocks."""
+    blocks, x = make_stack(16, 32, 0), torch.ones(64, 32, requires_grad=True)
+    return 100 * peak_bytes(run.__wrapped__, blocks, x) / peak_bytes(_plain, blocks, x)
+
+
+def _checkpoint_everything(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return checkpoint(functools.partial(_plain, blocks), x, use_reentrant=False)
+
+
+def _draw_stack(generator: random.Random, size: int) -> tuple:
+    return generator.choice([8, 9, 10]), generator.choice([16, 24]), generator.randrange(1000)
+
+
+FORWARD = Exercise(
+    judged(forward),
+    _draw_stack,
+    {
+        "nothing is checkpointed": judged(_plain),
+        "the whole stack is one checkpoint, so that the backward pass rebuilds everything at once; "
+        "use smaller segments": judged(_checkpoint_everything),
+        "x is detached, so that no gradient reaches the blocks before": judged(
+            edited(forward, "checkpoint(block, x,", "checkpoint(block, x.detach(),")
+        ),
+    },
+    "core",
+    trials=4,
+    seconds=20,
+    measure=peak_share,
+    unit="% of the peak without checkpoints",
+)
+
+
+# 7. Fewer passes over memory
+
+
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+    tile = 1 << 15
+    for a, b, c, d in zip(p.split(tile), g.split(tile), m.split(tile), v.split(tile)):
+        c.lerp_(b, 0.1)
+        d.mul_(0.95).addcmul_(b, b, value=0.05)
+        a.mul_(1 - 0.01 * lr).addcdiv_(c, d.sqrt().add_(1e-8), value=-lr)
+
+
+def naive_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+    """The update of the lesson: an operator for each sign of the formula."""
+    m.mul_(0.9).add_(0.1 * g)
+    v.mul_(0.95).add_(0.05 * g * g)
+    p.sub_(lr * (m / (v.sqrt() + 1e-8) + 0.01 * p))
+
+
+def updated(update: Callable) -> Callable[..., list[Tensor]]:
+    """Return `update` as a function that returns the three tensors that it changes."""
+
+    @functools.wraps(update)
+    def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> list[Tensor]:
+        if update(p, g, m, v, lr) is not None:
+            raise TypeError("the update must change p, m and v, and return None")
+        return torch.stack([p, m, v])
+
+    return run
+
+
+def update_ms(run: Callable) -> float:
+    """Best ms of an update of four million parameters, on one thread."""
+    threads = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(1 << 22, generator=generator) for _ in range(4)]
+    times = []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(6):
+            started = time.perf_counter()
+            run.__wrapped__(*tensors, 1e-3)
+            times.append(time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return 1e3 * min(times)
+
+
+def _draw_update(generator: random.Random, size: int) -> tuple:
+    torch_generator = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    count = generator.choice([1, 7, 1000, 40_000])
+    p, g, m = (torch.randn(count, generator=torch_generator) for _ in range(3))
+    v = torch.rand(count, generator=torch_generator)
+    return p, g, m, v, generator.choice([0.1, 0.5])
+
+
+ADAMW = Exercise(
+    updated(adamw),
+    _draw_update,
+    {
+        "the weight decay is missing": updated(edited(adamw, "mul_(1 - 0.01 * lr).", "")),
+        "the second moment takes the gradient, not its square": updated(
+            edited(adamw, "addcmul_(b, b, value=0.05)", "add_(b.abs(), alpha=0.05)")
+        ),
+        "the weights move towards the gradient; the sign is wrong": updated(
+            edited(adamw, "value=-lr", "value=lr")
+        ),
+        "the root is missing below the fraction": updated(edited(adamw, "d.sqrt()", "d.clone()")),
+        "only the first tile is updated": updated(edited(adamw, "p.split(tile)", "[p[:tile]]")),
+    },
+    "open",
+    trials=30,
+    measure=update_ms,
+    unit="ms",
 )
 
 
@@ -257,6 +601,27 @@ def check_idle_time(attempt: Callable) -> None:
     check(IDLE_TIME, attempt)
 
 
-def check_intensity(attempt: Callable) -> None:
-    """Check `intensity(m, k, n, element_bytes)` -> FLOP/byte of the matmul (m, k) @ (k, n)."""
-    check(INTENSITY, attempt)
+def check_train(attempt: Callable) -> None:
+    """Check `train(gpu, batches)` -> (mean, largest) loss; `gpu` is a `ToyTrainer`."""
+    check(TRAIN, watched(attempt))
+
+
+def check_backward_roofline(attempt: Callable) -> None:
+    """Check `backward_roofline(batch, length, d, heads, f, e, ridge)` -> name: (FLOPs, bytes,
+    "arithmetic" or "memory")."""
+    check(BACKWARD_ROOFLINE, attempt)
+
+
+def check_diagnose(attempt: Callable) -> None:
+    """Check `diagnose(kernels, ridge)` -> "launch-bound", "memory-bound" or "compute-bound"."""
+    check(DIAGNOSE, attempt)
+
+
+def check_forward(attempt: Callable) -> None:
+    """Check `forward(blocks, x)` -> the result of all blocks, with at most half the memory."""
+    check(FORWARD, judged(attempt))
+
+
+def check_adamw(attempt: Callable) -> None:
+    """Check `adamw(p, g, m, v, lr)`, which changes p, m and v in place; show how long it takes."""
+    check(ADAMW, updated(attempt))

@@ -1,37 +1,33 @@
-"""Tables and figures of notebook 04: records, profiles, predictions beside measurements."""
+"""Experiments of notebook 04: training steps to measure, their profiles, and sliders."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axis import Axis
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from lib.core.figures import BLUE, SKY, house_figure
-from lib.core.records import Record, read_records
-from lib.lessons.explorer import explorer, figure_output
-from lib.lessons.show import show_table
+from lib.lessons.explorer import explorer, figure_output, picture
+from lib.lessons.profiling.simulated import draw_launches, simulate
 
 if TYPE_CHECKING:
     import torch
+    from IPython.display import Image
     from ipywidgets import VBox
 
+    from lib.model.config import ModelConfig
     from lib.profiling.memory_timeline import MemoryTimeline
-    from lib.profiling.trace_summary import Summary
+    from lib.profiling.roofline import Limits
+    from lib.profiling.trace import Trace
     from lib.training.step import TrainStep
 
-
-# The figures that identify a record among those of one benchmark run.
-IDENTITY = ("task", "model", "candidate", "name", "size", "numbers", "tokens")
 MOST_SHOWN = 5
 
 
@@ -51,70 +47,57 @@ class StepEstimate:
     """None: out of memory."""
 
 
-def place_of(record: Record) -> str:
-    """The device and the date of a record.
+def make_step(
+    config: ModelConfig, batch_size: int, device: torch.device
+) -> tuple[TrainStep, torch.Tensor]:
+    """A training step of a fresh model, and sequences of random tokens for it."""
+    import torch
 
-    >>> place_of({"device": "NVIDIA H200", "date": "2026-11-21T18:32:57+00:00"})
-    'NVIDIA H200, 2026-11-21'
-    """
-    return f"{record['device']}, {record['date']:.10}"
+    from lib.model import TransformerLM
+    from lib.training import TrainConfig
+    from lib.training.step import TrainStep
 
-
-def newest_records(path: str | os.PathLike) -> list[Record]:
-    """Read the records at `path`, keeping the last for each device and measurement.
-
-    A measurement is identified by its figures' names (IDENTITY) if they have a task, else by its
-    config.
-    """
-    newest = {}
-    for record in read_records(path):
-        figures = record["figures"]
-        names = [figures.get(key) for key in IDENTITY] if "task" in figures else record["config"]
-        newest[json.dumps([record["device"], names], sort_keys=True)] = record
-    return list(newest.values())
+    model = TransformerLM(config, generator=torch.Generator().manual_seed(0)).to(device)
+    settings = TrainConfig(model=config, batch_size=batch_size, steps=10**6)
+    generator = torch.Generator().manual_seed(0)
+    size = (batch_size, config.context_length + 1)
+    sequences = torch.randint(config.vocab_size, size, generator=generator).to(device)
+    return TrainStep(model, settings, device, torch.float32), sequences
 
 
-def show_records(
-    records: Iterable[Record],
-    row_of: Callable[[Record], Mapping[str, Any] | None],
-    *,
-    command: str,
-    title: str = "",
-) -> None:
-    """Display a table of `records` for each machine and date, or how to make such records.
+def warm_up(step: Callable[[], Any], device: torch.device) -> None:
+    """Call `step` a few times; on a GPU on a side stream, as recording a CUDA graph needs."""
+    import torch
 
-    Args:
-        row_of: the row of a record, None to leave it out.
-        command: the command that makes the records.
-        title: printed before the machine and the date.
-    """
-    from IPython.display import display
-
-    tables: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        row = row_of(record)
-        if row is not None:
-            tables.setdefault(place_of(record), []).append(row)
-    for place, rows in tables.items():
-        print(f"{title} on {place}" if title else place)
-        display(show_table(rows))
-    if not tables:
-        print(f"There is no record of this yet. To make it, on a GPU: {command}")
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    if stream is not None:
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def profile_step(
-    step: TrainStep, windows: torch.Tensor, device: torch.device, *, steps: int = 2
-) -> Summary:
-    """Profile `steps` training steps with PyTorch's profiler, and summarize the trace."""
-    from lib.core.allocator import without_stderr
-    from lib.profiling.profiler import trace_steps
+def trace_of(profiler: torch.profiler.profile) -> Trace:
+    """The trace that a profiler has recorded."""
     from lib.profiling.trace import read_trace
-    from lib.profiling.trace_summary import summarise
 
-    with tempfile.TemporaryDirectory() as folder, without_stderr():
-        path = Path(folder) / "trace.json.gz"
-        trace_steps(step, windows, path, steps=steps)
-        return summarise(read_trace(path))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+def show_trace(trace: Trace, *, title: str) -> None:
+    """Show a trace as a timeline."""
+    from lib.profiling.figures import draw_trace
+
+    _, axes = plt.subplots(figsize=(9, 2.2))
+    draw_trace(axes, trace)
+    axes.set_title(title)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=5)
+    plt.show()
 
 
 def profile_step_memory(
@@ -131,11 +114,82 @@ def profile_step_memory(
         )
 
 
-def plain_log_ticks(axis: Axis) -> None:
-    """Label a logarithmic axis 1, 2, 5, 10, 20, … in plain digits."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:,g}")
-    axis.set_minor_locator(NullLocator())
+def launch_explorer(kernels: int = 12) -> VBox:
+    """Sliders for the cost of a launch and the length of kernels; a timeline of host and GPU."""
+
+    def draw(figure: Figure, launch_us: int, kernel_us: int) -> None:
+        launches = simulate([kernel_us] * kernels, launch_us)
+        axes = figure.subplots()
+        draw_launches(axes, launches)
+        end = launches[-1].end
+        idle = 1 - kernels * kernel_us / end
+        axes.set(xlim=(0, 12 * 45), title=f"{end:,.0f} µs, GPU idle {idle:.0%}")
+
+    controls = {"launch_us": (2, 5, 10, 20, 40), "kernel_us": (2, 5, 10, 20, 40)}
+    show = picture(draw, width=9.0, height=1.9, layout="constrained")
+    start = {"launch_us": 20, "kernel_us": 5}
+    still = [(20, 40), (2, 5)]
+    return explorer(show, start=start, still=still, min_height="12em", **controls)
+
+
+def memory_image(timeline: MemoryTimeline) -> Image:
+    """A step's memory over time, category stacked upon category."""
+    from IPython.display import Image
+
+    from lib.profiling.figures import save_memory_figure
+
+    peak = timeline.peak()
+    words = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in peak.items())
+    alt = (
+        f"Memory over a step by category. At the peak, {sum(peak.values()) / 1e6:,.0f} MB: {words}."
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "memory.png"
+        save_memory_figure(timeline.times_ms, timeline.num_bytes, path, phases=timeline.phases)
+        return Image(path.read_bytes(), retina=True, alt=alt)
+
+
+def step_estimator(
+    preset: str,
+    device: torch.device,
+    limits: dict[str, Limits],
+    *,
+    contexts: Sequence[int],
+    dispatch_ms: float,
+    samples: int,
+) -> Callable[[int, int, str], StepEstimate]:
+    """Return a function (batch size, context, dtype) -> a training step, predicted and measured.
+
+    Args:
+        limits: by dtype.
+        dispatch_ms: what the host takes to launch the step's operations.
+    """
+    from lib.benchmarks.step import StepBench, StepBenchmarkConfig, StepCase
+    from lib.profiling.roofline import predicted_ms
+
+    bench = StepBench(StepBenchmarkConfig(configs=(preset,), seq_lens=tuple(contexts)), device)
+    fixed = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}
+    fixed |= {"warmup": 2, "samples": samples, "max_seconds": 0.5}
+
+    def estimate(batch: int, length: int, dtype: str) -> StepEstimate:
+        case = StepCase(model=preset, batch_size=batch, seq_len=length, dtype=dtype, **fixed)
+        expected, found = bench.expect(case), bench.run(case)
+        predicted = predicted_ms(
+            case.shape,
+            batch,
+            length,
+            limits[dtype],
+            element_bytes=case.torch_dtype.itemsize,
+            dispatch_ms=dispatch_ms,
+            runs_ahead=device.type == "cuda",
+        )
+        memory = found.get("peak_memory_gb")
+        megabytes = (1e3 * expected["predicted_memory_gb"], memory and 1e3 * memory)
+        return StepEstimate(
+            f"{batch} × {length}, {dtype}", predicted, found.get("median_ms"), *megabytes
+        )
+
+    return estimate
 
 
 def draw_estimates(figure: Figure, estimates: Sequence[StepEstimate]) -> None:

@@ -1,13 +1,34 @@
-"""The exercises of notebook 04 against independent answers; their mistakes: test_exercises.py."""
+"""The exercises of notebook 04 against independent answers; their mistakes: test_exercise.py."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from lib.lessons.exercise import verdict
-from lib.lessons.profiling.exercises import IDLE_TIME, INTENSITY, TIME_RUNS, ToyGPU
+from lib.lessons.profiling.exercises import (
+    ADAMW,
+    BACKWARD_ROOFLINE,
+    DIAGNOSE,
+    FORWARD,
+    IDLE_TIME,
+    TIME_RUNS,
+    TRAIN,
+    judged,
+    loop_ms,
+    make_stack,
+    peak_bytes,
+    slow_train,
+    train,
+    updated,
+    watched,
+)
+from lib.lessons.profiling.records import anonymous_traces, block_on_gpu
+from lib.lessons.profiling.simulated import ToyGPU, ToyTrainer
+from lib.model.config import ModelConfig
+from lib.profiling.roofline import backward_costs
 
 
 def time_runs(gpu, warmup, samples):
@@ -28,21 +49,97 @@ def idle_time(kernels, start, end):
     return sum(not any(a <= t < b for a, b in kernels) for t in range(start, end))
 
 
-def intensity(m, k, n, element_bytes):
-    factors = torch.empty(m, k, device="meta"), torch.empty(k, n, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        result = factors[0] @ factors[1]
-    numbers = sum(tensor.numel() for tensor in (*factors, result))
-    return counter.get_total_flops() / (numbers * element_bytes)
+def train_with_numbers_at_the_end(gpu, batches):
+    """Sums on the device, unlike the solution."""
+    losses = []
+    for batch in batches:
+        losses.append(gpu.step(gpu.load(batch)))
+    mean = sum(losses) / len(losses)
+    return mean.item(), max(float(loss) for loss in losses)
+
+
+def backward_roofline(batch, length, d, heads, f, e, ridge):
+    """Those of `lib`, without the small FLOPs of what memory limits."""
+    shape = ModelConfig(
+        vocab_size=2,
+        context_length=length,
+        d_model=d,
+        num_layers=1,
+        num_heads=heads,
+        d_ff=f,
+        positions="none",
+    )
+    costs = backward_costs(shape, batch, length, element_bytes=e)
+    for name in ("RMSNorm", "residual sum", "SiLU and gate"):
+        costs[name] = dataclasses.replace(costs[name], flops=0)
+    for name in ("RoPE", "scores", "mask and softmax", "value product"):
+        del costs[name]
+    return {
+        name: (cost.flops, cost.num_bytes, "arithmetic" if cost.intensity > ridge else "memory")
+        for name, cost in costs.items()
+    }
+
+
+def diagnose(kernels, ridge):
+    """Microsecond by microsecond of the window, on a fine grid."""
+    spent = {"arithmetic": 0.0, "memory": 0.0}
+    for start, end, flops, moved in kernels:
+        spent["arithmetic" if flops > ridge * moved else "memory"] += end - start
+    window = kernels[-1][1] - kernels[0][0]
+    if 2 * sum(spent.values()) < window:
+        return "launch-bound"
+    return "compute-bound" if spent["arithmetic"] > spent["memory"] else "memory-bound"
+
+
+class Recompute(torch.autograd.Function):
+    """The checkpoint of the lesson."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        y.backward(gradient)
+        return None, x.grad
+
+
+def two_at_a_time(blocks, x):
+    from torch.utils.checkpoint import checkpoint
+
+    for first in range(0, len(blocks), 2):
+        x = checkpoint(nn.Sequential(*blocks[first : first + 2]), x, use_reentrant=False)
+    return x
+
+
+def adamw(p, g, m, v, lr):
+    """Whole tensors, and PyTorch's words for the same."""
+    m += 0.1 * (g - m)
+    v += 0.05 * (g.square() - v)
+    p -= lr * (m / (v.sqrt() + 1e-8) + 0.01 * p)
 
 
 @pytest.mark.parametrize(
     ("exercise", "independent"),
-    [(TIME_RUNS, time_runs), (IDLE_TIME, idle_time), (INTENSITY, intensity)],
+    [
+        (TIME_RUNS, time_runs),
+        (IDLE_TIME, idle_time),
+        (TRAIN, watched(train_with_numbers_at_the_end)),
+        (BACKWARD_ROOFLINE, backward_roofline),
+        (DIAGNOSE, diagnose),
+        (FORWARD, judged(two_at_a_time)),
+        (ADAMW, updated(adamw)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-@pytest.mark.parametrize("seed", range(2))
-def test_an_independent_answer_is_right(exercise, independent, seed):
-    assert verdict(exercise, independent, seed=seed).startswith("right")
+def test_an_independent_answer_is_right(exercise, independent):
+    assert verdict(exercise, independent, seed=0).startswith("right")
 
 
 def test_the_queue_of_the_toy_runs_one_piece_after_the_other():
@@ -51,7 +148,7 @@ def test_the_queue_of_the_toy_runs_one_piece_after_the_other():
     gpu.run()
     assert gpu.clock() == 2
     gpu.wait()
-    # the first starts when it is ordered, at 1 ms
+    # the first starts when it is launched, at 1 ms
     assert gpu.clock() == 1 + 10 + 5
     gpu.wait()
     assert gpu.clock() == 16
@@ -86,3 +183,60 @@ def test_durations_clipped_to_the_window_are_named():
 
     text = verdict(IDLE_TIME, attempt)
     assert "It looks as if where kernels overlap, the same time is counted twice" in text
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss: loss > 0,
+        lambda loss: loss <= 0,
+        float,
+        lambda loss: f"{loss:.2f}",
+        lambda loss: loss.item(),
+    ],
+)
+def test_whatever_needs_a_loss_on_the_host_waits_for_it(ask):
+    gpu = ToyTrainer()
+    loss = gpu.step(gpu.load(3))
+    total = loss + 1
+    assert gpu.now == 2 + 1 + 1
+    ask(total)
+    # 2 ms to load and 1 to launch, then 4 on the device
+    assert gpu.now == 7
+    assert gpu.spans[-1] == ("wait", 4, 7)
+
+
+def test_a_loop_that_waits_in_each_step_takes_longer():
+    # the device takes 4 ms a step; a waiting loop adds what the host takes to prepare it
+    assert loop_ms(train) == 3 + 20 * 4
+    assert loop_ms(slow_train) > 1.6 * loop_ms(train)
+
+
+def test_the_three_traces_are_of_three_kinds():
+    ridge = block_on_gpu()[0].ridge
+    found = {name: diagnose(kernels, ridge) for name, (kernels, _) in anonymous_traces().items()}
+    assert found == {"A": "memory-bound", "B": "launch-bound", "C": "compute-bound"}
+
+
+def test_the_peak_of_a_stack_counts_what_is_alive_at_once():
+    blocks, x = make_stack(8, 8, 0), torch.ones(64, 8, requires_grad=True)
+
+    def plain(blocks, x):
+        for block in blocks:
+            x = block(x)
+        return x
+
+    def recomputed(blocks, x):
+        for block in blocks:
+            x = Recompute.apply(block, x)
+        return x
+
+    # a block keeps at least its input and tanh of four times its width
+    assert peak_bytes(plain, blocks, x) >= 8 * 5 * x.nbytes
+    assert peak_bytes(recomputed, blocks, x) < peak_bytes(plain, blocks, x) / 2
+    assert judged(recomputed)(8, 16, 0) == judged(two_at_a_time)(8, 16, 0)
+
+
+def test_an_update_that_returns_something_is_told_to_work_in_place():
+    text = verdict(ADAMW, updated(lambda p, g, m, v, lr: p), seed=0)
+    assert "must change p, m and v, and return None" in text

@@ -1,44 +1,30 @@
-"""Tables and figures of notebook 04: records, profiles, predictions beside measurements."""
+"""Experiments of notebook 04: profiles, predictions beside measurements, sliders."""
 
 import itertools
-import re
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
 from lib.core.figures import house_figure
-from lib.core.records import append_record
 from lib.lessons.profiling.explorers import (
     MOST_SHOWN,
     StepEstimate,
     draw_estimates,
-    newest_records,
-    plain_log_ticks,
-    profile_step,
+    launch_explorer,
+    make_step,
+    memory_image,
     profile_step_memory,
-    show_records,
+    step_estimator,
     step_explorer,
+    trace_of,
 )
+from lib.lessons.profiling.figures import plain_log_ticks
 from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
-from lib.model.transformer import TransformerLM
-from lib.training.config import TrainConfig
-from lib.training.step import TrainStep
+from lib.profiling.roofline import Limits
 
 SETTINGS = {"batch_sizes": (1, 8), "contexts": (64, 128), "dtypes": ("float32", "bfloat16")}
-
-
-def record(device="GPU A", **figures):
-    return {"device": device, "date": "2026-01-02T03:04:05+00:00", "figures": figures}
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """The tables that are displayed."""
-    tables = []
-    monkeypatch.setattr("IPython.display.display", lambda table: tables.append(table.data))
-    return tables
 
 
 def estimate(batch, context, dtype):
@@ -55,59 +41,30 @@ def explorer(measured=None, still=((1, 64, "float32"), (8, 64, "float32"))):
     return step_explorer(noted, **SETTINGS, still=still)
 
 
-def test_records_are_shown_with_the_machine_that_made_them(shown, capsys):
-    records = [record(ms=1.5), record("GPU B", ms=2.5), record("GPU B", ms=9.5)]
-    row_of = lambda r: r["figures"] if r["figures"]["ms"] < 9 else None  # noqa: E731
-    show_records(records, row_of, command="make it", title="Steps")
-    text = capsys.readouterr().out
-    assert text == "Steps on GPU A, 2026-01-02\nSteps on GPU B, 2026-01-02\n"
-    assert [("1.50" in table, "2.50" in table, "9.50" in table) for table in shown] == [
-        (True, False, False),
-        (False, True, False),
-    ]
-
-
-def test_missing_records_are_one_line_that_says_how_to_make_them(shown, capsys):
-    show_records([], lambda r: r, command="python -m lib benchmark step")
-    assert re.fullmatch(".*python -m lib benchmark step\n", capsys.readouterr().out)
-    assert not shown
-
-
-def test_of_records_for_the_same_thing_the_last_stays(tmp_path):
-    path = tmp_path / "a.jsonl"
-    assert newest_records(path) == []
-    for ms in (1, 2):
-        append_record(path, record(task="step", model="m", candidate="all", ms=ms) | {"config": ms})
-    append_record(path, record(task="step", model="m", candidate="none", ms=3) | {"config": 1})
-    append_record(path, record("GPU B", task="step", model="m", candidate="all", ms=4))
-    # without a task, the config tells them apart
-    for length, ms in ((1, 5), (2, 6), (1, 7)):
-        append_record(path, record(ms=ms) | {"config": {"seq_len": length}})
-    assert [r["figures"]["ms"] for r in newest_records(path)] == [2, 3, 4, 7, 6]
-
-
 @pytest.fixture(scope="module")
 def training():
-    """A small training step, and windows for it."""
+    """A small training step, and sequences for it."""
     shape = ModelConfig(
         vocab_size=64, context_length=8, d_model=16, num_layers=2, num_heads=2, d_ff=32
     )
-    settings = TrainConfig(model=shape, batch_size=2, steps=100)
-    step = TrainStep(TransformerLM(shape), settings, torch.device("cpu"), torch.float32)
-    return step, torch.zeros(2, 9, dtype=torch.int64)
+    return make_step(shape, 2, torch.device("cpu"))
 
 
-def test_a_profiled_step_is_summed_up_and_leaves_standard_error_alone(training, capfd):
-    summary = profile_step(*training, torch.device("cpu"), steps=2)
-    assert summary.steps == 2
-    assert summary.kernels > 100
-    assert not capfd.readouterr().err
+def test_a_profiled_step_has_its_operators(training):
+    step, sequences = training
+    step(sequences, 1e-4)
+    with torch.profiler.profile() as profiler:
+        step(sequences, 1e-4)
+    names = [span.name for span in trace_of(profiler).operators]
+    # four matmuls a layer forward, two for each of them backward, and three of the head
+    assert names.count("aten::mm") == 2 * 4 * 3 + 3
 
 
 def test_the_memory_of_a_step_holds_its_parameters(training, capfd):
     step, windows = training
     timeline = profile_step_memory(step, windows, torch.device("cpu"))
     assert timeline.highest()["parameters"] == 4 * num_parameters(step.model.config)
+    assert "activations" in memory_image(timeline).alt
     assert not capfd.readouterr().err
 
 
@@ -161,3 +118,22 @@ def test_the_newest_settings_stay(monkeypatch):
     assert len(drawn[-1]) == MOST_SHOWN
     assert drawn[-1][-1] == "1 × 64, float32"
     assert len(set(drawn[-1])) == MOST_SHOWN
+
+
+def test_a_step_is_estimated_from_limits_and_dispatch_and_measured():
+    limits = {"float32": Limits(1e30, 1e30)}
+    estimate = step_estimator(
+        "tiny", torch.device("cpu"), limits, contexts=(16,), dispatch_ms=7.0, samples=3
+    )
+    found = estimate(1, 16, "float32")
+    # a machine whose roof is out of reach takes only the host's time
+    assert found.predicted_ms == pytest.approx(7)
+    assert found.measured_ms > 0
+    assert found.predicted_mb == pytest.approx(found.measured_mb, rel=0.3)
+
+
+def test_the_sliders_of_launches_show_when_the_gpu_starves():
+    box = launch_explorer()
+    view = box.children[2].outputs
+    # 12 launches of 20 µs and a last kernel of 5
+    assert "245 µs, GPU idle 76%" in view[0]["data"]["text/plain"]

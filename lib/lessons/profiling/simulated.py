@@ -1,0 +1,194 @@
+"""Toy machines with a clock of their own: a queue to time, kernels launched one by one, a loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+
+from lib.core.figures import BLUE, GREY, INK, VERMILLION
+
+
+class Launch(NamedTuple):
+    """When the host works on a launch, and when the GPU works on its kernel, in µs."""
+
+    called: float
+    returned: float
+    start: float
+    end: float
+
+
+def simulate(kernels_us: Sequence[float], launch_us: float) -> list[Launch]:
+    """Launch kernels of these lengths one after another; the GPU runs them in order."""
+    host = gpu = 0.0
+    launches = []
+    for kernel_us in kernels_us:
+        called, host = host, host + launch_us
+        # a kernel waits for its launch and for the kernel before it
+        start = max(host, gpu)
+        gpu = start + kernel_us
+        launches.append(Launch(called, host, start, gpu))
+    return launches
+
+
+def draw_launches(axes: Axes, launches: Sequence[Launch], *, colors: Sequence[str] = (BLUE,)):
+    """Draw lanes of host and GPU; kernels take `colors` in turn."""
+    for index, launch in enumerate(launches):
+        style = {"edgecolor": "white", "linewidth": 0.6, "height": 0.7}
+        axes.barh(0, launch.returned - launch.called, left=launch.called, color=INK, **style)
+        color = colors[index % len(colors)]
+        axes.barh(1, launch.end - launch.start, left=launch.start, color=color, **style)
+    axes.set_yticks([0, 1], ["host launches", "GPU computes"])
+    axes.set(ylim=(1.5, -0.5), xlabel="time (µs)", ylabel="")
+    axes.grid(visible=False, axis="y")
+
+
+@dataclass
+class ToyGPU:
+    """A device that takes orders into a queue, with a clock that shows whole milliseconds.
+
+    Example:
+        >>> gpu = ToyGPU(work_ms=[90, 30])
+        >>> gpu.run(), gpu.clock(), gpu.wait(), gpu.clock()
+        (None, 1, None, 91)
+    """
+
+    work_ms: list[int]
+    """How long the device works on each call of `run`; on further ones as on the last."""
+
+    def __post_init__(self) -> None:
+        self._now = self._busy_until = self._calls = 0
+
+    def run(self) -> None:
+        """Launch one piece of work; returns after 1 ms, while the device works."""
+        self._now += 1
+        work = self.work_ms[min(self._calls, len(self.work_ms) - 1)]
+        self._busy_until = max(self._now, self._busy_until) + work
+        self._calls += 1
+
+    def wait(self) -> None:
+        """Return once the device has done everything that was launched."""
+        self._now = max(self._now, self._busy_until)
+
+    def clock(self) -> int:
+        """The time in ms."""
+        return self._now
+
+
+@dataclass
+class ToyTrainer:
+    """A training loop's GPU: steps are launched, and a loss is a number that stays on the device.
+
+    `load` takes the host 2 ms, a launch 1 ms; a step takes the device 4 ms. Whatever needs the
+    number of a loss on the host waits for it: `item()`, `float()`, a comparison, formatting.
+    """
+
+    now: int = 0
+    busy_until: int = 0
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """Kind (load, launch, wait, step), start and end in ms."""
+
+    def load(self, batch: int) -> int:
+        """Prepare a batch on the host."""
+        self._host("load", 2)
+        return batch
+
+    def step(self, batch: int) -> ToyLoss:
+        """Launch a training step; return its loss, on the device."""
+        return self._launch("step", 4, (batch * 37) % 11 + batch / 8)
+
+    def wait_until(self, ready: int) -> None:
+        """Let the host wait for the device."""
+        if ready > self.now:
+            self._host("wait", ready - self.now)
+
+    @property
+    def early_waits(self) -> int:
+        """How often the host waited before it had launched its last step."""
+        last = max((start for kind, start, _ in self.spans if kind == "launch"), default=0)
+        return sum(kind == "wait" and start < last for kind, start, _ in self.spans)
+
+    def _host(self, kind: str, duration: int) -> None:
+        self.spans.append((kind, self.now, self.now + duration))
+        self.now += duration
+
+    def _launch(self, kind: str, duration: int, value: float) -> ToyLoss:
+        self._host("launch", 1)
+        start = max(self.now, self.busy_until)
+        self.busy_until = start + duration
+        self.spans.append((kind, start, self.busy_until))
+        return ToyLoss(self, value, self.busy_until)
+
+
+@dataclass(eq=False)
+class ToyLoss:
+    """A number on the device of a `ToyTrainer`; sums of them stay there."""
+
+    trainer: ToyTrainer
+    value: float
+    ready: int
+
+    def item(self) -> float:
+        """Wait for the number, and return it."""
+        self.trainer.wait_until(self.ready)
+        return self.value
+
+    __float__ = item
+
+    def __add__(self, other: ToyLoss | float) -> ToyLoss:
+        value = other.value if isinstance(other, ToyLoss) else other
+        return self.trainer._launch("sum", 0, self.value + value)
+
+    __radd__ = __add__
+
+    def __truediv__(self, number: float) -> ToyLoss:
+        return self.trainer._launch("sum", 0, self.value / number)
+
+    def __gt__(self, other: ToyLoss | float) -> bool:
+        return self.item() > float(other)
+
+    def __lt__(self, other: ToyLoss | float) -> bool:
+        return self.item() < float(other)
+
+    def __ge__(self, other: ToyLoss | float) -> bool:
+        return self.item() >= float(other)
+
+    def __le__(self, other: ToyLoss | float) -> bool:
+        return self.item() <= float(other)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+
+def draw_loop(axes: Axes, trainer: ToyTrainer) -> None:
+    """Draw what the host and the device of `trainer` did."""
+    colors = {"load": GREY, "launch": INK, "wait": VERMILLION, "step": BLUE}
+    for kind, color in colors.items():
+        found = [(start, end - start) for name, start, end in trainer.spans if name == kind]
+        lane = 1 if kind == "step" else 0
+        axes.broken_barh(found, (lane - 0.35, 0.7), facecolors=color, edgecolor="white", label=kind)
+    axes.set_yticks([0, 1], ["host", "GPU"])
+    axes.set(ylim=(1.5, -0.5), xlabel="time (ms)", ylabel="")
+    axes.grid(visible=False, axis="y")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+class Kernel(NamedTuple):
+    """A kernel of a trace: when it ran, in µs, and what it computed and moved."""
+
+    start: float
+    end: float
+    flops: float
+    num_bytes: float
+
+
+def kernels_of(
+    costs: Sequence[tuple[float, float, float]], launch_us: float, repeats: int = 1
+) -> list[Kernel]:
+    """Return the kernels of (µs, FLOPs, bytes) launched one after another, `repeats` times."""
+    costs = list(itertools.chain.from_iterable(itertools.repeat(costs, repeats)))
+    launches = simulate([cost[0] for cost in costs], launch_us)
+    return [Kernel(at.start, at.end, *cost[1:]) for at, cost in zip(launches, costs)]
