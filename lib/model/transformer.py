@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lib.core.ranges import annotate
-from lib.core.settings import require
 from lib.model.attention import KVCache, attend
 from lib.model.config import ModelConfig
 from lib.model.elementwise import rms_norm, swiglu
@@ -146,7 +145,8 @@ class RotaryEmbedding(nn.Module):
         """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out."""
         if positions is None:
             length, longest = x.shape[-2], len(self.cos)
-            require(length <= longest, f"x must have at most max_length {longest}, got {length}")
+            if length > longest:
+                raise ValueError(f"x must have at most max_length {longest}, got {length}")
             cos, sin = self.cos[:length], self.sin[:length]
         else:
             cos, sin = self.cos[positions], self.sin[positions]  # (..., length, head_dim / 2)
@@ -350,11 +350,12 @@ class TransformerLM(nn.Module):
 
     def hidden(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Return the head's input, (batch, length, d_model); arguments as for `forward`."""
-        shape = tuple(token_ids.shape)
-        require(len(shape) == 2, f"token_ids must be (batch, length), got shape {shape}")
+        if token_ids.dim() != 2:
+            shape = tuple(token_ids.shape)
+            raise ValueError(f"token_ids must be (batch, length), got shape {shape}")
         # new tokens follow those in the cache
         first = 0 if cache is None else cache.length
-        length = shape[1]
+        length = token_ids.shape[1]
         if first + length > self.config.context_length:
             raise ValueError(
                 f"token_ids must fit context_length {self.config.context_length}, got {first} "
@@ -421,8 +422,9 @@ class TransformerLM(nn.Module):
 
     def loss_of_hidden(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
         """`loss`, given what `hidden` returned, (batch, length, d_model)."""
-        expected, shape = tuple(hidden.shape[:-1]), tuple(targets.shape)
-        require(shape == expected, f"targets must have shape {expected} of the ids, got {shape}")
+        if targets.shape != hidden.shape[:-1]:
+            expected, shape = tuple(hidden.shape[:-1]), tuple(targets.shape)
+            raise ValueError(f"targets must have shape {expected} of the ids, got {shape}")
         self._announce(self.head)
         with annotate("loss"):
             return linear_cross_entropy(

@@ -167,8 +167,15 @@ FAULTS = [
     # one row of cosines for any length
     Fault(
         "lib/model/transformer.py",
-        "require(length <= longest, ",
-        "require(True, ",
+        "            if length > longest:",
+        "            if False:",
         "tests/model/test_transformer.py::test_other_shapes_than_those_of_the_formula_are_refused",
+    ),
+    # a message that is always written out compiles anew for every length
+    Fault(
+        "lib/model/transformer.py",
+        "            if length > longest:\n",
+        '            len(f"{length}")\n            if length > longest:\n',
+        "tests/model/test_transformer.py::test_a_compiled_model_takes_any_length_once_it_has_seen_two",
     ),
 ]

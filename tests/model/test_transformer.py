@@ -448,6 +448,17 @@ def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(settings
         torch.testing.assert_close(gradients(fused)[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_a_compiled_model_takes_any_length_once_it_has_seen_two():
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = make_model()
+    compiled = torch.compile(model, backend=counter)
+    for length in range(2, 9):
+        token_ids = make_token_ids(2, length)
+        torch.testing.assert_close(compiled(token_ids), model(token_ids))
+    assert counter.frame_count == 2
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiled_blocks_share_one_compilation_without_a_break(fused, fused_on_cpu, monkeypatch):
     torch.compiler.reset()
