@@ -5,6 +5,7 @@ The report holds nothing private: no user name, host name or folder.
 
 from __future__ import annotations
 
+import html
 import os
 import platform
 import re
@@ -14,9 +15,13 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib.core.files import ROOT
 from lib.core.hardware import available_cpus, cpu_name, provenance
+
+if TYPE_CHECKING:
+    from IPython.display import HTML
 
 GIB = 2**30
 
@@ -93,6 +98,14 @@ def environment_report() -> str:
         lines[name] = _version(name) or "missing"
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def show_report() -> HTML:
+    """`environment_report` to unfold and to copy."""
+    from IPython.display import HTML
+
+    report = html.escape(environment_report())
+    return HTML(f"<details><summary>Versions and sizes</summary><pre>{report}</pre></details>")
 
 
 def what_runs_here(machine: Machine) -> list[dict[str, str]]:

@@ -100,6 +100,12 @@ def test_a_missing_package_and_compiler_are_named(monkeypatch):
     assert any(line.endswith("no C++ compiler found") for line in lines)
 
 
+def test_the_report_is_folded_and_whole(monkeypatch):
+    monkeypatch.setattr(er, "environment_report", lambda: "compiler  a<b>&c")
+    assert er.show_report().data.startswith("<details><summary>")
+    assert "<pre>compiler  a&lt;b&gt;&amp;c</pre></details>" in er.show_report().data
+
+
 def test_gpus_have_a_line_each(monkeypatch):
     monkeypatch.setattr(er, "this_machine", lambda: TWO_GPUS)
     text = er.environment_report()
