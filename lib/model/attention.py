@@ -240,7 +240,7 @@ class KVCache:
     """The keys and values of up to `context_length` tokens in every layer, for generation.
 
     Takes 2 · num_layers · batch_size · context_length · d_model elements of `dtype`. A model's
-    forward pass over a prompt, with the cache, fills it.
+    forward pass over a prompt fills it. Use it under `torch.no_grad`: it is written in place.
 
     Attributes:
         keys, values: (layers, batch, heads, context_length, head_dim).

@@ -189,7 +189,8 @@ def _open_at(path: Path, position: int) -> io.FileIO:
         if size < position:
             raise ValueError(
                 f"resume_at must be at most the size of {path}, {size:,} bytes, got {position:,}: "
-                "lines that the checkpoint counts on are missing"
+                "lines that the checkpoint counts on are missing; restore the file, or train into "
+                "another output"
             )
         if position and (file.seek(position - 1), file.read(1))[1] != b"\n":
             raise ValueError(
