@@ -59,6 +59,8 @@ INLINE, OUTSIDE = 3, 1 << 16
 CAPACITY, BATCH_TEXTS = 1 << 20, 1 << 14
 # pre-tokens that are looked up together
 BATCH = 128
+# how much of a cache's table is used at first: little, since what is near in memory is fast
+FIRST_TABLE = (1 << 13) * ENTRY
 
 
 def train_compiled(
@@ -89,15 +91,15 @@ class Cache(NamedTuple):
     """The pre-tokens that one thread has encoded before."""
 
     # (rows * ENTRY,) uint64, as in `compiled_words`: a key, and up to INLINE ids of 32 bits with
-    # their number in the upper half of the last word. With more ids, or a pre-token that is longer
-    # than its key, the number is OUTSIDE more, and the two first halves are the offset of its ids
-    # in `ids` and that of its bytes in `kept`.
+    # their number, never 0, in the upper half of the last word. With more ids, or a pre-token that
+    # is longer than its key, the number is OUTSIDE more, and the two first halves are the offset of
+    # its ids in `ids` and that of its bytes in `kept`.
     table: np.ndarray
     # (ids,) uint32
     ids: np.ndarray
     # (bytes,) uint8
     kept: np.ndarray
-    # (3,) int64: entries, ids and bytes in use
+    # (4,) int64: entries, ids and bytes in use, and how much of the table is
     used: np.ndarray
     # (LONGEST_LENGTH,) int64: space for the merges of one pre-token
     best: np.ndarray
@@ -107,11 +109,14 @@ class Cache(NamedTuple):
 
 def new_cache() -> Cache:
     """Make an empty cache of up to 24 MB; distinct pre-tokens decide how much of it is used."""
+    # NumPy asks for huge pages for a large array, unless it is of zeros
+    table = np.empty((1 << 19) * ENTRY, dtype=np.uint64)
+    table[:FIRST_TABLE] = 0
     return Cache(
-        table=np.zeros((1 << 19) * ENTRY, dtype=np.uint64),
+        table=table,
         ids=np.empty(1 << 20, dtype=np.uint32),
         kept=np.empty(1 << 21, dtype=np.uint8),
-        used=np.zeros(3, dtype=np.int64),
+        used=np.array([0, 0, 0, FIRST_TABLE], dtype=np.int64),
         best=np.empty(LONGEST_LENGTH, dtype=np.int64),
         batch=np.empty(BATCH * 4, dtype=np.uint64),
     )
@@ -243,16 +248,41 @@ def encode_long(data, start, length, ranks, ids):
 
 
 @compiled
-def remember(cache, data, start, length, low, high, ids):
-    """Cache the `ids` of a pre-token; clear the cache first if it is full."""
-    table, used, number = cache.table, cache.used, len(ids)
+def make_room(cache):
+    """Double the part of the table that is in use, if a batch could fill half of it."""
+    table, used = cache.table, cache.used
+    size = used[3]
+    if 2 * ENTRY * (used[0] + BATCH) < size or 2 * size > table.shape[0]:
+        return
+    used[3] = 2 * size
+    table[size : 2 * size] = 0
+    # place each entry anew, those that were in the way of others first
+    begin = np.int64(0)
+    while table[begin + 1]:
+        begin += ENTRY
+    for k in range(begin, begin + size, ENTRY):
+        old = k & (size - 1)
+        low, high = table[old], table[old + 1]
+        if high:
+            first_ids, last_ids = table[old + 2], table[old + 3]
+            table[old + 1] = table[old + 3] = 0
+            larger = table[: 2 * size]
+            new = find_entry(larger, first_entry(larger, low, high), low, high)
+            table[new], table[new + 1] = low, high
+            table[new + 2], table[new + 3] = first_ids, last_ids
+
+
+@compiled
+def remember(cache, table, data, start, length, low, high, ids):
+    """Cache the `ids` of a pre-token in `table`; clear the cache first if it is full."""
+    used, number = cache.used, len(ids)
     if (
         2 * ENTRY * used[0] >= table.shape[0]
         or used[1] + number > cache.ids.shape[0]
         or used[2] + length > cache.kept.shape[0]
     ):
         table[:] = 0
-        used[:] = 0
+        used[:3] = 0
     at = find_entry(table, first_entry(table, low, high), low, high)
     if table[at + 1]:
         # another pre-token has the same hashes
@@ -277,28 +307,28 @@ def remember(cache, data, start, length, low, high, ids):
 
 
 @compiled
-def recall_outside(cache, entry, data, start, length, out, n):
+def recall_outside(cache, table, entry, data, start, length, out, n):
     """Write the ids of a cached pre-token that its entry has no space for; return their number.
 
     Returns 0 if the entry is that of another pre-token with the same hashes.
     """
-    ids = np.int64(cache.table[entry + 2] & LOW_32)
-    kept = np.int64(cache.table[entry + 2] >> U32)
+    ids = np.int64(table[entry + 2] & LOW_32)
+    kept = np.int64(table[entry + 2] >> U32)
     if length > LONGEST_KEY and not same_bytes(cache.kept, kept, data, start, length):
         return 0
-    number = np.int64(cache.table[entry + 3] >> U32) - OUTSIDE
+    number = np.int64(table[entry + 3] >> U32) - OUTSIDE
     for k in range(number):
         out[n + k] = cache.ids[ids + k]
     return number
 
 
 @compiled
-def encode_anew(data, start, length, low, high, ranks, cache, out, n):
+def encode_anew(data, start, length, low, high, ranks, cache, table, out, n):
     """Write the ids of a pre-token that is not cached, and cache it; return their number."""
     if length > LONGEST_LENGTH:
         return encode_long(data, start, length, ranks, out[n : n + length])
     number = encode_pretoken(data, start, length, ranks, cache.best, out[n : n + length])
-    remember(cache, data, start, length, low, high, out[n : n + number])
+    remember(cache, table, data, start, length, low, high, out[n : n + number])
     return number
 
 
@@ -327,23 +357,28 @@ def look_ahead(data, start, end, classes, table, batch):
 @compiled
 def encode_ordinary(data, start, end, classes, ranks, cache, out, n):
     """Write the ids of data[start:end] to `out` from `n` on; return where they end."""
-    table, batch = cache.table, cache.batch
+    batch = cache.batch
     while start < end:
+        make_room(cache)
+        table = cache.table[: cache.used[3]]
         for row in range(0, 4 * look_ahead(data, start, end, classes, table, batch), 4):
-            low, high, after = batch[row], batch[row + 1], np.int64(batch[row + 3])
-            entry = find_entry(table, np.int64(batch[row + 2]), low, high)
+            low, high = load_word(batch, row), load_word(batch, row + 1)
+            entry = find_entry(table, np.int64(load_word(batch, row + 2)), low, high)
+            after = np.int64(load_word(batch, row + 3))
             last_ids = load_word(table, entry + 3)
             number = np.int64(last_ids >> U32)
-            if load_word(table, entry + 1) and number <= INLINE:
+            if 0 < number <= INLINE:
                 # writing all that an entry holds is cheaper than a branch
                 store_word(out, n, load_word(table, entry + 2))
                 store_word(out, n + 2, last_ids)
             else:
                 length, number = after - start, 0
-                if load_word(table, entry + 1):
-                    number = recall_outside(cache, entry, data, start, length, out, n)
+                if last_ids:
+                    number = recall_outside(cache, table, entry, data, start, length, out, n)
                 if number == 0:
-                    number = encode_anew(data, start, length, low, high, ranks, cache, out, n)
+                    number = encode_anew(
+                        data, start, length, low, high, ranks, cache, table, out, n
+                    )
             n += number
             start = after
     return n
@@ -494,14 +529,13 @@ class CompiledEncoder:
     def encode(self, text: str | bytes, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,); invalid UTF-8 counts as U+FFFD."""
         data = text.encode() if isinstance(text, str) else valid_utf8(text)
-        length = len(data)
-        if length > CAPACITY:
+        if len(data) > CAPACITY:
             special_tokens = self.special_tokens if allow_special else []
-            chunks = split_at_safe_cuts(data, CAPACITY, special_tokens)
+            chunks = split_at_safe_cuts(memoryview(data), CAPACITY, special_tokens)
             return np.concatenate([self._encode_chunk(chunk, allow_special) for chunk in chunks])
         return self._encode_chunk(data, allow_special)
 
-    def _encode_chunk(self, data: bytes, allow_special: bool) -> np.ndarray:
+    def _encode_chunk(self, data: bytes | memoryview, allow_special: bool) -> np.ndarray:
         length = len(data)
         work = self._workspace(length)
         work.text[:length] = data

@@ -148,6 +148,16 @@ def trailing_zeros(typing_context, word):
     return types.int64(types.uint64), generate
 
 
+@intrinsic
+def leading_zeros(typing_context, number):
+    """Count the zero bits above the highest one bit of a positive int64."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.int64), generate
+
+
 def byte_test(first: int, last: int, *, ignoring: int = 0) -> Callable:
     """Make a kernel `test(data, i)`: which bytes of data[i : i + WINDOW] are in first..last?
 

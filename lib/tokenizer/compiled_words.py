@@ -21,6 +21,7 @@ from lib.tokenizer.compiled_scan import (
     class_table,
     compiled,
     find_special,
+    leading_zeros,
     load_word,
     next_pretoken,
     padded,
@@ -63,10 +64,9 @@ def pretoken_key(data, start, length):
     if length <= LONGEST_KEY:
         low = load_word(data, start) & KEEP_LOW[np.uint64(length)]
         high = load_word(data, start + 8) & KEEP_HIGH[np.uint64(length)]
-    else:
-        low, high = hash_bytes(data, start, length)
-        high >>= np.uint64(8)
-    return low, high | np.uint64(min(length, LONGEST_LENGTH)) << np.uint64(56)
+        return low, high | np.uint64(length) << np.uint64(56)
+    low, high = hash_bytes(data, start, length)
+    return low, high >> np.uint64(8) | np.uint64(min(length, LONGEST_LENGTH)) << np.uint64(56)
 
 
 @compiled
@@ -78,8 +78,10 @@ def pretoken_hash(low, high):
 
 @compiled
 def first_entry(table, low, high):
-    """Return where the search for a key begins."""
-    return np.int64(pretoken_hash(low, high)) * ENTRY & (table.shape[0] - ENTRY)
+    """Return where the search for a key begins, in a table whose size is a power of two."""
+    # the highest bits of a product depend on all bits of its factors
+    mixed = (low ^ (high * MIX_2)) * MIX_1
+    return np.int64(mixed >> (leading_zeros(table.shape[0]) + ONE)) & ~(ENTRY - 1)
 
 
 @compiled
@@ -89,8 +91,9 @@ def find_entry(table, at, low, high):
     At least one entry must be empty, or the search never ends.
     """
     last = table.shape[0] - ENTRY
-    while load_word(table, at + 1):
-        if load_word(table, at) == low and load_word(table, at + 1) == high:
+    # one branch for both words of the key
+    while (load_word(table, at) ^ low) | (load_word(table, at + 1) ^ high):
+        if load_word(table, at + 1) == 0:
             break
         at = (at + ENTRY) & last
     return at

@@ -13,7 +13,7 @@ count as neither letter, number nor space.
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import AnyStr, BinaryIO
+from typing import AnyStr, BinaryIO, TypeVar
 
 import regex
 
@@ -22,6 +22,9 @@ SEPARATOR = "<|endoftext|>"
 UNICODE = "16.0"
 # how much of a file is processed at a time
 CHUNK_BYTES = 4 << 20
+# where a safe cut is looked for first, before the end of a chunk
+NEAR_BYTES = 1 << 10
+AnyBytes = TypeVar("AnyBytes", bytes, memoryview)
 # GPT-2's pattern (Radford et al. 2019, `encoder.py`), grouped as in tiktoken. In words: an English
 # contraction; or letters, or digits, or other symbols, each with at most one space before; or white
 # space, which leaves its last character to the word that follows.
@@ -163,17 +166,24 @@ def iter_chunks(
 
 
 def split_at_safe_cuts(
-    data: bytes, chunk_bytes: int, special_tokens: Sequence[bytes] = ()
-) -> Iterator[bytes]:
-    """Split `data` into chunks as `iter_chunks` does a stream."""
+    data: AnyBytes, chunk_bytes: int, special_tokens: Sequence[bytes] = ()
+) -> Iterator[AnyBytes]:
+    """Split `data` into chunks as `iter_chunks` does a stream; those of a memory view are views."""
     start, size = 0, chunk_bytes
+    longest = max(map(len, special_tokens), default=0)
     while start + size < len(data):
-        chunk = data[start : start + size]
-        cut = safe_cut(chunk, special_tokens)
+        # there is mostly a cut near the end
+        near = max(0, size - longest - NEAR_BYTES)
+        cut = safe_cut(bytes(data[start + near : start + size]), special_tokens, longest)
+        if not cut:
+            near = 0
+            cut = safe_cut(bytes(data[start : start + size]), special_tokens)
         if cut:
-            yield chunk[:cut]
-        # without a cut, look for one in a longer chunk
-        start, size = start + cut, chunk_bytes if cut else 2 * size
+            yield data[start : start + near + cut]
+            start, size = start + near + cut, chunk_bytes
+        else:
+            # look for one in a longer chunk
+            size *= 2
     yield data[start:]
 
 

@@ -226,17 +226,28 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("rows", "ids", "kept"),
-    [(64, 1 << 20, 1 << 20), (1 << 16, 300, 1 << 20), (1 << 16, 1 << 20, 300)],
+    ("rows", "first_rows", "ids", "kept"),
+    [
+        (64, 64, 1 << 20, 1 << 20),
+        (1 << 16, 1 << 16, 300, 1 << 20),
+        (1 << 16, 1 << 16, 1 << 20, 300),
+        # the table grows
+        (1 << 16, 64, 1 << 20, 1 << 20),
+        (1 << 10, 1 << 8, 1 << 20, 1 << 20),
+    ],
 )
-def test_a_cache_that_overflows_does_not_change_the_ids(trained, monkeypatch, rows, ids, kept):
+def test_a_cache_that_overflows_or_grows_does_not_change_the_ids(
+    trained, monkeypatch, rows, first_rows, ids, kept
+):
     text, parts = trained
     expected = Tokenizer(*parts, [SEPARATOR], implementation="python").encode(text)
+    table = np.full(rows * ENTRY, 7, np.uint64)
+    table[: first_rows * ENTRY] = 0
     cache = Cache(
-        table=np.zeros(rows * ENTRY, np.uint64),
+        table=table,
         ids=np.empty(ids, np.uint32),
         kept=np.empty(kept, np.uint8),
-        used=np.zeros(3, np.int64),
+        used=np.array([0, 0, 0, first_rows * ENTRY]),
         best=np.empty(LONGEST_LENGTH, np.int64),
         batch=np.empty(BATCH * 4, np.uint64),
     )
