@@ -51,6 +51,8 @@ COMPILED_TRAINING_BYTES = 8 << 20
 # once a tokenizer has encoded so much, the compiled code is loaded; where it is loaded already, so
 # little
 COMPILED_ENCODING_BYTES, COMPILED_AGAIN_BYTES = 1 << 20, 1 << 12
+# how much of a stream is encoded at a time: what fits the cache of a core
+STREAM_BYTES = 1 << 20
 # the readable encoder looks after so much text if the compiled one is ready
 PART_BYTES = 1 << 16
 # the address space that importing and compiling with Numba takes
@@ -431,13 +433,13 @@ class Tokenizer:
             UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
         """
         if self._use_compiled(len(text)):
-            return self._compiled.encode(text, allow_special).tolist()
+            return self._compiled.encode_list(text, allow_special)
         if self.implementation == "python" or len(text) <= PART_BYTES:
             return self._encode_readably(text, allow_special)
         ids, special_bytes = [], self._special_bytes if allow_special else ()
         for part in split_at_safe_cuts(text.encode(), PART_BYTES, special_bytes):
             if self._use_compiled(0):
-                ids += self._compiled.encode(part, allow_special).tolist()
+                ids += self._compiled.encode_list(part, allow_special)
             else:
                 ids += self._encode_readably(part.decode(), allow_special)
         return ids
@@ -541,7 +543,7 @@ class Tokenizer:
         yield from self.encode(pending.decode())
 
     def encode_stream(
-        self, stream: BinaryIO, *, chunk_bytes: int = CHUNK_BYTES, workers: int | None = None
+        self, stream: BinaryIO, *, chunk_bytes: int = STREAM_BYTES, workers: int | None = None
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Encode a UTF-8 stream chunk by chunk, in order, with bounded memory.
 

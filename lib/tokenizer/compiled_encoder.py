@@ -55,6 +55,7 @@ RANK, ID = 0x7FFFFFFF00000000, 0xFFFFFFFF
 GONE = 0xFFFFFFFF
 # ids that an entry of the cache has space for; OUTSIDE marks a number of ids that are elsewhere
 INLINE, OUTSIDE = 3, 1 << 16
+FEW_IDS = 500
 # bytes of text that are encoded at a time, and texts: memory that is used again is faster than new
 CAPACITY, BATCH_TEXTS = 1 << 20, 1 << 14
 # pre-tokens that are looked up together
@@ -108,13 +109,13 @@ class Cache(NamedTuple):
 
 
 def new_cache() -> Cache:
-    """Make an empty cache of up to 24 MB; distinct pre-tokens decide how much of it is used."""
+    """Make an empty cache of up to 44 MB; distinct pre-tokens decide how much of it is used."""
     # NumPy asks for huge pages for a large array, unless it is of zeros
-    table = np.empty((1 << 19) * ENTRY, dtype=np.uint64)
+    table = np.empty((1 << 20) * ENTRY, dtype=np.uint64)
     table[:FIRST_TABLE] = 0
     return Cache(
         table=table,
-        ids=np.empty(1 << 20, dtype=np.uint32),
+        ids=np.empty(1 << 21, dtype=np.uint32),
         kept=np.empty(1 << 21, dtype=np.uint8),
         used=np.array([0, 0, 0, FIRST_TABLE], dtype=np.int64),
         best=np.empty(LONGEST_LENGTH, dtype=np.int64),
@@ -508,6 +509,7 @@ class CompiledEncoder:
     ):
         self.dtype = dtype
         self.narrow = dtype == np.uint16
+        self.integers = np.array(range(max(vocab) + 1), dtype=object)
         self.special_tokens = [token.encode() for token in special_tokens]
         self.special = new_special(special_tokens)
         self.no_special = new_special({})
@@ -534,6 +536,12 @@ class CompiledEncoder:
             chunks = split_at_safe_cuts(memoryview(data), CAPACITY, special_tokens)
             return np.concatenate([self._encode_chunk(chunk, allow_special) for chunk in chunks])
         return self._encode_chunk(data, allow_special)
+
+    def encode_list(self, text: str | bytes, allow_special: bool = True) -> list[int]:
+        """Do the same as `encode`, to a list."""
+        ids = self.encode(text, allow_special)
+        # many ids are fetched as Python integers faster than these are made
+        return self.integers.take(ids).tolist() if len(ids) > FEW_IDS else ids.tolist()
 
     def _encode_chunk(self, data: bytes | memoryview, allow_special: bool) -> np.ndarray:
         length = len(data)

@@ -156,7 +156,9 @@ def iter_chunks(
         pending += block
         cut = safe_cut(pending, special_tokens, searched)
         if cut:
-            yield bytes(pending[:cut])
+            with memoryview(pending) as view:
+                chunk = bytes(view[:cut])
+            yield chunk
             del pending[:cut]
             searched = 0
         else:
