@@ -74,10 +74,11 @@ test-gpu: $(TEST_READY) ## the tests that need a CUDA device
 exercises: $(RUN_READY) ## list which exercises are solved, and write that as JSON
 	@$(PY) -m lib exercises $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
-lint: $(TEST_READY) ## check style and the state of the notebooks
+lint: $(TEST_READY) ## check style, types and the state of the notebooks
 	@$(PY) -m ruff check --quiet $(SOURCES)
 	@$(PY) -m ruff format --check --quiet $(SOURCES) || { echo 'lint: make format puts these files right'; \
 		$(PY) -m ruff format --check $(SOURCES); exit 1; }
+	@$(PY) -m mypy --no-error-summary
 	@PYTHONPATH=. $(PY) .ci/lint_notebooks.py
 
 format: $(TEST_READY) ## put style right, and the notebooks' metadata; runs no notebook
@@ -89,7 +90,7 @@ notebooks: $(RUN_READY) ## run the notebooks and store their outputs in them, as
 	@$(PY) -m lib notebooks refresh $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
 clean: ## remove reports and caches; keeps trained models (python -m lib runs), data/ and .venv
-	rm -rf artifacts/report artifacts/small artifacts/screenshots .pytest_cache .ruff_cache .hypothesis
+	rm -rf artifacts/report artifacts/small artifacts/screenshots .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find lib tests notebooks .ci -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 $(RUN_READY):

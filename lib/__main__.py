@@ -583,13 +583,14 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
         "A flag may leave out what stands before its last dot. --debug: tracebacks."
     )
+    start: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         cls,
         prog=f"python -m lib {command}",
         description=f"{COMMANDS[command].help}\n\n{note}",
         args=flags,
         use_underscores=True,
-        **({} if default is None else {"default": default}),
+        **start,
     )
 
 
@@ -679,7 +680,7 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
     for name, kind in typing.get_type_hints(cls).items():
         inner = {name: [prefix + name]}
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             inner = field_paths(kind, f"{prefix}{name}.")
         for key, found in inner.items():
             paths[key] = paths.get(key, []) + found

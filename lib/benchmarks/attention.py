@@ -56,7 +56,8 @@ GPU_TIERS = tuple((2**n, 2**n) for n in range(7, 16))
 GPU_TIERS += ((1024, 4096), (4096, 1024), (1024, 16384), (16384, 1024))
 CPU_SIZES = ((64,), 1024, 256)
 GPU_SIZES = ((64, 128), 16384, 2048)
-MASKS, DIRECTIONS = ("causal", "full"), ("forward", "backward")
+MASKS: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+DIRECTIONS = ("forward", "backward")
 # The length that one GPU must handle, and the length to compare its memory with.
 LONGEST, A_QUARTER = 2**20, 2**18
 
@@ -243,8 +244,8 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     tiers = tiers or (GPU_TIERS if on_gpu else CPU_TIERS)
     head_dims, _, _ = GPU_SIZES if on_gpu else CPU_SIZES
     directions = DIRECTIONS if config.backward else DIRECTIONS[:1]
-    axes = (tiers, config.head_dims or head_dims, config.masks, directions)
-    cases = _combine(config, device, kernels, *axes)
+    axes = (config.head_dims or head_dims, config.masks, directions)
+    cases = _combine(config, device, kernels, tiers, *axes)
     return cases + (target_cases(config, device) if config.targets else [])
 
 
@@ -387,7 +388,8 @@ def _prepare(
     *leaves, grad_out = inputs
     attention = named_attention(kernel, case, grad_out.device)
     out = attention(*leaves)
-    error = error_of_rows(out.detach(), *(leaf.detach() for leaf in leaves), case.is_causal)
+    q, k, v = (leaf.detach() for leaf in leaves)
+    error = error_of_rows(out.detach(), q, k, v, case.is_causal)
     figures: dict[str, Any] = {"error": error}
     if case.direction == "forward":
 
@@ -468,7 +470,7 @@ def flex_attention(case: AttentionCase, device: torch.device) -> Attention:
     if case.is_causal:
         size = (None, None, case.queries, case.keys)
         block_mask = create_block_mask(lambda b, h, query, key: query >= key, *size, device=device)
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return functools.partial(compiled, block_mask=block_mask)
 
 

@@ -390,7 +390,7 @@ def _draw_bars(axes: Axes, rows: pd.DataFrame, kernels: Sequence[str]) -> None:
     for index, kernel in enumerate(kernels):
         x = np.arange(len(speeds)) + (index - (len(kernels) - 1) / 2) * width
         color, is_second = STYLES[kernel]
-        style = {"color": color, "hatch": "///" * is_second, "edgecolor": "white"}
+        style: dict = {"color": color, "hatch": "///" * is_second, "edgecolor": "white"}
         axes.bar(x, speeds[kernel].fillna(0), width, label=kernel, linewidth=0.3, **style)
         for center, status in zip(x, statuses[kernel].fillna("ok")):
             if status != "ok":
@@ -474,7 +474,7 @@ def _draw_growth(axes: Axes, figures: pd.DataFrame) -> None:
         found = figures[kernel].notna().to_numpy()
         color, is_second = STYLES[kernel]
         # ours on top of the kernels that are as fast
-        style = {"color": color, "zorder": 3 if kernel in OURS else 2}
+        style: dict = {"color": color, "zorder": 3 if kernel in OURS else 2}
         style["marker"] = MARKERS[list(STYLES).index(kernel) % len(MARKERS)]
         line = "--" if is_second else "-"
         axes.plot(lengths[found], figures[kernel][found], line, label=kernel, **style)

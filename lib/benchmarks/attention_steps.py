@@ -60,7 +60,8 @@ Results = tuple[Tensor, ...]
 # A step's settings in words, and a function that returns (out,) or (dq, dk, dv).
 Step = tuple[str, Callable[[], Results]]
 # One forward kernel, or two backward kernels: for dQ, and for dK and dV.
-Tiles = Schedules = tuple[Any, ...]
+Tiles = tuple[Any, ...]
+Schedules = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,7 +187,7 @@ def seed_of(record: Record) -> int:
 
 def write_training_report(records: Sequence[Record], output: Path) -> None:
     """Write attention_training.md and .png from records."""
-    parts = [
+    parts: list[str | Table] = [
         f"On {records[0]['device']}; losses in nats per token.",
         Table(final_losses(records)),
         "How far apart two runs are that differ in one thing only, averaged over all pairs:",

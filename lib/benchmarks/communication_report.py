@@ -155,9 +155,7 @@ def link_table(links: Mapping[str, Link | None], rows: Sequence[Record]) -> list
     return table
 
 
-def save_communication_figure(
-    records: Sequence[Mapping[str, Any]], path: str | os.PathLike
-) -> Path:
+def save_communication_figure(records: Sequence[Record], path: str | os.PathLike) -> Path:
     """Bus bandwidth by size, a panel for each group of ranks that has a row of status `ok`."""
     groups = group_records([r for r in records if r["figures"]["status"] == "ok"])
     with panels(len(groups), columns=2, width=7.2, height=5.0) as (figure, grid):

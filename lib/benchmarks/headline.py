@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def fill_readme(root: str | os.PathLike = ROOT) -> None:
     write_atomically(readme, text)
 
 
-def fill_in(text: str, rows: list[Mapping[str, Any]]) -> str:
+def fill_in(text: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return `text` with the table of `rows` between its two marks."""
     before, _, rest = text.partition(START)
     _, mark, after = rest.partition(END)

@@ -99,7 +99,7 @@ class LmMatrixConfig(RanksBenchmarkConfig):
             # sizes that do not fit together are refused now
             self.shape()
 
-    def shape(self, kernel: str = "sdpa") -> ModelConfig:
+    def shape(self, kernel: AttentionKernel = "sdpa") -> ModelConfig:
         """The model, with an attention kernel."""
         given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
         preset = model_preset(self.model or "tiny")

@@ -138,7 +138,7 @@ def _setting_section(setting: Setting) -> Section:
     rows = setting.rows
     last = max(rows, key=lambda row: row["date"])
     size = f"{format_value(last.get('parameters'))} parameters, "
-    parts = [
+    parts: list[str | Table] = [
         setting_intro(rows, GLOO_NOTE, size),
         Table(rows, COLUMNS),
         Table(comparison_table(rows)),
@@ -264,7 +264,7 @@ def _wrappers(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _write_above(axes: Axes, x: float, width: float, y: float, text: str) -> None:
-    style = {"xytext": (0, 2), "textcoords": "offset points"}
+    style: dict = {"xytext": (0, 2), "textcoords": "offset points"}
     if width < 0.16 and len(text) > 4:
         style |= {"rotation": 60, "xytext": (2, 2)}
     axes.annotate(text, (x, y), ha="center", va="bottom", fontsize=7, **style)

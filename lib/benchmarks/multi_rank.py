@@ -155,7 +155,7 @@ def _launch_until_done(
     benchmark: type[Interleaved], config: RanksBenchmarkConfig, plans: list[Plan]
 ) -> None:
     """Start ranks that measure; where a training ends them, start new ones for the rest."""
-    options = {"backend": config.backend, "timeout": config.timeout}
+    options: dict = {"backend": config.backend, "timeout": config.timeout}
     while plans:
         log.info("starting %d ranks", config.ranks)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:

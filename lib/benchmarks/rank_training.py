@@ -366,7 +366,7 @@ class Training:
 
     def trace_communication(
         self, steps: int, hosts: dist.ProcessGroup | None
-    ) -> tuple[float, float, float] | None:
+    ) -> tuple[float, ...] | None:
         """Milliseconds per step of communication, of its exposed part, and of the traced step.
 
         None without steps to trace, and where the trace holds nothing to time.

@@ -10,7 +10,6 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,7 +108,7 @@ def choose_settings(
 
 def config_of(setting: Setting, config: RepeatConfig) -> RanksBenchmarkConfig:
     """The benchmark's config for all rows of a setting, with the fields of its newest record."""
-    newest: dict[str, Any] = max(setting.rows, key=lambda row: row["date"])
+    newest = max(setting.rows, key=lambda row: row["date"])
 
     def names(key: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(row[key] for row in setting.rows))

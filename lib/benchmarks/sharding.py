@@ -118,13 +118,13 @@ def _mark_moments(step: TrainStep, mark: Callable[[str], None]) -> Iterator[dict
     held: dict[str, int] = {}
     optimizer, update = step.optimizer, step.optimizer.step
 
-    def marked_update(*args: object, **options: object) -> object:
+    def marked_update(*args: Any, **options: Any) -> Any:
         mark("before_step")
         held.update(held_bytes(step))
         return update(*args, **options)
 
     hook = step.loss.register_forward_hook(lambda *_: mark("after_forward"))
-    optimizer.step = marked_update
+    optimizer.step = marked_update  # type: ignore[method-assign]
     try:
         yield held
     finally:

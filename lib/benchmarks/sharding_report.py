@@ -130,7 +130,7 @@ def write_report(records: Iterable[Record], output: Path) -> None:
     sections += map(_setting_section, settings)
     bars, title = accounting(settings), accounting_title(settings)
     intro = f"{title}; in brackets what was measured."
-    parts = [intro, Table(accounting_table(bars)), largest_presets()]
+    parts: list[str | Table] = [intro, Table(accounting_table(bars)), largest_presets()]
     sections.append(Section("By formula", parts))
     write_sections(output / "sharding_benchmark.md", sections)
     rows = [row for setting in settings for row in setting.rows]
@@ -162,7 +162,7 @@ def make_settings(rows: Iterable[Mapping[str, Any]]) -> list[Setting]:
 def _setting_section(setting: Setting) -> Section:
     """The tables of a setting, and why methods failed."""
     done = [row for row in setting.rows if row["status"] == "ok"]
-    parts = [
+    parts: list[str | Table] = [
         setting_intro(setting.rows, GLOO_NOTE),
         Table(setting.rows, TIME_COLUMNS),
         Table(memory_table(done)),
@@ -308,7 +308,7 @@ def largest_presets() -> str:
     """The largest preset that 16 GB can train, alone and with ZeRO-1 on two ranks, in words."""
     words = []
     for is_short in (False, True):
-        options = {"batch_size": 1, "dtype": "float16", "low_precision_weights": is_short}
+        options: dict = {"batch_size": 1, "dtype": "float16", "low_precision_weights": is_short}
         alone = largest_preset(T4_BYTES, **options)
         on_two = largest_preset(T4_BYTES, 2, stage=1, ddp_wrapper="none", **options)
         held = "float16 parameters" if is_short else "autocast"

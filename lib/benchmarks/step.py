@@ -271,7 +271,7 @@ class StepBench:
     def expect(self, case: StepCase) -> dict[str, Any]:
         """The figures of a case that are known before it is measured."""
         predicted = predicted_memory(case, self.device)
-        figures = {
+        figures: dict[str, Any] = {
             "parameters": num_parameters(case.shape),
             "flops": _flops_per_token(case) * case.batch_size * case.seq_len,
             "predicted_memory_gb": predicted and predicted / 1e9,
@@ -394,7 +394,7 @@ def _peak_flops(case: StepCase, device: torch.device) -> float | None:
     """The datasheet FLOP/s of the device for the matmuls of a case."""
     if device.type == "cuda" and case.dtype == "float32" and case.tf32:
         limits = peak(device_name(device))
-        return limits and limits.tf32
+        return limits.tf32 if limits else None
     return peak_flops(device, case.torch_dtype)
 
 
@@ -429,7 +429,7 @@ def predicted_memory(case: StepCase, device: torch.device) -> int | None:
         head = (tokens + is_short * vocabulary) * width * element_bytes
         return weights + copies + max(layer + _score_bytes(case), logits + head)
     try:
-        options = {"element_bytes": element_bytes, "autocast": is_short, "cuda": on_gpu}
+        options: dict = {"element_bytes": element_bytes, "autocast": is_short, "cuda": on_gpu}
         kept = activation_bytes(shape, case.batch_size, **options)
     except ValueError:
         return None
@@ -486,7 +486,7 @@ def write_step_report(records: Sequence[Record], output: Path) -> None:
     )
     # if memory ran out in every case, there are no figures
     frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *COLUMNS])))
-    parts = [f"{measured_on(records)}. {NOTE}", Table(frame, COLUMNS)]
+    parts: list[str | Table] = [f"{measured_on(records)}. {NOTE}", Table(frame, COLUMNS)]
     write_report(output / "step_benchmark.md", [Section("Training steps", parts, level=1)])
     write_csv(output / "step_benchmark.csv", records)
     save_step_figure(frame, output / "step_benchmark.png")
@@ -549,7 +549,7 @@ def _draw_memory(axes: Axes, rows: pd.DataFrame, models: Sequence[str]) -> None:
         color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
         measured = found.dropna(subset=["peak_memory_gb"])
         label = model if len(measured) else None
-        line = {"color": color, "marker": marker, "linestyle": "-", "label": label}
+        line: dict = {"color": color, "marker": marker, "linestyle": "-", "label": label}
         axes.plot(measured["seq_len"], measured["peak_memory_gb"], **line)
         predicted = found.dropna(subset=["predicted_memory_gb"])
         line |= {"marker": "", "linestyle": ":", "alpha": 0.8, "label": None}

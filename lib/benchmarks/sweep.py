@@ -134,7 +134,7 @@ def code_version(module: str, root: Path = ROOT) -> str:
     paths = set((root / "lib").rglob("*.py"))
     if module.startswith("lib."):
         # with this search path it finds modules of `lib` only
-        finder = ModuleFinder(path=[str(root)])
+        finder: Any = ModuleFinder(path=[str(root)])
         finder.import_hook(module)
         paths = {Path(found.__file__) for found in finder.modules.values() if found.__file__}
     digest = hashlib.sha256()

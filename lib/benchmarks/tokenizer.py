@@ -161,7 +161,7 @@ def _prepare_text(name: str, config: TokenizerBenchmarkConfig, folder: Path) -> 
 
 def _without_folders(config: TokenizerBenchmarkConfig) -> TokenizerBenchmarkConfig:
     """The config for a record: file names without their folders on this machine."""
-    names = {
+    names: dict = {
         key: tuple(Path(name).name for name in getattr(config, key))
         for key in ("texts", "large_files")
     }
@@ -432,7 +432,7 @@ def array_encoders(
 
     Ours and those peers that encode a text of any size to an array on one core.
     """
-    candidates = {"numba": lambda: ours("numba").encode_array}
+    candidates: dict[str, Any] = {"numba": lambda: ours("numba").encode_array}
     document = huggingface_json(ours("numba"))
     if is_installed("gigatoken"):
         import gigatoken

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PEER = "nanoGPT-style"
 # Defaults on a GPU.
 MODELS, BATCH_SIZES, SAMPLES = ("gpt2-124m", "matrix"), (32, 8), 7
-FASTEST = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
+FASTEST: dict = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
 # Each candidate leaves one optimization out of the fastest, `all`.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -306,8 +306,8 @@ def our_step(
     """
     default = "flash_attention_triton" if device.type == "cuda" else config.attention_kernel
     config = dataclasses.replace(config, attention_kernel=attention_kernel or default)
-    settings = {"model": config, "batch_size": batch_size, "steps": 10**6}
-    settings = TrainConfig(**settings, **{**FASTEST, **changes})
+    sizes: dict = {"model": config, "batch_size": batch_size, "steps": 10**6}
+    settings = TrainConfig(**sizes, **{**FASTEST, **changes})
     model = TransformerLM(config, generator=torch.Generator().manual_seed(0)).to(device)
     model.use_kernels(kernels)
     if settings.low_precision_weights:
@@ -433,7 +433,7 @@ def write_training_report(records: Sequence[Record], output: Path) -> Path:
     rows = [record["figures"] for record in records]
     steps = [row for row in rows if row["task"] == "step"]
     losses = [row for row in rows if row["task"] == "loss"]
-    parts = [measured_on(records), Table(steps, COLUMNS)]
+    parts: list[str | Table] = [measured_on(records), Table(steps, COLUMNS)]
     sections = [Section("Training speed", parts, level=1)]
     if losses:
         columns = {key: key for key in LOSS_COLUMNS}

@@ -111,7 +111,7 @@ def tune(
             key = tiles_key(choice.kind, q, precision)
             of_table, *_ = tried = candidates(choice, gpu)
             tiles = [t for t in tried if (choice, t) in usable]
-            row = {"kernel": key, "table": str(tuple(of_table)), "ms": None}
+            row: dict = {"kernel": key, "table": str(tuple(of_table)), "ms": None}
             row |= {"best": "none fits", "best ms": None}
             if tiles:
                 functions = _functions(choice, tiles, TOKENS, HEADS)
@@ -168,7 +168,7 @@ def _functions(
     options = {"device": "cuda", "dtype": getattr(torch, choice.dtype)}
     q, k, v, grad_out = (torch.randn(size, **options).transpose(1, 2) for _ in range(4))
     settings, table = (True, choice.head_dim**-0.5), choice.table(q.device)
-    precision = {"precision": table[2]}
+    precision: dict = {"precision": table[2]}
     if choice.kind == "forward":
         return [lambda t=t: flash_forward(q, k, v, *settings, tiles=t, **precision) for t in tiles]
     saved = flash_forward(q, k, v, *settings, tiles=forward_tiles(*table), **precision)  # out, lse

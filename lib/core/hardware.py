@@ -117,7 +117,7 @@ class Peak:
 def _peak(bfloat16, float16, tf32, float32, bandwidth) -> Peak:
     """Convert from the datasheets' units, TFLOP/s and GB/s."""
     tflops = (bfloat16, float16, tf32, float32)
-    return Peak(*(rate and rate * 1e12 for rate in tflops), bandwidth * 1e9)
+    return Peak(*(rate and rate * 1e12 for rate in tflops), bandwidth * 1e9)  # type: ignore[call-arg]
 
 
 # From NVIDIA's datasheets and architecture white papers; sparse figures are halved. Keys are the
@@ -155,7 +155,7 @@ def peak(name: str) -> Peak | None:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Look up the datasheet FLOP/s of the GPU `device` in `dtype`; None if unknown."""
     rates = peak(device_name(device)) if device.type == "cuda" else None
-    return rates and getattr(rates, str(dtype).removeprefix("torch."))
+    return getattr(rates, str(dtype).removeprefix("torch.")) if rates else None
 
 
 def available_cpus() -> int:

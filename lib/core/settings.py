@@ -16,11 +16,11 @@ import math
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Any)
 TYPE_NAMES = {
     str: "text",
     int: "a whole number",
@@ -61,7 +61,7 @@ def check_fields(config: Any) -> None:
 
 
 # evaluating annotations takes longer than checking values
-_hints = functools.cache(typing.get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return origin(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in items)
     if origin is dict and isinstance(value, dict):
         return {key: _convert(arguments[1], item, _join(path, key)) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_dict(hint, value, path=path)
     if hint is Path and isinstance(value, (str, os.PathLike)):
         return Path(value)

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Any
 
 from lib.core.files import NO_SPACE, atomic_write, no_space_error, sha256_file, write_atomically
 from lib.data.stories import GENERATOR_VERSION, SPLITS, generate_stories
@@ -137,8 +137,8 @@ def prepare_corpus(
 
 def _prepare_tinystories(data_dir: Path, progress: Progress) -> Corpus:
     folder = _make_folder(data_dir / "tinystories")
-    paths = {split: download(TINYSTORIES[split], folder, progress=progress) for split in SPLITS}
-    hashes = {f"{split}_sha256": TINYSTORIES[split].sha256 for split in SPLITS}
+    paths: dict = {split: download(TINYSTORIES[split], folder, progress=progress) for split in SPLITS}
+    hashes: dict = {f"{split}_sha256": TINYSTORIES[split].sha256 for split in SPLITS}
     return Corpus(folder.name, **paths, **hashes)
 
 
@@ -165,7 +165,7 @@ def _prepare_own_text(
     source: Path, data_dir: Path, validation_fraction: float, progress: Progress
 ) -> Corpus:
     files = find_text_files(source, outside=data_dir)
-    recipe = {
+    recipe: dict[str, Any] = {
         "source": str(source.resolve()),
         "validation_fraction": validation_fraction,
         "files": [[str(file), file.stat().st_size, sha256_file(file)] for file in files],
@@ -190,7 +190,7 @@ def _make_unless_current(
     folder: Path, recipe: dict, write: Callable[[dict[str, Path]], None]
 ) -> Corpus:
     """Return the corpus in `folder`; `write` makes it first if it does not match `recipe`."""
-    paths = {split: folder / f"{split}.txt" for split in SPLITS}
+    paths: dict = {split: folder / f"{split}.txt" for split in SPLITS}
     record_path = folder / "corpus.json"
     record = {"recipe": recipe, "sha256": _hashes(paths)}
     if None in record["sha256"].values() or _read_json(record_path) != record:
@@ -199,7 +199,7 @@ def _make_unless_current(
         write(paths)
         record["sha256"] = _hashes(paths)
         write_atomically(record_path, json.dumps(record, indent=2) + "\n")
-    hashes = {f"{split}_sha256": record["sha256"][split] for split in SPLITS}
+    hashes: dict = {f"{split}_sha256": record["sha256"][split] for split in SPLITS}
     return Corpus(folder.name, **paths, **hashes)
 
 

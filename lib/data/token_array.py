@@ -108,7 +108,7 @@ def tokenize_file(
     if output_path.suffix != ".npy":
         raise ValueError(f"output_path must end in .npy, got {str(output_path)!r}")
     before = text_path.stat()
-    key = {
+    key: dict = {
         "tokenizer_sha256": tokenizer.sha256,
         "source_sha256": source_sha256 or sha256_file(text_path),
         "source_bytes": before.st_size,

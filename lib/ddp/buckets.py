@@ -72,7 +72,7 @@ def _start(tensors: list[Tensor], group: dist.ProcessGroup | None, averages: boo
         return [dist.all_reduce(tensor, op, group=group, async_op=True) for tensor in tensors]
     # as dist.all_reduce_coalesced, which warns that it is deprecated
     options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = op
+    options.reduceOp = op  # type: ignore[assignment]  # PyTorch's stub asks for the wrapper
     return [(group or dist.group.WORLD).allreduce_coalesced(tensors, options)]
 
 

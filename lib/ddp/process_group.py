@@ -129,7 +129,8 @@ def join_group(
     Args:
         rendezvous: returns the arguments with which `init_process_group` finds the other ranks.
     """
-    device, options = torch.device("cpu"), {}
+    device = torch.device("cpu")
+    options: dict[str, Any] = {}
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -275,7 +276,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Each rank's `value`, which can be pickled, in order of the ranks, on all ranks."""
     if world_size(group) == 1:
         return [value]
-    values = [None] * world_size(group)
+    values: list[Any] = [None] * world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -367,7 +368,8 @@ def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) 
         result = call()
     except Exception as caught:
         error = caught
-    failures = gather_objects(error and _kind_and_text(error, rank(group)), group)
+    failure = _kind_and_text(error, rank(group)) if error else None
+    failures = gather_objects(failure, group)
     first = next((other for other, failure in enumerate(failures) if failure), None)
     if first is None:
         return result
@@ -399,7 +401,7 @@ def patient_group() -> dist.ProcessGroup | None:
 
 def mark_collective(error: Exception) -> Exception:
     """Mark an exception that is raised on every rank, so that only rank 0 reports it."""
-    error.is_collective = True
+    error.is_collective = True  # type: ignore[attr-defined]
     return error
 
 

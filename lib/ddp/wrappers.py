@@ -61,7 +61,9 @@ from lib.ddp.process_group import (
 class Wrapper(nn.Module):
     """A module around another one, `module`, with that one's state dict."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    module: nn.Module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state dict, under its own names, compiled or not."""
         return inner_module(self.module).state_dict(*args, **kwargs)
 
@@ -224,7 +226,7 @@ class DataParallel(GradientSync, Wrapper):
                     self.params[index].grad = None
 
 
-def inner_module(module: nn.Module) -> nn.Module:
+def inner_module(module: Any) -> Any:
     """The module itself, or the one inside if `torch.compile` wrapped it."""
     return getattr(module, "_orig_mod", module)
 
@@ -392,7 +394,7 @@ class TorchDDP(Wrapper):
         bucket_cap_mb: float = 25.0,
     ) -> None:
         super().__init__()
-        self.inner = module
+        self.inner: Any = module
         self.params = list(module.parameters())
         self.dtypes = [param.dtype for param in self.params]
         agree(
@@ -403,12 +405,13 @@ class TorchDDP(Wrapper):
             # renamed in newer PyTorch; the old name warns
             names = inspect.signature(DistributedDataParallel).parameters
             sync_buffers = max({"forward_sync_buffers", "broadcast_buffers"} & names.keys())
+            options: dict[str, Any] = {sync_buffers: False}
             self.inner = DistributedDataParallel(
                 module,
                 process_group=group,
                 bucket_cap_mb=bucket_cap_mb,
                 gradient_as_bucket_view=True,
-                **{sync_buffers: False},
+                **options,
             )
             before_leaving(self.free)
 
@@ -417,7 +420,7 @@ class TorchDDP(Wrapper):
         self.inner = self.module
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> nn.Module:  # type: ignore[override]  # an attribute in `Wrapper`
         """The wrapped module."""
         return self.inner.module if self._is_wrapped else self.inner
 

@@ -79,9 +79,9 @@ def backward_tiles(
     """
     if capability is None:
         found = found_tiles(q.device)
-        kinds = [tiles_key(kind, q, precision) for kind in ("queries", "keys")]
-        if all(kind in found for kind in kinds):
-            return tuple(found[kind] for kind in kinds)
+        queries, keys = (tiles_key(kind, q, precision) for kind in ("queries", "keys"))
+        if queries in found and keys in found:
+            return found[queries], found[keys]
     capability = capability or compute_capability(q.device)
     chip = chip_class(q, capability, precision)
     is_exact = q.dtype == torch.float32

@@ -225,14 +225,16 @@ def flash_backward(
     num_queries, num_keys = q.shape[2], k.shape[2]
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     if not num_keys or not q.numel():
-        return tuple(grad.zero_() for grad in grads)
+        for grad in grads:
+            grad.zero_()
+        return grads
     written = grads
     if is_causal and num_keys > num_queries:
         # no query sees a key after the last query: zeros here, rather than programs that find none
         for grad in grads[1:]:
             grad[:, :, num_queries:].zero_()
-        k, v, *seen = (x[:, :, :num_queries] for x in (k, v, *grads[1:]))
-        written = (grads[0], *seen)
+        k, v, grad_k, grad_v = (x[:, :, :num_queries] for x in (k, v, *grads[1:]))
+        written = (grads[0], grad_k, grad_v)
     tensors = (grad_out, q, k, v, out, lse)
     if tiles is None and _uses_hopper(q, k, v, *written):
         hopper.flash_backward(*tensors, is_causal, scale, grads=written, angles=angles)

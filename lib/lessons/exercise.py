@@ -336,6 +336,6 @@ def _shown(value: Any) -> str:
         return f"<tensor of shape {array.shape}>"
     if not array.ndim:
         return f"{array.item():.6g}"
-    form = {"float_kind": lambda number: f"{number:.6g}"}
+    form: Any = {"float_kind": lambda number: f"{number:.6g}"}
     values = np.array2string(array, separator=", ", formatter=form, max_line_width=1000)
     return f"tensor({' '.join(values.split())})"

@@ -115,7 +115,7 @@ def attention_times(model: ModelConfig, *, batch_size: int = 64) -> dict[str, fl
     if device.type != "cuda":
         return {}
     shape = (batch_size, model.num_heads, model.context_length, model.head_dim)
-    options = {"device": device, "dtype": pick_dtype(device)}
+    options: dict = {"device": device, "dtype": pick_dtype(device)}
     q, k, v = (torch.randn(shape, **options).requires_grad_() for _ in range(3))
     grad = torch.randn(shape, **options)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton")
 
 def attend(
     qkv: Tensor,
-    rope: nn.Module | None = None,
+    rope: Any = None,
     *,
     kernel: str,
     positions: Tensor | None = None,
@@ -108,6 +109,9 @@ def attention(
     scale = _check(q, k, v, is_causal, mask, scale)
     if mask is not None and kernel in FLASH_KERNELS:
         kernel = "sdpa"
+    if kernel == "sdpa" and not q.shape[1]:
+        # without heads, PyTorch's kernel ends the process on some versions (2.11)
+        kernel = "vectorized_torch"
     function = kernel_function(kernel, q.device)
     if kernel in FLASH_KERNELS:
         return function(q, k, v, is_causal=is_causal, scale=scale)
@@ -130,18 +134,18 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
         ValueError: there is no kernel called `name`, or it does not run on `device`.
     """
     if name == "flash_attention_torch":
-        from lib.flash_attention.reference import flash_attention
+        from lib.flash_attention import reference
 
-        return flash_attention
+        return reference.flash_attention
     if name == "flash_attention_triton":
         if not runs_triton(device):
             raise ValueError(f"{name} runs on a CUDA GPU and not on {device}; use sdpa")
-        from lib.flash_attention.triton_attention import flash_attention
+        from lib.flash_attention import triton_attention
 
-        return flash_attention
+        return triton_attention.flash_attention
     if name == "vectorized_torch_compiled":
         return _compiled_attention()
-    functions = {
+    functions: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_prod_attention": head_by_head_attention,
         "vectorized_torch": scaled_dot_product_attention,
         "sdpa": F.scaled_dot_product_attention,

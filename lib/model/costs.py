@@ -102,7 +102,7 @@ def activation_bytes(
     cuda: bool = False,
 ) -> int:
     """Bytes kept for the backward pass: the sum of `activation_bytes_by_part`, same arguments."""
-    options = {"element_bytes": element_bytes, "autocast": autocast, "cuda": cuda}
+    options: dict = {"element_bytes": element_bytes, "autocast": autocast, "cuda": cuda}
     return sum(activation_bytes_by_part(config, batch_size, context_length, **options).values())
 
 

@@ -90,8 +90,8 @@ def _rotated_attention(
     with torch.cuda.device_of(qkv):
         q, k = _rotate(qkv, cos, sin)
         # (batch, heads, length, head_dim) each
-        heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
-        out, lse = flash_forward(*heads, True, qkv.shape[-1] ** -0.5)
+        q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
+        out, lse = flash_forward(q_heads, k_heads, v_heads, True, qkv.shape[-1] ** -0.5)
     return out.transpose(1, 2), lse, q, k
 
 
@@ -116,11 +116,13 @@ def _rotated_attention_backward(
 ) -> Tensor:
     grad_qkv = torch.empty_like(qkv)
     # (batch, heads, length, head_dim) each; the gradients are views of `grad_qkv`
-    heads = [x.transpose(1, 2) for x in (grad_out, q, k, qkv[:, :, 2], out)]
-    grads = tuple(grad_qkv.transpose(1, 3).unbind(2))
+    tensors = (grad_out, q, k, qkv[:, :, 2], out)
+    grad_out, q, k, v, out = (x.transpose(1, 2) for x in tensors)
+    grad_q, grad_k, grad_v = grad_qkv.transpose(1, 3).unbind(2)
     scale = qkv.shape[-1] ** -0.5
     with torch.cuda.device_of(qkv):
-        flash_backward(*heads, lse, True, scale, grads=grads, angles=(cos, sin))
+        inputs, grads = (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v)
+        flash_backward(*inputs, True, scale, grads=grads, angles=(cos, sin))
     return grad_qkv
 
 

@@ -127,6 +127,9 @@ class RotaryEmbedding(nn.Module):
     product of a query and a key depends on the distance between their positions alone.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, head_dim: int, max_length: int, theta: float = 10000.0, *, device=None):
         super().__init__()
         if head_dim % 2:
@@ -265,7 +268,7 @@ class TransformerLM(nn.Module):
         d_model = config.d_model
 
         # on the meta device, where the initialization of the parts' own constructors costs nothing
-        options = {"device": "meta", "dtype": dtype}
+        options: dict = {"device": "meta", "dtype": dtype}
         self.token_embeddings = Embedding(config.vocab_size, d_model, **options)
         self.layers = nn.ModuleList(
             TransformerBlock(config, **options) for _ in range(config.num_layers)
@@ -311,7 +314,7 @@ class TransformerLM(nn.Module):
         """Run elementwise steps on a CUDA GPU as Triton kernels (the default) or as PyTorch's."""
         for module in self.modules():
             if hasattr(module, "uses_kernels"):
-                module.uses_kernels = enabled
+                module.uses_kernels = enabled  # type: ignore[assignment]
 
     def compile_blocks(self) -> None:
         """Let `torch.compile` fuse each block by itself; all blocks share one compilation.
@@ -325,7 +328,7 @@ class TransformerLM(nn.Module):
         self._fused_block = torch.compile(self._fused_block, dynamic=False)
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> Embedding | Linear:
         """The module that holds the language-model head: the embedding where the two are tied."""
         return self.token_embeddings if self.lm_head is None else self.lm_head
 
@@ -399,7 +402,7 @@ class TransformerLM(nn.Module):
 
         A sum and its norm straddle two blocks, so the loop carries both x and norm(x).
         """
-        norms = [layer.ln1 for layer in self.layers] + [self.ln_final]
+        norms: list[Any] = [layer.ln1 for layer in self.layers] + [self.ln_final]
         self._announce(norms[0])
         normed = norms[0](x)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms[1:])):
@@ -408,7 +411,7 @@ class TransformerLM(nn.Module):
             self._announce(layer)
             self._announce(next_norm)
             with annotate(f"block {index}"):
-                x, normed = self._fused_block(layer, next_norm, x, normed, *context)
+                x, normed = self._fused_block(layer, next_norm, x, normed, *context)  # type: ignore[arg-type]
         return normed
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:

@@ -86,7 +86,7 @@ def foreach_update(
     denominators = torch._foreach_sqrt(squares)
     torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
     torch._foreach_add_(denominators, eps)
-    step_sizes = [-lr / (1 - beta1**step) for step in steps]
+    step_sizes: list[Any] = [-lr / (1 - beta1**step) for step in steps]
     torch._foreach_addcdiv_(weights, means, denominators, step_sizes)
 
     if weights[0] is not params[0]:
@@ -253,7 +253,7 @@ class AdamW(torch.optim.Optimizer):
         settings["lr"] = float(settings["lr"])
         grads = _float32(grads)
         if grad_scale is not None:
-            grads = torch._foreach_mul(grads, grad_scale)
+            grads = list(torch._foreach_mul(grads, grad_scale))
         if implementation == "foreach":
             foreach_update(params, grads, states, **settings)
             return

@@ -162,7 +162,7 @@ def save_memory_figure(
         num_bytes: category -> (count,) bytes from then on.
         phases: name, start and end in ms, written above.
     """
-    total = sum(num_bytes.values())
+    total = np.sum([*num_bytes.values()], axis=0)
     unit, scale = ("GB", 1e9) if total.max() >= 1e9 else ("MB", 1e6)
     with house_figure(width=9.0, height=4.2) as (figure, axes):
         axes.stackplot(

@@ -64,7 +64,7 @@ class MemoryTimeline:
     @property
     def total(self) -> np.ndarray:
         """(count,): bytes allocated in all."""
-        return sum(self.num_bytes.values())
+        return np.sum([*self.num_bytes.values()], axis=0)
 
     def peak(self) -> dict[str, int]:
         """Return the bytes of each category at the time of the largest total."""
@@ -133,7 +133,7 @@ def held_blocks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     Memory that tensors share counts once.
     """
     states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = {
+    tensors: dict[str, list[Tensor]] = {
         "parameters": list(model.parameters()),
         "optimizer state": [value for value in states if isinstance(value, Tensor)],
         "gradients": [param.grad for param in model.parameters() if param.grad is not None],

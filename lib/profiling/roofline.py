@@ -370,7 +370,7 @@ def draw_roofline(
     for point in points:
         color = _color(point.name)
         # hollow: points at one spot stay visible
-        style = {"color": color, "marker": next(markers[color]), "markerfacecolor": "none"}
+        style: dict = {"color": color, "marker": next(markers[color]), "markerfacecolor": "none"}
         x, y = point.cost.intensity, point.flops_per_s / scale
         style |= {"linestyle": "", "markeredgewidth": 1.6, "markersize": 9}
         axes.plot(x, y, label=point.name, **style)

@@ -88,7 +88,7 @@ def _timeline(trace: Trace, spans: Sequence[Span], launched: np.ndarray, step: S
 
     # the step's spans: those launched in it, sorted into communication, work and neither
     chosen = np.flatnonzero((step.start <= launched) & (launched < step.end))
-    spans, launched = [spans[index] for index in chosen], launched[chosen]
+    spans, launched = [spans[index] for index in chosen.tolist()], launched[chosen]
     times = edges(spans)
     categories = np.array([category_of(span.name) for span in spans], dtype=object)
     communicates = categories == "communication"

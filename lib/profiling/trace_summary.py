@@ -178,7 +178,8 @@ def summarise(trace: Trace) -> Summary:
     host = _host_times(trace) if on_gpu else (None, None, None)
     dispatch, wait, launches = (None if x is None else x * per_step for x in host)
     names = zip((span.name for span in spans), categories)
-    by_kernel = [KernelTime(*name, *row) for name, row in _sums(names, times, per_step).items()]
+    kernels = _sums(names, times, per_step)
+    by_kernel = [KernelTime(*name, *row) for name, row in kernels.items()]  # type: ignore[call-arg]
     by_category = _sums(categories, times, per_step, counts)
     return Summary(
         device="gpu" if on_gpu else "cpu",

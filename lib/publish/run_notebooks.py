@@ -280,7 +280,7 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     # fresh processes: papermill changes the working folder, and a fork would copy threads
     context = multiprocessing.get_context("spawn")
     # Ctrl-C ends them without a word from the start, while they still import what they need
-    quiet = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
+    quiet: dict = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
     pool = ProcessPoolExecutor(workers, context, **quiet)
     with context.Manager() as manager, pool:
         events = manager.Queue()

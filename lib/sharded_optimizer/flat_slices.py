@@ -228,7 +228,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
             # gradients arrive in about the reverse order
             chosen = [param for param in reversed(params) if param.requires_grad is is_trained]
             for filled in fill_buckets(chosen, cap_bytes=self.cap_bytes):
-                bucket = FlatBucket(filled.params, self.group)
+                bucket = FlatBucket(filled.params, self.group)  # type: ignore[arg-type]  # those chosen
                 added += bucket.make_shards(numbers)
                 self._register_hooks(bucket, len(self.buckets))
                 self.buckets.append(bucket)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,11 @@ class FullySharded(nn.Module):
         policy = MixedPrecisionPolicy(loss.dtype, torch.float32, cast_forward_inputs=False)
         has_vectors = loss.model.config.qk_norm
         for layer in loss.model.layers:
-            options = {"mp_policy": policy} if loss.dtype and not has_vectors else {}
-            fully_shard([layer.attn, layer.ffn], mesh=mesh, **options)
-        self.module = fully_shard(loss, mesh=mesh)
+            options: dict = {"mp_policy": policy} if loss.dtype and not has_vectors else {}
+            parts: list[Any] = [layer.attn, layer.ffn]
+            fully_shard(parts, mesh=mesh, **options)
+        # fully_shard changes the class of `loss`, to a mix of its own and FSDPModule
+        self.module: Any = fully_shard(loss, mesh=mesh)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The module's loss."""
@@ -120,7 +122,7 @@ class FullyShardedParameters(ShardingStrategy):
     def finish_gradient_synchronization(self) -> None:
         """Give every shard its gradient, which FSDP2 has averaged."""
         for shard in self.shards:
-            grad = shard.param.grad
+            grad: Any = shard.param.grad
             shard.grad = None if grad is None else grad.to_local().view(shard.weight.shape)
 
 

@@ -132,7 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = 25.0,
         **kwargs: Any,
     ) -> None:
-        flat_options = {
+        flat_options: dict = {
             "reduces_gradients": reduces_gradients,
             "overlap": overlap,
             "bucket_cap_mb": bucket_cap_mb,

@@ -571,15 +571,19 @@ class Tokenizer:
             ValueError: an id is not in the vocabulary; the message names it.
         """
         ids = np.asarray(ids) if hasattr(ids, "__array__") else list(ids)
-        is_array = isinstance(ids, np.ndarray)
-        if is_array and ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        if (
+            isinstance(ids, np.ndarray)
+            and ids.size
+            and (ids.ndim != 1 or ids.dtype.kind not in "iu")
+        ):
             raise ValueError(f"ids must be integers, (n,), got {ids.dtype} of shape {ids.shape}")
         if not len(ids):
             return b""
         try:
             if self._use_compiled(len(ids)):
                 return self._compiled.decode(ids)
-            return b"".join(map(self.vocab.__getitem__, ids.tolist() if is_array else ids))
+            ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+            return b"".join(map(self.vocab.__getitem__, ids))
         except (KeyError, OverflowError):
             ids = [operator.index(token_id) for token_id in ids]
             unknown = next((token_id for token_id in ids if token_id not in self.vocab), None)

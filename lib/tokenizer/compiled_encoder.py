@@ -485,7 +485,7 @@ class Workspace:
         self.cache = new_cache()
         self.data = np.zeros(capacity + PADDING, dtype=np.uint8)
         # copying to a memory view takes half as long as to an array
-        self.text = memoryview(self.data)
+        self.text = memoryview(self.data)  # type: ignore[arg-type]  # arrays are buffers before Python 3.12, too
         self.ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
         self.id_ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
         out = np.empty(capacity + 1 + INLINE, dtype=np.uint32)

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core.files import write_atomically
 from lib.tokenizer.pretokenize import GPT2_PATTERN, UNICODE
@@ -99,7 +99,7 @@ def _document(parts: Parts) -> dict:
     }
 
 
-def _read_json(path: str | os.PathLike) -> object:
+def _read_json(path: str | os.PathLike) -> Any:
     try:
         return json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:

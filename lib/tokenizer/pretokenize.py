@@ -189,7 +189,7 @@ def split_at_safe_cuts(
     yield data[start:]
 
 
-def safe_cut(data: bytes, special_tokens: Sequence[bytes] = (), start: int = 0) -> int:
+def safe_cut(data: bytes | bytearray, special_tokens: Sequence[bytes] = (), start: int = 0) -> int:
     """Return the last index after `start` where UTF-8 `data` can be cut without changing tokens.
 
     A cut is safe before an ASCII white-space character that a non-space follows: a pre-token begins

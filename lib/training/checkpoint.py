@@ -318,7 +318,7 @@ def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) ->
     packed = json.loads((path / "state.json").read_bytes())["optimizer"]
     if packed is None and any(path.glob(SHARDS)):
         if _is_sharded(optimizer):
-            optimizer.load_shards(path)
+            optimizer.load_shards(path)  # type: ignore[attr-defined]  # as `_is_sharded` saw
         else:
             load_unsharded(path, optimizer)
         return
@@ -351,9 +351,7 @@ def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) ->
                 loaded[name] = value.to(loaded[name].device)
 
 
-def _pack_optimizer(
-    optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]
-) -> dict[str, Any]:
+def _pack_optimizer(optimizer: Optimizer, model: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """An unsharded optimizer's state as JSON values; its tensors go into `tensors`, by name."""
     message = "optimizer must not be sharded; pass shards, a folder that its save_shard filled"
     require(not _is_sharded(optimizer), message)

@@ -229,7 +229,7 @@ class SampleConfig:
             check(self, field, getattr(self, field) >= 0, "at least 0")
         check(self, "top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
 
-    def options(self) -> dict[str, float | int]:
+    def options(self) -> dict[str, Any]:
         """The arguments of `lib.training.generation.generate_text` but the prompts."""
         return {
             "max_new_tokens": self.max_new_tokens,

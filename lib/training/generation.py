@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.core.hardware import pick_device
 from lib.core.settings import from_json, require
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def generate_text(
-    model: nn.Module,
+    model: TransformerLM,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
@@ -94,7 +94,7 @@ def generate_text(
 
 @torch.inference_mode()
 def generate(
-    model: nn.Module,
+    model: TransformerLM,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -186,7 +186,7 @@ def _extend(
 
 
 def _next_logits(
-    model: nn.Module, texts: list[list[int]], length: int, cache: KVCache | None
+    model: TransformerLM, texts: list[list[int]], length: int, cache: KVCache | None
 ) -> Tensor:
     """Logits (rows, vocab) of the token after the first `length` of each row."""
     first = window_start(length, model.config.context_length)

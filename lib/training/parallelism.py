@@ -89,7 +89,7 @@ def parallelise(
         return parallel, make_optimizer(model, config, lr, group)
     if name == "none":
         broadcast_module(loss, group)
-        optimizer = make_optimizer(model, config, lr, group)
+        optimizer: Any = make_optimizer(model, config, lr, group)
         # The all-gather of later parts runs while earlier ones compute. The norms, which have a
         # bucket of their own, are complete when the optimizer's step returns.
         parts = [model.token_embeddings, *model.layers, model.head]

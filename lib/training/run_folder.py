@@ -168,7 +168,7 @@ def _take_folder(run: Run, lock: contextlib.ExitStack) -> tuple[Path | None, str
     # again, since another process may have started a run here before this one had the lock
     _check_folder(run)
     newest = newest_checkpoint(checkpoints)
-    return newest, newest and sha256_file(newest / "manifest.json")
+    return newest, sha256_file(newest / "manifest.json") if newest else None
 
 
 def _check_shared(folder: Path, newest: Path | None, sha256: str | None) -> None:
@@ -357,7 +357,8 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     """
     now, hint = run.identity, ""
     names = [name for name in now if name not in ("steps", *BATCH_FIELDS)]
-    differences = _differences(*({name: x[name] for name in names} for x in (before, now)))
+    was, is_now = ({name: x[name] for name in names} for x in (before, now))
+    differences = _differences(was, is_now)
     was, is_now = _sequences_per_step(before), _sequences_per_step(now)
     if was != is_now:
         differences.append(

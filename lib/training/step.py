@@ -190,7 +190,8 @@ class TrainStep:
         self.unread = 0
         # the same rule as in `_step`
         decisive = slice(None) if self.num_ranks == 1 else slice(1, None)
-        return [StepLog(*row, not all(map(math.isfinite, row[decisive]))) for row in rows]
+        is_skipped = [not all(map(math.isfinite, row[decisive])) for row in rows]
+        return [StepLog(loss, norm, skipped) for (loss, norm), skipped in zip(rows, is_skipped)]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state that a checkpoint needs beside model and optimizer."""

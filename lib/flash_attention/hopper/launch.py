@@ -107,9 +107,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:
     return (
         q.is_cuda
         and torch.version.cuda is not None
-        and _multiprocessors(q.device) > 0
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[3] in (64, 128)
+        and _multiprocessors(q.device) > 0
         and k.shape[2] > 0
         and q.numel() > 0
         and q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS < 2**31

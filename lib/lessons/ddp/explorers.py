@@ -77,7 +77,7 @@ def scaling_curve(
 ) -> tuple[tuple[int, float], ...]:
     """Predicted (ranks, efficiency) for `RANKS`."""
     shape, cluster = model_preset(model), CLUSTERS[network]
-    options = {"flops_per_s": flops_per_s, "overlap": overlap}
+    options: dict = {"flops_per_s": flops_per_s, "overlap": overlap}
     return tuple(
         (ranks, predict_step(shape, tokens, ranks, cluster, **options).efficiency)
         for ranks in RANKS
@@ -143,10 +143,10 @@ def scaling_explorer(
     measured = measured_scaling(matrix_rows(records))
 
     def draw(figure: Figure, model: str, tokens: int, network: str, ranks: int) -> None:
-        setting = {"flops_per_s": flops_per_s[model], "measured": measured.get(model, {})}
+        setting: dict = {"flops_per_s": flops_per_s[model], "measured": measured.get(model, {})}
         draw_scaling_setting(figure, model, tokens, network, ranks, **setting)
 
-    controls = {
+    controls: dict = {
         "model": list(flops_per_s),
         "tokens": {f"{count:,}": count for count in tokens},
         "network": list(CLUSTERS),

@@ -176,7 +176,7 @@ def draw_timeline(axes: Axes, line: Timeline, *, title: str, end_ms: float | Non
         draw_spans(axes, spans, (0.6, 0.8), PHASE_COLORS[phase])
     draw_spans(axes, line.communication, (-0.4, 0.8), SKY)
     # shorter ones would show as lines, wider than they are
-    visible = [(a, b) for a, b in line.exposed if b - a > 1e-3 * (end_ms or line.step_ms)]
+    visible = tuple((a, b) for a, b in line.exposed if b - a > 1e-3 * (end_ms or line.step_ms))
     draw_spans(axes, visible, (-0.4, 0.8), VERMILLION)
     for time in line.backward:
         axes.axvline(time, color=INK, linewidth=0.8, linestyle=":", marker="")

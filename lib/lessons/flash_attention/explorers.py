@@ -230,7 +230,7 @@ def needed_row(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str,
     raise LookupError(f"no measured row has {asked}; the records need to be made again")
 
 
-def recorded_on_gpu(path: str | os.PathLike) -> list[Mapping[str, Any]]:
+def recorded_on_gpu(path: str | os.PathLike) -> Sequence[Mapping[str, Any]]:
     """The newest record of each case in an attention sweep, on the GPU with the most records."""
     from collections import Counter
 

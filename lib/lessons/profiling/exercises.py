@@ -533,11 +533,11 @@ def naive_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
     p.sub_(lr * (m / (v.sqrt() + 1e-8) + 0.01 * p))
 
 
-def updated(update: Callable) -> Callable[..., list[Tensor]]:
+def updated(update: Callable) -> Callable[..., Tensor]:
     """Return `update` as a function that returns the three tensors that it changes."""
 
     @functools.wraps(update)
-    def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> list[Tensor]:
+    def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> Tensor:
         if update(p, g, m, v, lr) is not None:
             raise TypeError("the update must change p, m and v, and return None")
         return torch.stack([p, m, v])

@@ -125,7 +125,7 @@ def launch_explorer(kernels: int = 12) -> VBox:
         idle = 1 - kernels * kernel_us / end
         axes.set(xlim=(0, 12 * 45), title=f"{end:,.0f} µs, GPU idle {idle:.0%}")
 
-    controls = {"launch_us": (2, 5, 10, 20, 40), "kernel_us": (2, 5, 10, 20, 40)}
+    controls: dict = {"launch_us": (2, 5, 10, 20, 40), "kernel_us": (2, 5, 10, 20, 40)}
     show = picture(draw, width=9.0, height=1.9, layout="constrained")
     start = {"launch_us": 20, "kernel_us": 5}
     still = [(20, 40), (2, 5)]
@@ -168,7 +168,7 @@ def step_estimator(
     from lib.profiling.roofline import predicted_ms
 
     bench = StepBench(StepBenchmarkConfig(configs=(preset,), seq_lens=tuple(contexts)), device)
-    fixed = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}
+    fixed: dict = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}
     fixed |= {"warmup": 2, "samples": samples, "max_seconds": 0.5}
 
     def estimate(batch: int, length: int, dtype: str) -> StepEstimate:
@@ -242,5 +242,5 @@ def step_explorer(
             return figure_output(figure, "Predicted and measured")
 
     start = dict(zip(("batch", "context", "dtype"), chosen[-1]))
-    controls = {"batch": batch_sizes, "context": contexts, "dtype": dtypes}
+    controls: dict = {"batch": batch_sizes, "context": contexts, "dtype": dtypes}
     return explorer(show, start=start, busy="measuring…", **controls)

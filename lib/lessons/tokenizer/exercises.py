@@ -146,7 +146,7 @@ def _encode_left_to_right(ids: Sequence[int], merges: Mapping[tuple, int]) -> li
 
 
 def _encode_longest_match(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    spelled = {token: (token,) for token in (1, 2, 3)}
+    spelled: dict[int, tuple[int, ...]] = {token: (token,) for token in (1, 2, 3)}
     for new_id, (left, right) in sorted((new_id, pair) for pair, new_id in merges.items()):
         spelled[new_id] = spelled[left] + spelled[right]
     # of two tokens with the same spelling the earlier one

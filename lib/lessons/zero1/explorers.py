@@ -109,7 +109,7 @@ def draw_setting(
 
 def own_config(d_model: int, num_layers: int) -> ModelConfig:
     """A model of these sizes, in all else as the presets are."""
-    sizes = {"d_model": d_model, "num_layers": num_layers, "d_ff": 4 * d_model}
+    sizes: dict = {"d_model": d_model, "num_layers": num_layers, "d_ff": 4 * d_model}
     return dataclasses.replace(model_preset("small"), num_heads=d_model // 64, **sizes)
 
 
@@ -135,7 +135,7 @@ def memory_explorer(*, start: tuple[str, int, str, str, int]) -> VBox:
         config = own_config(own_width, own_layers) if model == OWN else model_preset(model)
         draw_setting(figure, model, config, ranks, precision, stage, sequences)
 
-    controls = {
+    controls: dict = {
         "model": [*SIZES, OWN],
         "ranks": range(1, MOST_RANKS + 1),
         "precision": list(PRECISIONS),

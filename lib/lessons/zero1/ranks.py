@@ -42,7 +42,7 @@ from lib.training.parallelism import AveragedByOptimizer, parallelise
 from lib.training.step import numerics
 
 # With its usual eps, AdamW takes full-size steps on gradients that are mere rounding errors.
-SETTINGS = {"lr": 1e-2, "eps": 1e-6}
+SETTINGS: dict = {"lr": 1e-2, "eps": 1e-6}
 MAX_NORM = 0.5
 # With these options `ShardedOptimizer` needs no wrapper.
 ALONE = {"strategy": "flat", "reduces_gradients": True, "overlap": True}
