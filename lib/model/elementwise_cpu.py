@@ -19,6 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate_and_value: Tensor) -> Tensor:
     """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff)."""
+    if torch.compiler.is_compiling():
+        # The compiler fuses these itself. It cannot trace writes into parts of a tensor, as below;
+        # PyTorch 2.11 does so all the same, and its gradients are wrong.
+        gate, value = gate_and_value.chunk(2, dim=-1)  # (..., d_ff) each
+        return F.silu(gate) * value
     return _SwiGLU.apply(gate_and_value)
 
 
@@ -58,10 +63,6 @@ class _SwiGLU(torch.autograd.Function):
         (gate_and_value,) = ctx.saved_tensors
         gate, value = gate_and_value.chunk(2, dim=-1)
         silu = F.silu(gate)
-        if torch.compiler.is_compiling():
-            # the compiler cannot trace writes into parts of a tensor, and removes the copy itself
-            grad_gate = torch.ops.aten.silu_backward(grad * value, gate)
-            return torch.cat((grad_gate, grad * silu), dim=-1)
         # both gradients go straight into one tensor, (..., 2 · d_ff)
         grads = torch.empty_like(gate_and_value)
         grad_gate, grad_value = grads.chunk(2, dim=-1)
