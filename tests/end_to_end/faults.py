@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "lib/__main__.py",
-        '        **({} if default is None else {"default": default}),\n',
+        "        **start,\n",
         "",
         f"{MAIN}::test_flags_are_the_names_of_the_fields_on_top_of_a_config_file_or_preset",
     ),

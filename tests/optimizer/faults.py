@@ -49,7 +49,7 @@ FAULTS = [
     # gradients are scaled in place
     Fault(
         "lib/optimizer/adamw.py",
-        "grads = torch._foreach_mul(grads, grad_scale)",
+        "grads = list(torch._foreach_mul(grads, grad_scale))",
         "torch._foreach_mul_(grads, grad_scale)",
         "tests/optimizer/test_adamw.py",
     ),
