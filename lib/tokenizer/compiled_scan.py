@@ -217,8 +217,6 @@ def equal_at(typing_context, array, index, byte):
 ALL_ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 ONE, U32 = np.uint64(1), np.uint64(32)
-# a start needs up to three more bytes to be sure; the first bit is no end
-SURE = np.uint64((1 << WINDOW - 3) - 2)
 # Eight bytes at a time, after Mycroft: an addition to bytes below 0x80 carries into the high bit of
 # those that exceed a bound.
 HIGH_BITS = np.uint64(0x8080808080808080)
@@ -342,8 +340,8 @@ def pretoken_ends(data, start, end, classes):
 
     Bit k is set if a pre-token ends, and the next one begins, at start + k. There is no branch that
     depends on ordinary text: the characters of each class are the bits of a word, and shifts
-    compare neighbors. Returns 0 if the first pre-token ends beyond the window, or too close to its
-    end to be sure.
+    compare neighbors. Returns 0 if the first pre-token ends beyond the window. What is beyond it
+    never takes an end away: it may add one, which a window that begins later finds.
     """
     room = end - start
     valid = ALL_ONES if room >= WINDOW else (ONE << np.uint64(room)) - ONE
@@ -382,9 +380,8 @@ def pretoken_ends(data, start, end, classes):
             if k + length < WINDOW:
                 starts |= ONE << np.uint64(k + length)
 
-    if room < WINDOW:
-        return (starts & valid | valid + ONE) & ~ONE
-    return starts & SURE
+    # the text ends a pre-token, too; and none ends where the first one begins
+    return (starts | valid + ONE) & ~ONE
 
 
 @compiled
