@@ -16,10 +16,7 @@ from lib.lessons.profiling.exercises import (
     IDLE_TIME,
     TIME_RUNS,
     TRAIN,
-    judged,
     loop_ms,
-    make_stack,
-    peak_bytes,
     slow_train,
     train,
     updated,
@@ -27,6 +24,7 @@ from lib.lessons.profiling.exercises import (
 )
 from lib.lessons.profiling.records import anonymous_traces, block_on_gpu
 from lib.lessons.profiling.simulated import ToyGPU, ToyTrainer
+from lib.lessons.profiling.stacks import judged, make_stack, peak_bytes
 from lib.model.config import ModelConfig
 from lib.profiling.roofline import backward_costs
 

@@ -1,0 +1,108 @@
+"""A stack of residual blocks whose memory is counted, for the exercise on checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def make_stack(num_blocks: int, width: int, seed: int) -> nn.ModuleList:
+    """Blocks of a small residual network, each of which keeps about nine times its input."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.ModuleList(Residual(width) for _ in range(num_blocks))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Alive(TorchDispatchMode):
+    """Adds up the bytes of tensors alive after each operation, without those in `outside`."""
+
+    def __init__(self, outside: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.outside = {tensor.untyped_storage()._cdata for tensor in outside}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in self.outside:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def peak_bytes(forward: Callable, blocks: nn.ModuleList, x: Tensor) -> int:
+    """The most bytes of tensors alive during a forward and backward pass, beside x, the weights and
+    the gradients of both."""
+    given = [x, *blocks.parameters()]
+    for tensor in given:
+        tensor.grad = torch.zeros_like(tensor)
+    with _Alive([*given, *(tensor.grad for tensor in given)]) as memory:
+        forward(blocks, x).sum().backward()
+    return memory.peak
+
+
+def _gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients that backward adds up; a checkpoint of one's own may know no other way."""
+    for tensor in inputs:
+        tensor.grad = None
+    output.square().sum().backward()
+    return [tensor.grad for tensor in inputs]
+
+
+def plain(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return functools.reduce(lambda x, block: block(x), blocks, x)
+
+
+def judged(forward: Callable) -> Callable[[int, int, int], dict[str, Any]]:
+    """Return `forward` as a function of a stack's sizes, with what the exercise asks of it."""
+
+    @functools.wraps(forward)
+    def run(num_blocks: int, width: int, seed: int) -> dict[str, Any]:
+        blocks = make_stack(num_blocks, width, seed)
+        x = torch.linspace(-1, 1, 64 * width).view(64, width).requires_grad_()
+        runs = [0] * num_blocks
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(
+                lambda module, args, index=index: runs.__setitem__(index, runs[index] + 1)
+            )
+        inputs = [x, *blocks.parameters()]
+        expected = _gradients(plain([*blocks], x), inputs)
+        runs[:] = [0] * num_blocks
+        found = _gradients(forward(blocks, x), inputs)
+        same = [b is not None and torch.allclose(a, b, rtol=1e-4) for a, b in zip(expected, found)]
+        most, is_rerun = max(runs), max(runs) > 1
+        small = peak_bytes(forward, blocks, x) <= peak_bytes(plain, blocks, x) / 2
+        return {
+            "same gradients": all(same),
+            "peak memory": "at most half" if small else "more than half",
+            "a block runs": "at most twice" if most <= 2 else f"up to {most} times",
+            "blocks run again in the backward pass": is_rerun,
+        }
+
+    return run
+
+
+def peak_share(run: Callable) -> float:
+    """Peak memory in percent of that without checkpoints, for 16 blocks."""
+    blocks, x = make_stack(16, 32, 0), torch.ones(64, 32, requires_grad=True)
+    return 100 * peak_bytes(inspect.unwrap(run), blocks, x) / peak_bytes(plain, blocks, x)
