@@ -518,12 +518,15 @@ class Tokenizer:
 
         `workers` is the number of threads; one per core by default.
         """
-        if not self._use_compiled(sum(map(len, texts))):
+        size = sum(map(len, texts))
+        if not self._use_compiled(size):
             return [self.encode_array(text, allow_special=allow_special) for text in texts]
         encode = partial(self._compiled.encode_batch, allow_special=allow_special)
+        batches = self._compiled.batches(texts)
         workers = workers or available_cpus()
+        if workers == 1 or size <= STREAM_BYTES:
+            return [ids for batch in batches for ids in encode(batch)]
         with ThreadPoolExecutor(workers) as executor:
-            batches = self._compiled.batches(texts)
             results = ordered_map(executor, encode, batches, workers + 1)
             return [ids for arrays in results for ids in arrays]
 

@@ -373,6 +373,7 @@ def test_a_batch_gives_the_ids_of_each_text(tokenizers, implementation, texts, a
     tokenizer = tokenizers[implementation]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_encoder, "BATCH_TEXTS", 3)
+        patch.setattr(bpe, "STREAM_BYTES", 20)
         batch = tokenizer.encode_batch(texts, allow_special=allow_special, workers=2)
     assert all(ids.dtype == tokenizer.dtype for ids in batch)
     expected = [tokenizer.encode(text, allow_special=allow_special) for text in texts]
