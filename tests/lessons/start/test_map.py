@@ -30,6 +30,17 @@ TIMES = {
 }
 
 
+# How it puts the hours, if it does.
+HOURS = {
+    0.5: "half an hour",
+    1: "(an|one) hour",
+    1.5: "an hour and a half|(one and a half|1½) hours",
+    2: "(two|2) hours",
+    2.5: "(two and a half|2½) hours",
+    3: "(three|3) hours",
+    3.5: "(three and a half|3½) hours",
+    4: "(four|4) hours",
+}
 # Of a figure and of a table, in an output.
 SIGNS = ("image/png|<svg|<img", r"\|--|\| --|<table")
 
@@ -63,7 +74,9 @@ def test_a_stop_says_what_its_notebook_says(stop):
     opening = "".join(json.loads(NOTEBOOKS[stop.name].read_text())["cells"][0]["source"])
     title, takes = opening.splitlines()[0], opening.split("**It takes**")[1]
     assert title.startswith(f"# {stop.name[:2]} · {stop.title}")
-    assert re.search(TIMES[stop.minutes], takes.split("**It needs**")[0].replace("\n", " "))
+    takes = takes.split("**It needs**")[0].replace("\n", " ")
+    assert re.search(TIMES[stop.minutes], takes)
+    assert "hour" not in takes or re.search(HOURS[stop.hours], takes)
 
 
 def test_words_stay_inside_their_cards():
