@@ -465,6 +465,8 @@ class _Engine(Engine):
 
 
 papermill_engines.register("workbook", _Engine)
+# five lines for each notebook that it runs
+logging.getLogger("papermill").setLevel(logging.WARNING)
 
 
 def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
