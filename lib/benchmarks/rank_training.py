@@ -46,10 +46,10 @@ class Plan:
     """Trainings that are interleaved."""
 
     subject: str
-    """What they have in common, such as an attention kernel or a model."""
+    """The setting they share, such as an attention kernel or a model."""
 
     names: tuple[str, ...]
-    """What they differ in, such as the data-parallel wrapper."""
+    """The setting that differs, such as the data-parallel wrapper."""
 
     is_together: bool = True
     """Whether all their models may be in memory at once."""

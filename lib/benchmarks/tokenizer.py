@@ -232,7 +232,7 @@ def fresh(make: Callable[[], Callable[[], Any]], num_bytes: int) -> Callable[[],
 
 @contextlib.contextmanager
 def on_cores(number: int) -> Iterator[None]:
-    """Keep this thread, and those that it starts, on so many cores, where the system can do so."""
+    """Pin this thread, and those that it starts, to this many cores, where the system allows it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -1,1 +1,1 @@
-"""What notebooks call: exercises, explorers and figures, in a folder for each notebook."""
+"""Functions that notebooks call: exercises, explorers, figures; a folder for each notebook."""

@@ -1,7 +1,7 @@
 """The reader's copies of the notebooks, in `work/`: made once, and updated without losing answers.
 
-`python -m lib notebooks copy`, which `make lab` runs first. The committed notebooks are never
-opened for reading and writing, so that git has nothing to say about a reader's session.
+`python -m lib notebooks copy`, which `make lab` runs first. The reader works
+on these copies alone, so nothing in a reader's session needs git.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(self._shard(count))
 
     def _facts(self, first: int) -> dict[str, str]:
-        """What must be the same on all ranks of the parameter groups from `first` on."""
+        """The properties of parameter groups from `first` on that all ranks must share."""
         facts, groups = {}, self.param_groups[first:]
         params = itertools.chain.from_iterable(group["params"] for group in groups)
         for number, param in enumerate(params, start=self._num_params(first)):

@@ -210,7 +210,7 @@ class _Piece(NamedTuple):
 def _pieces_by_parameter(
     state_dicts: list[dict[str, Any]], shapes: list[tuple]
 ) -> dict[int, list[_Piece]]:
-    """What all state dicts hold of each parameter, by its number and in order of the elements."""
+    """The state of each parameter in all state dicts, by its number, in order of the elements."""
     pieces = defaultdict(list)
     everything = {number: (0, math.prod(shape)) for number, shape in enumerate(shapes)}
     for state_dict in state_dicts:

@@ -30,7 +30,7 @@ class Shard:
     """These elements, in the parameter's memory; in its shape where they are all of them."""
 
     leaf: nn.Parameter
-    """What the inner optimizer updates: `weight` as a parameter."""
+    """The parameter that the inner optimizer updates: `weight`."""
 
     grad: Tensor | None = None
     """Averaged gradient of these elements, in the shape of `weight`."""

@@ -137,7 +137,7 @@ class TrainConfig:
     """
 
     zero1_strategy: Literal["flat", "parameters"] = "flat"
-    """What zero1 assigns to ranks: equal slices of flat buffers, or whole `parameters`."""
+    """How zero1 divides the state: equal slices of flat buffers (`flat`), or whole `parameters`."""
 
     bucket_size_mb: float | None = None
     """MiB of gradients per bucket, for `flashddp`, `torch_ddp` and zero1's `flat`.

@@ -30,7 +30,7 @@ GROWTH_INTERVAL = 1000
 
 
 class StepLog(NamedTuple):
-    """What one step reports."""
+    """The report of one step."""
 
     loss: float
     """Mean cross-entropy (plus z-loss) in nats per token, over all ranks."""

@@ -1,4 +1,4 @@
-"""What GPUs have shown, from `artifacts/`: the rows of a table or a picture for each function.
+"""GPU measurements from `artifacts/`: each function makes the rows of a table or a picture.
 
 Functions that return rows print the device and the date of the record.
 """
