@@ -24,7 +24,7 @@ from lib.core import ranges as core_ranges
 from lib.core.allocator import synchronise, without_stderr
 from lib.core.hardware import DtypeName, local_results
 from lib.core.settings import check, check_fields
-from lib.data.batches import BatchSampler, random_tokens, read_windows
+from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
@@ -337,8 +337,8 @@ class Training:
         """Run `steps` training steps without waiting for the device."""
         length = self.case.context_length
         for _ in range(steps):
-            windows = read_windows(self.tokens, self.sampler.next_starts(), length, self.device)
-            self.step(windows, LEARNING_RATE)
+            sequences = read_sequences(self.tokens, self.sampler.next_starts(), length, self.device)
+            self.step(sequences, LEARNING_RATE)
 
     def finish_warm_up(self, config: RanksBenchmarkConfig, steps_done: int) -> None:
         """Run the other steps of the warm-up, at least one, as a CUDA graph if the case asks."""

@@ -313,7 +313,7 @@ def our_step(
     if settings.low_precision_weights:
         model.use_low_precision_weights(dtype)
     train_step = TrainStep(model, settings, device, dtype)
-    return lambda windows: train_step(windows, 1e-4)
+    return lambda sequences: train_step(sequences, 1e-4)
 
 
 def peer_step(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Step:
@@ -326,9 +326,9 @@ def peer_step(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
-    def step(windows: Tensor) -> None:
+    def step(sequences: Tensor) -> None:
         with torch.autocast(device.type, dtype):
-            loss = loss_of(windows[:, :-1], windows[:, 1:])
+            loss = loss_of(sequences[:, :-1], sequences[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

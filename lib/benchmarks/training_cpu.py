@@ -21,7 +21,7 @@ from lib.core.files import ROOT
 from lib.core.hardware import keep_freed_memory
 from lib.core.records import Record
 from lib.core.settings import from_json
-from lib.data.batches import BatchSampler, random_tokens, read_windows
+from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
 from lib.model.loss import CHUNK_BYTES
@@ -124,7 +124,7 @@ def random_batches(
     """A function that reads the next batch of random tokens, (batch, context_length + 1)."""
     tokens = random_tokens(2_000_000, shape.vocab_size, seed)
     sampler = BatchSampler(len(tokens), shape.context_length, batch_size, seed=seed)
-    return lambda: read_windows(tokens, sampler.next_starts(), shape.context_length, device)
+    return lambda: read_sequences(tokens, sampler.next_starts(), shape.context_length, device)
 
 
 def training_functions(config: TrainConfig) -> dict[str, Callable[[], None]]:

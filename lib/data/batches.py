@@ -1,7 +1,7 @@
 """Batches for training, cut from token arrays.
 
-A window is `context_length + 1` consecutive tokens: a training sequence and its last target.
-`get_batch` draws windows at random; `BatchSampler` visits each once per epoch, as training does.
+A sequence is `context_length + 1` consecutive tokens: the inputs and, one later, the targets.
+`get_batch` draws sequences at random; `BatchSampler` visits each once per epoch, as training does.
 torch is imported only where tensors are returned.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # rounds of the Feistel network that shuffles an epoch
 ROUNDS = 8
-# steps whose windows are computed at once: the cost is in the NumPy calls, not in the numbers
+# steps whose sequences are computed at once: the cost is in the NumPy calls, not in the numbers
 STEPS_AHEAD = 64
 
 
@@ -42,26 +42,26 @@ def get_batch(
         y[i, t] is the token that follows x[i, t] in `dataset`.
 
     Raises:
-        ValueError: `dataset` is shorter than one window, or no array of integers.
+        ValueError: `dataset` is shorter than one sequence, or no array of integers.
     """
     _check_length(len(dataset), context_length)
     generator = np.random.default_rng(generator)
     starts = generator.integers(len(dataset) - context_length, size=batch_size)
-    return take_windows(dataset, starts, context_length, device)
+    return take_sequences(dataset, starts, context_length, device)
 
 
-def take_windows(
+def take_sequences(
     dataset: np.ndarray, starts: np.ndarray, context_length: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of the windows that begin at `starts`, like `get_batch`."""
-    windows = read_windows(dataset, starts, context_length, device)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    """Return inputs and targets of the sequences that begin at `starts`, like `get_batch`."""
+    sequences = read_sequences(dataset, starts, context_length, device)
+    return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
 
-def read_windows(
+def read_sequences(
     dataset: np.ndarray, starts: np.ndarray, context_length: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Return the windows that begin at `starts`: (len(starts), context_length + 1) int64."""
+    """Return the sequences that begin at `starts`: (len(starts), context_length + 1) int64."""
     import torch
 
     is_row = isinstance(dataset, np.ndarray) and dataset.ndim == 1 and dataset.dtype.kind in "iu"
@@ -72,38 +72,38 @@ def read_windows(
             f"{type(dataset).__name__} of {kind}, shape {np.shape(dataset)}"
         )
     indices = starts[:, None] + np.arange(context_length + 1)  # (batch, context_length + 1)
-    windows = torch.from_numpy(dataset[indices].astype(np.int64))
+    sequences = torch.from_numpy(dataset[indices].astype(np.int64))
     device = torch.device(device)
     if device.type == "cuda":
         # from pinned memory, the copy overlaps with work on the GPU
-        return windows.pin_memory().to(device, non_blocking=True)
-    return windows.to(device)
+        return sequences.pin_memory().to(device, non_blocking=True)
+    return sequences.to(device)
 
 
 class BatchSampler:
-    """The offsets of each training step's windows: every epoch visits each window once, shuffled.
+    """The offsets of each step's sequences: every epoch visits each sequence once, shuffled.
 
-    An epoch cuts the token array into windows whose inputs do not overlap (the last target of one
+    An epoch cuts the token array into sequences whose inputs do not overlap (the last target of one
     is the first input of the next, as it should be), beginning at an offset of its own, and visits
-    each exactly once in an order of its own. Epochs follow one another in an endless sequence of
-    windows. A step takes the next `batch_size * world_size` of them, so a step may span two epochs
-    and no window is left out. Rank r takes the r-th `batch_size` of these: ranks share nothing, and
-    together see what one process with the whole batch would see.
+    each exactly once in an order of its own. Epochs follow one another without end. A step takes
+    the next `batch_size * world_size` sequences, so a step may span two epochs and no sequence is
+    left out. Rank r takes the r-th `batch_size` of these: ranks share nothing, and together see
+    what one process with the whole batch would see.
 
     The order is a keyed permutation that is computed on the fly, so memory does not grow with the
     array, and a saved position resumes at once, on any NumPy version and any number of ranks.
 
     Args:
         num_tokens: length of the token array.
-        context_length: inputs per window; one more token is read for the last target.
-        batch_size: windows per rank and step.
+        context_length: inputs per sequence; one more token is read for the last target.
+        batch_size: sequences per rank and step.
         seed: selects orders and offsets.
         rank, world_size: this process among all processes.
 
     Raises:
         TypeError: an argument is no whole number.
-        ValueError: an argument is out of range, the array is shorter than a window, or a step
-            needs more windows than an epoch has.
+        ValueError: an argument is out of range, the array is shorter than a sequence, or a step
+            needs more sequences than an epoch has.
 
     Example:
         >>> sampler = BatchSampler(num_tokens=1000, context_length=10, batch_size=4, seed=0)
@@ -135,52 +135,52 @@ class BatchSampler:
                 f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}"
             )
         # as many as fit behind the largest offset, so that every epoch has the same number
-        self.num_windows = max(1, (num_tokens - context_length) // context_length)
-        last_offset = num_tokens - 1 - self.num_windows * context_length
+        self.num_sequences = max(1, (num_tokens - context_length) // context_length)
+        last_offset = num_tokens - 1 - self.num_sequences * context_length
         self.num_offsets = min(context_length, last_offset + 1)
         self.num_tokens, self.context_length, self.seed = num_tokens, context_length, seed
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.windows_seen = 0
         # offsets of the next steps, (steps, batch_size)
         self._ahead = np.empty((0, batch_size), np.int64)
-        if self.windows_per_step > self.num_windows:
+        if self.sequences_per_step > self.num_sequences:
             raise ValueError(
-                f"batch_size {batch_size} * world_size {world_size} = {self.windows_per_step} "
-                f"windows per step, but {num_tokens:,} tokens give only {self.num_windows:,} "
-                f"windows of context_length {context_length}"
+                f"batch_size {batch_size} * world_size {world_size} = {self.sequences_per_step} "
+                f"sequences per step, but {num_tokens:,} tokens give only {self.num_sequences:,} "
+                f"sequences of context_length {context_length}"
             )
 
     @property
-    def windows_per_step(self) -> int:
-        """Windows that all ranks together take in a step."""
+    def sequences_per_step(self) -> int:
+        """Sequences that all ranks together take in a step."""
         return self.batch_size * self.world_size
 
     @property
     def epoch(self) -> int:
         """The epoch that the next step begins in, from 0."""
-        return self.windows_seen // self.num_windows
+        return self.windows_seen // self.num_sequences
 
     def next_starts(self) -> np.ndarray:
-        """Return the offsets of this rank's windows in the next step: (batch_size,) int64."""
+        """Return the offsets of this rank's sequences in the next step: (batch_size,) int64."""
         if not len(self._ahead):
             first = self.windows_seen + self.rank * self.batch_size
-            num_steps = min(STEPS_AHEAD, self.num_windows // self.windows_per_step)
-            steps = first + self.windows_per_step * np.arange(num_steps)
+            num_steps = min(STEPS_AHEAD, self.num_sequences // self.sequences_per_step)
+            steps = first + self.sequences_per_step * np.arange(num_steps)
             # (steps, batch_size)
             self._ahead = self._offsets(steps[:, None] + np.arange(self.batch_size))
         starts, self._ahead = self._ahead[0], self._ahead[1:]
-        self.windows_seen += self.windows_per_step
+        self.windows_seen += self.sequences_per_step
         return starts
 
     def _offsets(self, indices: np.ndarray) -> np.ndarray:
-        """Map indices into the endless sequence of windows to offsets, in the same shape."""
-        epochs, indices = indices // self.num_windows, indices % self.num_windows
+        """Map the sequences numbered `indices`, over all epochs, to offsets in the same shape."""
+        epochs, indices = indices // self.num_sequences, indices % self.num_sequences
         offsets = np.empty(indices.shape, np.int64)
         for epoch in np.unique(epochs):
             is_here = epochs == epoch
             *keys, offset_key = _keys(f"{self.seed} {epoch}", 2 * ROUNDS + 1)
-            windows = _permute(indices[is_here], self.num_windows, keys)
-            offsets[is_here] = int(offset_key) % self.num_offsets + windows * self.context_length
+            sequences = _permute(indices[is_here], self.num_sequences, keys)
+            offsets[is_here] = int(offset_key) % self.num_offsets + sequences * self.context_length
         return offsets
 
     def state_dict(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lib.core.settings import require
-from lib.data.batches import take_windows
+from lib.data.batches import take_sequences
 from lib.ddp.process_group import current_device, rank, world_size
 from lib.model.transformer import TransformerLM
 
@@ -86,7 +86,7 @@ def evaluate(
         with torch.no_grad(), _autocast(device, autocast):
             for index in range(rank(), len(batches), world_size()):
                 starts, length = batches[index]
-                means[index] = model.loss(*take_windows(tokens, starts, length, device))
+                means[index] = model.loss(*take_sequences(tokens, starts, length, device))
     finally:
         for module, is_training in modes:
             module.training = is_training

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lib.core.hardware import keep_freed_memory, peak_flops
 from lib.core.settings import to_dict
-from lib.data.batches import read_windows
+from lib.data.batches import read_sequences
 from lib.ddp.process_group import (
     mark_collective,
     mean_over_ranks,
@@ -207,11 +207,11 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
             # Batch: this rank's sequences of the next step, (sequences, context_length + 1).
             starts = run.sampler.next_starts()
             length = config.model.context_length
-            windows = read_windows(run.train_tokens, starts, length, run.device)
+            sequences = read_sequences(run.train_tokens, starts, length, run.device)
 
             # Step: forward, backward, update; the host does not wait for it.
             progress.steps += 1
-            step(windows, learning_rate(config, progress.steps))
+            step(sequences, learning_rate(config, progress.steps))
             if time.monotonic() >= deadline:
                 stop.set()
 

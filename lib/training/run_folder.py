@@ -87,7 +87,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.sampler.windows_per_step * self.config.model.context_length
+        return self.sampler.sequences_per_step * self.config.model.context_length
 
 
 def open_run(config: TrainConfig, waiting: dist.ProcessGroup | None = None) -> Run:

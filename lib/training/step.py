@@ -89,7 +89,7 @@ class TrainStep:
 
         # The step's input, at a fixed address for CUDA graphs.
         shape = (config.gradient_accumulation_steps, config.batch_size)
-        self.windows = torch.zeros(
+        self.sequences = torch.zeros(
             *shape, model.config.context_length + 1, dtype=torch.int64, device=device
         )  # (passes, batch, context_length + 1)
 
@@ -108,14 +108,14 @@ class TrainStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @annotate("training step")
-    def __call__(self, windows: Tensor, lr: float) -> None:
+    def __call__(self, sequences: Tensor, lr: float) -> None:
         """Take one step at learning rate `lr`; read the log at least every log_interval steps.
 
         Args:
-            windows: this rank's sequences, (gradient_accumulation_steps · batch_size,
+            sequences: this rank's sequences, (gradient_accumulation_steps · batch_size,
                 context_length + 1) int64: inputs, and targets one position later.
         """
-        self.windows.copy_(windows.view_as(self.windows), non_blocking=True)
+        self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
         self.lr.fill_(lr)
         if self.config.cuda_graph:
             self._replay()
@@ -125,14 +125,14 @@ class TrainStep:
 
     def _step(self) -> None:
         # As few operations as possible beside model and optimizer: small models feel each kernel.
-        losses, last = [], len(self.windows) - 1
-        for index, windows in enumerate(self.windows):  # (batch, context_length + 1)
+        losses, last = [], len(self.sequences) - 1
+        for index, sequences in enumerate(self.sequences):  # (batch, context_length + 1)
             # Ranks exchange gradients in the last pass only; those before just add them up.
             with contextlib.nullcontext() if index == last else self.parallel.no_sync():
                 # Forward pass: the mean loss of each pass counts equally.
                 with annotate("forward"):
-                    inputs, targets = windows[:, :-1], windows[:, 1:]  # (batch, context_length)
-                    loss = self.parallel(inputs, targets) / len(self.windows)
+                    inputs, targets = sequences[:, :-1], sequences[:, 1:]  # (batch, context_length)
+                    loss = self.parallel(inputs, targets) / len(self.sequences)
                 # Backward pass: adds to the gradients, and starts to average them over ranks.
                 with annotate("backward"):
                     self.backward(loss)

@@ -56,7 +56,7 @@ def test_an_epoch_is_one_pass_over_skewed_tokens(case):
     tokens = skewed_tokens(case, seed=0)
     length, batch_size = case.context_length, case.tr_batch_size
     sampler = BatchSampler(len(tokens), length, batch_size, seed=0, world_size=case.ranks)
-    assert sampler.num_windows == case.steps_per_epoch * sampler.windows_per_step
+    assert sampler.num_sequences == case.steps_per_epoch * sampler.sequences_per_step
     assert tokens.min() >= 0
     assert tokens.max() < case.vocab_size
     # half of u⁴ lies below 1/16

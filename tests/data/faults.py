@@ -6,18 +6,18 @@ FAULTS = [
     # targets that are the inputs
     Fault(
         "lib/data/batches.py",
-        "windows[:, 1:].contiguous()",
-        "windows[:, :-1].contiguous()",
+        "sequences[:, 1:].contiguous()",
+        "sequences[:, :-1].contiguous()",
         "tests/data/test_batches.py",
     ),
-    # the last window is never drawn
+    # the last sequence is never drawn
     Fault(
         "lib/data/batches.py",
         "generator.integers(len(dataset) - context_length, size=batch_size)",
         "generator.integers(len(dataset) - context_length - 1, size=batch_size)",
         "tests/data/test_batches.py",
     ),
-    # all ranks see the same windows
+    # all ranks see the same sequences
     Fault(
         "lib/data/batches.py",
         "first = self.windows_seen + self.rank * self.batch_size",
@@ -34,8 +34,8 @@ FAULTS = [
     # an epoch that reads beyond the end of the array
     Fault(
         "lib/data/batches.py",
-        "last_offset = num_tokens - 1 - self.num_windows * context_length",
-        "last_offset = num_tokens - self.num_windows * context_length",
+        "last_offset = num_tokens - 1 - self.num_sequences * context_length",
+        "last_offset = num_tokens - self.num_sequences * context_length",
         "tests/data/test_batches.py",
     ),
     # an array of another text counts as current
@@ -108,7 +108,7 @@ FAULTS = [
         'if json.loads(text)["key"] == key:',
         'tests/data/test_token_array.py::test_a_partial_file_of_something_else_is_begun_anew',
     ),
-    # a sampler resumes before the first window
+    # a sampler resumes before the first sequence
     Fault(
         'lib/data/batches.py',
         ' or not 0 <= windows_seen < 2**62',

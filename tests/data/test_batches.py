@@ -1,4 +1,4 @@
-"""Batches: random ones, and a sampler that visits every window once per epoch."""
+"""Batches: random ones, and a sampler that visits every sequence once per epoch."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.data.batches import BatchSampler, get_batch, random_tokens, take_windows
+from lib.data.batches import BatchSampler, get_batch, random_tokens, take_sequences
 
 
 def test_targets_are_the_inputs_moved_by_one():
@@ -75,7 +75,7 @@ def test_a_context_longer_than_the_data_is_rejected(make):
 @pytest.mark.gpu
 def test_batches_on_a_gpu_are_those_on_the_cpu():
     starts = np.arange(0, 64, 8)
-    for gpu, cpu in zip(*(take_windows(np.arange(100), starts, 8, d) for d in ("cuda", "cpu"))):
+    for gpu, cpu in zip(*(take_sequences(np.arange(100), starts, 8, d) for d in ("cuda", "cpu"))):
         assert gpu.is_cuda
         assert torch.equal(gpu.cpu(), cpu)
 
@@ -92,8 +92,8 @@ def make_sampler(size, batch_size=1, **options):
 @given(size=sizes, seed=st.integers(0, 99), epoch=st.integers(0, 3))
 def test_an_epoch_visits_each_window_once_and_none_overlap(size, seed, epoch):
     sampler = make_sampler(size, seed=seed)
-    sampler.windows_seen = epoch * sampler.num_windows
-    starts = sorted(int(sampler.next_starts()[0]) for _ in range(sampler.num_windows))
+    sampler.windows_seen = epoch * sampler.num_sequences
+    starts = sorted(int(sampler.next_starts()[0]) for _ in range(sampler.num_sequences))
     assert (np.diff(starts) == size[1]).all()
     assert starts[0] >= 0
     assert starts[-1] + size[1] < size[0]
@@ -109,22 +109,22 @@ def test_windows_stay_inside_data_that_is_barely_longer_than_one():
 @given(size=sizes)
 def test_an_epoch_leaves_out_less_than_two_windows(size):
     sampler = make_sampler(size)
-    left_out = size[0] - 1 - sampler.num_windows * size[1]
+    left_out = size[0] - 1 - sampler.num_sequences * size[1]
     assert 0 <= left_out < 2 * size[1]
 
 
 @settings(max_examples=50)
 @given(size=sizes, batch_size=st.integers(1, 3), world_size=st.integers(1, 4))
 def test_ranks_together_see_what_one_process_would(size, batch_size, world_size):
-    num_windows = make_sampler(size).num_windows
-    if batch_size * world_size > num_windows:
+    num_sequences = make_sampler(size).num_sequences
+    if batch_size * world_size > num_sequences:
         return
     one = make_sampler(size, batch_size * world_size)
     ranks = [
         make_sampler(size, batch_size, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
-    for _ in range(2 * num_windows // (batch_size * world_size) + 2):
+    for _ in range(2 * num_sequences // (batch_size * world_size) + 2):
         together = np.concatenate([sampler.next_starts() for sampler in ranks])
         assert together.tolist() == one.next_starts().tolist()
 
@@ -175,8 +175,8 @@ def test_a_position_that_is_none_is_rejected_and_changes_nothing(wrong):
 def test_epochs_and_seeds_differ_in_order_and_offset():
     def epoch(seed, number):
         sampler = make_sampler((10_000, 10), seed=seed)
-        sampler.windows_seen = number * sampler.num_windows
-        return [int(sampler.next_starts()[0]) for _ in range(sampler.num_windows)]
+        sampler.windows_seen = number * sampler.num_sequences
+        return [int(sampler.next_starts()[0]) for _ in range(sampler.num_sequences)]
 
     orders = [epoch(0, 0), epoch(0, 1), epoch(1, 0)]
     assert len({order[0] % 10 for order in orders}) > 1
@@ -192,7 +192,7 @@ def test_every_order_of_a_few_windows_comes_equally_often():
     for seed in range(2400):
         sampler = BatchSampler(41, 8, 4, seed=seed)
         counts[tuple(sampler.next_starts() // 8)] += 1
-    assert sampler.num_windows == 4
+    assert sampler.num_sequences == 4
     assert len(counts) == 24
     # 99.99th percentile of chi-squared with 23 degrees of freedom
     assert sum((count - 100) ** 2 / 100 for count in counts.values()) < 56
@@ -224,7 +224,7 @@ def test_a_huge_array_costs_no_memory():
         ({"batch_size": 0}, "batch_size and world_size must be at least 1"),
         (
             {"batch_size": 50, "world_size": 2},
-            r"batch_size 50 \* world_size 2 = 100 windows per step, but 1,000 tokens give only 99",
+            r"batch_size 50 \* world_size 2 = 100 sequences per step, but 1,000 tokens give only 99",
         ),
     ],
 )

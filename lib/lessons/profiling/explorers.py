@@ -101,7 +101,7 @@ def show_trace(trace: Trace, *, title: str) -> None:
 
 
 def profile_step_memory(
-    step: TrainStep, windows: torch.Tensor, device: torch.device
+    step: TrainStep, sequences: torch.Tensor, device: torch.device
 ) -> MemoryTimeline:
     """Record the memory of one training step by category."""
     from lib.core.allocator import without_stderr
@@ -110,7 +110,7 @@ def profile_step_memory(
 
     with without_stderr():
         return profile_memory(
-            lambda: step(windows, LEARNING_RATE), step.model, step.optimizer, device=device
+            lambda: step(sequences, LEARNING_RATE), step.model, step.optimizer, device=device
         )
 
 

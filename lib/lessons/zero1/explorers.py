@@ -102,7 +102,7 @@ def draw_setting(
     kinds_legend(figure, list(KINDS), peak=True, loc="lower center")
     words = f"{name}, {num_parameters(config) / 1e9:.3g} billion weights, {ranks} rank"
     words += "s" * (ranks > 1)
-    words += f", {batch_size} window" + "s" * (batch_size > 1)
+    words += f", {batch_size} sequence" + "s" * (batch_size > 1)
     text = f"{words}, {precision}, {stage}: {verdict(memory)}"
     figure.suptitle(text, x=0.01, y=0.98, ha="left", fontsize=11)
 
