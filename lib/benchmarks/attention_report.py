@@ -175,7 +175,7 @@ def _direction_sections(direction: str, rows: Sequence[Row]) -> list[Section]:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the compiler replaced, which cases were refused and why, and what was wrong."""
+    """List what the compiler replaced, which cases were refused and why, and wrong results."""
     lines = []
     compiled = [row for row in rows if row.get("became_sdpa") is not None]
     if compiled:

@@ -86,7 +86,7 @@ def write_report(records: list[Record], output: Path) -> None:
 
 
 def group_of(record: Mapping[str, Any]) -> tuple:
-    """What records share that are about the same ranks on the same link."""
+    """The fields that are equal in records of the same ranks on the same link."""
     fields = ("backend", "ranks", "hosts", "dtype")
     return (record["device"], *(record["config"][key] for key in fields))
 

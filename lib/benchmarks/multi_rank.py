@@ -178,7 +178,7 @@ def _launch_until_done(
 
 
 def plans_after_failure(plans: Sequence[Plan], failure: Failure) -> tuple[list[Plan], bool]:
-    """What is left to measure after a training failed, and whether that training is given up.
+    """The plans that are left after a training failed, and whether that training is given up.
 
     Models that are too large together are tried one at a time before one is given up.
     """
@@ -264,7 +264,7 @@ class Interleaved:
 
     @staticmethod
     def describe(figures: dict[str, Any]) -> str:
-        """What is printed of a training that was measured, after its time."""
+        """The text about a measured training that is printed after its time."""
         raise NotImplementedError
 
     @staticmethod

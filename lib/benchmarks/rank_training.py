@@ -137,7 +137,7 @@ class RanksBenchmarkConfig:
             check(self, field, value is None or 0 < value < math.inf, "more than 0 and finite")
 
     def plans(self) -> list[Plan]:
-        """What is measured together, of a config `with_defaults`."""
+        """The groups that are measured together, of a config `with_defaults`."""
         raise NotImplementedError
 
     def case(self, subject: str, name: str, dtype: str) -> TrainingCase:

@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     dtype: str
 
     def table(self, device: torch.device) -> tuple[Tensor, tuple[int, int], str]:
-        """What the tables of tiles ask for: a q without memory, and the GPU's limits."""
+        """The arguments of the tables of tiles: a q without memory, and the GPU's limits."""
         dtype = getattr(torch, self.dtype)
         q = torch.empty(1, 1, 1, self.head_dim, dtype=dtype, device="meta")
         capability = compute_capability(device)

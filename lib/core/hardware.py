@@ -56,12 +56,12 @@ def pick_device(name: str = "auto") -> torch.device:
         "cuda": torch.cuda.device_count(),
         "mps": int(torch.backends.mps.is_available()),
     }
-    count = counts.get(device.type, 0)
-    if (device.index or 0) >= count:
-        found = ", ".join(f"{kind}:{i}" for kind, n in counts.items() for i in range(n))
+    if (device.index or 0) >= counts.get(device.type, 0):
+        gpus = [f"cuda:{index}" for index in range(counts["cuda"])]
+        found = ", ".join(["auto", "cpu", *gpus, *["mps"] * counts["mps"]])
         raise ValueError(
-            f"device must be auto or one of {found}, got {name!r}: torch {torch.__version__} sees "
-            f"{count} of type {device.type} on this machine"
+            f"device must be one of {found} on this machine, got {name!r}; torch "
+            f"{torch.__version__} sees no other"
         )
     return device
 

@@ -65,7 +65,7 @@ def annotate(name: str) -> Annotation:
 
 
 class Annotation:
-    """What `annotate` returns: a context manager and a decorator."""
+    """The result of `annotate`: a context manager and a decorator."""
 
     __slots__ = ("_open", "name")
 

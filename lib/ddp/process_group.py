@@ -348,7 +348,7 @@ def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None =
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """What ranks must have in common, for `check_same`: `float32 (4, 3) on cpu, trained`."""
+    """Describe what all ranks must share, for `check_same`: `float32 (4, 3) on cpu, trained`."""
     kind = str(tensor.dtype).removeprefix("torch.")
     use = "trained" if tensor.requires_grad else "not trained"
     return f"{kind} {tuple(tensor.shape)} on {tensor.device.type}, {use}"

@@ -307,7 +307,7 @@ def difference(yours: Any, expected: Any) -> str:
         return f"it returned None (is a `return` missing?); expected {_shown(expected)}"
     if type(yours) is not type(expected):
         kind = type(yours).__name__
-        return f"it returned {_shown(yours)}, which is a {kind}; expected {_shown(expected)}"
+        return f"it returned {_shown(yours)}, of type {kind}; expected {_shown(expected)}"
     if isinstance(expected, dict):
         strange = expected and {*map(_shape, yours)} - {*map(_shape, expected)}
         if strange and len(repr(yours)) <= 80:

@@ -151,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` and pickle copy; tables on the device are made again."""
+        """The state for `copy.deepcopy` and pickle; tables on the device are made again."""
         own = {"implementation": self.implementation, "_has_triton": self._has_triton, "_fused": {}}
         return super().__getstate__() | own
 

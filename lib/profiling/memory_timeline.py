@@ -1,4 +1,4 @@
-"""What fills memory during a training step: parameters, optimizer, gradients, activations.
+"""Memory during a training step, by category: parameters, optimizer, gradients, activations.
 
 PyTorch's profiler records each block that the allocator hands out and takes back, on CPU and GPU.
 Every block has one category for its whole life, so that the categories add up to what is allocated:

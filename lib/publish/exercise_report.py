@@ -30,14 +30,14 @@ Result = Literal["passed", "failed", "not attempted", "blocked"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of an exercise."""
+    """The result of an exercise."""
 
     notebook: str
     exercise: str
     tier: str
     result: Result
     verdict: str
-    """What its check printed."""
+    """The text that its check printed."""
 
 
 def report_exercises(

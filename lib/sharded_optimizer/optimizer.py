@@ -157,7 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` and pickle copy; several ranks of `flat` refuse with a TypeError."""
+        """The state for `copy.deepcopy` and pickle; `flat` on several ranks raises a TypeError."""
         own = ("group", "optimizer_cls", "kwargs", "strategy", "inner")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 

@@ -479,7 +479,7 @@ def copy_tokens(ids, starts, token_bytes, out):
 
 
 class Workspace:
-    """What one thread encodes with: a cache, and space for text and ids."""
+    """The tools of one encoding thread: a cache, and space for text and ids."""
 
     def __init__(self, encoder: "CompiledEncoder", capacity: int):
         self.cache = new_cache()

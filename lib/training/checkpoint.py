@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `path` holds beside model and optimizer; tensors on the CPU."""
+    """The contents of `path` beside model and optimizer; tensors on the CPU."""
 
     step: int
     extra: dict[str, Any]
@@ -136,7 +136,7 @@ def save_checkpoint(
 
 
 def _why_not_saved(name: str, value: Any) -> str:
-    """What a value would have to be for safetensors to save it; "" if it can."""
+    """Name what safetensors needs in place of `value`; "" if it can save it."""
     if not isinstance(value, Tensor):
         return f"a tensor, got {type(value).__name__}"
     if value.layout != torch.strided:

@@ -192,7 +192,7 @@ def _next_logits(
     first = window_start(length, model.config.context_length)
     if cache is not None:
         if cache.length != length - 1 - first:
-            # the first call, or the window has moved: positions have changed
+            # the first call, or the context has moved: positions have changed
             cache.reset()
         first += cache.length
     unread = [text[first:length] for text in texts]

@@ -123,22 +123,30 @@ def model_card(name: str, run: Path, checkpoint: Path, config: TrainConfig) -> s
     step = int(checkpoint.name.removeprefix("step-"))
     data = f" on {config.data.name}" if config.data else ""
     training = f"{step:,} steps{data}." if step else "Imported, and not trained by the workbook."
-    metrics = run / "metrics.jsonl"
-    lines = read_metrics(metrics) if metrics.is_file() else []
-    last = next((line for line in reversed(lines) if "validation_loss" in line), None)
-    evaluation = "Not recorded."
-    if last is not None:
-        evaluation = (
-            f"On held-out text after step {last['step']:,}: loss {last['validation_loss']:.3f}, "
-            f"perplexity {last['validation_perplexity']:.2f}."
-        )
     return CARD.format(
         name=name,
         model=config.model,
         parameters=num_parameters(config.model),
         training=training,
-        evaluation=evaluation,
+        evaluation=_evaluation(run),
     )
+
+
+def _evaluation(run: Path) -> str:
+    """The figures on held-out text: the last in a run's metrics, or a committed model's record."""
+    metrics, record = run / "metrics.jsonl", run / "record.json"
+    lines = read_metrics(metrics) if metrics.is_file() else []
+    last = next((line for line in reversed(lines) if "validation_loss" in line), None)
+    if last is not None:
+        text = f"held-out text after step {last['step']:,}"
+        loss, perplexity = last["validation_loss"], last["validation_perplexity"]
+    elif record.is_file():
+        made = json.loads(record.read_text(encoding="utf-8"))
+        text = made["text"]
+        loss, perplexity = made["evaluation"]["loss"], made["evaluation"]["perplexity"]
+    else:
+        return "Not recorded."
+    return f"On {text}: loss {loss:.3f}, perplexity {perplexity:.2f}."
 
 
 # Import

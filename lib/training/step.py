@@ -181,7 +181,7 @@ class TrainStep:
         self.good_steps.copy_(torch.where(grows, 0.0, good_steps))
 
     def read_log(self) -> list[StepLog]:
-        """What each step since the last call reported; waits for the device and the other ranks."""
+        """The report of each step since the last call; waits for the device and the other ranks."""
         if self.is_sharded:
             self.optimizer.wait_for_parameters()
         # the oldest row first

@@ -33,8 +33,11 @@ def test_cuda_comes_first_then_mps_then_cpu(monkeypatch):
 def test_a_device_that_is_unknown_or_absent_is_rejected_with_the_ones_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(ValueError, match=r"one of cpu:0, cuda:0, cuda:1, got 'cuda:2'.* sees 2"):
+    with pytest.raises(ValueError, match=r"one of auto, cpu, cuda:0, cuda:1 .* got 'cuda:2'"):
         pick_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device must be one of auto, cpu on this machine, got"):
+        pick_device("cuda")
     with pytest.raises(ValueError, match=r"device must be auto, cpu, cuda, .* got 'gpu'"):
         pick_device("gpu")
 

@@ -70,6 +70,15 @@ def test_hugging_faces_tokenizer_reads_the_folder(tmp_path):
     assert theirs.encode(text).ids == Tokenizer.load(TINY).encode(text)
 
 
+def test_the_card_of_the_committed_model_gives_the_figures_of_its_record(tmp_path):
+    folder = export_run(ExportConfig(folder=tmp_path / "tiny", checkpoint=TINY))
+    judged = json.loads((TINY / "record.json").read_text())["evaluation"]
+    figures = f"loss {judged['loss']:.3f}, perplexity {judged['perplexity']:.2f}."
+    card = (folder / "README.md").read_text()
+    assert figures in card
+    assert "held-out generated stories" in card
+
+
 def test_the_card_says_what_was_trained_and_how_well(make_run):
     run = make_run()
     (run / "metrics.jsonl").write_text(

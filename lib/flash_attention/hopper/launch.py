@@ -69,7 +69,7 @@ class Schedule(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a kernel has to do."""
+    """The work of a kernel."""
 
     steps: tuple[int, ...]
     """The steps that each tile of a head takes."""

@@ -1,4 +1,4 @@
-"""What notebook 07 shows: a ring step by step, the cost of buckets, predicted and measured scaling.
+"""Explorers of notebook 07: a ring step by step, the cost of buckets, scaling and its prediction.
 
 As in `lib.lessons.show`, where nobody can move a slider a few settings are shown instead.
 

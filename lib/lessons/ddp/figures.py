@@ -41,7 +41,7 @@ RANK_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)
 def draw_collective(
     axes: Axes, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], name: str
 ) -> None:
-    """What each rank holds before and after a collective, with arrows from where it came.
+    """Draw the numbers of each rank before and after a collective, with arrows from their source.
 
     Args:
         before, after: for each rank, its numbers.
@@ -78,7 +78,7 @@ def _draw_numbers(
 
 
 def draw_ring_step(axes: Axes, steps: Sequence[RingStep], number: int, *, arrows: bool) -> None:
-    """What each rank, a column, holds of each chunk, a row, after `number` steps.
+    """Draw each rank, a column, with its part of each chunk, a row, after `number` steps.
 
     Args:
         arrows: draw what was sent in the step, from column to column.

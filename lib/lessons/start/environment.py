@@ -1,4 +1,4 @@
-"""What a bug report needs to say about this machine, and what of the workbook runs on it.
+"""The facts about this machine that a bug report needs, and which parts of the workbook run on it.
 
 The report holds nothing private: no user name, host name or folder.
 """

@@ -34,7 +34,7 @@ class Stop:
     title: str
     builds: str
     leaves: str
-    """What the next notebooks take from here: the label of the arrow."""
+    """The result that the next notebooks take from here: the label of the arrow."""
 
     hours: float
     """To read it and do its exercises: about 15 minutes for each of them."""

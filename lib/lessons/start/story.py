@@ -1,8 +1,8 @@
 """The small committed model that tells stories, and a widget that lets the reader play with it.
 
-The model was trained by `python -m lib pipeline` on the generated stories, with the settings in its
-config.json; record.json holds its loss. `python -m lib lessons story RUN` makes its folder
-anew from the folder of such a training run, with the weights rounded to float16 to halve them.
+The model was trained on the generated stories, with the settings in its config.json; record.json
+holds its loss. `python -m lib lessons story RUN` makes its folder anew from the folder of such a
+training run, with the weights rounded to float16 to halve them.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def keep(run: Path | None = None, folder: Path = FOLDER) -> dict[str, Any]:
     made = json.loads((run / "run.json").read_text(encoding="utf-8"))
     last = read_metrics(run / "metrics.jsonl")[-1]
     record = {name: made[name] for name in KEPT} | {
-        "made_by": "python -m lib pipeline, then python -m lib lessons story",
+        "made_by": "python -m lib lessons story, from a training run with config.json",
         "steps": step,
         "tokens": last["tokens"],
         "seconds": last["seconds"],
