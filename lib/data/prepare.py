@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import logging
 import time
@@ -11,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from lib.core.files import make_folder, write_atomically
+from lib.core.files import lock_file, make_folder, write_atomically
 from lib.core.settings import check, check_fields
 from lib.data.corpus import Corpus, Progress, prepare_corpus
 from lib.data.token_array import tokenize_file
@@ -49,7 +51,8 @@ class TokenizeConfig:
     """Folder for generated and downloaded corpora."""
 
     output: Path | None = None
-    """Folder for the tokenizer and the arrays (default: `DATA_DIR/CORPUS-VOCAB_SIZE`)."""
+    """Folder for the tokenizer and the arrays (default: `DATA_DIR/CORPUS-VOCAB_SIZE`, and a hash
+    for stories of another size or seed)."""
 
     workers: int | None = None
     """Parallel workers (default: one per core). Any number gives the same result."""
@@ -75,14 +78,20 @@ class TokenizeConfig:
     @property
     def output_dir(self) -> Path:
         """The folder that the tokenizer and the arrays go to."""
-        name = Path(self.corpus).resolve().stem or "corpus"
-        return self.output or self.data_dir / f"{name}-{self.vocab_size}"
+        name = f"{Path(self.corpus).resolve().stem or 'corpus'}-{self.vocab_size}"
+        recipe = self.corpus_bytes, self.seed, self.validation_fraction
+        if self.corpus == "stories" and recipe != (20_000_000, 0, 0.05):
+            # a folder for each recipe: notebooks with other sizes do not replace each other's arrays
+            name += f"-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
+        return self.output or self.data_dir / name
 
 
 def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> list[dict[str, Any]]:
     """Make `bpe.json`, `train.npy` and `validation.npy` in `config.output_dir`.
 
-    A step is skipped if its result exists and was made from the same content.
+    A step is skipped if its result exists and was made from the same content. Where the folder has
+    its default name and holds the results of another corpus or other settings, these are kept: it
+    is renamed to `NAME-earlier`, `NAME-earlier-2`, …
 
     Returns:
         A table row for each step: step, bytes of text, tokens, bytes_per_token, seconds, MB_per_s
@@ -98,10 +107,13 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
             progress=progress,
         )
 
-    path = tokenizer_files.find(config.output_dir)
     num_bytes = corpus.train.stat().st_size
-    with progress_bar("tokenizer", num_bytes) as progress:
+    # notebooks that run at the same time make it once
+    with progress_bar("tokenizer", num_bytes) as progress, lock_file(config.output_dir):
         timer = _Timer(progress)
+        if config.output is None:
+            keep_earlier(config, corpus)
+        path = tokenizer_files.find(config.output_dir)
         tokenizer = train_tokenizer(config, corpus, path, progress=timer)
         rows = [timer.row("tokenizer", num_bytes, tokenizer.vocab_size, path)]
 
@@ -128,6 +140,26 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
     return rows
 
 
+def keep_earlier(config: TokenizeConfig, corpus: Corpus) -> None:
+    """Rename the output folder if what it holds was made from another corpus or other settings."""
+    folder = config.output_dir
+    path = tokenizer_files.find(folder)
+    if not path.exists() and not any(folder.glob("*.npy")):
+        return
+    try:
+        made_from = json.loads(path.with_suffix(".source.json").read_text("utf-8")).items()
+    except (OSError, ValueError, AttributeError):
+        made_from = {}.items()
+    if _source(config, corpus).items() <= made_from:
+        return
+    for number in itertools.count(1):
+        earlier = folder.with_name(f"{folder.name}-earlier" + (f"-{number}" if number > 1 else ""))
+        if not earlier.exists():
+            folder.rename(earlier)
+            log.warning("%s held results of another text; they are now in %s", folder, earlier)
+            return
+
+
 def train_tokenizer(
     config: TokenizeConfig, corpus: Corpus, path: Path, *, progress: Progress
 ) -> Tokenizer:
@@ -137,11 +169,7 @@ def train_tokenizer(
         ValueError: the tokenizer at `path` was altered since it was trained.
         OSError: the folder of `path` cannot be written to; raised before the training.
     """
-    source = {
-        "corpus_sha256": corpus.train_sha256,
-        "vocab_size": config.vocab_size,
-        "special_tokens": list(config.special_tokens),
-    }
+    source = _source(config, corpus)
     source_path = path.with_suffix(".source.json")
     if path.exists() and source_path.exists():
         tokenizer = Tokenizer.load(path, implementation=config.implementation)
@@ -166,6 +194,15 @@ def train_tokenizer(
     tokenizer.save(path)
     write_atomically(source_path, _source_record(source, tokenizer))
     return tokenizer
+
+
+def _source(config: TokenizeConfig, corpus: Corpus) -> dict[str, Any]:
+    """Return what decides a tokenizer: the text, the size and the special tokens."""
+    return {
+        "corpus_sha256": corpus.train_sha256,
+        "vocab_size": config.vocab_size,
+        "special_tokens": list(config.special_tokens),
+    }
 
 
 def _source_record(source: dict[str, Any], tokenizer: Tokenizer) -> str:

@@ -114,6 +114,35 @@ def test_another_tokenizer_under_the_same_name_is_noticed(config, tmp_path):
     assert Tokenizer.load(tmp_path / "out" / "bpe.json").vocab_size == 300
 
 
+def test_arrays_of_other_sizes_and_texts_are_kept(config, tmp_path):
+    mine = tmp_path / "data/book-300/train.npy"
+    tokenize(config, output=None)
+    tokens = mine.read_bytes()
+    (tmp_path / "book.txt").write_text(f"Another story.\n{SEPARATOR}\n" * 100)
+    for name in ("book-300-earlier", "book-300-earlier-2"):
+        tokenize(config, output=None)
+        # it was kept, and is not moved once more where nothing has changed
+        tokenize(config, output=None)
+        assert (tmp_path / "data" / name / "train.npy").read_bytes() == tokens != mine.read_bytes()
+        tokens = mine.read_bytes()
+        (tmp_path / "book.txt").write_text(f"A third story.\n{SEPARATOR}\n" * 100)
+
+
+def test_arrays_of_unknown_origin_are_kept(config, tmp_path):
+    folder = tmp_path / "data/book-300"
+    folder.mkdir(parents=True)
+    (folder / "train.npy").write_bytes(b"mine")
+    tokenize(config, output=None)
+    assert (tmp_path / "data/book-300-earlier/train.npy").read_bytes() == b"mine"
+
+
+def test_stories_of_each_size_and_seed_have_a_folder_of_their_own():
+    sizes = [{}, {"corpus_bytes": 10**8}, {"seed": 1}, {"validation_fraction": 0.1}]
+    folders = {TokenizeConfig(**changes).output_dir for changes in sizes}
+    assert len(folders) == len(sizes)
+    assert all(folder.name.startswith("stories-4096") for folder in folders)
+
+
 # The config
 
 
