@@ -33,6 +33,7 @@ from lib.ddp.process_group import (
     on_each_rank,
     rank,
 )
+from lib.ddp.simulated_network import BACKEND, Network, register_backend
 
 T = TypeVar("T")
 # Seconds that the other ranks have to exit by themselves after one has failed.
@@ -57,7 +58,7 @@ def launch(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    backend: str | None = None,
+    backend: str | Network | None = None,
     timeout: float = 300.0,
 ) -> list[Any]:
     """Call `fn(*args)` in `world_size` new processes that form a group; return their results.
@@ -68,8 +69,8 @@ def launch(
 
     Args:
         fn: a function of an importable file; it learns its rank from `rank()`.
-        backend: "nccl" (rank i on GPU i) or "gloo" (all on the CPU); by default NCCL if there are
-            enough GPUs.
+        backend: "nccl" (rank i on GPU i) or "gloo" (all on the CPU), by default NCCL if there are
+            enough GPUs; or a `Network` of `lib.ddp.simulated_network`, which CPU ranks wait for.
         timeout: seconds that a rank waits for the others in a collective and at the end of `fn`.
 
     Returns:
@@ -85,7 +86,8 @@ def launch(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be above 0 and finite, got {timeout}")
-    backend = checked_backend(backend, world_size)
+    if not isinstance(backend, Network):
+        backend = checked_backend(backend, world_size)
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
         # through a file: tensors passed to processes directly would be shared memory
@@ -122,7 +124,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
 
 
 def _work(
-    rank: int, world_size: int, folder: Path, backend: str, timeout: float, parent: int
+    rank: int, world_size: int, folder: Path, backend: str | Network, timeout: float, parent: int
 ) -> None:
     """Run a launched process: join the group, call, and leave the result or failure in `folder`."""
     if os.getppid() != parent:
@@ -133,7 +135,11 @@ def _work(
     for prefix in ("", "LOCAL_"):
         os.environ |= {f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(world_size)}
     numbers = {"rank": rank, "world_size": world_size}
-    rendezvous = {"init_method": f"file://{folder}/rendezvous", **numbers}
+    rendezvous: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous", **numbers}
+    if isinstance(backend, Network):
+        rendezvous["pg_options"] = (backend, folder)
+        register_backend()
+        backend = BACKEND
     try:
         fn, args = torch.load(folder / "call.pt", weights_only=False)
         with join_group(backend, rank, world_size, timeout, lambda: rendezvous):

@@ -129,4 +129,38 @@ FAULTS = [
         "    dist.destroy_process_group()\n    _let_go()\n",
         "tests/ddp/test_process_group.py",
     ),
+    # a simulated collective starts when this rank calls it, not the last
+    Fault(
+        "lib/ddp/simulated_network.py",
+        'start = max(self.free, *(float(call["time"]) for call in calls))',
+        "start = max(self.free, called)",
+        "tests/ddp/test_simulated_network.py",
+    ),
+    # results before the time is up
+    Fault(
+        "lib/ddp/simulated_network.py",
+        "        self.group.clock.sleep_until(self.free)\n        hand_over()",
+        "        hand_over()\n        self.group.clock.sleep_until(self.free)",
+        "tests/ddp/test_simulated_network.py",
+    ),
+    # a buffer that others still read is filled again
+    Fault(
+        "lib/ddp/simulated_network.py",
+        "if self.last_call[number] <= read and",
+        "if",
+        "tests/ddp/test_simulated_network.py",
+    ),
+    # ranks whose calls differ get each other's data
+    Fault(
+        "lib/ddp/simulated_network.py",
+        'if call["what"] != slots[self.own]["what"]:',
+        "if False:",
+        "tests/ddp/test_simulated_network.py",
+    ),
+    Fault(
+        "lib/ddp/simulated_network.py",
+        "return Link(link.latency_us * slower, link.bandwidth_gbs * smaller / slower)",
+        "return Link(link.latency_us * slower, link.bandwidth_gbs / slower)",
+        "tests/ddp/test_simulated_network.py",
+    ),
 ]

@@ -1,0 +1,609 @@
+"""A process group for ranks on one CPU whose collectives take as long as a chosen network's.
+
+A laptop's ranks share memory, so communication costs them nothing but processor time: overlap hides
+nothing there, and makes a step slower. Here a collective of n ranks ends `latency + bytes /
+bandwidth` after the last rank has called it (formulas in `lib.ddp.costs`), by the clock and without
+using a core, and then hands over the right sums. Collectives follow one another, as on one link:
+
+    launch(fn, 2, backend=NETWORKS["100 Gb Ethernet"])      # all ranks of a job
+    group = simulated_group(NETWORKS["PCIe"])               # inside a job, for `group=` arguments
+
+Wrappers, sharded optimizers and FSDP take it as they take gloo or NCCL. `group.transfers` tells
+when each collective was called, started and ended.
+
+**Miniatures.** On a GPU's network a laptop's model would wait for nothing else: it computes
+thousands of times as slowly. `Network.miniature` scales latency and bandwidth until communication
+takes the same share of the laptop's step as of the GPU's.
+
+**Clocks.** With clock "virtual" nothing is waited for: each rank has a time of its own, which
+`group.compute(seconds)` and waiting for collectives move forward. A simulated step then takes the
+same time on any machine, busy or not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import datetime
+import functools
+import math
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.core.settings import require
+from lib.ddp.costs import GRADIENT_BYTES, NETWORK_US, Cluster, Link, messages, predicted_ms
+from lib.model.config import ModelConfig
+from lib.model.costs import flops_per_token, num_parameters
+
+BACKEND = "simulated"
+# Calls that a rank may be ahead of the slowest one.
+SLOTS = 256
+# Seconds between two looks at what other ranks have called.
+PAUSE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """A rank whose calls come late."""
+
+    rank: int
+    delay_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowLink:
+    """A link, from `rank` to the next one of the ring, with a part of its bandwidth."""
+
+    rank: int
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LostRank:
+    """A rank that the others hear nothing of after so many collectives."""
+
+    rank: int
+    after: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a training step communicates and computes."""
+
+    gradient_bytes: float
+    """Bytes of all gradients."""
+
+    milliseconds: float
+    """Time of a step on one rank alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The links between ranks, and what is wrong with them."""
+
+    inside: Link
+    """Between ranks of a host."""
+
+    between: Link | None = None
+    """Between the halves of the ranks, which are two hosts then."""
+
+    algorithm: Literal["ring", "tree"] = "ring"
+    """A tree's all-reduce and broadcast take 2 and 1 times log2(ranks) latencies."""
+
+    straggler: Straggler | None = None
+    slow_link: SlowLink | None = None
+    lost_rank: LostRank | None = None
+    clock: Literal["wall", "virtual"] = "wall"
+
+    def link(self, ranks: int) -> Link:
+        """The bottleneck of a ring of `ranks`, whose neighbors all send at the same time."""
+        link = self.inside
+        if self.between is not None and ranks > 1:
+            link = Cluster(math.ceil(ranks / 2), self.inside, self.between).link(ranks)
+        return self._slowed(link) if self.slow_link is not None else link
+
+    def link_of(self, source: int, target: int, ranks: int) -> Link:
+        """The link from one rank to another."""
+        half = math.ceil(ranks / 2)
+        crosses = self.between is not None and (source < half) != (target < half)
+        link = self.between if crosses else self.inside
+        is_slow = self.slow_link is not None and self.slow_link.rank == source
+        return self._slowed(link) if is_slow else link  # type: ignore[arg-type]
+
+    def _slowed(self, link: Link) -> Link:
+        return Link(link.latency_us, link.bandwidth_gbs * self.slow_link.factor)  # type: ignore[union-attr]
+
+    def collective_ms(self, collective: str, num_bytes: float, ranks: int) -> float:
+        """Milliseconds of a collective; bytes as in `lib.ddp.costs`."""
+        link = self.link(ranks)
+        if self.algorithm == "tree" and collective in ("all_reduce", "broadcast"):
+            depth = math.ceil(math.log2(max(1, ranks))) * (2 if collective == "all_reduce" else 1)
+            count = messages(collective, ranks)
+            link = Link(link.latency_us * depth / max(1, count), link.bandwidth_gbs)
+        return predicted_ms(collective, num_bytes, ranks, link.latency_us, link.bandwidth_gbs)
+
+    def miniature(self, real: Workload, here: Workload) -> Network:
+        """The network on which a step of `here` waits for as large a part as one of `real` does."""
+        slower = here.milliseconds / real.milliseconds
+        smaller = here.gradient_bytes / real.gradient_bytes
+
+        def scaled(link: Link) -> Link:
+            return Link(link.latency_us * slower, link.bandwidth_gbs * smaller / slower)
+
+        between = None if self.between is None else scaled(self.between)
+        return dataclasses.replace(self, inside=scaled(self.inside), between=between)
+
+
+def gpu_step(shape: ModelConfig, tokens: int, flops_per_s: float) -> Workload:
+    """A step of a model on a GPU by formula, with float32 gradients; for `Network.miniature`."""
+    milliseconds = 1e3 * flops_per_token(shape) * tokens / flops_per_s
+    return Workload(GRADIENT_BYTES * num_parameters(shape), milliseconds)
+
+
+# Two H200s: fitted to their all-reduces (artifacts/communication_benchmark.md). PCIe 4.0: 16 lanes
+# of 16 GT/s, 128 of 130 bits are data. Microseconds of a message as in `lib.ddp.costs`, PCIe's also
+# from NCCL's src/graph/tuning.cc.
+NVLINK_PAIR = Link(13.2, 318.0)
+NETWORKS = {
+    "NVLink pair": Network(NVLINK_PAIR),
+    "PCIe": Network(Link(5.7, 31.5)),
+    "100 Gb Ethernet": Network(Link(NETWORK_US, 12.5)),
+    "two hosts": Network(NVLINK_PAIR, between=Link(NETWORK_US, 50.0)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective, or a message between two ranks; times in seconds by the network's clock."""
+
+    kind: str
+    num_bytes: int
+    called: float
+    """When this rank called it."""
+
+    start: float
+    """When the last rank had called it and the link was free."""
+
+    end: float
+
+
+# Clocks
+
+
+class WallClock:
+    """The time of this machine, which all its processes share."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep_until(self, end: float) -> None:
+        time.sleep(max(0.0, end - time.monotonic()))
+
+    compute = staticmethod(time.sleep)
+
+    def waited_until(self, end: float) -> None:
+        """Do nothing: who waited knows by the clock."""
+
+
+class VirtualClock:
+    """A time of this rank's own, which starts at 0."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep_until(self, end: float) -> None:
+        """Return at once: what others do takes no real time."""
+
+    def compute(self, seconds: float) -> None:
+        """Let this rank be busy."""
+        self.time += seconds
+
+    def waited_until(self, end: float) -> None:
+        """Move on to the end of what this rank waited for."""
+        self.time = max(self.time, end)
+
+
+# Memory that ranks share
+
+# What a rank has called: its number from 1, when, where the data lie, and a description.
+CALL = np.dtype(
+    [("number", "i8"), ("time", "f8"), ("buffer", "i8"), ("size", "i8"), ("what", "S96")]
+)
+# Takes the tensors of all ranks, computes, and returns what writes the result where it belongs.
+Receive = Callable[[list[Tensor]], Callable[[], Any]]
+
+
+class Outbox:
+    """Buffers that this rank fills and others read; used again once all have read them."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        # bytes of each buffer, and the last call that used it
+        self.buffers: list[Tensor] = []
+        self.last_call: list[int] = []
+
+    def put(self, data: Tensor, call: int, read: int) -> int:
+        """Copy `data` (bytes) for call `call` into a buffer; all have read calls up to `read`."""
+        for number, buffer in enumerate(self.buffers):
+            if self.last_call[number] <= read and len(buffer) == _capacity(len(data)):
+                break
+        else:
+            number = len(self.buffers)
+            self.buffers.append(map_buffer(f"{self.prefix}{number}", len(data)))
+            self.last_call.append(0)
+        self.last_call[number] = call
+        self.buffers[number][: len(data)].copy_(data)
+        return number
+
+
+def map_buffer(path: str, num_bytes: int) -> Tensor:
+    """The buffer at `path` for a message of so many bytes; made by whoever comes first."""
+    return torch.from_file(path, shared=True, size=_capacity(num_bytes), dtype=torch.uint8)
+
+
+def _capacity(num_bytes: int) -> int:
+    return max(4096, 1 << (max(1, num_bytes) - 1).bit_length())
+
+
+class Channel:
+    """What some ranks call together, one after another, each in a thread that waits for its end.
+
+    Args:
+        name: of its files, the same on all of its ranks.
+        ranks: in order; `own` is this rank's index.
+        seconds: how long a transfer of a kind and a number of bytes takes.
+    """
+
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        name: str,
+        ranks: Sequence[int],
+        own: int,
+        seconds: Callable[[str, int], float],
+    ) -> None:
+        self.group, self.ranks, self.own, self.seconds = group, list(ranks), own, seconds
+        path = f"{group.folder}/{name}"
+        size = len(ranks) * (SLOTS * CALL.itemsize + 8)
+        table = torch.from_file(f"{path}-table", shared=True, size=size, dtype=torch.uint8).numpy()
+        split = len(ranks) * SLOTS * CALL.itemsize
+        self.calls = table[:split].view(CALL).reshape(len(ranks), SLOTS)
+        # the last call whose data each rank has read
+        self.read = table[split:].view(np.int64)
+        self.path, self.outbox = path, Outbox(f"{path}-{own}-")
+        self.opened: dict[tuple[int, int], Tensor] = {}
+        self.count, self.free = 0, -math.inf
+        self.failure: Exception | None = None
+        self.pending: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name=f"network {name}").start()
+
+    def call(
+        self, kind: str, what: str, sent: Tensor, num_bytes: int, receive: Receive, result: Any
+    ) -> PendingWork:
+        """Send a tensor to the channel's ranks; `receive` gets the bytes of all, in order."""
+        self.count += 1
+        while self.count - int(self.read.min()) >= SLOTS and self.failure is None:
+            time.sleep(PAUSE)
+        data = sent.detach().contiguous().view(-1).view(torch.uint8)
+        buffer = self.outbox.put(data, self.count, int(self.read.min()))
+        called, late = self.group.clock.now(), self.group.delay()
+        if not self.group.is_lost(self.count):
+            slot = self.calls[self.own, self.count % SLOTS]
+            slot["time"], slot["what"] = called + late, what.encode()
+            slot["buffer"], slot["size"] = buffer, len(data)
+            # last, since others read the rest when they see it
+            slot["number"] = self.count
+        work = PendingWork(self.group.clock, result)
+        self.pending.put((work, self.count, what, called, (kind, num_bytes, receive)))
+        return work
+
+    def _run(self) -> None:
+        while True:
+            # in a method of its own, so that nothing here holds its tensors afterwards
+            self._finish(*self.pending.get())
+
+    def _finish(self, work: PendingWork, number: int, what: str, called: float, sizes: Any) -> None:
+        try:
+            end = self._transfer(number, what, called, *sizes)
+        except Exception as error:
+            self.failure = self.failure or error
+            work.finish(error, 0.0)
+        else:
+            work.finish(None, end)
+
+    def _transfer(
+        self, number: int, what: str, called: float, kind: str, num_bytes: int, receive: Receive
+    ) -> float:
+        """Wait for the other ranks' calls and for the end of the transfer; hand over the result."""
+        if self.failure is not None:
+            raise self.failure
+        calls = self._calls_of_all(number, what)
+        start = max(self.free, *(float(call["time"]) for call in calls))
+        self.free = start + self.seconds(kind, num_bytes)
+        hand_over = receive([self._open(index, call) for index, call in enumerate(calls)])
+        self.group.clock.sleep_until(self.free)
+        hand_over()
+        self.read[self.own] = number
+        self.group.transfers.append(Transfer(kind, num_bytes, called, start, self.free))
+        return self.free
+
+    def _calls_of_all(self, number: int, what: str) -> list[np.void]:
+        """What each rank called as its call `number`.
+
+        Raises:
+            TimeoutError: a rank did not call in time.
+            RuntimeError: ranks called something else.
+        """
+        slots, deadline = self.calls[:, number % SLOTS], time.monotonic() + self.group.timeout
+        while not (slots["number"] == number).all():
+            if time.monotonic() > deadline:
+                absent = [self.ranks[i] for i in np.flatnonzero(slots["number"] != number)]
+                raise TimeoutError(
+                    f"rank {', '.join(map(str, absent))} did not call {what} within "
+                    f"{self.group.timeout:g} s"
+                )
+            time.sleep(PAUSE)
+        for index, call in enumerate(slots):
+            if call["what"] != slots[self.own]["what"]:
+                raise RuntimeError(
+                    f"all ranks must make the same calls in the same order, but as call {number} "
+                    f"rank {self.ranks[self.own]} made {what} and rank {self.ranks[index]} "
+                    f"{call['what'].decode()}"
+                )
+        return list(slots)
+
+    def _open(self, index: int, call: np.void) -> Tensor:
+        """The bytes that rank `index` sent in a call."""
+        number, size = int(call["buffer"]), int(call["size"])
+        key = (index, number)
+        if key not in self.opened:
+            self.opened[key] = map_buffer(f"{self.path}-{index}-{number}", size)
+        return self.opened[key][:size]
+
+
+class PendingWork(dist.Work):
+    """A transfer that has been called: wait for it, as for any other work of torch.distributed."""
+
+    def __init__(self, clock: WallClock | VirtualClock, result: Any) -> None:
+        super().__init__()
+        self.clock, self.value = clock, result
+        self.done, self.end = threading.Event(), 0.0
+        self.error: Exception | None = None
+        # PyTorch's DDP waits for it in C++
+        self.future: torch.futures.Future = torch.futures.Future()
+
+    def finish(self, error: Exception | None, end: float) -> None:
+        """Let those that wait go on."""
+        self.error, self.end = error, end
+        self.done.set()
+        if error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(error)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for the end of the transfer, after which the result is in place."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        self.clock.waited_until(self.end)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def is_success(self) -> bool:
+        return self.done.is_set() and self.error is None
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
+
+    def result(self) -> Any:
+        return self.value
+
+
+# The process group
+
+REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.AVG: Tensor.add_,
+    dist.ReduceOp.PRODUCT: Tensor.mul_,
+    dist.ReduceOp.MAX: lambda a, b: a.copy_(torch.maximum(a, b)),
+    dist.ReduceOp.MIN: lambda a, b: a.copy_(torch.minimum(a, b)),
+}
+
+
+def reduce_tensors(op: Any, tensors: list[Tensor]) -> Tensor:
+    """Reduce in order of the ranks, so that all get the same bits."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        REDUCTIONS[op.op](total, tensor)
+    return total.div_(len(tensors)) if op.op == dist.ReduceOp.AVG else total
+
+
+def describe(kind: str, tensor: Tensor, detail: str = "") -> str:
+    """A call in words that are the same on all ranks: `all_reduce (sum) of 96 float32`."""
+    return f"{kind}{detail} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """The ranks on a simulated network; made by `launch` or `simulated_group`."""
+
+    def __init__(self, network: Network, folder: str, rank: int, size: int, timeout: float) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # needs no store
+        self.network, self.folder, self.timeout = network, folder, timeout
+        self.own, self.ranks = rank, size
+        self.clock = WallClock() if network.clock == "wall" else VirtualClock()
+        self.transfers: list[Transfer] = []
+        self.channels: dict[str, Channel] = {}
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for so long, by the network's clock."""
+        self.clock.compute(seconds)
+
+    def delay(self) -> float:
+        """Seconds by which this rank's calls come late."""
+        straggler = self.network.straggler
+        return straggler.delay_ms / 1e3 if straggler and straggler.rank == self.own else 0.0
+
+    def is_lost(self, call: int) -> bool:
+        """Whether the others hear nothing of this rank's call number `call`, counted from 1."""
+        lost = self.network.lost_rank
+        return lost is not None and lost.rank == self.own and call > lost.after
+
+    def _collective(
+        self, kind: str, what: str, sent: Tensor, num_bytes: int, receive: Receive, result: Any
+    ) -> PendingWork:
+        if "all" not in self.channels:
+            ranks = range(self.ranks)
+            self.channels["all"] = Channel(self, "all", ranks, self.own, self._collective_seconds)
+        dtype = sent.dtype
+        return self.channels["all"].call(
+            kind, what, sent, num_bytes, lambda data: receive([d.view(dtype) for d in data]), result
+        )
+
+    def _collective_seconds(self, kind: str, num_bytes: int) -> float:
+        kind = "all_reduce" if kind == "barrier" else kind
+        return self.network.collective_ms(kind, num_bytes, self.ranks) / 1e3
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PendingWork:  # type: ignore[override]
+        (tensor,) = tensors
+        op: Any = (opts or dist.AllreduceOptions()).reduceOp
+
+        def receive(sent: list[Tensor]) -> Callable[[], Any]:
+            total = reduce_tensors(op, sent)
+            return lambda: tensor.detach().copy_(total.view(tensor.shape))
+
+        what = describe("all_reduce", tensor, f" ({op.op.name.lower()})")
+        return self._collective("all_reduce", what, tensor, tensor.nbytes, receive, tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> PendingWork:  # type: ignore[override]
+        (tensor,), root = tensors, opts.rootRank
+
+        def receive(sent: list[Tensor]) -> Callable[[], Any]:
+            return lambda: tensor.detach().copy_(sent[root].view(tensor.shape))
+
+        what = describe("broadcast", tensor, f" from rank {root}")
+        return self._collective("broadcast", what, tensor, tensor.nbytes, receive, tensors)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> PendingWork:
+        def receive(sent: list[Tensor]) -> Callable[[], Any]:
+            return lambda: output.detach().view(-1).copy_(torch.cat(sent))
+
+        what = describe("all_gather", tensor)
+        size = tensor.nbytes * self.ranks
+        return self._collective("all_gather", what, tensor, size, receive, [output])
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
+    ) -> PendingWork:
+        (parts,), (tensor,) = outputs, tensors
+
+        def receive(sent: list[Tensor]) -> Callable[[], Any]:
+            def hand_over() -> None:
+                for part, one in zip(parts, sent):
+                    part.detach().copy_(one.view(part.shape))
+
+            return hand_over
+
+        what, size = describe("all_gather", tensor), tensor.nbytes * self.ranks
+        return self._collective("all_gather", what, tensor, size, receive, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> PendingWork:
+        op = opts.reduceOp
+
+        def receive(sent: list[Tensor]) -> Callable[[], Any]:
+            total = reduce_tensors(op, [one.chunk(self.ranks)[self.own] for one in sent])
+            return lambda: output.detach().copy_(total.view(output.shape))
+
+        what = describe("reduce_scatter", tensor, f" ({op.op.name.lower()})")
+        return self._collective("reduce_scatter", what, tensor, tensor.nbytes, receive, [output])
+
+    def barrier(self, opts: Any = None) -> PendingWork:
+        nothing = torch.zeros(1)
+        return self._collective("barrier", "barrier", nothing, 0, lambda sent: lambda: None, [])
+
+    # as PyTorch named them before 2.13
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    # Messages between two ranks: each direction is a link of its own
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> PendingWork:
+        """Send to rank `target`; done when its `recv` is, as with NCCL."""
+        (tensor,) = tensors
+        return self._message(self.own, target, tensor, lambda sent: lambda: None)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PendingWork:
+        (tensor,) = tensors
+
+        def receive(sent: list[Tensor]) -> Callable[[], Any]:
+            return lambda: tensor.detach().copy_(sent[0].view(tensor.dtype).view(tensor.shape))
+
+        return self._message(source, self.own, tensor, receive)
+
+    def _message(self, source: int, target: int, tensor: Tensor, receive: Receive) -> PendingWork:
+        name = f"{source} to {target}"
+        if name not in self.channels:
+            seconds = functools.partial(self._message_seconds, source, target)
+            own = 0 if source == self.own else 1
+            self.channels[name] = Channel(self, name, (source, target), own, seconds)
+        what = describe("message", tensor)
+        return self.channels[name].call("message", what, tensor, tensor.nbytes, receive, [tensor])
+
+    def _message_seconds(self, source: int, target: int, kind: str, num_bytes: int) -> float:
+        link = self.network.link_of(source, target, self.ranks)
+        return link.latency_us / 1e6 + num_bytes / (link.bandwidth_gbs * 1e9)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+
+def simulated_group(
+    network: Network, ranks: Sequence[int] | None = None, *, timeout: float = 300.0
+) -> SimulatedGroup:
+    """Make a group of `ranks` (default: all) on a simulated network; all ranks of the job call it.
+
+    Args:
+        timeout: seconds that a rank waits for the others to make the same call.
+    """
+    require(dist.is_initialized(), "simulated_group must be called in a job, but there is no group")
+    register_backend()
+    limit = datetime.timedelta(seconds=timeout)
+    return dist.new_group(ranks, limit, BACKEND, pg_options=(network, None))  # type: ignore
+
+
+def register_backend() -> None:
+    """Let torch.distributed know the backend; `pg_options` is a `Network` and a folder or None."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, given: tuple[Network, Path | None] | None) -> SimulatedGroup:
+    # a subgroup of a job on such a network has the same one
+    network, parent = given or (dist.group.WORLD.network, None)  # type: ignore
+    rank, size, store = options.group_rank, options.group_size, options.store
+    if rank == 0:
+        folder = tempfile.mkdtemp(prefix="network-", dir=parent)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        store.set("folder", folder)
+    folder = store.get("folder").decode()
+    return SimulatedGroup(network, folder, rank, size, options.timeout.total_seconds())

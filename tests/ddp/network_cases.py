@@ -1,0 +1,296 @@
+"""What ranks run on a simulated network, mostly by its virtual clock."""
+
+import dataclasses
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp import costs
+from lib.ddp.process_group import all_gather, barrier, gather_objects, rank, reduce_scatter
+from lib.ddp.simulated_network import (
+    NETWORKS,
+    LostRank,
+    Network,
+    SimulatedGroup,
+    SlowLink,
+    Straggler,
+    Workload,
+    gpu_step,
+    simulated_group,
+)
+from lib.ddp.wrappers import wrap
+from lib.model.config import model_preset
+from lib.optimizer.adamw import AdamW
+from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from tests.ddp.workers import message_of
+
+# A step: forward and backward through so many layers, of so many weights.
+LAYERS, WIDTH = 6, 96
+FORWARD_MS, BACKWARD_MS = 1.0, 2.0
+LAYER_BYTES = 4 * WIDTH**2
+# Each wrapper, and whether its messages of one layer each start in backward.
+OVERLAPS = {"naive": False, "flat": False, "overlap": True, "flashddp": True}
+
+
+def virtual(network: Network, **changes: Any) -> Network:
+    return dataclasses.replace(network, clock="virtual", **changes)
+
+
+class Busy(torch.autograd.Function):
+    """The identity, which takes time on the network's clock, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SimulatedGroup) -> Tensor:
+        ctx.group = group
+        group.compute(FORWARD_MS / 1e3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.group.compute(BACKWARD_MS / 1e3)
+        return grad, None
+
+
+class Layer(nn.Module):
+    """A matrix whose matmul takes as long as the module constants say."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # backward is busy before the weight's gradient is there
+        return Busy.apply(x @ self.weight, self.group)
+
+
+def stack(group: SimulatedGroup) -> nn.Sequential:
+    return nn.Sequential(*[Layer(group) for _ in range(LAYERS)])
+
+
+def step_ms(group: SimulatedGroup, module: nn.Module, finish: Any) -> float:
+    """A step by the network's clock, in milliseconds."""
+    dist.barrier(group)
+    start = group.clock.now()
+    module(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
+    finish()
+    return 1e3 * (group.clock.now() - start)
+
+
+def scaled(name: str) -> Network:
+    """A network on which the stack waits as long as `large` with 16,384 tokens on an H200."""
+    real = gpu_step(model_preset("large"), 16_384, flops_per_s=4e14)
+    here = Workload(LAYERS * LAYER_BYTES, LAYERS * (FORWARD_MS + BACKWARD_MS))
+    return virtual(NETWORKS[name].miniature(real, here))
+
+
+def predicted_ms(network: Network, name: str, ranks: int) -> float:
+    """A step by formula: that of `predict_scaling`, and the message that says who has gradients."""
+    link = network.link(ranks)
+    prediction = costs.predict_scaling(
+        LAYERS * LAYER_BYTES,
+        ranks,
+        latency_us=link.latency_us,
+        bandwidth_gbs=link.bandwidth_gbs,
+        backward_ms=LAYERS * BACKWARD_MS,
+        other_ms=LAYERS * FORWARD_MS,
+        buckets=1 if name == "flat" else LAYERS,
+        overlap=OVERLAPS[name],
+    )
+    return prediction.step_ms + network.collective_ms("all_reduce", 4 * LAYERS, ranks)
+
+
+def steps_of_wrappers() -> dict[tuple[str, str], tuple[float, float]]:
+    """Milliseconds of a step, simulated and predicted, with each way to train on each network."""
+    found, ranks = {}, dist.get_world_size()
+    for network_name in NETWORKS:
+        network = scaled(network_name)
+        group = simulated_group(network)
+        for name in OVERLAPS:
+            module = stack(group)
+            # one layer a bucket
+            model = wrap(name, module, group=group, bucket_cap_mb=LAYER_BYTES / 2**20)
+            # the first agrees on an order
+            for _ in range(2):
+                module.zero_grad()
+                took = step_ms(group, model, model.finish_gradient_synchronization)
+            found[network_name, name] = took, predicted_ms(network, name, ranks)
+    return found
+
+
+def results_beside_gloo() -> list[tuple[str, bool]]:
+    """Each collective on a simulated network, and whether gloo gives the same bits."""
+    group, found, size = simulated_group(virtual(NETWORKS["PCIe"])), [], dist.get_world_size()
+
+    def compare(name: str, act: Any) -> None:
+        results = [act(group), act(None)]
+        found.append((name, all(map(torch.equal, *results))))
+
+    def tensor(length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        generator = torch.Generator().manual_seed(rank())
+        return torch.randint(-9, 9, (length,), generator=generator).to(dtype)
+
+    def reduced(group: Any, op: Any, dtype: torch.dtype) -> list[Tensor]:
+        whole, part = tensor(6, dtype), torch.empty(2, dtype=dtype)
+        dist.all_reduce(whole, op, group=group)
+        if op == dist.ReduceOp.SUM:
+            reduce_scatter(part, tensor(2 * size, dtype), group=group)
+        return [whole, part] if op == dist.ReduceOp.SUM else [whole]
+
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            compare(f"{op} {dtype}", lambda group: reduced(group, op, dtype))  # noqa: B023
+
+    def gathered(group: Any) -> list[Tensor]:
+        output = torch.empty(3 * size)
+        all_gather(output, tensor(3), group=group)
+        parts = [torch.empty(3, 1) for _ in range(size)]
+        dist.all_gather(parts, tensor(3).view(3, 1), group=group)
+        sent = tensor(4).view(2, 2).T.contiguous()
+        dist.broadcast(sent, size - 1, group=group)
+        return [output, *parts, sent]
+
+    def message(group: Any) -> list[Tensor]:
+        received = torch.empty(5)
+        if rank() == 0:
+            dist.send(tensor(5), size - 1, group=group)
+        elif rank() == size - 1:
+            dist.recv(received, 0, group=group)
+            return [received]
+        return []
+
+    compare("gather and broadcast", gathered)
+    compare("message", message)
+    objects = gather_objects({"rank": rank()}, group)
+    return [*found, ("objects", objects == [{"rank": n} for n in range(size)])]
+
+
+def timings_of_faulty_networks() -> dict[str, Any]:
+    """Milliseconds of an all-reduce where a rank is late, a link is slow, or all is well."""
+    sick = {
+        "well": {},
+        "straggler": {"straggler": Straggler(rank=1, delay_ms=7.0)},
+        "slow link": {"slow_link": SlowLink(rank=1, factor=0.25)},
+    }
+    found: dict[str, Any] = {}
+    for name, fault in sick.items():
+        network = virtual(Network(costs.Link(100.0, 0.001)), **fault)
+        group = simulated_group(network)
+        dist.all_reduce(torch.ones(1500), group=group)
+        found[name] = 1e3 * group.clock.now()
+        (transfer,) = group.transfers
+        found[f"{name}, predicted"] = network.collective_ms("all_reduce", 6000, group.size())
+        assert (transfer.kind, transfer.num_bytes) == ("all_reduce", 6000)
+    return found
+
+
+def ring_by_messages() -> tuple[float, float, list[float]]:
+    """An all-reduce from messages to the next rank: its time, that by formula, and the sum."""
+    size, own = dist.get_world_size(), rank()
+    network = virtual(Network(costs.Link(100.0, 0.001)))
+    group = simulated_group(network)
+    chunks = list(torch.full((size * 50,), 1.0 + own).chunk(size))
+    for number in range(2 * (size - 1)):
+        sent, received = torch.empty(0), torch.empty(50)
+        sent = chunks[(own - number) % size]
+        works = [
+            dist.isend(sent.clone(), (own + 1) % size, group=group),
+            dist.irecv(received, (own - 1) % size, group=group),
+        ]
+        for work in works:
+            work.wait()
+        index = (own - number - 1) % size
+        chunks[index] = received + chunks[index] if number < size - 1 else received
+    formula = network.collective_ms("all_reduce", size * 200, size)
+    return 1e3 * group.clock.now(), formula, torch.cat(chunks).tolist()
+
+
+def wall_clock() -> tuple[float, float, bool, bool]:
+    """Seconds of two all-reduces, by the network and by the wall; whether they came too early."""
+    group = simulated_group(Network(costs.Link(10_000.0, 1.0)))
+    tensors = [torch.ones(3), torch.ones(3)]
+    barrier(group)
+    start = time.monotonic()
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    changed = []
+    while not works[1].is_completed():
+        now = time.monotonic()
+        changed += [now] if tensors[1].sum().item() != 3 else []
+        time.sleep(0.001)
+    took = time.monotonic() - start
+    transfers = group.transfers[-2:]
+    is_early = any(now < transfers[1].end for now in changed)
+    is_right = all((tensor == dist.get_world_size()).all() for tensor in tensors)
+    return sum(t.end - t.start for t in transfers), took, is_early, is_right
+
+
+def named_errors() -> list[str]:
+    """What ranks are told when their calls differ, or one of them is lost."""
+    messages, last = [], dist.get_world_size() - 1
+    network = virtual(NETWORKS["PCIe"])
+    group = simulated_group(network)
+    tensor = torch.ones(4 + (rank() == last))
+    messages.append(message_of(lambda: dist.all_reduce(tensor, group=group)))
+    # and so is every later call
+    messages.append(message_of(lambda: dist.barrier(group)))
+    group = simulated_group(virtual(network, lost_rank=LostRank(last, after=1)), timeout=0.5)
+    dist.barrier(group)
+    tensor = torch.ones(4)
+    messages.append(message_of(lambda: dist.all_reduce(tensor, group=group)))
+    return messages
+
+
+def on_a_simulated_job() -> tuple[str, float]:
+    """The backend of all ranks, and a mean that they took there; a subgroup has the network too."""
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    group = dist.new_group([0, 1])
+    return dist.get_backend(), x.item(), dist.group.WORLD.network == group.network
+
+
+def dies_in_all_gather() -> None:
+    output = torch.empty(4)
+    barrier()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_gather(output, torch.ones(2))
+
+
+def sharded_steps() -> None:
+    """ZeRO-1 on a simulated network gives what it does over gloo."""
+    weights = []
+    for group in (None, simulated_group(virtual(NETWORKS["PCIe"]))):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = ShardedOptimizer(
+            module.parameters(),
+            AdamW,
+            group=group,
+            strategy="flat",
+            reduces_gradients=True,
+            overlap=True,
+            lr=0.1,
+        )
+        for step in range(3):
+            module(torch.full((2, 5), 1.0 + step + rank())).square().mean().backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.cat([param.detach().flatten() for param in module.parameters()]))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+CASES = (
+    "steps_of_wrappers",
+    "results_beside_gloo",
+    "timings_of_faulty_networks",
+    "ring_by_messages",
+    "wall_clock",
+    "named_errors",
+    "sharded_steps",
+)

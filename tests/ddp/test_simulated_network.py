@@ -1,0 +1,112 @@
+"""The simulated network: the right sums, as late as the formulas say, and faults by name."""
+
+import dataclasses
+
+import pytest
+
+from lib.ddp.costs import Link
+from lib.ddp.launcher import WorkerError
+from lib.ddp.simulated_network import NETWORKS, Network, Workload
+from tests.ddp import network_cases as cases
+from tests.ddp import training_cases as training
+from tests.ddp.test_wrappers import check_training
+from tests.ddp.workers import launch, run_cases
+
+RANKS = 3
+PCIE = cases.virtual(NETWORKS["PCIe"])
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each case found on each of three ranks."""
+    return launch(run_cases, RANKS, "tests.ddp.network_cases", cases.CASES)
+
+
+def test_steps_take_as_long_as_predicted_with_every_wrapper_on_every_network(found):
+    steps = [rank["steps_of_wrappers"] for rank in found]
+    assert len(steps[0]) == len(NETWORKS) * len(cases.OVERLAPS)
+    for step in steps:
+        ratios = {way: took / predicted for way, (took, predicted) in step.items()}
+        assert {way: ratio for way, ratio in ratios.items() if abs(ratio - 1) > 0.05} == {}
+    # where communication is slow, overlap saves more than a tenth of the step
+    slow = {name: steps[0]["100 Gb Ethernet", name][0] for name in ("flat", "flashddp")}
+    assert slow["flashddp"] < 0.9 * slow["flat"]
+
+
+def test_collectives_give_what_gloo_does(found):
+    for rank in found:
+        assert [name for name, is_same in rank["results_beside_gloo"] if not is_same] == []
+
+
+def test_stragglers_and_slow_links_hold_everyone_up(found):
+    for rank in found:
+        times = rank["timings_of_faulty_networks"]
+        # 4 messages of 0.1 ms, and 4/3 of 6,000 bytes at 1 MB/s
+        assert times["well"] == pytest.approx(8.4)
+        assert times["straggler"] == pytest.approx(15.4)
+        assert times["slow link"] == pytest.approx(32.4)
+        assert times["slow link, predicted"] == pytest.approx(32.4)
+
+
+def test_a_ring_of_messages_takes_as_long_as_the_all_reduce(found):
+    for rank in found:
+        took, predicted, result = rank["ring_by_messages"]
+        assert took == pytest.approx(predicted)
+        assert result == [6.0] * 150
+
+
+def test_by_the_wall_clock_nothing_comes_early(found):
+    for rank in found:
+        by_network, took, is_early, is_right = rank["wall_clock"]
+        # 2 collectives of 4 messages
+        assert by_network == pytest.approx(0.08)
+        assert took >= 0.08
+        assert is_right
+        assert not is_early
+
+
+def test_calls_that_differ_and_lost_ranks_are_named(found):
+    for number, rank in enumerate(found):
+        differ, later, lost = rank["named_errors"]
+        assert "all ranks must make the same calls in the same order, but as call 1" in differ
+        assert f"rank {number} made all_reduce (sum) of {4 + (number == 2)} float32" in differ
+        assert later == differ
+        assert lost == (
+            "TimeoutError: rank 2 did not call all_reduce (sum) of 4 float32 within 0.5 s"
+        )
+
+
+def test_wrappers_train_on_it_as_one_process_does():
+    results = launch(training.equality, 2, 2, backend=PCIE)
+    for way in training.ways_to_train(2):
+        check_training(results, way)
+
+
+def test_it_can_be_the_network_of_a_whole_job():
+    assert launch(cases.on_a_simulated_job, 2, backend=PCIE) == [("simulated", 2.0, True)] * 2
+    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+        launch(cases.dies_in_all_gather, 2, backend=NETWORKS["PCIe"])
+
+
+def test_a_miniature_waits_for_the_same_part_of_its_step():
+    real, here = Workload(4e9, 250.0), Workload(2e6, 100.0)
+    for ranks, network in ((2, NETWORKS["NVLink pair"]), (8, NETWORKS["two hosts"])):
+        small = network.miniature(real, here)
+        for part in (1.0, 0.01, 0.0):
+            expected = network.collective_ms("all_reduce", part * 4e9, ranks) / 250
+            found = small.collective_ms("all_reduce", part * 2e6, ranks) / 100
+            assert found == pytest.approx(expected)
+
+
+def test_trees_save_latency_and_two_hosts_are_as_slow_as_their_network():
+    ring = Network(Link(10.0, 1.0))
+    tree = dataclasses.replace(ring, algorithm="tree")
+    # 14 messages and 2 log2(8) of 10 us
+    assert ring.collective_ms("all_reduce", 0, 8) == pytest.approx(0.14)
+    assert tree.collective_ms("all_reduce", 0, 8) == pytest.approx(0.06)
+    hosts = Network(Link(1.0, 100.0), between=Link(8.0, 10.0))
+    assert hosts.link(4) == Link(pytest.approx((8 + 2 * 1) / 3), 10.0)
+    assert hosts.link_of(0, 1, 4) == hosts.inside
+    assert hosts.link_of(1, 2, 4) == hosts.between
