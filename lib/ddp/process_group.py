@@ -3,6 +3,12 @@
 A rank is one process of a group; all ranks call the same collectives in the same order. Without a
 group a process is rank 0 of 1, so that the same code runs alone, under `launch` and under
 `torchrun`. Functions take the group as an argument; None is the group of all ranks.
+
+**Errors.** What ranks make together, and the first step of what they train together, is compared
+before the first collective, and an error of one rank is raised on all (`agree`, `on_each_rank`). In
+later steps that would cost a collective each: there, an error of one rank should end its process,
+upon which `launch` and `torchrun` end the others. If it is caught, and the rank doesn't call the
+next collective, the others wait for it until the timeout.
 """
 
 from __future__ import annotations

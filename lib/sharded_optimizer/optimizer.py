@@ -64,6 +64,7 @@ is None afterwards.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -138,6 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
+        self.has_stepped = False
         self.inner: torch.optim.Optimizer | None = None
 
         def checked() -> dict[str, str]:
@@ -158,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for `copy.deepcopy` and pickle; `flat` on several ranks raises a TypeError."""
-        own = ("group", "optimizer_cls", "kwargs", "strategy", "inner")
+        own = ("group", "optimizer_cls", "kwargs", "has_stepped", "strategy", "inner")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -276,7 +278,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: as `finish_gradient_synchronization`.
+            TypeError: the inner optimizer does not know an option; in the first step on all ranks,
+                as a ValueError if options differ between them.
         """
+        if not self.has_stepped:
+            agree(lambda: self._checked_options(options), self.group)
+            self.has_stepped = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -297,6 +304,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # gather the parameters
         self.strategy.gather_parameters()
         return loss
+
+    def _checked_options(self, options: dict[str, Any]) -> dict[str, str]:
+        inspect.signature(self.inner.step).bind(**options)
+        return {"options of step": ", ".join(sorted(options)) or "none"}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; on all ranks."""
@@ -377,7 +388,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             FileNotFoundError: a file is missing; raised on all ranks, like the others.
             ValueError: the files do not fit the parameters, or are from different saves.
         """
-        on_each_rank(lambda: self._load(read_shards(folder), folder), self.group)
+        on_each_rank(lambda: self.load_own_part(folder), self.group)
+
+    def load_own_part(self, folder: str | os.PathLike) -> None:
+        """`load_shards` for a caller that itself raises an error of one rank on all."""
+        self._load(read_shards(folder), folder)
 
     def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
         unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)

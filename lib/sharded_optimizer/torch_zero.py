@@ -29,6 +29,11 @@ class TorchZero(ZeroRedundancyOptimizer):
         return self.optim
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the state, as `ShardedOptimizer.group`."""
+        return self.process_group
+
+    @property
     def shards(self) -> list[Shard]:
         """The shards that this rank updates, in the order of `inner`."""
         numbers = {id(param): number for number, param in enumerate(_params(self))}
@@ -46,9 +51,8 @@ class TorchZero(ZeroRedundancyOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's parameters, as `ShardedOptimizer.state_dict`."""
-        group = self.process_group
         packed = pack_shards(self.shards, self.optim, self.param_groups)
-        return packed | {"rank": rank(group), "world_size": world_size(group)}
+        return packed | {"rank": rank(self.group), "world_size": world_size(self.group)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's `state_dict`, or that of an unsharded optimizer."""
@@ -56,11 +60,15 @@ class TorchZero(ZeroRedundancyOptimizer):
 
     def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
         """As `ShardedOptimizer.save_shard`."""
-        return write_shard(folder, self.state_dict(), group or self.process_group)
+        return write_shard(folder, self.state_dict(), group or self.group)
 
     def load_shards(self, folder: str | os.PathLike) -> None:
         """As `ShardedOptimizer.load_shards`."""
-        on_each_rank(lambda: self._load(read_shards(folder), folder), self.process_group)
+        on_each_rank(lambda: self.load_own_part(folder), self.group)
+
+    def load_own_part(self, folder: str | os.PathLike) -> None:
+        """As `ShardedOptimizer.load_own_part`."""
+        self._load(read_shards(folder), folder)
 
     def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
         unpack_shards(state_dicts, source, self.shards, self.optim, self.param_groups)

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from lib.core import files
 from lib.core.settings import from_json, require, to_json
+from lib.ddp.process_group import on_each_rank
 from lib.ddp.wrappers import inner_module
 from lib.sharded_optimizer.saved_state import load_unsharded
 
@@ -201,12 +202,23 @@ def load_checkpoint(
 
     State is copied into `model` and `optimizer` only after all of it was found to fit. A sharded
     optimizer's state loads into an unsharded one, and the other way around; all ranks of a sharded
-    one call this together. A checkpoint that is damaged or does not fit is a ValueError.
+    one call this together, and an error of one is raised on all. A checkpoint that is damaged or
+    does not fit is a ValueError.
 
     Args:
         verify: False skips hashing, for a path that `find_checkpoint` or `newest_checkpoint` just
             returned.
     """
+    if optimizer is None or not _is_sharded(optimizer):
+        return _load_here(path, model, optimizer, verify)
+    group = optimizer.group  # type: ignore[attr-defined]  # sharded ones have it
+    return on_each_rank(lambda: _load_here(path, model, optimizer, verify), group)
+
+
+def _load_here(
+    path: str | os.PathLike, model: nn.Module | None, optimizer: Optimizer | None, verify: bool
+) -> Checkpoint:
+    """`load_checkpoint` of this rank, whatever happens on others."""
     path = find_checkpoint(path) if verify else Path(path)
     model = None if model is None else inner_module(model)
     state = json.loads((path / "state.json").read_bytes())
@@ -312,13 +324,14 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor]) -> None
 def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) -> None:
     """Load the optimizer's state alone from the checkpoint `path`, which was verified before.
 
-    Saved state and `optimizer` may each be sharded or not. `model` names the parameters; without
-    it, their names are not compared.
+    Saved state and `optimizer` may each be sharded or not; of a sharded one this loads the part of
+    this rank, and calls no other. `model` names the parameters; without it, their names are not
+    compared.
     """
     packed = json.loads((path / "state.json").read_bytes())["optimizer"]
     if packed is None and any(path.glob(SHARDS)):
         if _is_sharded(optimizer):
-            optimizer.load_shards(path)  # type: ignore[attr-defined]  # as `_is_sharded` saw
+            optimizer.load_own_part(path)  # type: ignore[attr-defined]  # as `_is_sharded` saw
         else:
             load_unsharded(path, optimizer)
         return
@@ -362,7 +375,7 @@ def _pack_optimizer(optimizer: Optimizer, model: Any, tensors: dict[str, Tensor]
 
 def _is_sharded(optimizer: Optimizer) -> bool:
     """Whether each rank saves its own part of the state, with `save_shard`."""
-    return hasattr(optimizer, "load_shards")
+    return hasattr(optimizer, "load_own_part")
 
 
 def _parameters(optimizer: Optimizer, model: nn.Module | None) -> list[list]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lib.core.settings import require
 from lib.data.batches import take_sequences
-from lib.ddp.process_group import current_device, rank, world_size
+from lib.ddp.process_group import check_same, current_device, on_each_rank, rank, world_size
 from lib.model.transformer import TransformerLM
 
 if TYPE_CHECKING:
@@ -70,12 +71,46 @@ def evaluate(
         batch_size: sequences at a time.
         max_tokens: limit on the number of targets, from the start; 0: all.
         autocast: the dtype of matmuls; None or float32: that of the model's weights.
+
+    Raises:
+        ValueError: an argument is wrong, or differs between ranks; as any error of one rank, it is
+            raised on all.
     """
-    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
-    tokens = _with_targets(tokens, max_tokens)
-    counts = _count_tokens(tokens[1:], len(bytes_of_token))
-    batches = _batches(len(tokens) - 1, model.config.context_length, batch_size)
-    device = torch.device(device)
+
+    def losses_here() -> tuple[np.ndarray, list, Tensor]:
+        require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
+        read = _with_targets(tokens, max_tokens)
+        counts = _count_tokens(read[1:], len(bytes_of_token))
+        batches = _batches(len(read) - 1, model.config.context_length, batch_size)
+        return counts, batches, _mean_losses(model, read, batches, torch.device(device), autocast)
+
+    counts, batches, means = on_each_rank(losses_here)
+    if world_size() > 1:
+        check_same({"number of batches": str(len(batches))})
+        # exact: each mean comes from one rank, and the others add zeros
+        means = means.to(current_device())
+        dist.all_reduce(means)
+    sizes = torch.tensor([len(starts) * length for starts, length in batches], dtype=torch.float64)
+    total = (means.cpu().double() * sizes).sum()
+    num_targets = int(sizes.sum())
+    loss = total / num_targets
+    return Evaluation(
+        loss=loss.item(),
+        perplexity=loss.exp().item(),
+        bits_per_byte=_bits_per_byte(total.item(), counts, bytes_of_token),
+        tokens=num_targets,
+        bytes=int(counts @ bytes_of_token),
+    )
+
+
+def _mean_losses(
+    model: TransformerLM,
+    tokens: np.ndarray,
+    batches: list[tuple[np.ndarray, int]],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """The mean loss of each of this rank's batches, 0 for those of other ranks: (batches,)."""
     # one synchronization at the end instead of one per batch; MPS has no float64
     means = torch.zeros(len(batches), dtype=torch.float32, device=device)
     modes = [(module, module.training) for module in model.modules()]
@@ -90,20 +125,7 @@ def evaluate(
     finally:
         for module, is_training in modes:
             module.training = is_training
-    if world_size() > 1:
-        # exact: each mean comes from one rank, and the others add zeros
-        means = means.to(current_device())
-        dist.all_reduce(means)
-    sizes = torch.tensor([len(starts) * length for starts, length in batches], dtype=torch.float64)
-    total = (means.cpu().double() * sizes).sum()
-    loss = total / (len(tokens) - 1)
-    return Evaluation(
-        loss=loss.item(),
-        perplexity=loss.exp().item(),
-        bits_per_byte=_bits_per_byte(total.item(), counts, bytes_of_token),
-        tokens=len(tokens) - 1,
-        bytes=int(counts @ bytes_of_token),
-    )
+    return means
 
 
 def bytes_of_token(tokenizer: Tokenizer) -> np.ndarray:

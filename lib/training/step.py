@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.core.ranges import annotate
-from lib.ddp.process_group import mean_over_ranks, world_size
+from lib.core.settings import require
+from lib.ddp.process_group import mean_over_ranks, on_each_rank, world_size
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
 from lib.training.config import TrainConfig
@@ -93,6 +94,9 @@ class TrainStep:
             *shape, model.config.context_length + 1, dtype=torch.int64, device=device
         )  # (passes, batch, context_length + 1)
 
+        # Whether the ranks have compared their first sequences.
+        self.has_begun = False
+
         # The loss scale of float16, and the steps since it changed.
         self.uses_scale = dtype == torch.float16
         self.loss_scale = torch.tensor(FIRST_LOSS_SCALE if self.uses_scale else 1.0, device=device)
@@ -114,7 +118,15 @@ class TrainStep:
         Args:
             sequences: this rank's sequences, (gradient_accumulation_steps · batch_size,
                 context_length + 1) int64: inputs, and targets one position later.
+
+        Raises:
+            ValueError: `sequences` has another shape or dtype; in the first step on all ranks.
         """
+        if self.has_begun:
+            self._check(sequences)
+        else:
+            on_each_rank(lambda: self._check(sequences), self.group)
+            self.has_begun = True
         self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
         self.lr.fill_(lr)
         if self.config.cuda_graph:
@@ -122,6 +134,14 @@ class TrainStep:
         else:
             self._step()
         self.unread += 1
+
+    def _check(self, sequences: Tensor) -> None:
+        shape = self.sequences.flatten(0, 1).shape
+        require(
+            (sequences.shape, sequences.dtype) == (shape, torch.int64),
+            f"sequences must be int64 of shape {tuple(shape)}, got {sequences.dtype} of "
+            f"{tuple(sequences.shape)}",
+        )
 
     def _step(self) -> None:
         # As few operations as possible beside model and optimizer: small models feel each kernel.

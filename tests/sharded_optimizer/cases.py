@@ -564,6 +564,10 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
         "weight_decay of parameter group 1 must be the same": lambda: later.add_param_group(
             {"params": stack().parameters(), "weight_decay": rank()}
         ),
+        "unexpected keyword argument 'clip'": lambda: later.step(**({}, {"clip": 1})[rank()]),
+        "options of step must be the same on all ranks, but is none on rank 0 and skip on rank": (
+            lambda: later.step(**({}, {"skip": torch.tensor(True)})[rank()])
+        ),
     }
     for words, action in wrong.items():
         assert words in message_of(action), (words, message_of(action))

@@ -31,7 +31,7 @@ FAULTS = [
     # one step
     Fault(
         "lib/training/step.py",
-        "loss = self.parallel(inputs, targets) / len(self.windows)",
+        "loss = self.parallel(inputs, targets) / len(self.sequences)",
         "loss = self.parallel(inputs, targets)",
         f"{STEP}::test_accumulated_passes_equal_one_large_batch",
     ),

@@ -289,6 +289,29 @@ def full_disk(config: TrainConfig) -> tuple[str, str]:
         return error_of(lambda: train(config))
 
 
+def evaluate_on(tokens: np.ndarray) -> Evaluation:
+    model = TransformerLM(MODEL, generator=torch.Generator().manual_seed(0))
+    return evaluate(model, tokens, np.ones(61, np.int64), batch_size=1, device="cpu")
+
+
+def refused_by_rank_1(config: TrainConfig) -> dict[str, tuple[str, str]]:
+    """What rank 1 alone refuses in a step, an evaluation, and in resuming."""
+    is_second = process_group.rank() == 1
+    step = TrainStep(TransformerLM(MODEL), dataclasses.replace(STEP, **ALONE), CPU, torch.float32)
+    tokens = random_tokens(83, 61, seed=0)
+    found = {
+        "sequences": error_of(lambda: step(part(0, 0, PASSES + is_second), 1e-2)),
+        "no tokens": error_of(lambda: evaluate_on(tokens[: 1 if is_second else None])),
+        "fewer tokens": error_of(lambda: evaluate_on(tokens[: 20 if is_second else None])),
+    }
+    stop_before(5, config)
+    refuse = OSError("no such disk") if is_second else None
+    wrapped = lib.training.loop.load_optimizer
+    with mock.patch.object(lib.training.loop, "load_optimizer", side_effect=refuse, wraps=wrapped):
+        found["resuming"] = error_of(lambda: train(config))
+    return found
+
+
 def errors(config: TrainConfig, folder: Path) -> dict[str, tuple[str, str]]:
     """What ends runs on all ranks."""
     rank = process_group.rank()
@@ -310,6 +333,7 @@ def errors(config: TrainConfig, folder: Path) -> dict[str, tuple[str, str]]:
         for name, fields in changes.items()
     }
     found["full disk"] = full_disk(dataclasses.replace(config, output=folder / "full"))
+    found |= refused_by_rank_1(dataclasses.replace(config, output=folder / "refused", **ALONE))
     # hosts with disks of their own
     before, other = Path.cwd(), folder / f"host {rank}"
     other.mkdir()

@@ -363,7 +363,7 @@ def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, mo
 
 def pretend_sharded() -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    optimizer.load_shards = None
+    optimizer.load_own_part = None
     return optimizer
 
 

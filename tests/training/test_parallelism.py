@@ -395,6 +395,10 @@ def test_a_rank_killed_in_saving_leaves_the_checkpoint_before(config, folder, on
         ("too high", FloatingPointError, "consecutive non-finite step 3"),
         ("full disk", OSError, "no space left to write a checkpoint"),
         ("not shared", FileNotFoundError, "on a disk that all hosts share"),
+        ("sequences", ValueError, "sequences must be int64 of shape (6, 9), got torch.int64 of (9"),
+        ("no tokens", ValueError, "tokens must have at least 2 ids, got 1"),
+        ("fewer tokens", ValueError, "number of batches must be the same on all ranks"),
+        ("resuming", OSError, "no such disk"),
     ],
 )
 def test_what_ends_a_run_is_known_on_all_ranks(ranks, case, kind, message):
