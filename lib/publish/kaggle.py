@@ -369,6 +369,8 @@ def _run(folder: Path, notebook: Path) -> subprocess.CompletedProcess:
     }
     output, working = folder / "executed.ipynb", folder / "working"
     options = ["--cwd", str(working), "-k", "python3", "--no-progress-bar"]
+    # a busy machine takes long to start a kernel
+    options += ["--start-timeout", "300"]
     command = [sys.executable, "-c", START, str(notebook), str(output), *options]
     return subprocess.run(command, cwd=working, env=environment, capture_output=True, text=True)
 
