@@ -8,6 +8,8 @@ SHOW = "lib/lessons/show.py"
 GUARDS = "lib/lessons/guards.py"
 PREDICTIONS = "lib/lessons/predictions.py"
 HEADS = "lib/lessons/start/heads.py"
+RECORDER = "lib/lessons/triton/recorder_triton.py"
+PUZZLES = "lib/lessons/triton/exercises.py"
 
 FAULTS = [
     # an edit that changes nothing, or something twice, is no mistake
@@ -102,5 +104,40 @@ FAULTS = [
         'split="validation"',
         'split="train"',
         "tests/lessons/start/test_heads.py::test_the_stories_are_held_out_and_begin_at_their_beginning",
+    ),
+    # a program may touch what lies between the rows of a view
+    Fault(
+        RECORDER,
+        "return np.where(is_there, self.places[np.where(is_there, index, 0)], -1)",
+        "return np.where(is_there, index, -1)",
+        "tests/lessons/triton/test_recorder.py",
+    ),
+    # two programs that store to one element are right if the result is
+    Fault(
+        RECORDER,
+        'if strict and (races := [fault for fault in run.faults() if "both store" in fault]):',
+        "if strict and (races := []):",
+        "tests/lessons/triton/test_exercises.py",
+    ),
+    # lanes that are masked off hold 0, which hides a missing `other`
+    Fault(
+        RECORDER,
+        "unread = np.asarray(junk, kind) if",
+        "unread = np.asarray(0, kind) if",
+        "tests/lessons/triton/test_recorder.py",
+    ),
+    # kernels cannot be compiled after one was interpreted
+    Fault(
+        RECORDER,
+        "        finally:\n            restore_language()\n",
+        "        finally:\n            pass\n",
+        "tests/lessons/triton/test_recorder.py",
+    ),
+    # tiles may be as large as one likes
+    Fault(
+        PUZZLES,
+        "> MOST_NUMBERS:",
+        "> 1e9:",
+        "tests/lessons/triton/test_exercises.py",
     ),
 ]

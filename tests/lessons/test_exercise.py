@@ -1,7 +1,8 @@
 """Each exercise of each notebook both ways, each named mistake, and how a check reports."""
 
-import importlib
+import importlib.util
 import json
+import linecache
 import math
 import re
 import signal
@@ -22,10 +23,11 @@ from lib.tokenizer.bpe import merge_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# the room of a notebook's lesson -> its exercises
+# the room of a notebook's lesson -> its exercises; kernels need Triton, which is for Linux
 TOPICS = {
     path.parent.name: importlib.import_module(f"lib.lessons.{path.parent.name}.exercises")
     for path in sorted((ROOT / "lib/lessons").glob("*/exercises.py"))
+    if path.parent.name != "triton" or importlib.util.find_spec("triton")
 }
 CHECKED = {
     name: value
@@ -43,6 +45,8 @@ def exercise_cells():
             if "exercise" in cell.metadata.get("tags", []):
                 following = cells[number + 1].source
                 lesson = path.stem.split("_", 1)[1].removesuffix("_here")
+                if lesson not in TOPICS:
+                    continue
                 yield pytest.param(cell.source, following, lesson, id=f"{path.stem}-{number + 1}")
 
 
@@ -51,7 +55,13 @@ EXERCISES = list(exercise_cells())
 
 def run(code: str, lesson: str) -> None:
     names = {"exercises": TOPICS[lesson], "merge_pair": merge_pair, "math": math, "torch": torch}
-    exec(code, names)
+    if lesson == "triton":
+        names |= {"triton": importlib.import_module("triton")}
+        names |= {"tl": importlib.import_module("triton.language")}
+    # Triton reads the source of kernels
+    file = f"<cell {hash(code)}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    exec(compile(code, file, "exec"), names)
 
 
 @pytest.mark.parametrize(("stub", "help_text", "lesson"), EXERCISES)
@@ -101,8 +111,10 @@ def test_the_right_function_passes_on_fresh_inputs(exercise):
         assert verdict(exercise, exercise.solve).startswith("right")
 
 
-@pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)
-def test_a_function_that_gives_its_input_back_fails(exercise):
+# but where the answer is the input
+@pytest.mark.parametrize("name", [name for name in CHECKED if name != "COPY"])
+def test_a_function_that_gives_its_input_back_fails(name):
+    exercise = CHECKED[name]
     assert verdict(exercise, lambda given, *_: given).startswith("not yet")
 
 

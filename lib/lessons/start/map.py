@@ -53,6 +53,7 @@ STOPS = (
     Stop(
         "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 2.5, "1", VERMILLION
     ),
+    Stop("05_triton", "Triton", "your first GPU kernels", "kernels", 3, "½", VERMILLION),
     Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 2, "1", VERMILLION),
     Stop(
         "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 1.5, "1", GREEN
@@ -61,7 +62,7 @@ STOPS = (
     Stop("10_speedrun", "Speedrun", "everything, timed", "a trained model", 0.5, "1"),
 )
 COLUMNS = 3
-ROWS = len(STOPS) // COLUMNS
+ROWS = -(-len(STOPS) // COLUMNS)
 # In inches: the size of a card, the distance from one card to the next, the margin around all.
 WIDTH, HEIGHT, ACROSS, DOWN, MARGIN = 2.45, 1.72, 3.4, 2.3, 0.15
 
@@ -204,6 +205,12 @@ def _timeline(axes: Axes, color: str) -> None:
     axes.broken_barh([(5, 12), (30, 8), (62, 30)], (0.1, 0.35), color=color, alpha=0.4)
 
 
+def _programs(axes: Axes, color: str) -> None:
+    for program, alpha in enumerate((1, 0.6, 0.3)):
+        for row in (0, 1.1):
+            axes.bar((2 * program, 2 * program + 1), 1, 0.9, row, color=color, alpha=alpha)
+
+
 def _tiles(axes: Axes, color: str) -> None:
     rows, columns = np.tril_indices(4)
     axes.plot(columns, -rows, marker="s", markersize=10, linestyle="", color=color)
@@ -232,5 +239,5 @@ def _stopwatch(axes: Axes, color: str) -> None:
 
 
 PICTURES: tuple[Callable[[Axes, str], None], ...] = (
-    _start, _tokens, _layers, _loss, _timeline, _tiles, _ranks, _shards, _stopwatch,
+    _start, _tokens, _layers, _loss, _timeline, _programs, _tiles, _ranks, _shards, _stopwatch,
 )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Compile Triton kernels ahead of time, for GPUs that are not here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from lib.lessons.triton.recorder_triton import restore_language
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel in the languages that it passes through, and what it takes of a multiprocessor."""
+
+    ttir: str
+    """Triton's own intermediate language: operations on whole tiles."""
+
+    ptx: str
+    """NVIDIA's assembly language for an imagined chip: what one thread does."""
+
+    registers: int
+    """Of each thread, at most 255."""
+
+    spilled_bytes: int
+    """What a thread has to keep in memory, since it has no registers left: written and read."""
+
+    shared_bytes: int
+    threads: int
+
+    def instructions(self, *prefixes: str) -> Counter[str]:
+        """How often instructions that begin so occur in the PTX, without their operands."""
+        found = re.findall(r"^\s*(?:@%p\d+ )?([a-z][\w.:]+)", self.ptx, flags=re.MULTILINE)
+        return Counter(name for name in found if name.startswith(prefixes))
+
+    def lines(self, *prefixes: str, most: int = 3) -> str:
+        """The first lines of the PTX with each of these instructions."""
+        text = [line.strip() for line in self.ptx.splitlines()]
+        found = []
+        for prefix in prefixes:
+            wanted = re.compile(rf"(@%p\d+ )?{re.escape(prefix)}")
+            found += [line for line in text if wanted.match(line)][:most]
+        return "\n".join(found)
+
+
+def compile_for(
+    architecture: int, kernel: Any, signature: dict[str, str], num_warps: int = 4, **constants: Any
+) -> Compiled:
+    """Compile `kernel` for GPUs of compute capability `architecture`, such as 80 or 90.
+
+    Args:
+        signature: the type of each argument: `*fp16` is a pointer, and divisible by 16 as PyTorch's
+            are; `i32` an integer; `i32:16` one divisible by 16.
+        constants: values of the arguments that are `tl.constexpr`.
+    """
+    types, fixed, facts = {}, {}, {}
+    function = getattr(kernel, "fn", kernel)
+    # what was interpreted without `watch` may have changed it
+    restore_language()
+    with _language_of(JITFunction):
+        jitted = JITFunction(function)
+        for index, name in enumerate(jitted.arg_names):
+            if name in constants:
+                types[name], fixed[(index,)] = "constexpr", constants[name]
+                continue
+            types[name] = signature[name].removesuffix(":16")
+            if signature[name].startswith("*") or signature[name].endswith(":16"):
+                facts[(index,)] = [["tt.divisibility", 16]]
+        compiled = triton.compile(
+            ASTSource(fn=jitted, signature=types, constexprs=fixed, attrs=facts),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"num_warps": num_warps},
+        )
+    ptx = compiled.asm["ptx"]
+    registers, spilled = assembled(ptx)
+    shared = compiled.metadata.shared
+    return Compiled(readable(compiled.asm["ttir"]), ptx, registers, spilled, shared, 32 * num_warps)
+
+
+def readable(ttir: str) -> str:
+    """TTIR without the places in the source that each line comes from."""
+    text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", ttir)
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#loc")]
+    return "\n".join(lines)
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, as NVIDIA's assembler reports them."""
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    chip = re.search(r"^\.target (\w+)", ptx, flags=re.MULTILINE)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [str(assembler), "-v", f"--gpu-name={chip}", str(file), "-o", f"{folder}/cubin"]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
+    return registers, int(stores) + int(loads)
+
+
+@contextmanager
+def _language_of(kind: type) -> Iterator[None]:
+    """Let functions of Triton's language that are kernels themselves, as `tl.sum`, be of `kind`.
+
+    At its import Triton decides whether they are interpreted or compiled.
+    """
+    modules = [m for name, m in sys.modules.items() if name.startswith("triton.language")]
+    before: list[tuple[Any, str, Any]] = []
+    made: dict[Callable, Any] = {}
+    for owner in (*modules, tl.tensor):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, (JITFunction, InterpretedFunction)) and type(value) is not kind:
+                made.setdefault(value.fn, kind(value.fn))
+                before.append((owner, name, value))
+                setattr(owner, name, made[value.fn])
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

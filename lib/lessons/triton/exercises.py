@@ -1,0 +1,511 @@
+"""Puzzles of notebook 05: kernels that readers write, run by Triton's interpreter.
+
+Results are compared with PyTorch's. An access out of bounds, and an element that two programs
+store, are errors. Each check then shows which elements the programs touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lib.lessons.exercise import Exercise, check, edited
+from lib.lessons.triton import solutions_triton as solutions
+from lib.lessons.triton.figures import show_run
+from lib.lessons.triton.recorder_triton import Run, watch, watched
+
+TRIALS = 8
+# Numbers that fit one tile of the last puzzle.
+MOST_NUMBERS = 1024
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a puzzle launches a kernel."""
+
+    output: Tensor
+    """Filled with NaN before."""
+
+    grid: tuple[int, ...]
+    arguments: tuple
+    options: dict[str, int]
+
+
+def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
+    """A function of tensors that launches `kernel` as `plan` says, and returns the output."""
+
+    def run(*tensors: Tensor) -> Tensor:
+        launch = plan(*tensors)
+        watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
+        if torch.cuda.is_available() and hasattr(kernel, "fn"):
+            return on_gpu(kernel, plan, tensors)
+        return launch.output
+
+    run.__name__ = kernel.__name__
+    return run
+
+
+def on_gpu(kernel: Any, plan: Callable[..., Launch], tensors: tuple[Tensor, ...]) -> Tensor:
+    """The output of the compiled kernel."""
+    launch = plan(*(x.cuda() for x in tensors))
+    kernel[launch.grid](*launch.arguments, **launch.options)
+    return launch.output.cpu()
+
+
+def puzzle(
+    solve: Callable[..., Tensor],
+    draw: Callable[[random.Random, int], tuple],
+    kernel: Callable,
+    plan: Callable[..., Launch],
+    mistakes: dict[str, tuple[str, str]],
+    tier: Any = "warm-up",
+) -> Exercise:
+    """An exercise whose answer is `kernel`; `mistakes` are edits of its source."""
+
+    def made(edit: tuple[str, str]) -> Callable:
+        # edited when it is needed
+        @functools.wraps(kernel)
+        def run(*tensors: Tensor) -> Tensor:
+            return runner(edited(kernel, *edit), plan)(*tensors)
+
+        return run
+
+    wrong = {sentence: made(edit) for sentence, edit in mistakes.items()}
+    return Exercise(solve, draw, wrong, tier, trials=TRIALS, seconds=20)
+
+
+def check_kernel(
+    exercise: Exercise, kernel: Any, plan: Callable[..., Launch], *tensors: Tensor
+) -> None:
+    """Print the verdict on `kernel`, and show what its programs touch, given `tensors`."""
+    check(exercise, runner(kernel, plan))
+    launch = plan(*tensors)
+    try:
+        run = watch(kernel, launch.grid, *launch.arguments, **launch.options)
+    except Exception:
+        # not attempted, or an error that the verdict names
+        return
+    show_run(run, title=f"What each program of {kernel.__name__} touched")
+
+
+def floats(generator: random.Random, *shape: int, scale: float = 1.0) -> Tensor:
+    seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    return scale * torch.randn(shape, generator=seeded)
+
+
+def empty(*shape: int, like: Tensor) -> Tensor:
+    return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
+
+
+def ceil(n: int, block: int) -> int:
+    return -(-n // block)
+
+
+def _draw_vector(generator: random.Random, size: int) -> tuple:
+    return (floats(generator, generator.randint(1, 4 + size)),)
+
+
+def _draw_matrix(generator: random.Random, size: int) -> tuple:
+    return (floats(generator, generator.randint(1, 9), generator.randint(1, 4 + size)),)
+
+
+def copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def launch_copy(x: Tensor) -> Launch:
+    y = empty(len(x), like=x)
+    return Launch(y, (ceil(len(x), 4),), (x, y, len(x)), {"BLOCK": 4})
+
+
+COPY = puzzle(
+    copy,
+    _draw_vector,
+    solutions.copy,
+    launch_copy,
+    {
+        "the load of the last program reaches beyond the end; its mask is missing or too long": (
+            "offsets < n",
+            "offsets >= 0",
+        ),
+        "the store has no mask": ("x, mask=inside", "x"),
+        "every program starts at 0: its number is missing": ("tl.program_id(0) * BLOCK", "0"),
+        "programs start one element apart: multiply the number of the program by BLOCK": (
+            "tl.program_id(0) * BLOCK",
+            "tl.program_id(0)",
+        ),
+        "the mask is one too short": ("offsets < n", "offsets < n - 1"),
+    },
+)
+
+
+def check_copy(kernel: Any) -> None:
+    """Puzzle 1."""
+    check_kernel(COPY, kernel, launch_copy, torch.arange(10.0))
+
+
+def _draw_bias(generator: random.Random, size: int) -> tuple:
+    M, N = generator.randint(1, 9), generator.randint(1, 4 + size)
+    return floats(generator, M, N), floats(generator, N)
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias
+
+
+def launch_add_bias(x: Tensor, bias: Tensor) -> Launch:
+    (M, N), y = x.shape, empty(*x.shape, like=x)
+    grid = (ceil(M, 4), ceil(N, 8))
+    return Launch(y, grid, (x, bias, y, M, N), {"ROWS": 4, "COLUMNS": 8})
+
+
+ADD_BIAS = puzzle(
+    add_bias,
+    _draw_bias,
+    solutions.add_bias,
+    launch_add_bias,
+    {
+        "the stride is wrong: from a row to the next it is N elements, not M": (
+            "rows[:, None] * N",
+            "rows[:, None] * M",
+        ),
+        "rows are not masked": ("(rows < M)[:, None]", "(rows >= 0)[:, None]"),
+        "columns are not masked, so that a tile reaches into the next row": (
+            "& (columns < N)[None, :]",
+            "& (columns >= 0)[None, :]",
+        ),
+        "the load of the bias has no mask": ("columns, mask=columns < N)", "columns)"),
+        "every program loads the first tile of the bias": (
+            "tl.load(bias_ptr + columns, mask=columns < N)",
+            "tl.load(bias_ptr + tl.arange(0, COLUMNS), mask=tl.arange(0, COLUMNS) < N)",
+        ),
+        "the two axes of the grid are mixed up": (
+            "tl.program_id(0) * ROWS + tl.arange(0, ROWS)\n    columns = tl.program_id(1)",
+            "tl.program_id(1) * ROWS + tl.arange(0, ROWS)\n    columns = tl.program_id(0)",
+        ),
+    },
+)
+
+
+def check_add_bias(kernel: Any) -> None:
+    """Puzzle 2."""
+    x = torch.arange(60.0).view(6, 10)
+    check_kernel(ADD_BIAS, kernel, launch_add_bias, x, torch.arange(10.0))
+
+
+def row_sums(x: Tensor) -> Tensor:
+    return x.sum(1)
+
+
+def launch_row_sums(x: Tensor) -> Launch:
+    sums = empty(len(x), like=x)
+    return Launch(sums, (len(x),), (x, sums, x.shape[1]), {"BLOCK": 32})
+
+
+ROW_SUMS = puzzle(
+    row_sums,
+    _draw_matrix,
+    solutions.row_sums,
+    launch_row_sums,
+    {
+        "lanes that are masked off are added too; `other` says what they hold": (
+            ", other=0.0",
+            "",
+        ),
+        "each program sums the first row": ("x_ptr + row * N", "x_ptr"),
+        "each program starts one element after the one before: a row is N elements long": (
+            "row * N",
+            "row",
+        ),
+        "rows are taken to be BLOCK elements apart": ("row * N", "row * BLOCK"),
+        "the load has no mask": ("mask=columns < N, other=0.0", ""),
+        "all programs store to element 0": ("sums_ptr + row", "sums_ptr"),
+        "the mean is stored": ("tl.sum(x, axis=0)", "tl.sum(x, axis=0) / N"),
+        "only the first element is stored": (
+            "tl.sum(x, axis=0)",
+            "tl.sum(tl.where(columns == 0, x, 0.0), axis=0)",
+        ),
+    },
+)
+
+
+def check_row_sums(kernel: Any) -> None:
+    """Puzzle 4."""
+    check_kernel(ROW_SUMS, kernel, launch_row_sums, torch.arange(60.0).view(5, 12))
+
+
+def _draw_logits(generator: random.Random, size: int) -> tuple:
+    shape = generator.randint(1, 5), generator.randint(2, 4 + size)
+    x = floats(generator, *shape, scale=3.0)
+    # exp(100) is more than a float32 holds
+    return (x + generator.choice([0.0, -50.0, 100.0]),)
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, 1)
+
+
+def launch_softmax(x: Tensor) -> Launch:
+    y = empty(*x.shape, like=x)
+    return Launch(y, (len(x),), (x, y, x.shape[1]), {"BLOCK": 32})
+
+
+SOFTMAX = puzzle(
+    softmax,
+    _draw_logits,
+    solutions.softmax,
+    launch_softmax,
+    {
+        "lanes that are masked off hold 0, and exp(0) is added to the sum": (
+            'float("-inf")',
+            "0.0",
+        ),
+        "lanes that are masked off hold anything": (', other=float("-inf")', ""),
+        "the largest of the row is not subtracted, so that exp overflows": (
+            "tl.exp(x - tl.max(x, axis=0))",
+            "tl.exp(x)",
+        ),
+        "the weights are not divided by their sum": (" / tl.sum(weights, axis=0)", ""),
+        "they are divided by the sum of x": (
+            "tl.sum(weights",
+            "tl.sum(tl.where(columns < N, x, 0.0)",
+        ),
+        "each program takes the first row": (
+            "tl.load(x_ptr + row * N",
+            "tl.load(x_ptr",
+        ),
+        "the store has no mask": ("y, mask=columns < N", "y"),
+    },
+    "core",
+)
+
+
+def check_softmax(kernel: Any) -> None:
+    """Puzzle 5."""
+    check_kernel(SOFTMAX, kernel, launch_softmax, torch.arange(60.0).view(5, 12))
+
+
+def transpose(x: Tensor) -> Tensor:
+    return x.T.contiguous()
+
+
+def launch_transpose(x: Tensor) -> Launch:
+    (M, N), y = x.shape, empty(x.shape[1], x.shape[0], like=x)
+    return Launch(y, (ceil(M, 4), ceil(N, 4)), (x, y, M, N), {"BLOCK": 4})
+
+
+TRANSPOSE = puzzle(
+    transpose,
+    _draw_matrix,
+    solutions.transpose,
+    launch_transpose,
+    {
+        "the stride of y is wrong: a row of y has M elements": (
+            "columns[None, :] * M",
+            "columns[None, :] * N",
+        ),
+        "the elements are stored where they were, not transposed": (
+            "columns[None, :] * M + rows[:, None]",
+            "rows[:, None] * N + columns[None, :]",
+        ),
+        "rows are not masked": ("(rows < M)[:, None]", "(rows >= 0)[:, None]"),
+        "columns are not masked": ("(columns < N)[None, :]", "(columns >= 0)[None, :]"),
+        "the store has no mask": ("x, mask=inside", "x"),
+        "the stride of x is wrong: a row of x has N elements": (
+            "rows[:, None] * N",
+            "rows[:, None] * M",
+        ),
+    },
+    "core",
+)
+
+
+def check_transpose(kernel: Any) -> None:
+    """Puzzle 3."""
+    check_kernel(TRANSPOSE, kernel, launch_transpose, torch.arange(60.0).view(6, 10))
+
+
+def _draw_rows(generator: random.Random, size: int) -> tuple:
+    shape = generator.randint(1, 4), generator.randint(2, 6 + 2 * size)
+    return (floats(generator, *shape, scale=generator.choice([1.0, 0.01])),)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[1:], eps=EPS)
+
+
+def launch_rms_norm(x: Tensor) -> Launch:
+    y = empty(*x.shape, like=x)
+    return Launch(y, (len(x),), (x, y, x.shape[1], EPS), {"BLOCK": 8})
+
+
+RMS_NORM = puzzle(
+    rms_norm,
+    _draw_rows,
+    solutions.rms_norm,
+    launch_rms_norm,
+    {
+        "each tile starts the sum anew; add to it": ("squares += ", "squares = "),
+        "the sum of squares is divided by BLOCK, not by the N elements of the row": (
+            "squares / N",
+            "squares / BLOCK",
+        ),
+        "eps is missing": (" + eps", ""),
+        "eps is added outside of the root": (
+            "tl.sqrt(squares / N + eps)",
+            "(tl.sqrt(squares / N) + eps)",
+        ),
+        "it is divided by the mean square, without the root": (
+            "tl.sqrt(squares / N + eps)",
+            "(squares / N + eps)",
+        ),
+        "the sum of squares is not divided by N": ("squares / N", "squares"),
+        "x is summed, not its square": ("x * x", "x"),
+        "only the first tile of each row is stored": (
+            "x * scale, mask=columns < N",
+            "x * scale, mask=(columns < N) & (columns < BLOCK)",
+        ),
+    },
+    "core",
+)
+
+
+def check_rms_norm(kernel: Any) -> None:
+    """Puzzle 6."""
+    check_kernel(RMS_NORM, kernel, launch_rms_norm, torch.arange(60.0).view(3, 20))
+
+
+def _draw_matrices(generator: random.Random, size: int) -> tuple:
+    M, N, K = (generator.randint(1, 14 + size) for _ in range(3))
+    return floats(generator, M, K), floats(generator, K, N)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+def launch_matmul(a: Tensor, b: Tensor) -> Launch:
+    (M, K), N = a.shape, b.shape[1]
+    c = empty(M, N, like=a)
+    sizes = {"ROWS": 16, "COLUMNS": 16, "DEPTH": 16}
+    return Launch(c, (ceil(M, 16), ceil(N, 16)), (a, b, c, M, N, K), sizes)
+
+
+MATMUL = puzzle(
+    matmul,
+    _draw_matrices,
+    solutions.matmul,
+    launch_matmul,
+    {
+        "each step overwrites the total; add to it": ("tl.dot(a, b, total", "tl.dot(a, b, None"),
+        "the stride of b is wrong: a row of b has N elements": ("k[:, None] * N", "k[:, None] * K"),
+        "the stride of a is wrong: a row of a has K elements": (
+            "rows[:, None] * K",
+            "rows[:, None] * M",
+        ),
+        "beyond K, the lanes of b hold anything: mask k as well": (
+            "(k < K)[:, None] & (columns",
+            "(k >= 0)[:, None] & (columns",
+        ),
+        "beyond K, the lanes of a hold anything: mask k as well": (
+            "(rows < M)[:, None] & (k < K)",
+            "(rows < M)[:, None] & (k >= 0)",
+        ),
+        "the store has no mask": ("total, mask=inside", "total"),
+        "only the first DEPTH of the K elements are multiplied": (
+            "range(0, K, DEPTH)",
+            "range(0, 1)",
+        ),
+        "the tiles of the loop overlap: it must go in steps of DEPTH": (
+            "range(0, K, DEPTH)",
+            "range(0, K)",
+        ),
+    },
+    "core",
+)
+
+
+def check_matmul(kernel: Any) -> None:
+    """Puzzle 7."""
+    a, b = torch.arange(400.0).view(20, 20), torch.arange(500.0).view(20, 25)
+    check_kernel(MATMUL, kernel, launch_matmul, a, b)
+
+
+def _draw_layer(generator: random.Random, size: int) -> tuple:
+    x, w = _draw_matrices(generator, size)
+    return x, w, floats(generator, w.shape[1])
+
+
+def linear_relu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(x @ w + bias)
+
+
+def recorded(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, list[Run]]:
+    """The result of a function that launches kernels, and what they did.
+
+    Raises:
+        ValueError: none is launched, or a tile has more than MOST_NUMBERS numbers.
+    """
+    with watched() as runs:
+        result = function(*tensors)
+    if not runs:
+        raise ValueError("no kernel was launched")
+    if (largest := max([run.largest_tile for run in runs], default=0)) > MOST_NUMBERS:
+        raise ValueError(f"a tile must have at most {MOST_NUMBERS:,} numbers, got {largest:,}")
+    return result, runs
+
+
+def launches(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with its launches interpreted; on a GPU also compiled, whose result counts."""
+
+    @functools.wraps(function)
+    def run(*tensors: Tensor) -> Tensor:
+        result, _ = recorded(function, *tensors)
+        if torch.cuda.is_available():
+            return function(*(x.cuda() for x in tensors)).cpu()
+        return result
+
+    return run
+
+
+@functools.cache
+def kilobytes(function: Callable[..., Tensor]) -> float:
+    """KB that the programs load and store, for 64 × 64 matrices."""
+    x, w, bias = torch.ones(64, 64), torch.ones(64, 64), torch.ones(64)
+    function = solutions.linear_relu if function is linear_relu else function
+    _, runs = recorded(getattr(function, "__wrapped__", function), x, w, bias)
+    return sum(run.bytes_moved() for run in runs) / 1e3
+
+
+def _without_bias(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(x @ w)
+
+
+LINEAR_RELU = Exercise(
+    linear_relu,
+    _draw_layer,
+    {
+        "the bias is missing": _without_bias,
+        "the ReLU is missing": lambda x, w, bias: x @ w + bias,
+        "the bias is added after the ReLU": lambda x, w, bias: torch.relu(x @ w) + bias,
+    },
+    "open",
+    trials=4,
+    seconds=20,
+    measure=kilobytes,
+    unit="KB",
+)
+
+
+def check_linear_relu(function: Callable[..., Tensor]) -> None:
+    """Puzzle 8."""
+    check(LINEAR_RELU, launches(function))

@@ -1,0 +1,134 @@
+"""Pictures of what the programs of a kernel touched."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
+from lib.core.figures import COLORS, GREY, INK, VERMILLION
+
+if TYPE_CHECKING:
+    from lib.lessons.triton.recorder_triton import Memory, Run
+
+# Lighter colors for many programs; the one for faults is not among them.
+TINTS = ["#9fd3ef", "#fbe3b0", "#c9ead6", "#f3cfe0", "#e3dcf6", "#dfe6b8", "#f9d3bf", "#c8d6e5"]
+CELL = 0.24
+"""Inches."""
+
+MOST_OUTSIDE = 16
+
+
+def show_run(run: Run, *, title: str = "", only: int | None = None) -> None:
+    """Show each tensor that was loaded or stored as a grid of its elements.
+
+    The number in a cell is the program that touched it; of several, how many (×3). Several that
+    store the same element are a fault. Cells behind the end of a tensor are not in it.
+
+    Args:
+        only: show this program's accesses, and no others.
+    """
+    wanted = [
+        (name, kind) for name in run.tensors for kind in ("load", "store") if run.of(kind, name)
+    ]
+    sizes = [_extent(run, name, kind) for name, kind in wanted]
+    if not wanted:
+        print("The kernel loads and stores nothing.")
+        return
+    width = max(3.0, sum(max(columns * CELL, 1.2) + 0.5 for _, columns in sizes))
+    stacked = width > 9.5
+    shape = {"nrows": len(wanted)} if stacked else {"ncols": len(wanted)}
+    ratios = [max(r if stacked else c, 5 if not stacked else 2) for r, c in sizes]
+    height = (
+        sum(r * CELL + 0.75 for r, _ in sizes) if stacked else max(r for r, _ in sizes) * CELL + 0.8
+    )
+    width = max(c for _, c in sizes) * CELL + 0.6 if stacked else width
+    grid = {"height_ratios": ratios} if stacked else {"width_ratios": ratios}
+    figure, panels = plt.subplots(
+        figsize=(min(max(width, 4.5), 12), height), gridspec_kw=grid, squeeze=False, **shape
+    )
+    for axes, (name, kind), extent in zip(panels.flat, wanted, sizes):
+        _draw_cells(axes, run, name, kind, extent, only)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    if faults := run.faults():
+        handles = [Patch(color=VERMILLION, label=faults[0])]
+        figure.legend(handles=handles, loc="outside lower left", fontsize=9)
+    plt.show()
+
+
+def _shape_of(memory: Memory) -> tuple[int, int]:
+    """Rows and columns in which a tensor is drawn."""
+    shape = memory.shape or (1,)
+    return (1, shape[0]) if len(shape) == 1 else (math.prod(shape[:-1]), shape[-1])
+
+
+def _outside(run: Run, name: str, kind: str) -> tuple[set[int], set[int]]:
+    """Offsets behind the end of a tensor: (touched, masked off)."""
+    memory = run.tensors[name]
+    end = math.prod(memory.shape)
+    touched, masked = set(), set()
+    for access in run.of(kind, name):
+        for offsets, found in ((access.offsets, touched), (access.masked, masked)):
+            # elements of a row behind its end are in the next row, or behind the last
+            found |= {int(o) for o in offsets if end <= o < end + MOST_OUTSIDE}
+    return touched, masked - touched
+
+
+def _extent(run: Run, name: str, kind: str) -> tuple[int, int]:
+    rows, columns = _shape_of(run.tensors[name])
+    outside = set().union(*_outside(run, name, kind))
+    extra = max(outside) - rows * columns + 1 if outside else 0
+    return (1, columns + extra) if rows == 1 else (rows + math.ceil(extra / columns), columns)
+
+
+def _draw_cells(
+    axes: Axes, run: Run, name: str, kind: str, extent: tuple[int, int], only: int | None
+) -> None:
+    memory = run.tensors[name]
+    rows, columns = _shape_of(memory)
+    programs: dict[int, list[int]] = {}
+    for access in run.of(kind, name):
+        if only in (None, access.program):
+            for place in memory.place(access.offsets).tolist():
+                if place >= 0 and access.program not in programs.setdefault(place, []):
+                    programs[place].append(access.program)
+    small = {"ha": "center", "va": "center", "fontsize": 7, "color": INK}
+    for place in range(rows * columns):
+        row, column = divmod(place, columns)
+        found = programs.get(place, [])
+        color = TINTS[found[0] % len(TINTS)] if found else "white"
+        if len(found) > 1:
+            color = VERMILLION if kind == "store" else GREY
+        axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="#8a8f98", lw=0.5))
+        if found and rows * columns <= 600:
+            text = f"×{len(found)}" if len(found) > 1 else str(found[0])
+            axes.text(column + 0.5, row + 0.5, text, **small)
+    touched, masked = _outside(run, name, kind)
+    for offsets, style in (
+        (touched, {"facecolor": VERMILLION, "hatch": "///", "edgecolor": "white"}),
+        (masked, {"facecolor": "none", "edgecolor": GREY, "linestyle": ":"}),
+    ):
+        for offset in offsets:
+            row, column = (0, offset) if rows == 1 else divmod(offset, columns)
+            axes.add_patch(Rectangle((column, row), 1, 1, **style))
+    axes.set(xlim=(-0.1, extent[1] + 0.1), ylim=(extent[0] + 0.1, -0.1), aspect="equal")
+    axes.set_title(f"{name}: {kind}s", fontsize=9, fontweight="normal")
+    axes.axis("off")
+
+
+def show_roofline(limits, points, *, title: str) -> None:
+    """Show the roof of a machine and name -> (FLOP/byte, FLOP/s) of kernels below it."""
+    _, axes = plt.subplots(figsize=(7.5, 3.8))
+    span = np.geomspace(0.05, 4000, 200)
+    axes.loglog(span, [limits.attainable(i) / 1e12 for i in span], color=INK, marker="")
+    for color, (name, (intensity, rate)) in zip(COLORS * 3, points.items()):
+        style = {"markerfacecolor": "none", "markeredgewidth": 1.8, "markersize": 9}
+        axes.loglog([intensity], [rate / 1e12], "o", color=color, label=name, **style)
+    axes.axvline(limits.ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
+    axes.set(title=title, xlabel="FLOP per byte", ylabel="TFLOP/s")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
+    plt.show()

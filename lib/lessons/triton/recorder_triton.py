@@ -1,0 +1,371 @@
+"""Run a Triton kernel in Triton's interpreter, and note which elements each program touches.
+
+The interpreter runs one program after another, each operation as one of NumPy. Here it gets made-up
+addresses in place of a tensor's own: each load and store comes by this file, which looks up the
+element that is meant. So a kernel that reads or writes out of bounds does no harm, and is found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.language import core
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, TensorHandle
+from triton.runtime.jit import JITFunction, KernelInterface
+
+# A GPU moves memory in sectors of so many bytes (CUDA C++ Best Practices Guide, coalesced access).
+SECTOR_BYTES = 32
+# Addresses that belong to one tensor; far more than a kernel strays.
+ADDRESSES = 1 << 40
+ARITHMETIC = (
+    *("fadd", "fsub", "fmul", "fdiv", "precise_divf", "frem", "fabs", "floor", "ceil"),
+    *("exp", "exp2", "log", "log2", "sin", "cos", "erf", "sqrt", "precise_sqrt", "rsqrt"),
+    *("maximumf", "maxnumf", "minimumf", "minnumf"),
+)
+
+# Triton's language before anything was interpreted.
+LANGUAGE = [
+    (owner, dict(vars(owner)))
+    for owner in (
+        *(module for name, module in sys.modules.items() if name.startswith("triton.language")),
+        *(tl.tensor, tl.dtype, core.tensor_descriptor_base),
+    )
+]
+
+
+class KernelError(IndexError):
+    """A kernel touched what is not there, or two programs stored to one element."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """One load or store of one program."""
+
+    program: int
+    """Programs are numbered in the order of the grid, its last axis fastest."""
+
+    kind: Literal["load", "store"]
+    tensor: str
+    """The parameter whose pointer it went through."""
+
+    offsets: np.ndarray
+    """Of the lanes that are on: elements from where the tensor starts, as a kernel counts them."""
+
+    masked: np.ndarray
+    """The same of the lanes that the mask turns off."""
+
+    shape: tuple[int, ...]
+    """Of the tile."""
+
+
+@dataclass
+class Memory:
+    """A tensor argument: its elements, and the addresses that the kernel sees."""
+
+    name: str
+    tensor: Tensor
+    base: int
+
+    def __post_init__(self) -> None:
+        self.dtype = self.tensor.dtype
+        self.shape, self.itemsize = tuple(self.tensor.shape), self.tensor.element_size()
+        if self.dtype == torch.bfloat16:
+            raise TypeError(
+                f"{self.name} must be float16 or float32: the interpreter has no bfloat16"
+            )
+        storage = self.tensor.detach().cpu().new_empty(0)
+        storage.set_(self.tensor.detach().cpu().untyped_storage())
+        self.cells = storage.numpy()
+        # the place of each element of the storage in the tensor, which may be a view of a part
+        self.places = np.full(len(self.cells), -1)
+        numbers = torch.arange(len(self.cells))
+        strides, start = self.tensor.stride(), self.tensor.storage_offset()
+        if self.tensor.numel():
+            view = numbers.as_strided(self.shape, strides, start).reshape(-1)
+            self.places[view.numpy()] = np.arange(len(view))
+        self.start = start
+
+    def data_ptr(self) -> int:
+        return self.base
+
+    def place(self, offsets: np.ndarray) -> np.ndarray:
+        """Row-major index in the tensor of each offset; -1 outside of it."""
+        index = offsets + self.start
+        is_there = (index >= 0) & (index < len(self.places))
+        return np.where(is_there, self.places[np.where(is_there, index, 0)], -1)
+
+
+@dataclass
+class Run:
+    """What the programs of a launch did."""
+
+    grid: tuple[int, ...]
+    tensors: dict[str, Memory] = field(default_factory=dict)
+    accesses: list[Access] = field(default_factory=list)
+    flops: Counter = field(default_factory=Counter)
+    """`matmul`: of tl.dot, a multiply-add is two; `other`: one for each number computed."""
+
+    largest_tile: int = 0
+    """Numbers in the largest tile that was loaded or multiplied."""
+
+    @property
+    def num_programs(self) -> int:
+        return int(np.prod(self.grid))
+
+    def of(self, kind: str, tensor: str | None = None) -> list[Access]:
+        """The loads or the stores, of one tensor or of all."""
+        return [a for a in self.accesses if a.kind == kind and tensor in (None, a.tensor)]
+
+    def bytes_moved(self, kind: str | None = None, tensor: str | None = None) -> int:
+        """Bytes that programs ask for: what one program asks for twice counts twice."""
+        return sum(
+            len(access.offsets) * self.tensors[access.tensor].itemsize
+            for access in self.accesses
+            if kind in (None, access.kind) and tensor in (None, access.tensor)
+        )
+
+    def least_bytes(self) -> int:
+        """Bytes that must move at least: each element loaded counts once, and each stored one."""
+        touched: dict[tuple[str, str], list[np.ndarray]] = {}
+        for access in self.accesses:
+            touched.setdefault((access.kind, access.tensor), []).append(access.offsets)
+        return sum(
+            len(np.unique(np.concatenate(offsets))) * self.tensors[tensor].itemsize
+            for (_, tensor), offsets in touched.items()
+        )
+
+    def sector_bytes(self, kind: str | None = None, tensor: str | None = None) -> int:
+        """Bytes of all sectors that the accesses reach into, for each access on its own."""
+        total = 0
+        for access in self.accesses:
+            if kind in (None, access.kind) and tensor in (None, access.tensor):
+                per_sector = SECTOR_BYTES // self.tensors[access.tensor].itemsize
+                total += SECTOR_BYTES * len(np.unique(access.offsets // per_sector))
+        return total
+
+    def faults(self) -> list[str]:
+        """Accesses out of bounds, and elements that several programs store."""
+        found = []
+        for access in self.accesses:
+            memory = self.tensors[access.tensor]
+            outside = access.offsets[memory.place(access.offsets) < 0]
+            if len(outside):
+                found.append(_outside(access, memory, int(outside[0])))
+        for name, memory in self.tensors.items():
+            found += _races(self.of("store", name), memory)
+        return found
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each byte that programs ask for."""
+        return self.flops.total() / self.bytes_moved()
+
+
+def _outside(access: Access, memory: Memory, offset: int) -> str:
+    verb = "loads" if access.kind == "load" else "stores"
+    size = f"{int(np.prod(memory.shape))} elements"
+    return f"program {access.program} {verb} element {offset} of {memory.name}, which has {size}"
+
+
+def _races(stores: Sequence[Access], memory: Memory) -> list[str]:
+    """Sentences about elements that several programs store; at most one for each tensor."""
+    first: dict[int, int] = {}
+    for access in stores:
+        for offset in access.offsets.tolist():
+            if first.setdefault(offset, access.program) != access.program:
+                programs = f"programs {first[offset]} and {access.program}"
+                return [f"{programs} both store element {offset} of {memory.name}"]
+    return []
+
+
+def watch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, strict: bool = False, **options: Any
+) -> Run:
+    """Launch `kernel` in the interpreter as `kernel[grid](*arguments, **options)` would.
+
+    Stores arrive in the tensors. What a load finds out of bounds is NaN, or the largest integer.
+
+    Args:
+        kernel: a function that `triton.jit` was applied to, or could be.
+        strict: raise at the first access out of bounds, in the line that makes it, and after the
+            launch if two programs stored to one element.
+
+    Raises:
+        KernelError: see `strict`.
+        Exception: what the kernel itself raises.
+    """
+    function = getattr(kernel, "fn", kernel)
+    run = Run(grid)
+    interpreted = InterpretedFunction(function)
+    with (
+        np.errstate(all="ignore"),
+        _noted(run, strict),
+        patch.object(JITFunction, "__call__", _call_interpreted),
+        patch.object(JITFunction, "__get__", _bind, create=True),
+        patch.object(InterpretedFunction, "__call__", _call_interpreted),
+    ):
+        # `tl` and `core`, which are globals of `watch`; else each call of `tl.sum` would, in 10 ms
+        interpreter._patch_lang(watch)
+        executor = _Executor(interpreted.rewrite(), interpreted.arg_names, grid)
+        executor.recorded = run
+        try:
+            executor(*arguments, **options)
+        except interpreter.InterpreterError as error:
+            raise error.__cause__ from None
+        finally:
+            restore_language()
+    if strict and (races := [fault for fault in run.faults() if "both store" in fault]):
+        raise KernelError(races[0])
+    return run
+
+
+@contextmanager
+def watched() -> Iterator[list[Run]]:
+    """Let each launch `kernel[grid](…)` be interpreted and recorded; strict, see `watch`."""
+    runs: list[Run] = []
+
+    def launcher(kernel, grid):
+        def launch(*arguments, **options):
+            size = grid(options) if callable(grid) else grid
+            runs.append(watch(kernel, size, *arguments, strict=True, **options))
+
+        return launch
+
+    with patch.object(KernelInterface, "__getitem__", launcher):
+        yield runs
+
+
+class _Executor(GridExecutor):
+    """Hands `Memory` to the kernel in place of tensors, and writes it back afterwards."""
+
+    recorded: Run
+
+    def _init_args_hst(self, args_dev, kwargs):
+        given = dict(zip(self.arg_names, args_dev)) | kwargs
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                short = name.removesuffix("_ptr")
+                base = ADDRESSES * (1 + len(self.recorded.tensors))
+                self.recorded.tensors[short] = given[name] = Memory(short, value, base)
+        return [given[name] for name in self.arg_names[: len(args_dev)]], {
+            name: given[name] for name in kwargs
+        }
+
+    def _restore_args_dev(self, args_dev, args_hst, kwargs, kwargs_hst):
+        for memory in self.recorded.tensors.values():
+            if memory.tensor.device.type != "cpu":
+                cells = torch.from_numpy(memory.cells.copy())
+                cells = cells.view(memory.dtype)
+                memory.tensor.untyped_storage().copy_(cells.untyped_storage())
+
+
+@contextmanager
+def _noted(run: Run, strict: bool) -> Iterator[None]:
+    """Let the interpreter's loads, stores and arithmetic go by `run`."""
+    builder = interpreter.interpreter_builder
+
+    def look_up(kind, pointers, mask) -> tuple[Memory, np.ndarray, np.ndarray, np.ndarray]:
+        memories = list(run.tensors.values())
+        addresses = pointers.data.astype(np.int64)
+        # an address far before a tensor belongs to it, too
+        memory = memories[int((addresses.flat[0] + ADDRESSES // 2) // ADDRESSES) - 1]
+        offsets = (addresses - memory.base) // memory.itemsize
+        is_on = np.broadcast_to(np.asarray(mask.data, bool), offsets.shape)
+        x, y, z = builder.grid_idx
+        _, ny, nz = builder.grid_dim
+        access = Access(
+            program=(x * ny + y) * nz + z,
+            kind=kind,
+            tensor=memory.name,
+            offsets=offsets[is_on],
+            masked=offsets[~is_on],
+            shape=offsets.shape,
+        )
+        run.accesses.append(access)
+        run.largest_tile = max(run.largest_tile, offsets.size)
+        is_there = memory.place(offsets) >= 0
+        if strict and (is_on & ~is_there).any():
+            raise KernelError(_outside(access, memory, int(offsets[is_on & ~is_there][0])))
+        return memory, offsets, is_on, is_there
+
+    def load(pointers, mask, other, *_):
+        memory, offsets, is_on, is_there = look_up("load", pointers, mask)
+        index = np.where(is_there, offsets + memory.start, 0)
+        kind = memory.cells.dtype
+        junk = np.nan if kind.kind == "f" else np.iinfo(kind).max if kind.kind in "iu" else True
+        found = np.where(is_there, memory.cells[index], np.asarray(junk, kind))
+        # without `other` they hold anything, on a GPU
+        unread = np.asarray(junk, kind) if other is None else other.data.astype(kind)
+        return TensorHandle(np.where(is_on, found, unread), pointers.get_element_ty())
+
+    def store(pointers, value, mask, *_):
+        memory, offsets, is_on, is_there = look_up("store", pointers, mask)
+        values = np.broadcast_to(value.data, offsets.shape)
+        chosen = is_on & is_there
+        memory.cells[offsets[chosen] + memory.start] = values[chosen].astype(memory.cells.dtype)
+
+    def refuse(*_):
+        raise NotImplementedError("atomics are not recorded")
+
+    def dot(a, b, d, *rest):
+        run.flops["matmul"] += 2 * a.data.size * b.data.shape[-1]
+        run.largest_tile = max(run.largest_tile, a.data.size, b.data.size, d.data.size)
+        return matmul(a, b, d, *rest)
+
+    def counted(compute):
+        def operation(*handles):
+            result = compute(*handles)
+            run.flops["other"] += result.data.size
+            return result
+
+        return operation
+
+    def reduce(self, given):
+        first = given[0] if isinstance(given, tuple) else given
+        run.flops["other"] += first.handle.data.size
+        return reduce_all(self, given)
+
+    matmul, reduce_all = builder.create_dot, interpreter.ReduceOps.apply
+    changes: dict[str, Any] = {
+        "create_masked_load": load,
+        "create_masked_store": store,
+        "create_dot": dot,
+    }
+    changes |= dict.fromkeys(("create_atomic_rmw", "create_atomic_cas"), refuse)
+    for name in ARITHMETIC:
+        if hasattr(builder, f"create_{name}"):
+            changes[f"create_{name}"] = counted(getattr(builder, f"create_{name}"))
+    with patch.multiple(builder, **changes), patch.object(interpreter.ReduceOps, "apply", reduce):
+        yield
+
+
+def restore_language() -> None:
+    """Undo what the interpreter leaves behind in Triton's language, so that kernels compile."""
+    for owner, names in LANGUAGE:
+        for name in set(vars(owner)) - set(names) if isinstance(owner, type) else ():
+            delattr(owner, name)
+        for name, value in names.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+
+def _call_interpreted(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call a function that `triton.jit` was applied to, as `tl.sum`, from an interpreted one."""
+    return InterpretedFunction(function.fn).rewrite()(*arguments, **options)
+
+
+def _bind(function: Any, owner: Any, kind: type | None = None) -> Any:
+    """`x.sum` for a tile x is `tl.sum` with x as its first argument."""
+    return function if owner is None else partial(_call_interpreted, function, owner)

@@ -1,0 +1,83 @@
+"""The puzzles of notebook 05: other right answers, and wrong ones whose result is right."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from lib.lessons.exercise import verdict
+from lib.lessons.triton import exercises, solutions_triton
+
+
+@triton.jit
+def copy_by_striding(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """Tiles that interleave: program i starts at i, and steps by the number of programs."""
+    offsets = tl.program_id(0) + tl.arange(0, BLOCK) * tl.num_programs(0)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, offsets < n), offsets < n)
+
+
+@triton.jit
+def transpose_in_registers(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x_mask = (rows < M)[:, None] & (columns < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * N + columns[None, :], mask=x_mask)
+    y_mask = (columns < N)[:, None] & (rows < M)[None, :]
+    tl.store(y_ptr + columns[:, None] * M + rows[None, :], tl.trans(x), mask=y_mask)
+
+
+@triton.jit
+def copy_by_all(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """Every program copies everything."""
+    for start in range(0, n, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, offsets < n), offsets < n)
+
+
+def test_other_right_kernels_pass():
+    attempt = exercises.runner(copy_by_striding, exercises.launch_copy)
+    assert verdict(exercises.COPY, attempt).startswith("right")
+    attempt = exercises.runner(transpose_in_registers, exercises.launch_transpose)
+    assert verdict(exercises.TRANSPOSE, attempt).startswith("right")
+
+
+def test_a_race_is_a_fault_though_the_result_is_right():
+    attempt = exercises.runner(copy_by_all, exercises.launch_copy)
+    assert "programs 0 and 1 both store element 0 of y" in verdict(exercises.COPY, attempt)
+
+
+def with_tiles(rows, columns, depth):
+    """A launch of the last puzzle with these tiles."""
+
+    def linear_relu(x, w, bias):
+        (M, K), N = x.shape, w.shape[1]
+        y = torch.empty(M, N)
+        grid = (triton.cdiv(M, rows), triton.cdiv(N, columns))
+        kernel = solutions_triton.linear_relu_kernel[grid]
+        kernel(x, w, bias, y, M, N, K, ROWS=rows, COLUMNS=columns, DEPTH=depth)
+        return y
+
+    return exercises.launches(linear_relu)
+
+
+@pytest.mark.parametrize(("sizes", "kilobytes"), [((16, 16, 16), 148), ((32, 32, 16), 82.4)])
+def test_larger_tiles_ask_for_less(sizes, kilobytes):
+    text = verdict(exercises.LINEAR_RELU, with_tiles(*sizes))
+    assert f"yours {kilobytes} KB, the solution 148 KB" in text
+
+
+def test_tiles_have_a_limit_and_a_kernel_has_to_be_launched():
+    too_large = with_tiles(64, 32, 16)
+    assert "at most 1,024 numbers, got 2,048" in verdict(exercises.LINEAR_RELU, too_large)
+    by_torch = exercises.launches(lambda x, w, bias: torch.relu(x @ w + bias))
+    assert "no kernel was launched" in verdict(exercises.LINEAR_RELU, by_torch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["copy", "add_bias", "transpose", "row_sums", "softmax"])
+def test_compiled_kernels_pass_too(name):
+    kernel = triton.jit(getattr(solutions_triton, name))
+    attempt = exercises.runner(kernel, getattr(exercises, f"launch_{name}"))
+    assert verdict(getattr(exercises, name.upper()), attempt).startswith("right")

@@ -1,0 +1,68 @@
+"""The pictures of notebook 05, and its table of chips beside the data sheets in `lib.core`."""
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from lib.core.hardware import PEAKS
+from lib.lessons.triton import hardware, records
+from lib.lessons.triton.figures import show_run
+from lib.lessons.triton.recorder_triton import watch
+
+
+@triton.jit
+def shifted(x_ptr, y_ptr, shift, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * shift + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offsets, tl.load(x_ptr + offsets))
+
+
+def drawn(shift, monkeypatch, **options):
+    """(texts of each panel, text of the legend) of a run of three programs on ten elements."""
+    monkeypatch.setattr(plt, "show", lambda: None)
+    show_run(watch(shifted, (3,), torch.zeros(10), torch.zeros(10), shift, BLOCK=4), **options)
+    figure = plt.gcf()
+    panels = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    legends = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    plt.close(figure)
+    return panels, legends
+
+
+def test_each_cell_has_the_program_that_touched_it(monkeypatch):
+    panels, legends = drawn(3, monkeypatch)
+    assert panels == [["0", "0", "0", "×2", "1", "1", "×2", "2", "2", "2"]] * 2
+    assert legends == ["programs 0 and 1 both store element 3 of y"]
+    assert drawn(4, monkeypatch)[1] == ["program 2 loads element 10 of x, which has 10 elements"]
+    assert drawn(3, monkeypatch, only=1)[0] == [["1"] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [
+        (hardware.T4, "T4"),
+        (hardware.A100, "A100-SXM4-80GB"),
+        (hardware.H100, "H100 80GB HBM3"),
+        (hardware.H200, "H200"),
+    ],
+)
+def test_the_table_agrees_with_the_data_sheets(chip, name):
+    peak = PEAKS[name]
+    assert chip.bandwidth_gb_per_s == peak.bandwidth / 1e9
+    assert chip.float32 == pytest.approx(peak.float32 / 1e12, rel=0.005)
+    assert chip.float16 == pytest.approx(peak.float16 / 1e12, rel=0.005)
+
+
+def test_the_drawing_shows_what_the_table_says():
+    drawing = hardware.gpu_svg()
+    for text in ("132 streaming", "256 KB", "50 MB", "141 GB", "4.8 TB/s"):
+        assert text in drawing
+
+
+def test_the_records_have_the_kernels_of_the_notebook(capsys):
+    recorded = records.recorded_kernels()
+    assert "NVIDIA H200" in capsys.readouterr().out
+    assert {"_add_rms_norm_kernel", "_swiglu_kernel", "_swiglu_backward_kernel"} <= set(recorded)
+    assert [point.name for point in records.recorded_points("RMSNorm")] == ["RMSNorm"]
