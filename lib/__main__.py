@@ -362,6 +362,13 @@ COMMANDS: dict[str, Command] = {
         unpacks=True,
         word="run",
     ),
+    "lessons broken-runs": Command(
+        "Train the broken runs that notebook 03 shows, and record them.",
+        NoConfig,
+        "lib.lessons.training.broken:record_broken_runs",
+        prints="{result}",
+        unpacks=True,
+    ),
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,

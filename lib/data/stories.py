@@ -38,6 +38,8 @@ TABLE_SIZE = 256
 PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
 # the name of a slot -> the text that fills it
 Slots = dict[str, str]
+# a slot in a compiled sentence
+SLOT = re.compile(r"%\((\w+)\)s")
 
 
 def generate_stories(num_bytes: int, *, seed: int = 0, split: str = "train") -> Iterator[str]:
@@ -66,8 +68,8 @@ def _generate(num_bytes: int, seed: int, is_validation: bool) -> Iterator[str]:
     for number in count():
         stories = [
             text
-            for text in _draw_block(seed, number)
-            if (zlib.crc32(text.encode()) % VALIDATION_EVERY == 0) == is_validation
+            for text in map(tell, block_draws(seed, number))
+            if in_validation(text) == is_validation
         ]
         block = "".join(stories)
         if len(block) < missing:
@@ -82,15 +84,17 @@ def _generate(num_bytes: int, seed: int, is_validation: bool) -> Iterator[str]:
                 return
 
 
-def _draw_block(seed: int, number: int) -> list[str]:
-    """Return block `number` of the stories of `seed`, both splits, each with its separator."""
-    tables = build_tables()
+def block_draws(seed: int, number: int) -> list[bytes]:
+    """Return the draws of each story in block `number` of `seed`, both splits."""
     key = f"stories {GENERATOR_VERSION} seed {seed} block {number}".encode()
     draws = shake_256(key).digest(STORIES_PER_BLOCK * DRAWS_PER_STORY)
-    return [
-        _tell(tables, draws[start : start + DRAWS_PER_STORY])
-        for start in range(0, len(draws), DRAWS_PER_STORY)
-    ]
+    starts = range(0, len(draws), DRAWS_PER_STORY)
+    return [draws[start : start + DRAWS_PER_STORY] for start in starts]
+
+
+def in_validation(text: str) -> bool:
+    """Whether a story, with its separator, belongs to the validation split."""
+    return zlib.crc32(text.encode()) % VALIDATION_EVERY == 0
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,9 @@ class Tables:
     plots: list[tuple[list[list[str]], list[Slots]]]  # tables of the steps, cases
 
 
-def _tell(tables: Tables, draws: bytes) -> str:
-    """Tell the story that `draws` encode."""
+def tell(draws: bytes) -> str:
+    """Tell the story that `draws` encode, with its separator."""
+    tables = build_tables()
     draw = iter(draws)
     pick = draw.__next__
 

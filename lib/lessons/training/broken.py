@@ -1,0 +1,138 @@
+"""The broken runs of notebook 03: a small model, trained with one fault at a time.
+
+`python -m lib lessons broken-runs` records them in artifacts/broken_runs.jsonl, some 30 KB in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib.core.files import ROOT
+from lib.core.records import append_record, new_record, read_records
+from lib.data import get_batch
+from lib.data.stories import generate_stories
+from lib.model import ModelConfig, TransformerLM
+from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
+
+RECORDS = ROOT / "artifacts/broken_runs.jsonl"
+STEPS, EVAL_INTERVAL, BATCH_SIZE, WARMUP_STEPS = 150, 10, 8, 15
+LEARNING_RATE, MAX_GRAD_NORM = 0.005, 1.0
+SHAPE = {"context_length": 64, "d_model": 128, "num_layers": 2, "num_heads": 4, "d_ff": 352}
+# Letter in the notebook -> what is wrong; "healthy" is shown beside all.
+FAULTS = {
+    "A": "same batch",
+    "B": "schedule over too early",
+    "C": "learning rate too high",
+    "D": "targets not shifted",
+    "E": "gradients not cleared",
+    "F": "scores not scaled",
+}
+HEALTHY = "healthy"
+
+
+def train_with(
+    fault: str, train: np.ndarray, held_out: np.ndarray, vocab_size: int
+) -> dict[str, list[float]]:
+    """Train a small model with `fault`, a value of FAULTS or HEALTHY.
+
+    Returns:
+        Of each step "loss" and "grad_norm", every EVAL_INTERVAL steps "held_out_loss", and before
+        the first step "attention_peak": the share of its attention that a query gives to one
+        key, in the mean over the first layer.
+    """
+    config = ModelConfig(vocab_size=vocab_size, **SHAPE)
+    model = TransformerLM(config, generator=torch.Generator().manual_seed(0))
+    if fault == "scores not scaled":
+        for layer in model.layers:
+            layer.attn.qkv_proj.register_forward_hook(_unscale(config))
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    generator = np.random.default_rng(0)
+    judged = _batch(fault, held_out, 32, np.random.default_rng(1))
+    history: dict[str, list[float]] = {"loss": [], "grad_norm": [], "held_out_loss": []}
+    history["attention_peak"] = [_attention_peak(model, judged[0])]
+    for step in range(STEPS):
+        if step == 0 or fault != "same batch":
+            x, y = _batch(fault, train, BATCH_SIZE, generator)
+        rate = cosine_lr(
+            step + 1,
+            max_lr=LEARNING_RATE * (10 if fault == "learning rate too high" else 1),
+            min_lr=0.0,
+            warmup_steps=WARMUP_STEPS,
+            cosine_steps=STEPS // 3 if fault == "schedule over too early" else STEPS,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if fault != "gradients not cleared":
+            optimizer.zero_grad()
+        loss = model.loss(x, y)
+        loss.backward()
+        history["loss"].append(loss.item())
+        history["grad_norm"].append(clip_grad_norm(model.parameters(), MAX_GRAD_NORM).item())
+        optimizer.step()
+        if (step + 1) % EVAL_INTERVAL == 0:
+            with torch.no_grad():
+                history["held_out_loss"].append(model.loss(*judged).item())
+    return history
+
+
+def _batch(
+    fault: str, tokens: np.ndarray, batch_size: int, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    x, y = get_batch(tokens, batch_size, SHAPE["context_length"], "cpu", generator=generator)
+    return (x, x) if fault == "targets not shifted" else (x, y)
+
+
+def _unscale(config: ModelConfig) -> Callable:
+    """Return a hook that makes queries √head_dim times as long, which undoes the division."""
+
+    def hook(layer: Any, inputs: Any, qkv: Tensor) -> Tensor:
+        queries, others = qkv.tensor_split([config.d_model], dim=-1)
+        return torch.cat([queries * math.sqrt(config.head_dim), others], dim=-1)
+
+    return hook
+
+
+@torch.no_grad()
+def _attention_peak(model: TransformerLM, x: Tensor) -> float:
+    layer = model.layers[0]
+    qkv = layer.attn.qkv_proj(layer.ln1(model.token_embeddings(x)))  # (batch, length, 3 · d_model)
+    parts = qkv.unflatten(-1, (3, layer.attn.num_heads, -1)).transpose(1, 3)
+    q, k = (model.rope(part) for part in parts.unbind(2)[:2])  # (batch, heads, length, head_dim)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    # the first queries have too few keys to choose from
+    return weights[..., 8:, :].amax(-1).mean().item()
+
+
+def record_broken_runs(path: Path = RECORDS) -> Path:
+    """Train each broken run on generated stories, and write them as records to `path`."""
+    from lib.lessons.start.story import load_story_model
+
+    _, tokenizer, _ = load_story_model("cpu")
+    train, held_out = (
+        np.array(tokenizer.encode("".join(generate_stories(num_bytes, split=split))))
+        for split, num_bytes in (("train", 4_000_000), ("validation", 100_000))
+    )
+    path.unlink(missing_ok=True)
+    for fault in (HEALTHY, *FAULTS.values()):
+        history = train_with(fault, train, held_out, tokenizer.vocab_size)
+        figures: dict[str, Any] = {"run": fault}
+        figures |= {name: [round(value, 4) for value in values] for name, values in history.items()}
+        settings = {"steps": STEPS, "batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE}
+        append_record(path, new_record(figures, config=settings | SHAPE, seed=0))
+    return path
+
+
+def read_broken_runs(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    """Return the figures of each recorded run: HEALTHY, or the letter of a broken one."""
+    letters = {fault: letter for letter, fault in FAULTS.items()}
+    figures = [record["figures"] for record in read_records(path)]
+    return {letters.get(run["run"], HEALTHY): run for run in figures}

@@ -1,0 +1,164 @@
+"""Toys of notebook 03's exercises: a model to train, a run to resume, a decoder to cache, a budget.
+
+Each is small enough that a check runs it hundreds of times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lib.data import get_batch
+from lib.data.stories import generate_stories
+from lib.model import ModelConfig, TransformerLM
+from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
+
+
+class ToyModel(nn.Module):
+    """A line through points, with the `loss(x, y)` of a language model."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weights, dtype=torch.float64))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x @ self.weight - y).square().mean()
+
+    def __repr__(self) -> str:
+        return "model"
+
+
+class Batches(list):
+    """A list of batches that prints in a few characters."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} batches>"
+
+
+class ToyRun:
+    """A training run in miniature, with everything that a real one has to remember.
+
+    Attributes:
+        weights: what is learned.
+        mean, square: AdamW's moments.
+        step: updates so far; the learning rate and the bias correction depend on it.
+        generator: a `random.Random`, which shuffles each epoch and adds noise, as dropout does.
+        order: examples of this epoch that are still to come.
+    """
+
+    EXAMPLES = 6
+
+    def __init__(self, seed: int) -> None:
+        self.weights = torch.zeros(2, dtype=torch.float64)
+        self.mean, self.square = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        self.step = 0
+        self.generator = random.Random(seed)
+        self.order: list[int] = []
+
+    def train(self, steps: int) -> None:
+        """Take `steps` steps; weights and moments change in place."""
+        for _ in range(steps):
+            if not self.order:
+                self.order.extend(range(self.EXAMPLES))
+                self.generator.shuffle(self.order)
+            example = self.order.pop()
+            target = torch.tensor([example, example**2 / 4], dtype=torch.float64)
+            gradient = self.weights - target + self.generator.gauss(0, 0.5)
+            self.step += 1
+            self.mean.lerp_(gradient, 0.1)
+            self.square.lerp_(gradient**2, 0.05)
+            mean, square = self.mean / (1 - 0.9**self.step), self.square / (1 - 0.95**self.step)
+            self.weights.sub_(mean / (square.sqrt() + 1e-8) / self.step**0.5)
+
+    def hash(self) -> str:
+        """The first digits of the SHA-256 of the weights."""
+        return hashlib.sha256(self.weights.numpy().tobytes()).hexdigest()[:12]
+
+
+class MakeRun:
+    """`make_run()` returns a new run, the same each time."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self) -> ToyRun:
+        return ToyRun(self.seed)
+
+    def __repr__(self) -> str:
+        return "make_run"
+
+
+class ToyDecoder:
+    """One layer of attention with random weights, which projects each token only once."""
+
+    def __init__(self, seed: int, num_heads: int, head_dim: int, vocab_size: int = 40) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (vocab_size, 3, num_heads, head_dim)
+        self.table = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        width = num_heads * head_dim
+        self.head = torch.randn(vocab_size, width, generator=generator, dtype=torch.float64)
+        self.projected: set[int] = set()
+
+    def qkv(self, token: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of a token, each (num_heads, head_dim).
+
+        Raises:
+            ValueError: it was asked for the same position before.
+        """
+        if position in self.projected:
+            raise ValueError(f"position {position} was projected before; keep its key and value")
+        self.projected.add(position)
+        turned = self.table[token].roll(position, dims=-1)  # in place of RoPE
+        q, k, v = turned.unbind()
+        return q, k, v
+
+    def next_token(self, out: Tensor) -> int:
+        """Return the likeliest next token, given attention's output (num_heads, head_dim)."""
+        return int((self.head @ out.flatten()).argmax())
+
+    def __repr__(self) -> str:
+        return "model"
+
+
+# A budget of tokens, spent well or badly
+
+BUDGET = 512  # sequences
+BUDGET_SHAPE = ModelConfig(
+    vocab_size=128, context_length=32, d_model=32, num_layers=1, num_heads=2, d_ff=96
+)
+
+
+def loss_on_budget(settings: Mapping[str, float]) -> float:
+    """Return the held-out loss, in nats per byte, of a tiny model of bytes after BUDGET sequences.
+
+    Args:
+        settings: "batch_size", "learning_rate", "warmup_steps" and "weight_decay". The steps
+            follow: BUDGET // batch_size.
+    """
+    text = "".join(generate_stories(60_000)), "".join(generate_stories(8_000, split="validation"))
+    train, held_out = (np.frombuffer(part.encode(), dtype=np.uint8) for part in text)
+    model = TransformerLM(BUDGET_SHAPE, generator=torch.Generator().manual_seed(0))
+    batch_size, rate = int(settings["batch_size"]), float(settings["learning_rate"])
+    optimizer = AdamW(model.parameters(), lr=rate, weight_decay=float(settings["weight_decay"]))
+    generator, steps = np.random.default_rng(0), BUDGET // batch_size
+    for step in range(steps):
+        x, y = get_batch(train, batch_size, 32, "cpu", generator=generator)
+        for group in optimizer.param_groups:
+            group["lr"] = cosine_lr(
+                step + 1,
+                max_lr=rate,
+                min_lr=rate / 10,
+                warmup_steps=int(settings["warmup_steps"]),
+                cosine_steps=steps,
+            )
+        model.loss(x, y).backward()
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model.loss(*get_batch(held_out, 128, 32, "cpu", generator=1)).item()

@@ -1,0 +1,45 @@
+"""The broken runs of notebook 03: what is recorded, and that each fault shows."""
+
+import numpy as np
+import pytest
+
+from lib.lessons.training import broken
+from lib.lessons.training.broken import FAULTS, HEALTHY, read_broken_runs, train_with
+
+
+@pytest.fixture(scope="module")
+def history():
+    """A short run with each fault, on numbers that follow one another."""
+    tokens = np.tile(np.arange(40), 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broken, "STEPS", 12)
+        patch.setattr(broken, "WARMUP_STEPS", 4)
+        patch.setattr(broken, "BATCH_SIZE", 2)
+        patch.setattr(broken, "SHAPE", broken.SHAPE | {"context_length": 16, "d_model": 32})
+        yield {
+            fault: train_with(fault, tokens, tokens, 40) for fault in (HEALTHY, *FAULTS.values())
+        }
+
+
+def test_each_fault_changes_the_run(history):
+    losses = [run["loss"] for run in history.values()]
+    assert len({tuple(loss) for loss in losses}) == len(losses) == 7
+
+
+def test_a_fault_shows_where_the_notebook_says(history):
+    healthy = history[HEALTHY]
+    assert history["targets not shifted"]["loss"][0] != healthy["loss"][0]
+    peaks = {fault: run["attention_peak"][0] for fault, run in history.items()}
+    assert max(peaks, key=peaks.get) == "scores not scaled"
+    # the same until the schedules differ, when the warm-up is over
+    early = history["schedule over too early"]["loss"]
+    assert early[:4] == healthy["loss"][:4]
+    assert early[-1] != healthy["loss"][-1]
+    assert history["gradients not cleared"]["grad_norm"][1] > healthy["grad_norm"][1]
+
+
+def test_the_committed_records_hold_every_run():
+    runs = read_broken_runs()
+    assert runs.keys() == {HEALTHY, *FAULTS}
+    assert all(run["run"] == FAULTS.get(name, HEALTHY) for name, run in runs.items())
+    assert all(len(run["loss"]) == broken.STEPS for run in runs.values())
