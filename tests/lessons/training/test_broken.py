@@ -16,7 +16,7 @@ def history():
         patch.setattr(broken, "WARMUP_STEPS", 4)
         patch.setattr(broken, "BATCH_SIZE", 2)
         patch.setattr(broken, "SHAPE", broken.SHAPE | {"context_length": 16, "d_model": 32})
-        yield {
+        return {
             fault: train_with(fault, tokens, tokens, 40) for fault in (HEALTHY, *FAULTS.values())
         }
 
