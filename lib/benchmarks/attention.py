@@ -48,7 +48,15 @@ BACKENDS = {
 }
 PEERS = ("flex_attention", *BACKENDS)
 SWEEP_KERNELS = (*ATTENTION_KERNELS, *PEERS)
-GPU_ONLY = ("flash_attention_triton", "flex_attention", "sdpa_cudnn", "sdpa_efficient")
+GPU_ONLY = (
+    "flash_attention_triton",
+    "flash_attention_cuda",
+    "flex_attention",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+)
+# These refuse some dtypes and head sizes.
+LIMITED = (*PEERS, "flash_attention_cuda")
 
 # Defaults of a sweep: (queries, keys), then head_dims, tokens and width.
 CPU_TIERS = ((128, 128), (256, 256), (512, 512), (128, 512), (512, 128))
@@ -430,7 +438,7 @@ def _failure(kernel: str, error: Exception) -> dict[str, Any]:
     """The figures of a kernel that raised `error`; re-raises what is a bug of ours."""
     if is_out_of_memory(error):
         return {"status": "oom"}
-    if kernel not in (*PEERS, "cudnn", "vectorized_torch_compiled"):
+    if kernel not in (*LIMITED, "cudnn", "vectorized_torch_compiled"):
         raise error
     reason = " ".join(str(error).split()) or type(error).__name__
     return {"status": "unsupported", "reason": reason[:REASON_LENGTH]}

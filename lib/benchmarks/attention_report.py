@@ -44,7 +44,7 @@ from lib.core.records import Record, format_value
 
 Row = Mapping[str, Any]
 # The kernel to compare the others with: the first of these that was measured.
-OURS = ("flash_attention_triton", "flash_attention_torch")
+OURS = ("flash_attention_triton", "flash_attention_cuda", "flash_attention_torch")
 NOTE = """TFLOP/s count 4 · batch · heads · queries · keys · head_dim forward and 2.5 times that
 backward; half of it with a causal mask and as many queries as keys, and only the visible pairs with
 a causal mask and unequal numbers. Memory is what a call allocates beyond its inputs; for
@@ -332,6 +332,7 @@ def _line(target: str, ours: Row, peer: Row, ratio: float | None, is_met: bool) 
 STYLES = {
     "flash_attention_triton": (VERMILLION, False),
     "flash_attention_torch": (VERMILLION, True),
+    "flash_attention_cuda": (BLACK, True),
     "scaled_dot_prod_attention": (BLACK, False),
     "vectorized_torch": (GREEN, False),
     "vectorized_torch_compiled": (GREEN, True),

@@ -441,7 +441,7 @@ def predicted_memory(case: StepCase, device: torch.device) -> int | None:
 
 def _score_bytes(case: StepCase) -> int:
     """Bytes of a naive kernel: scores, a masked copy and exponentials, all in float32."""
-    if case.attention_kernel in ("sdpa", "flash_attention_torch", "flash_attention_triton"):
+    if case.attention_kernel == "sdpa" or case.attention_kernel.startswith("flash_attention"):
         return 0
     heads = case.batch_size * case.shape.num_heads
     # that kernel computes one head at a time

@@ -21,7 +21,7 @@ from lib.core.ranges import annotate
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.loss import softmax
 
-FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton")
+FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton", "flash_attention_cuda")
 
 
 def attend(
@@ -143,6 +143,12 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
         from lib.flash_attention import triton_attention
 
         return triton_attention.flash_attention
+    if name == "flash_attention_cuda":
+        if device.type != "cuda":
+            raise ValueError(f"{name} runs on a CUDA GPU and not on {device}; use sdpa")
+        from lib.flash_attention.cuda import attention as cuda_attention
+
+        return cuda_attention.flash_attention
     if name == "vectorized_torch_compiled":
         return _compiled_attention()
     functions: dict[str, Callable[..., Tensor]] = {

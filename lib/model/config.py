@@ -11,6 +11,7 @@ AttentionKernel = Literal[
     "vectorized_torch_compiled",
     "flash_attention_torch",
     "flash_attention_triton",
+    "flash_attention_cuda",
     "sdpa",
 ]
 ATTENTION_KERNELS = get_args(AttentionKernel)

@@ -10,6 +10,8 @@ LAUNCH = "lib/flash_attention/hopper/launch.py"
 TEST_REFERENCE = "tests/flash_attention/test_reference.py"
 TEST_SIMULATED = "tests/flash_attention/test_hopper_simulated.py"
 TEST_LAUNCH = "tests/flash_attention/test_hopper_launch.py"
+CUDA = "lib/flash_attention/cuda/"
+TEST_CUDA = "tests/flash_attention/cuda/test_kernels.py"
 
 FAULTS = [
     # the reference: a mask one off, sums not rescaled, a factor lost, tiles skipped
@@ -86,5 +88,27 @@ FAULTS = [
         "first -= (sizes.num_tiles * CONFIG.WARPGROUPS - row_tiles) * ROWS",
         "first -= 0",
         "tests/flash_attention/test_hopper_launch.py",
+    ),
+    # CUDA C++, emulated: a barrier lost, no swizzle, a mask one off, a sum not rescaled
+    Fault(
+        CUDA + "forward.cu",
+        "copy.store(v_tile);\n        __syncthreads();",
+        "copy.store(v_tile);",
+        TEST_CUDA,
+    ),
+    Fault(
+        CUDA + "tiles.cuh",
+        "chunk / GROUP * GROUP + (chunk % GROUP ^ swizzle)",
+        "chunk",
+        TEST_CUDA + " -k twice_at_once",
+    ),
+    Fault(CUDA + "tiles.cuh", "key > query", "key >= query", TEST_CUDA),
+    Fault(CUDA + "forward.cu", "sum[m][half] *= shrink;", "", TEST_CUDA),
+    Fault(CUDA + "launch.py", "-(-delta.numel() // (2 *", "(delta.numel() // (2 *", TEST_CUDA),
+    Fault(
+        CUDA + "build.py",
+        'hashlib.sha256(b"\\0".join([found, *(file.read_bytes() for file in files)]))',
+        "hashlib.sha256(found)",
+        "tests/flash_attention/cuda/test_build.py",
     ),
 ]

@@ -1,6 +1,7 @@
-"""What every implementation of flash attention does: the reference and the Triton kernels.
+"""What every implementation does: the reference, the Triton kernels, the CUDA C++ kernels.
 
-The kernels run on a GPU; `test_triton_attention` runs them in the interpreter.
+The kernels run on a GPU; `test_triton_attention` runs Triton's in the interpreter, and "emulated"
+is CUDA C++ on a CPU.
 """
 
 import math
@@ -23,6 +24,7 @@ from tests.flash_attention.cases import (
     right_results,
     with_gradients,
 )
+from tests.flash_attention.cuda.emulator import NEEDS_COMPILER, emulate
 from tests.model.kernels import INTERPRETING, SHORT_TYPES
 
 # On a Hopper GPU heads of 64 and 128 in 16 bits take the kernels of `hopper/`.
@@ -37,6 +39,8 @@ class Implementation(NamedTuple):
     attention: Callable[..., Tensor]
     flash_class: type[torch.autograd.Function]
     device: str
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-4
 
     def function(self, case: Case) -> Callable[..., Tensor]:
         """The function with the settings of `case`."""
@@ -51,19 +55,32 @@ class Implementation(NamedTuple):
 
         return attention
 
-    def inputs(self, case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-        return make_inputs(case, dtype, self.device)
+    def inputs(self, case: Case, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        return make_inputs(case, dtype or self.dtype, self.device)
 
 
 @pytest.fixture(
     params=["kernels"]
     if INTERPRETING
-    else ["reference", pytest.param("kernels", marks=pytest.mark.gpu)]
+    else [
+        "reference",
+        pytest.param("kernels", marks=pytest.mark.gpu),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("emulated", marks=[pytest.mark.slow, NEEDS_COMPILER]),
+    ]
 )
-def flash(request) -> Implementation:
+def flash(request, monkeypatch) -> Implementation:
     """The implementation under test."""
     if request.param == "reference":
         return Implementation(reference.flash_attention, reference.FlashAttention, "cpu")
+    if request.param in ("cuda", "emulated"):
+        from lib.flash_attention.cuda import attention
+
+        device = "cuda"
+        if request.param == "emulated":
+            device = emulate(monkeypatch)
+        kernels = (attention.flash_attention, attention.FlashAttentionCUDA)
+        return Implementation(*kernels, device, torch.float16, tolerance=2e-3)
     from lib.flash_attention import triton_attention as kernels
 
     device = "cpu" if INTERPRETING else "cuda"
@@ -167,8 +184,9 @@ def test_the_upstream_gradient_may_be_an_expanded_number(flash):
     gradients = torch.autograd.grad(flash.function(PLAIN)(*leaves).sum(), leaves)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     right = torch.autograd.grad(formula(*wide, PLAIN)[0].sum(), wide)
+    tolerance = flash.tolerance
     for a, b in zip(gradients, right):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_only_one_input_may_require_gradients(flash):
@@ -184,7 +202,7 @@ def test_only_one_input_may_require_gradients(flash):
 @ON_WIDTHS
 def test_autocast_computes_as_if_the_inputs_had_its_dtype(flash, head_dim):
     case, dtype = Case(97, 97, head_dim, batch=1), SHORT_TYPES[-1]
-    *leaves, grad_out = flash.inputs(case)
+    *leaves, grad_out = flash.inputs(case, torch.float32)
     short = [x.detach().to(dtype).requires_grad_() for x in leaves]
     grad_out = grad_out.to(dtype)
     right = with_gradients(flash.function(case), (*short, grad_out))

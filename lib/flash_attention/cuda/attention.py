@@ -1,0 +1,149 @@
+"""FlashAttention-2 in CUDA C++, forward and backward, for the T4 and every later NVIDIA GPU.
+
+The kernels are in `forward.cu`, `backward_queries.cu` and `backward_keys.cu`. Triton emits no
+tensor-core instructions for a T4; these do.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lib.flash_attention.cuda.launch import DIMS, flash_backward, flash_forward
+from lib.flash_attention.inputs import autocast, check_qkv, empty_like_heads
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class FlashAttentionCUDA(torch.autograd.Function):
+    """`FlashAttentionCUDA.apply(q, k, v, is_causal)` on (batch, tokens, head_dim).
+
+    Saved for the backward pass: q, k, v, the output, and the natural log-sum-exp, (batch, queries).
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
+        check(*heads)
+        ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]))
+        out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
+        ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        heads = [x.unsqueeze(1) for x in (grad_out, *ctx.saved_tensors)]
+        grads = _flash_attention_backward(*heads, *ctx.settings)
+        return *(grad.squeeze(1) for grad in grads), None
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, scale: float | None = None
+) -> Tensor:
+    """softmax(scale · Q Kᵀ + mask) V, in memory linear in the number of tokens.
+
+    Args:
+        q: (batch, heads, queries, head_dim), float16, or bfloat16 from compute capability 8.0 on;
+            head_dim is at most 128.
+        k, v: (batch, key_heads, keys, head_dim); `key_heads` divides `heads` (grouped queries:
+            Ainslie et al. 2023). Strides of batch, head and token that are multiples of 8 cost no
+            copy, nor does such a head_dim.
+        is_causal: whether query i sees only the keys up to i (top-left aligned).
+        scale: factor of the scores, above 0; 1 / sqrt(head_dim) by default.
+
+    Returns:
+        (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together or are not supported.
+        RuntimeError: there is no compiler for the kernels.
+    """
+    q, k, v = autocast(q, k, v)
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    check(q, k, v)
+    return _flash_attention(q, k, v, is_causal, scale)[0]
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError for what the kernels cannot do."""
+    check_qkv(q, k, v)
+    if q.dtype not in DTYPES:
+        raise ValueError(
+            f"q must be float16 or bfloat16, got {q.dtype}; flash_attention_triton takes float32"
+        )
+    if q.shape[-1] > DIMS[-1]:
+        raise ValueError(
+            f"head_dim must be from 1 to {DIMS[-1]}, got {q.shape[-1]}; "
+            "flash_attention_triton takes up to 256"
+        )
+    check_device(q.device, q.dtype)
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the kernels run on `device` in `dtype`."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"q must be on a CUDA device, got {device}; flash_attention_torch and sdpa run there"
+        )
+    if torch.version.cuda is None:
+        raise ValueError(
+            f"flash_attention_cuda needs PyTorch for CUDA, got {torch.__version__}; use sdpa"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    version = ".".join(map(str, capability))
+    chip = f"{torch.cuda.get_device_name(device)} (compute capability {version})"
+    if capability < (7, 5):
+        raise ValueError(f"device must have compute capability 7.5 or more, got {chip}; use sdpa")
+    if dtype == torch.bfloat16 and capability < (8, 0):
+        raise ValueError(f"q must be float16 on {chip}, which has no bfloat16, got {dtype}")
+
+
+@torch.library.custom_op("workbook::flash_attention_cuda", mutates_args=())
+def _flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(q):
+        return flash_forward(q, k, v, is_causal, scale)
+
+
+@_flash_attention.register_fake
+def _(q, k, v, is_causal, scale):
+    return empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("workbook::flash_attention_cuda_backward", mutates_args=())
+def _flash_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(q):
+        return flash_backward(grad_out, q, k, v, out, lse, is_causal, scale)
+
+
+@_flash_attention_backward.register_fake
+def _(grad_out, q, k, v, out, lse, is_causal, scale):
+    return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx, grad_out, grad_lse):
+    settings = (ctx.is_causal, ctx.scale)
+    return *_flash_attention_backward(grad_out, *ctx.saved_tensors, *settings), None, None
+
+
+_flash_attention.register_autograd(_gradients, setup_context=_save_for_backward)

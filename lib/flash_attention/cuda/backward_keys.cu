@@ -1,0 +1,94 @@
+// FlashAttention-2, backward (Dao 2023, Algorithm 2): dK and dV of ROWS keys.
+//
+// Tiles of scores are (keys, queries), so that nothing that was computed has to be transposed. One
+// block sums each number, over the heads of a group too: results repeat to the bit.
+#include <tiles.cuh>
+
+// Fragments across a step of queries
+constexpr int N = STEP / 8;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_keys(const Attention args) {
+    // which keys of which head
+    int num_tiles = (args.num_keys + ROWS - 1) / ROWS;
+    int tile = blockIdx.x % num_tiles, batch_head = blockIdx.x / num_tiles;
+    int num_key_heads = args.num_heads / args.group;
+    int batch = batch_head / num_key_heads, key_head = batch_head % num_key_heads;
+    int first = tile * ROWS + warp() * 16 * M;  // this warp's keys
+
+    unsigned k[M][D][4], v[M][D][4];
+    load_operand(k, args.k.rows(batch, key_head), args.k.token, first, args.num_keys, args.head_dim);
+    load_operand(v, args.v.rows(batch, key_head), args.v.token, first, args.num_keys, args.head_dim);
+    float scale_log2 = args.scale * LOG2_E;
+    float grad_k[M][2 * D][4], grad_v[M][2 * D][4];
+    set_zero(grad_k);
+    set_zero(grad_v);
+
+    Tile q_tile{shared_memory()}, grad_out_tile{shared_memory() + COLUMNS * Tile::CHUNKS};
+    float* lse_log2 = (float*)(shared_memory() + 2 * COLUMNS * Tile::CHUNKS);
+    float* delta = lse_log2 + COLUMNS;
+    Copy q_copy, grad_out_copy;
+    // under a causal mask no query before the first of these keys sees any of them
+    int begin = args.is_causal ? tile * ROWS / COLUMNS * COLUMNS : 0;
+    // the queries of every head that shares these keys
+    for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
+        const unsigned short* queries = args.q.rows(batch, head);
+        const unsigned short* grad_outs = args.grad_out.rows(batch, head);
+        long long rows = ((long long)batch * args.num_heads + head) * args.num_queries;
+        q_copy.load(queries, args.q.token, begin, args.num_queries, args.head_dim);
+        grad_out_copy.load(grad_outs, args.grad_out.token, begin, args.num_queries, args.head_dim);
+        for (int start = begin; start < args.num_queries; start += COLUMNS) {
+            q_copy.store(q_tile);
+            grad_out_copy.store(grad_out_tile);
+            if (threadIdx.x < COLUMNS) {
+                int query = start + threadIdx.x;
+                bool is_inside = query < args.num_queries;
+                lse_log2[threadIdx.x] = weight_base(is_inside ? args.lse[rows + query] : -INFINITE);
+                delta[threadIdx.x] = is_inside ? args.delta[rows + query] : 0;
+            }
+            __syncthreads();
+            int next = start + COLUMNS;
+            q_copy.load(queries, args.q.token, next, args.num_queries, args.head_dim);
+            grad_out_copy.load(grad_outs, args.grad_out.token, next, args.num_queries, args.head_dim);
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i += STEP) {
+                // all of these queries come before this warp's keys
+                if (args.is_causal && start + i + STEP <= first) continue;
+                float scores[M][N][4], grad_p[M][N][4];
+                set_zero(scores);
+                multiply_transposed(scores, k, q_tile, i);  // Sᵀ = K Qᵀ
+                // at the end of the queries, and on the diagonal
+                bool is_on_diagonal = args.is_causal && start + i < first + 16 * M - 1;
+                if (is_on_diagonal || start + i + STEP > args.num_queries)
+                    hide<true>(scores, first, start + i, args);
+                set_zero(grad_p);
+                multiply_transposed(grad_p, v, grad_out_tile, i);  // dPᵀ = V dOᵀ
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    int column = i + column_of(n, 0);
+                    const float2 base = *(const float2*)(lse_log2 + column);
+                    const float2 dots = *(const float2*)(delta + column);
+#pragma unroll
+                    for (int m = 0; m < M; ++m)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            float shift = j % 2 ? base.y : base.x, dot = j % 2 ? dots.y : dots.x;
+                            float p = exp2_fast(scores[m][n][j] * scale_log2 - shift);
+                            scores[m][n][j] = p;
+                            grad_p[m][n][j] = p * (grad_p[m][n][j] - dot);  // dSᵀ
+                        }
+                }
+                unsigned operand[M][N / 2][4];
+                to_operand(operand, scores);
+                multiply(grad_v, operand, grad_out_tile, i);  // dV += Pᵀ dO
+                to_operand(operand, grad_p);
+                multiply(grad_k, operand, q_tile, i);  // dK += dSᵀ Q
+            }
+            __syncthreads();
+        }
+    }
+
+    store_rows(grad_k, args.scale, args.grad_k.rows(batch, key_head), args.grad_k.token, first,
+               args.num_keys, args.head_dim);
+    store_rows(grad_v, 1, args.grad_v.rows(batch, key_head), args.grad_v.token, first, args.num_keys,
+               args.head_dim);
+}

@@ -1,0 +1,146 @@
+"""Kernels from source to machine code at first use, by NVRTC, the compiler that PyTorch brings.
+
+No toolkit and no C++ compiler is needed. What is compiled stays in the user's cache folder, under a
+hash of sources, options and compiler, so that the next process loads it in milliseconds.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+
+
+def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
+    """Compile SOURCES/name.cu, or take it from the cache.
+
+    Args:
+        name: of the source file, without its ending.
+        constants: macros of the source.
+        architecture: `sm_75` for the machine code of that chip; `compute_75` for PTX, which the
+            driver translates for that chip or any later one.
+
+    Raises:
+        RuntimeError: there is no NVRTC, or the source does not compile.
+    """
+    files = [SOURCES / f"{name}.cu", *sorted(SOURCES.glob("*.cuh"))]
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-D{key}={value}" for key, value in sorted(constants.items())]
+    found = repr((name, options, nvrtc_version())).encode()
+    key = hashlib.sha256(b"\0".join([found, *(file.read_bytes() for file in files)])).hexdigest()
+    path = cache_folder() / f"{name}-{architecture}-{key[:24]}.bin"
+    if path.is_file():
+        return path.read_bytes()
+    image = _compile(files[0], [*options, f"-I{SOURCES}"], architecture)
+    # where nothing can be written, the next process compiles again
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # complete or not there at all, whatever other processes do
+        draft = path.with_suffix(f".{uuid.uuid4().hex}")
+        draft.write_bytes(image)
+        draft.replace(path)
+    return image
+
+
+def cache_folder() -> Path:
+    """The folder of compiled kernels, in the folder `workbook` of the user's cache folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return base / "workbook" / "cuda"
+
+
+def pick_architecture(capability: tuple[int, int]) -> str:
+    """Return the chip's own architecture, or the last that NVRTC knows before it, as PTX.
+
+    The environment variable WORKBOOK_CUDA_ARCHITECTURE, say `compute_75`, overrides the choice.
+    """
+    if chosen := os.environ.get("WORKBOOK_CUDA_ARCHITECTURE"):
+        return chosen
+    chip = 10 * capability[0] + capability[1]
+    known = nvrtc_architectures()
+    return f"sm_{chip}" if chip in known else f"compute_{max(x for x in known if x < chip)}"
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    """Load NVRTC.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    major = (torch.version.cuda or "13").split(".")[0]
+    for name in _nvrtc_files(major):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    package = "nvidia-cuda-nvrtc" + ("-cu12" if major == "12" else "")
+    raise RuntimeError(
+        f"flash_attention_cuda needs NVRTC, the CUDA compiler, of CUDA {major}, and finds none: "
+        f"pip install {package}, or use sdpa"
+    )
+
+
+def _nvrtc_files(major: str) -> Iterator[str]:
+    """Yield where NVRTC may be: loaded or on the library path, a wheel, a toolkit."""
+    file = f"libnvrtc.so.{major}"
+    yield file
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for pattern in (f"cuda_nvrtc/lib/{file}", f"cu{major}/lib/{file}"):
+            yield from map(str, Path(folder).glob(pattern))
+    yield str(Path(torch.__file__).parent / "lib" / file)
+    yield f"/usr/local/cuda/lib64/{file}"
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """The version of NVRTC, major and minor."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+@functools.cache
+def nvrtc_architectures() -> list[int]:
+    """The chips that NVRTC compiles for, 75 for sm_75."""
+    count = ctypes.c_int()
+    _check(nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+    architectures = (ctypes.c_int * count.value)()
+    _check(nvrtc().nvrtcGetSupportedArchs(architectures))
+    return list(architectures)
+
+
+def _compile(source: Path, options: list[str], architecture: str) -> bytes:
+    library, program = nvrtc(), ctypes.c_void_p()
+    text, name = source.read_bytes(), source.name.encode()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
+    try:
+        c_options = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), c_options):
+            log = _read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"{source.name} does not compile for {architecture}:\n{log}")
+        return _read(program, "CUBIN" if architecture.startswith("sm_") else "PTX")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(program: ctypes.c_void_p, what: str) -> bytes:
+    """One of the results of a compilation."""
+    size = ctypes.c_size_t()
+    _check(getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(getattr(nvrtc(), f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def _check(status: int) -> None:
+    if status:
+        get_text = nvrtc().nvrtcGetErrorString
+        get_text.restype = ctypes.c_char_p
+        raise RuntimeError(f"NVRTC: {get_text(status).decode()}")

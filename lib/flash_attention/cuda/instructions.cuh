@@ -1,0 +1,106 @@
+// The instructions of the chip that C++ has no words for, each as a function of one warp.
+//
+// Tensor cores multiply small matrices that are spread over the 32 lanes of a warp, as *fragments*.
+// A lane holds 16-bit numbers in pairs, two to a register, the lower column in the lower half. With
+// g = lane / 4 and t = lane % 4, the registers of a lane are
+//
+//     8×8 matrix   one register     row g, columns 2t and 2t + 1
+//     A, 16×16     a[0] to a[3]     its 8×8 quarters: upper left, lower left, upper right, lower right
+//     B, 16×8      b[0], b[1]       its upper and lower half, each as a transposed 8×8 matrix
+//     C, 16×8      c[0] to c[3]     float32: row g, columns 2t and 2t + 1; the same of row g + 8
+//
+// A row of four lanes, a "quad", so holds whole rows of C, and two neighbouring C, rounded to 16
+// bits, are an A: the result of one matmul enters the next without leaving its lane.
+#pragma once
+
+#define DEVICE __device__ __forceinline__
+#define WHOLE_WARP 0xffffffffu
+#define INFINITE __int_as_float(0x7f800000)
+
+#if BFLOAT16
+#define TYPE "bf16"
+#else
+#define TYPE "f16"
+#endif
+
+// C += A · B on tensor cores. Turing's have half the depth: two instructions there, each on 8 columns
+// of A and 8 rows of B.
+DEVICE void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+// Four 8×8 matrices from shared memory: lanes 8i to 8i + 7 name the eight rows of matrix i, of 16
+// bytes each, and every lane receives its pair of each matrix.
+DEVICE void load_matrices(unsigned (&r)[4], const uint4* row) {
+    unsigned address = (unsigned)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// The same, with each matrix transposed.
+DEVICE void load_matrices_transposed(unsigned (&r)[4], const uint4* row) {
+    unsigned address = (unsigned)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Two numbers, rounded to 16 bits, in one register.
+DEVICE unsigned pack(float low, float high) {
+    unsigned pair;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("{.reg .f16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(pair)
+        : "f"(low), "f"(high));
+#endif
+    return pair;
+}
+
+// The numbers of a pair.
+DEVICE float2 unpack(unsigned pair) {
+    float2 x;
+#if BFLOAT16
+    x.x = __uint_as_float(pair << 16);
+    x.y = __uint_as_float(pair & 0xffff0000u);
+#else
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(x.x), "=f"(x.y)
+        : "r"(pair));
+#endif
+    return x;
+}
+
+// 2 to the power x, in one instruction.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE void store_shared(uint4* to, uint4 x) { *to = x; }
+
+// The block's shared memory.
+DEVICE uint4* shared_memory() {
+    extern __shared__ uint4 memory[];
+    return memory;
+}

@@ -1,0 +1,204 @@
+// Tiles of matrices: from memory to shared memory, to fragments, through tensor cores and back.
+//
+// Constants of a build: DIM, the head_dim padded to a multiple of 32; ROWS, the rows of the result
+// that a block of WARPS warps computes; COLUMNS, the rows of a tile of the other matrices, which
+// all warps share; STEP, how many of those a warp takes at a time; BLOCKS, the blocks that
+// should fit a multiprocessor at once, which limits registers.
+#pragma once
+#include <instructions.cuh>
+
+constexpr int THREADS = 32 * WARPS;
+// 16×16 blocks: down the rows of a warp, and across head_dim
+constexpr int M = ROWS / WARPS / 16;
+constexpr int D = DIM / 16;
+static_assert(ROWS == 16 * M * WARPS && DIM == 32 * (DIM / 32) && COLUMNS % STEP == 0, "tiles");
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+// A (batch, heads, tokens, head_dim) tensor of 16-bit numbers: strides in elements; the last is 1.
+struct Tensor {
+    unsigned short* data;
+    long long batch, head;
+    int token;
+
+    DEVICE unsigned short* rows(int b, int h) const { return data + b * batch + h * head; }
+};
+
+// The arguments of every kernel; `launch.py` has the same structure. lse and delta are float32,
+// (batch, heads, queries); neighbouring heads of q, `group` of them, share one of k and v.
+struct Attention {
+    Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
+    float *lse, *delta;
+    int batch_size, num_heads, group, num_queries, num_keys, head_dim, is_causal;
+    float scale;
+};
+
+// The log-sum-exp of a row in base 2, +inf where all of its weights must be 0: past the last query,
+// and for a query whose scores are all -inf.
+DEVICE float weight_base(float lse) { return lse == -INFINITE ? INFINITE : lse * LOG2_E; }
+
+DEVICE int lane() { return threadIdx.x % 32; }
+DEVICE int warp() { return threadIdx.x / 32; }
+
+// Row and column of an accumulator's element: fragment m of the rows, fragment n of the columns.
+DEVICE int row_of(int m, int half) { return 16 * m + 8 * half + lane() / 4; }
+DEVICE int column_of(int n, int j) { return 8 * n + 2 * (lane() % 4) + j; }
+
+// A tile of `ROWS` rows in shared memory. A row is cut into chunks of 8 numbers, 16 bytes, which are
+// what a thread copies and what ldmatrix reads. Memory has 32 banks of 4 bytes, so eight chunks are
+// read at once if they are in different eighths of 128 bytes. Chunk c of eight consecutive rows would
+// be in the same eighth wherever rows are 128 bytes long. *Swizzling* stores it at c ^ (row % 8).
+struct Tile {
+    static constexpr int CHUNKS = DIM / 8;
+    uint4* data;
+
+    DEVICE uint4* at(int row, int chunk) const {
+        // in rows of 64 or 192 bytes two neighbours differ by half of 128 bytes already
+        constexpr int GROUP = CHUNKS % 8 ? 4 : 8;
+        int swizzle = row / (8 / GROUP) % GROUP;
+        return data + row * CHUNKS + chunk / GROUP * GROUP + (chunk % GROUP ^ swizzle);
+    }
+
+    // The 16×16 block at a row and an even chunk, as four 8×8 matrices: upper left, lower left, upper right,
+    // lower right.
+    DEVICE const uint4* block(int row, int chunk) const {
+        return at(row + lane() % 16, chunk ^ lane() / 16);
+    }
+};
+
+// A tile on its way from memory to shared memory. Turing has no asynchronous copies, so that a
+// thread loads its chunks into registers, computes something, and stores them when they are there.
+struct Copy {
+    static constexpr int COUNT = COLUMNS * DIM / 8 / THREADS;
+    static_assert(COLUMNS * DIM / 8 == COUNT * THREADS, "each thread copies as much");
+    uint4 chunks[COUNT];
+
+    // Rows from `first` on; zeros past the last row and the last column.
+    DEVICE void load(const unsigned short* rows, int stride, int first, int num_rows, int head_dim) {
+        const unsigned short* start = rows + (long long)first * stride;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            int index = threadIdx.x + i * THREADS;
+            int row = index / Tile::CHUNKS, column = index % Tile::CHUNKS * 8;
+            bool is_inside = first + row < num_rows && column < head_dim;
+            chunks[i] = is_inside ? *(const uint4*)(start + row * stride + column) : uint4{0, 0, 0, 0};
+        }
+    }
+
+    DEVICE void store(Tile tile) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            int index = threadIdx.x + i * THREADS;
+            store_shared(tile.at(index / Tile::CHUNKS, index % Tile::CHUNKS), chunks[i]);
+        }
+    }
+};
+
+// Rows of memory as the left operand of a matmul, straight into registers.
+DEVICE void load_operand(unsigned (&a)[M][D][4], const unsigned short* rows, int stride, int first,
+                         int num_rows, int head_dim) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int row = first + row_of(m, half);
+            const unsigned short* start = rows + (long long)row * stride;
+#pragma unroll
+            for (int n = 0; n < 2 * D; ++n) {
+                int column = column_of(n, 0);
+                bool is_inside = row < num_rows && column < head_dim;
+                a[m][n / 2][n % 2 * 2 + half] = is_inside ? *(const unsigned*)(start + column) : 0;
+            }
+        }
+}
+
+// An accumulator, rounded to 16 bits, as the left operand of the next matmul.
+template <int N>
+DEVICE void to_operand(unsigned (&a)[M][N / 2][4], const float (&c)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                a[m][n / 2][n % 2 * 2 + half] = pack(c[m][n][2 * half], c[m][n][2 * half + 1]);
+}
+
+template <int N>
+DEVICE void set_zero(float (&c)[M][N][4]) {
+#pragma unroll
+    for (int i = 0; i < M * N * 4; ++i) c[i / (N * 4)][i / 4 % N][i % 4] = 0;
+}
+
+// Set scores to -inf where there is no such query or key, and under a causal mask where the key comes
+// after the query. Rows are queries and columns keys, or the other way round.
+template <bool ROWS_ARE_KEYS, int N>
+DEVICE void hide(float (&scores)[M][N][4], int first_row, int first_column, const Attention& args) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int row = first_row + row_of(m, j / 2), column = first_column + column_of(n, j % 2);
+                int query = ROWS_ARE_KEYS ? column : row, key = ROWS_ARE_KEYS ? row : column;
+                bool is_outside = key >= args.num_keys || query >= args.num_queries;
+                bool is_hidden = is_outside || (args.is_causal && key > query);
+                if (is_hidden) scores[m][n][j] = -INFINITE;
+            }
+}
+
+// c += a · tileᵀ, of 8 N rows of the tile from `first` on: scores, from queries and keys.
+template <int N>
+DEVICE void multiply_transposed(float (&c)[M][N][4], const unsigned (&a)[M][D][4], Tile tile,
+                                int first) {
+#pragma unroll
+    for (int k = 0; k < D; ++k)
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            unsigned b[4];
+            load_matrices(b, tile.block(first + 8 * n, 2 * k));
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                multiply_add(c[m][n], a[m][k], b[0], b[2]);
+                multiply_add(c[m][n + 1], a[m][k], b[1], b[3]);
+            }
+        }
+}
+
+// c += a · tile, of 16 K rows of the tile from `first` on: the output, from weights and values.
+template <int K>
+DEVICE void multiply(float (&c)[M][2 * D][4], const unsigned (&a)[M][K][4], Tile tile, int first) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+        for (int n = 0; n < 2 * D; n += 2) {
+            unsigned b[4];
+            load_matrices_transposed(b, tile.block(first + 16 * k, n));
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                multiply_add(c[m][n], a[m][k], b[0], b[1]);
+                multiply_add(c[m][n + 1], a[m][k], b[2], b[3]);
+            }
+        }
+}
+
+// Write an accumulator times a factor to rows of memory, rounded to 16 bits.
+DEVICE void store_rows(const float (&c)[M][2 * D][4], float factor, unsigned short* rows, int stride,
+                       int first, int num_rows, int head_dim) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int row = first + row_of(m, half);
+            unsigned short* start = rows + (long long)row * stride;
+#pragma unroll
+            for (int n = 0; n < 2 * D; ++n) {
+                int column = column_of(n, 0);
+                float low = c[m][n][2 * half], high = c[m][n][2 * half + 1];
+                if (row < num_rows && column < head_dim)
+                    *(unsigned*)(start + column) = pack(low * factor, high * factor);
+            }
+        }
+}

@@ -1,0 +1,234 @@
+"""Building and launching the CUDA C++ kernels: compilers, the cache, the driver, resources."""
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.flash_attention.cuda import build, driver, launch
+from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
+
+NVCC = shutil.which("nvcc")
+NEEDS_NVCC = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+# Registers and shared memory of a T4's multiprocessor.
+REGISTERS, SHARED_BYTES = 65536, 64 << 10
+# A few numbers that are kept beside registers cost nothing that one could measure.
+SPILLED_BYTES = 48
+
+
+def has_nvrtc() -> bool:
+    with contextlib.suppress(RuntimeError):
+        return bool(build.nvrtc())
+    return False
+
+
+def resources(folder: Path, file: str, dim: int, architecture: str, is_bfloat16: bool) -> list:
+    """Registers and spilled bytes of each kernel in a file, by the assembler's own report."""
+    macros = launch.constants(launch.TILES[file, dim], dim, is_bfloat16)
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    options += ["-I", str(build.SOURCES), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
+    source = str(build.SOURCES / f"{file}.cu")
+    command = [NVCC, f"-arch={architecture}", "-std=c++17", "-cubin", *options, source]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    numbers = re.findall(r"(\d+) bytes spill stores.*?Used (\d+) registers", report, re.DOTALL)
+    return [(int(registers), int(spilled)) for spilled, registers in numbers]
+
+
+def check_resources(folder: Path, file: str, dim: int, *chip: str | bool) -> None:
+    tiles, kernels = launch.TILES[file, dim], [k for k, f in launch.FILES.items() if f == file]
+    assert tiles.blocks * tiles.shared_bytes(dim) <= SHARED_BYTES
+    found = resources(folder, file, dim, *chip)
+    assert len(found) == len(kernels)
+    for registers, spilled in found:
+        assert registers * 32 * tiles.warps * tiles.blocks <= REGISTERS
+        assert spilled <= SPILLED_BYTES
+
+
+@NEEDS_NVCC
+def test_a_kernel_fits_a_t4(tmp_path):
+    check_resources(tmp_path, "forward", 64, "sm_75", False)
+
+
+@NEEDS_NVCC
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chip", [("sm_75", False), ("sm_80", False), ("sm_80", True), ("sm_90", False), ("sm_90", True)]
+)
+@pytest.mark.parametrize(("file", "dim"), launch.TILES, ids=str)
+def test_every_kernel_fits_every_chip(tmp_path, file, dim, chip):
+    check_resources(tmp_path, file, dim, *chip)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path) -> list:
+    """What a compiler that only notes its calls was asked for."""
+    calls = []
+
+    def compile_nothing(source: Path, options: list[str], architecture: str) -> bytes:
+        calls.append((source.name, architecture))
+        return f"code {len(calls)}".encode()
+
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (12, 8))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return calls
+
+
+def test_what_is_compiled_stays_until_source_options_or_compiler_change(compiled, monkeypatch):
+    assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 1"
+    assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 1"
+    assert build.build("forward", {"DIM": 32}, "sm_75") == b"code 2"
+    assert build.build("forward", {"DIM": 64}, "sm_80") == b"code 3"
+    assert build.build("backward_keys", {"DIM": 64}, "sm_75") == b"code 4"
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
+    assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 5"
+    sources = build.cache_folder() / "sources"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 5"
+    (sources / "tiles.cuh").write_text("// another")
+    assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 6"
+
+
+def test_without_a_folder_to_write_to_kernels_are_compiled_again(compiled, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert build.build("forward", {}, "sm_75") == b"code 1"
+    assert build.build("forward", {}, "sm_75") == b"code 2"
+
+
+def test_an_unknown_chip_takes_the_ptx_of_the_last_known_one(monkeypatch):
+    monkeypatch.setattr(build, "nvrtc_architectures", lambda: [75, 80, 90])
+    assert build.pick_architecture((7, 5)) == "sm_75"
+    assert build.pick_architecture((8, 9)) == "compute_80"
+    assert build.pick_architecture((12, 0)) == "compute_90"
+    monkeypatch.setenv("WORKBOOK_CUDA_ARCHITECTURE", "compute_75")
+    assert build.pick_architecture((9, 0)) == "compute_75"
+
+
+def test_a_missing_compiler_names_the_package_to_install(monkeypatch):
+    monkeypatch.setattr(build, "_nvrtc_files", lambda major: iter(["/nowhere/libnvrtc.so"]))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvrtc-cu12, or use sdpa"):
+        build.nvrtc.__wrapped__()
+
+
+@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+def test_nvrtc_compiles_machine_code_and_ptx_and_shows_what_is_wrong(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    macros = launch.constants(launch.TILES["forward", 64], 64, False)
+    assert build.build("forward", macros, "sm_75").startswith(b"\x7fELF")
+    assert b".target sm_75" in build.build("forward", macros, "compute_75")
+    with pytest.raises(RuntimeError, match=r"(?s)forward.cu does not compile for sm_75:.*ROWS"):
+        build.build("forward", macros | {"ROWS": 100}, "sm_75")
+
+
+DRIVER = """
+#include <string.h>
+#define CONTEXT (void*)0x700000000001
+#define MODULE (void*)0x600000000002
+#define FUNCTION (void*)0x500000000003
+struct Launch { void *function, *stream; unsigned grid[3], block[3], shared; char argument[400]; };
+static struct Launch last;
+static int contexts;
+int cuDeviceGet(int* handle, int device) { *handle = 100 + device; return 0; }
+int cuDevicePrimaryCtxRetain(void** c, int handle) { *c = CONTEXT; return handle != 102; }
+int cuCtxSetCurrent(void* c) { ++contexts; return c != CONTEXT; }
+int cuModuleLoadData(void** m, const char* image) { *m = MODULE; return strcmp(image, "ELF"); }
+int cuModuleGetFunction(void** f, void* m, const char* name) {
+    *f = FUNCTION;
+    return m != MODULE || strcmp(name, "forward");
+}
+int cuFuncSetAttribute(void* f, int name, int value) {
+    return f != FUNCTION || name != 8 || value != 4096;
+}
+int cuGetErrorString(int status, const char** text) { *text = "the text"; return 0; }
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, void* stream, void** arguments, void** extra) {
+    struct Launch launch = {f, stream, {gx, gy, gz}, {bx, by, bz}, shared, {0}};
+    memcpy(launch.argument, arguments[0], SIZE);
+    last = launch;
+    return extra != 0 || contexts < 2;
+}
+struct Launch* last_launch(void) { return &last; }
+"""
+
+
+@pytest.fixture
+def fake_driver(tmp_path, monkeypatch) -> ctypes.CDLL:
+    """A library in place of CUDA's driver, which notes what is launched on device 2."""
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so"
+    source.write_text(DRIVER)
+    size = ctypes.sizeof(launch.AttentionArguments)
+    command = ["g++", "-x", "c", f"-DSIZE={size}", "-shared", "-fPIC", str(source)]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    monkeypatch.setattr(driver, "driver", lambda: loaded)
+    driver._context.cache_clear()
+    yield loaded
+    driver._context.cache_clear()
+
+
+@NEEDS_COMPILER
+def test_a_launch_reaches_the_driver_whole(fake_driver):
+    class Launch(ctypes.Structure):
+        _fields_ = (
+            ("function", ctypes.c_void_p),
+            ("stream", ctypes.c_void_p),
+            ("grid", ctypes.c_uint * 3),
+            ("block", ctypes.c_uint * 3),
+            ("shared", ctypes.c_uint),
+            ("argument", ctypes.c_char * 400),
+        )
+
+    settings = {"device": 2, "threads": 128, "shared_bytes": 4096}
+    function = driver.Function(b"ELF", "forward", **settings)
+    arguments = launch.AttentionArguments(lse=0x123456789ABC, num_heads=7, scale=0.25)
+    function.launch(70000, arguments, 0x400000000004)
+    fake_driver.last_launch.restype = ctypes.POINTER(Launch)
+    found = fake_driver.last_launch().contents
+    assert (found.function, found.stream) == (0x500000000003, 0x400000000004)
+    assert (*found.grid, *found.block, found.shared) == (70000, 1, 1, 128, 1, 1, 4096)
+    start = ctypes.addressof(found) + Launch.argument.offset
+    assert ctypes.string_at(start, ctypes.sizeof(arguments)) == bytes(arguments)
+    with pytest.raises(RuntimeError, match="CUDA: the text"):
+        driver.Function(b"ELF", "backward", **settings)
+
+
+@NEEDS_COMPILER
+def test_the_structure_of_arguments_is_that_of_the_source(tmp_path):
+    """Offsets of a few fields, by a C++ compiler."""
+    names = [name for name, _ in launch.AttentionArguments._fields_]
+    body = "".join(f'printf("%zu ", offsetof(Attention, {name}));' for name in names)
+    source = tmp_path / "offsets.cpp"
+    source.write_text(
+        "#include <stddef.h>\n#include <tiles.cuh>\n"
+        f'int main() {{ {body} printf("%zu", sizeof(Attention)); }}'
+    )
+    here = Path(__file__).parent
+    macros = launch.constants(launch.TILES["forward", 64], 64, False)
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    options += ["-I", str(here), "-I", str(build.SOURCES), "-Wno-unknown-pragmas"]
+    program = str(tmp_path / "offsets")
+    subprocess.run(["g++", "-std=c++17", *options, str(source), "-o", program], check=True)
+    done = subprocess.run([program], check=True, capture_output=True, text=True)
+    right = [getattr(launch.AttentionArguments, name).offset for name in names]
+    right.append(ctypes.sizeof(launch.AttentionArguments))
+    assert list(map(int, done.stdout.split())) == right
+
+
+def test_sources_travel_with_the_package():
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    root = Path(__file__).parents[3]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = patterns["tool"]["setuptools"]["package-data"]["lib"]
+    packed = {path for pattern in patterns for path in (root / "lib").glob(pattern)}
+    assert set(build.SOURCES.glob("*.cu*")) <= packed
+    assert len(list(build.SOURCES.glob("*.cu*"))) >= 5
+    assert os.access(build.SOURCES, os.R_OK)

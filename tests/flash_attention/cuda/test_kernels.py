@@ -1,0 +1,279 @@
+"""The CUDA C++ kernels against the formula in float64: emulated on a CPU, and on a GPU.
+
+On a GPU they run as machine code of the chip and as that of a T4. What they have in common with
+other implementations is in `test_every_implementation`.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from lib.flash_attention.cuda import attention, launch
+from tests.flash_attention.cases import (
+    EMPTY,
+    GROUPED,
+    LONG,
+    SCALED,
+    SHAPES,
+    STRIDED,
+    Case,
+    assert_error_at_most_twice_pytorchs,
+    formula,
+    make_inputs,
+    new_memory_is_nan,
+    with_gradients,
+)
+from tests.flash_attention.cuda import emulator
+from tests.flash_attention.cuda.emulator import NEEDS_COMPILER, emulate
+
+GPU = pytest.mark.gpu
+# a few seconds' worth: each edge once, on heads that share few builds
+QUICK = [
+    Case(1, 1, 32, batch=1, heads=1, key_heads=1),
+    Case(130, 97, 32),
+    Case(97, 130, 32, False, heads=6, key_heads=2, batch=1),
+    Case(150, 150, 20, batch=1, scale=1.5),
+    Case(65, 65, 32, False, heads=3, key_heads=3, layout="packed"),
+    Case(40, 70, 24, layout="amid NaN"),
+    Case(63, 140, 31, False, batch=1, layout="gaps in head_dim"),
+    Case(140, 140, 64, batch=1, key_heads=1),
+    Case(129, 66, 64, False, batch=1, heads=1, key_heads=1),
+]
+SIDES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200)
+# each pair of lengths around the edges of tiles once, with head sizes, masks and groups in turn
+EDGES = [
+    Case(queries, keys, head_dim, is_causal, heads, key_heads, batch=1)
+    for (queries, keys), head_dim, is_causal, (heads, key_heads) in zip(
+        itertools.product(SIDES, SIDES),
+        itertools.cycle((32, 64, 96, 128, 48)),
+        itertools.cycle((True, False, True)),
+        itertools.cycle(((1, 1), (2, 1), (3, 3), (4, 2))),
+    )
+]
+GRID = [*EDGES, *SHAPES, *GROUPED, *STRIDED, *SCALED]
+ALL = [*GRID, *LONG]
+
+
+@pytest.fixture
+def emulated(monkeypatch) -> str:
+    """The CPU, on which the kernels are emulated in this test."""
+    return emulate(monkeypatch)
+
+
+@pytest.fixture(params=["native", "compute_75"])
+def gpu(request, monkeypatch) -> str:
+    """A GPU, for whose chip or for a T4's the kernels are compiled."""
+    if request.param != "native":
+        monkeypatch.setenv("WORKBOOK_CUDA_ARCHITECTURE", request.param)
+    return "cuda"
+
+
+def skip_bfloat16_on_a_t4(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and os.environ.get("WORKBOOK_CUDA_ARCHITECTURE"):
+        pytest.skip("a T4 has no bfloat16")
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_the_emulated_kernels_error_is_at_most_twice_pytorchs(emulated, case):
+    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, torch.float16)
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_the_whole_grid_emulated(emulated, case, dtype):
+    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_the_whole_grid_on_a_gpu(gpu, case, dtype):
+    skip_bfloat16_on_a_t4(dtype)
+    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype, gpu)
+
+
+def check_lse(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Check that the log-sum-exp is the formula's, to float32's precision."""
+    q, k, v = (x.detach() for x in make_inputs(case, dtype, device)[:3])
+    scale = case.head_dim**-0.5
+    with new_memory_is_nan():
+        lse = launch.flash_forward(q, k, v, case.is_causal, scale)[1]
+    right = formula(q.double(), k.double(), v.double(), case)[1]
+    torch.testing.assert_close(lse.double(), right, rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_COMPILER
+def test_the_emulated_log_sum_exp_is_natural(emulated):
+    check_lse(Case(150, 90, 32), torch.float16, emulated)
+
+
+@GPU
+@pytest.mark.parametrize("head_dim", launch.DIMS)
+def test_the_log_sum_exp_on_a_gpu_is_natural(gpu, head_dim):
+    check_lse(Case(1000, 900, head_dim), torch.float16, gpu)
+
+
+@GPU
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_results_repeat_to_the_bit(gpu, is_causal):
+    inputs = make_inputs(Case(1000, 1000, 64, is_causal, key_heads=1), torch.float16, gpu)
+
+    def results() -> list[Tensor]:
+        return with_gradients(
+            lambda q, k, v: attention.flash_attention(q, k, v, is_causal=is_causal), inputs
+        )
+
+    first = results()
+    for _ in range(5):
+        assert all(a.equal(b) for a, b in zip(results(), first))
+
+
+@GPU
+def test_the_kernels_run_inside_a_cuda_graph(gpu):
+    inputs = [x.detach() for x in make_inputs(Case(300, 300), torch.float16, gpu)]
+    right = attention.flash_attention(*inputs[:3])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.flash_attention(*inputs[:3])
+    out.zero_()
+    graph.replay()
+    assert out.equal(right)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("head_dim", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_no_bank_of_shared_memory_is_asked_twice_at_once(emulated, head_dim):
+    check_conflicts(head_dim)
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_no_bank_is_asked_twice_for_wide_heads(emulated, head_dim):
+    check_conflicts(head_dim)
+
+
+def check_conflicts(head_dim: int) -> None:
+    case = Case(130, 130, head_dim, batch=1, heads=1, key_heads=1)
+    with_gradients(attention.flash_attention, make_inputs(case, torch.float16))
+    kernels = {launch.name: launch.counters for launch in emulator.LAUNCHES}
+    assert set(kernels) == set(launch.FILES)
+    for name, counters in kernels.items():
+        assert (counters.load_conflicts, counters.store_conflicts) == (0, 0), name
+        assert counters.loads == 0 or counters.stores > 0, name
+
+
+@NEEDS_COMPILER
+def test_tiles_that_the_mask_hides_are_skipped(emulated):
+    def multiplies(is_causal: bool) -> dict[str, int]:
+        emulator.LAUNCHES.clear()
+        case = Case(512, 512, 32, is_causal, heads=1, key_heads=1, batch=1)
+        with_gradients(
+            lambda q, k, v: attention.flash_attention(q, k, v, is_causal=is_causal),
+            make_inputs(case, torch.float16),
+        )
+        return {launch.name: launch.counters.multiplies for launch in emulator.LAUNCHES}
+
+    causal, full = multiplies(True), multiplies(False)
+    for name in ("forward", "grad_queries", "grad_keys"):
+        # half of the scores, and the upper halves of the tiles on the diagonal
+        assert 0.5 < causal[name] / full[name] < 0.58, name
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+def test_only_the_rows_of_the_results_are_written(emulated, layout, monkeypatch):
+    """Each tensor that the kernels write lies amid numbers that must stay."""
+    made = []
+
+    def amid_sevens(x: Tensor) -> Tensor:
+        batch, heads, tokens, head_dim = x.shape
+        around = x.new_full((batch, heads, tokens + 4, head_dim + 16), 7)
+        if layout == "tokens first":
+            around = x.new_full((batch, tokens + 4, heads, head_dim + 16), 7).transpose(1, 2)
+        made.append(around)
+        return around[:, :, 2:-2, 8:-8]
+
+    monkeypatch.setattr(launch, "empty_like_heads", amid_sevens)
+    case = Case(97, 65, 24, False, batch=1)
+    with_gradients(
+        lambda q, k, v: attention.flash_attention(q, k, v, is_causal=False),
+        make_inputs(case, torch.float16),
+    )
+    assert len(made) == 4
+    for around in made:
+        inside = torch.zeros_like(around, dtype=torch.bool)
+        inside[:, :, 2:-2, 8:-8] = True
+        assert (around[~inside] == 7).all()
+        assert (around[inside] != 7).all()
+
+
+def zeros(*shape: int, dtype=torch.half) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 8)), "on a CUDA device, got cpu; flash_attention_tor"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 8, dtype=torch.float)), "got torch.float32; flash_at"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 129)), "head_dim must be from 1 to 128, got 129; fl"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be from 1 to 256, got 0"),
+        ({"q": zeros(2, 6, 5, 8)}, "heads of q must be divisible by heads of k and v"),
+        ({"scale": math.nan}, "scale must be above 0, got nan"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_are_not_supported_are_named(change, words):
+    arguments = {name: zeros(2, 4, 5, 8) for name in "qkv"} | change
+    with pytest.raises(ValueError, match=re.escape(words)):
+        attention.flash_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "dtype", "words"),
+    [
+        (None, (9, 4), torch.half, "needs PyTorch for CUDA"),
+        ("12.8", (6, 0), torch.half, "7.5 or more, got Chip (compute capability 6.0); use sdpa"),
+        ("12.8", (7, 5), torch.bfloat16, "float16 on Chip (compute capability 7.5), which has no"),
+    ],
+)
+def test_devices_that_are_not_supported_are_named(monkeypatch, cuda, capability, dtype, words):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        attention.check_device(torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=str)
+def test_where_there_is_nothing_to_see_no_kernel_is_needed(case):
+    q, k, v, _ = (x.detach() for x in make_inputs(case, torch.float16))
+    out, lse = launch.flash_forward(q, k, v, case.is_causal, 1.0)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+    assert not any(x.any() for x in launch.flash_backward(out, q, k, v, out, lse, False, 1.0))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("tiles", "words"),
+    [
+        # each warp computes 48 rows, which shows that 16 and 32 are no special cases
+        (launch.Tiles(rows=192, warps=4, columns=32, step=32, blocks=1), None),
+        (launch.Tiles(rows=32, warps=2, columns=16, step=16, blocks=1), None),
+    ],
+)
+def test_the_forward_kernel_is_right_in_any_tiles(emulated, monkeypatch, tiles, words):
+    monkeypatch.setitem(launch.TILES, ("forward", 32), tiles)
+    check_lse(Case(97, 130, 32), torch.float16, emulated)
+    check_lse(dataclasses.replace(Case(97, 130, 32), is_causal=False), torch.float16, emulated)
