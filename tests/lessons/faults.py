@@ -98,6 +98,13 @@ FAULTS = [
     ),
     # tests overwrite the reader's guesses
     Fault(PREDICTIONS, "if not small():", "if True:", "tests/lessons/test_predictions.py"),
+    # a reader that keeps the whole stream in memory is right
+    Fault(
+        "lib/lessons/tokenizer/exercises.py",
+        "held = max(held, stream.tell() - given)",
+        "held = 0",
+        "tests/lessons/test_exercise.py::test_each_mistake_is_recognised_by_name",
+    ),
     # heads are measured on stories that the model was trained on
     Fault(
         HEADS,

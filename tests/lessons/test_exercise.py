@@ -18,7 +18,7 @@ import torch
 
 from lib.lessons import exercise as lessons_exercise
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
-from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE_PRETOKEN, MERGE_PAIR
+from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE, MERGE_PAIR
 from lib.tokenizer.bpe import merge_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,8 +238,8 @@ def test_a_stub_that_is_half_done_is_not_attempted():
 
 
 def test_inputs_are_fresh_and_can_be_repeated():
-    assert len({verdict(ENCODE_PRETOKEN, lambda *_: None) for _ in range(5)}) > 1
-    assert len({verdict(ENCODE_PRETOKEN, lambda *_: None, seed=3) for _ in range(5)}) == 1
+    assert len({verdict(ENCODE, lambda *_: None) for _ in range(5)}) > 1
+    assert len({verdict(ENCODE, lambda *_: None, seed=3) for _ in range(5)}) == 1
 
 
 def merge_forever(ids, pair, new_id):

@@ -47,7 +47,7 @@ class Stop:
 
 STOPS = (
     Stop("00_start_here", "Start here", "a story, token by token", "raw text", 0.5, "½"),
-    Stop("01_tokenizer", "Tokenizer", "BPE: text to numbers", "token\narrays", 1.5, "½", BLUE),
+    Stop("01_tokenizer", "Tokenizer", "BPE: text to numbers", "token\narrays", 2.5, "½", BLUE),
     Stop("02_model", "Model", "a Transformer", "model", 1.5, "1", BLUE),
     Stop("03_training", "Training", "AdamW, runs, stories", "training\nstep", 2, "1", BLUE),
     Stop(
@@ -98,7 +98,7 @@ def times(stop: Stop) -> str:
     """How long a notebook takes, as on its card.
 
     >>> times(STOPS[1])
-    '1½ h to read and do, ½ min to run'
+    '2½ h to read and do, ½ min to run'
     """
     return f"{in_halves(stop.hours)} h to read and do, {stop.minutes} min to run"
 

@@ -1,14 +1,25 @@
-"""Exercises of notebook 01: count pairs, merge one, encode a pre-token."""
+"""Exercises of notebook 01: from pre-tokens to training, encoding, streams and better tokens."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import io
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import Any
 
-from lib.lessons.exercise import Exercise, check
-from lib.tokenizer.bpe import merge_pair
+import regex
+
+from lib.lessons.exercise import Exercise, check, edited
+from lib.lessons.tokenizer.texts import python_manual, small_ranks
+from lib.tokenizer.bpe import Tokenizer, count_pretokens, merge_pair, train_from_counts
+from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 
 
 def _draw_ids(generator: random.Random, size: int) -> list[int]:
@@ -114,80 +125,413 @@ MERGE_PAIR = Exercise(
 )
 
 
-def _draw_encoding(generator: random.Random, size: int) -> tuple:
-    tokens, merges = [1, 2, 3], {}
-    while len(merges) < 5:
-        pair = tuple(generator.choices(tokens, k=2))
-        if pair not in merges:
-            merges[pair] = 10 + len(merges)
-            tokens.append(merges[pair])
-    # in any order, since only the new ids say which merge was learned earlier
-    merges = dict(generator.sample(list(merges.items()), k=len(merges)))
-    return generator.choices(range(1, 4), k=generator.randint(0, size + 2)), merges
+# 3. GPT-4's pre-tokens
+
+# Letters in two cases and two alphabets, digits, white space of each kind, and the rest.
+PIECES = (
+    *("a", "Bc", "é", "日本", "cat", "7", "20", "2026", "Ⅳ", "'s", "'LL", "'t", "'"),
+    *(" ", " ", "  ", "\t", "\n", "\n", "\r\n", " \n ", "!", "...", "==", "(", "_"),
+)
 
 
-def encode_pretoken(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    ids = list(ids)
-    while known := [pair for pair in pairwise(ids) if pair in merges]:
-        pair = min(known, key=merges.__getitem__)
-        ids = merge_pair(ids, pair, merges[pair])
-    return ids
+def _draw_text(generator: random.Random, size: int) -> tuple:
+    return ("".join(generator.choices(PIECES, k=generator.randint(0, 1 + size))),)
 
 
-def _encode_left_to_right(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    ids, i = list(ids), 0
-    while i < len(ids) - 1:
-        if tuple(ids[i : i + 2]) in merges:
-            ids[i : i + 2] = [merges[tuple(ids[i : i + 2])]]
-            i = 0
-        else:
-            i += 1
-    return ids
+def split_gpt4(text: str) -> list[str]:
+    pattern = (
+        r"'(?i:[sdmt]|ll|ve|re)"
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        r"|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s+\Z"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s+"
+    )
+    return regex.findall(pattern, text)
 
 
-def _encode_longest_match(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    spelled: dict[int, tuple[int, ...]] = {token: (token,) for token in (1, 2, 3)}
-    for new_id, (left, right) in sorted((new_id, pair) for pair, new_id in merges.items()):
-        spelled[new_id] = spelled[left] + spelled[right]
-    # of two tokens with the same spelling the earlier one
-    tokens = {spelling: token for token, spelling in reversed(spelled.items())}
-    found, i = [], 0
-    while i < len(ids):
-        longest = max(
-            (s for s in tokens if tuple(ids[i : i + len(s)]) == s), key=len, default=(ids[i],)
-        )
-        found.append(tokens.get(longest, ids[i]))
-        i += len(longest)
-    return found
-
-
-def _encode_in_dictionary_order(ids: Sequence[int], merges: Mapping[tuple, int]) -> list[int]:
-    for pair, new_id in merges.items():
-        ids = merge_pair(ids, pair, new_id)
-    return list(ids)
-
-
-ENCODE_PRETOKEN = Exercise(
-    encode_pretoken,
-    _draw_encoding,
+SPLIT_GPT4 = Exercise(
+    split_gpt4,
+    _draw_text,
     {
-        "the merge learned last comes first; take the smallest new id": ("min(known", "max(known"),
-        "the leftmost known pair comes first, and not the one learned first": (
-            "min(known, key=merges.__getitem__)",
-            "known[0]",
+        "a run of digits stays whole; cut it after every third": (r"\p{N}{1,3}", r"\p{N}+"),
+        "digits take a space with them, as in GPT-2; here only letters and others do": (
+            r"|\p{N}{1,3}",
+            r"| ?\p{N}{1,3}",
         ),
-        "pairs are joined from left to right, and not in the order learned": _encode_left_to_right,
-        "it stops after one merge; merges make new pairs, so look again": (
-            "    while known := [pair for pair in pairwise(ids) if pair in merges]:",
-            "    if known := [pair for pair in pairwise(ids) if pair in merges]:",
+        "contractions in capitals are not seen": ("(?i:", "(?:"),
+        "only a space may go before letters; any one character that is neither letter, digit nor "
+        "line end may": (r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?\p{L}+"),
+        "a line end goes before letters; it may not": (r"[^\r\n\p{L}\p{N}]?", r"[^\p{L}\p{N}]?"),
+        "line ends do not go with the other characters before them": (r"]+[\r\n]*", "]+"),
+        "white space up to a line end is no piece of its own": (
+            r"""        r"|\s*[\r\n]+"
+""",
+            "",
         ),
-        "the longest token comes first, as in WordPiece; byte-pair encoding replays merges": (
-            _encode_longest_match
+        "white space at the end of the text is cut behind its last line end; it stays whole": (
+            r"""        r"|\s+\Z"
+""",
+            "",
         ),
-        "merges run in the dictionary's order; the smallest new id was learned first": (
-            _encode_in_dictionary_order
+        "white space keeps its last character from the word that follows": (
+            r"""        r"|\s+(?!\S)"
+""",
+            "",
+        ),
+        "white space before text is lost; a single one that no rule has taken is a piece": (
+            r"""        r"|\s+"
+""",
+            "",
+        ),
+        "these are GPT-2's pieces": lambda text: split_pretokens(text),
+    },
+    "core",
+)
+
+
+# 4. Training that visits only what changes
+
+
+def _draw_training(generator: random.Random, size: int) -> tuple:
+    counts = {}
+    for _ in range(size):
+        word = "".join(generator.choices("abé", k=generator.randint(1, 2 + size)))
+        counts[word.encode()] = generator.randint(1, 9)
+    return counts, generator.randint(1, 3 * size)
+
+
+def train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
+    vocab = {byte: bytes([byte]) for byte in range(256)}
+    words, weights = [list(word) for word in counts], list(counts.values())
+    pair_counts, holders = Counter(), defaultdict(set)
+    for i, word in enumerate(words):
+        for pair in pairwise(word):
+            pair_counts[pair] += weights[i]
+            holders[pair].add(i)
+
+    def entry(pair):
+        # the smallest comes first: the highest count, then the greatest bytes
+        left, right = ([-byte for byte in vocab[token]] + [1] for token in pair)
+        return -pair_counts[pair], left, right, pair
+
+    heap = [entry(pair) for pair in pair_counts]
+    heapify(heap)
+    merges = []
+    while heap and len(merges) < num_merges:
+        negative, _, _, pair = heappop(heap)
+        if -negative != pair_counts[pair]:
+            continue  # its count has changed since
+        new_id = len(vocab)
+        vocab[new_id] = vocab[pair[0]] + vocab[pair[1]]
+        merges.append((vocab[pair[0]], vocab[pair[1]]))
+        changes = Counter()
+        for i in holders.pop(pair):
+            for old in pairwise(words[i]):
+                changes[old] -= weights[i]
+            words[i] = merge_pair(words[i], pair, new_id)
+            for new in pairwise(words[i]):
+                changes[new] += weights[i]
+                holders[new].add(i)
+        for changed, change in changes.items():
+            pair_counts[changed] += change
+            if change and pair_counts[changed]:
+                heappush(heap, entry(changed))
+    return merges
+
+
+def naive_train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
+    """The loop of the lesson: it counts all pairs again for each merge."""
+    vocab = {byte: bytes([byte]) for byte in range(256)}
+    words, merges = {tuple(word): count for word, count in counts.items()}, []
+    for new_id in range(256, 256 + num_merges):
+        pairs = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], vocab[pair[0]], vocab[pair[1]]))
+        left, right = vocab[best[0]], vocab[best[1]]
+        vocab[new_id] = left + right
+        merges.append((left, right))
+        words = {tuple(merge_pair(word, best, new_id)): count for word, count in words.items()}
+    return merges
+
+
+@functools.cache
+def _lesson_counts() -> Counter[bytes]:
+    return count_pretokens(python_manual(100_000))
+
+
+def training_seconds(trainer: Callable, num_merges: int = 1000) -> float:
+    """CPU seconds for `num_merges` merges of 100 KB; estimated from fewer where it is slow."""
+    spent, done = 0.0, num_merges // 100
+    while done <= num_merges and spent < 0.5:
+        started = time.process_time()
+        trainer(_lesson_counts(), done)
+        spent, part, done = time.process_time() - started, done, 10 * done
+    return spent * num_merges / part
+
+
+# how the naive loop decides between equally frequent pairs
+TIES = "(pairs[pair], vocab[pair[0]], vocab[pair[1]])"
+TRAIN = Exercise(
+    train,
+    _draw_training,
+    {
+        "among equally frequent pairs the first one found is merged; take the one whose bytes come "
+        "last in the alphabet": edited(naive_train, TIES, "pairs[pair]"),
+        "among equally frequent pairs the one with the higher ids is merged; compare the bytes": (
+            edited(naive_train, TIES, "(pairs[pair], pair)")
+        ),
+        "each word counts once, and not as often as it occurs": (
+            "list(counts.values())",
+            "[1] * len(counts)",
+        ),
+        "a pair that is merged away keeps its count": (
+            "                changes[old] -= weights[i]",
+            "                changes[old] -= 0",
+        ),
+        "new pairs are not counted": (
+            "                changes[new] += weights[i]",
+            "                changes[new] += weights[i] if new in changes else 0",
+        ),
+        "one merge too few is learned": (
+            "len(merges) < num_merges",
+            "len(merges) < num_merges - 1",
+        ),
+        "words that got a pair by a merge are forgotten; they hold it, too": (
+            "                holders[new].add(i)",
+            "                pass",
         ),
     },
+    "core",
+    trials=60,
+    measure=training_seconds,
+    unit="s for 1,000 merges of 100 KB",
+)
+
+
+# 5. Encode from ranks alone, as tiktoken does
+
+AWKWARD = (
+    *("The", " cat", " sat", " on", " the", " mat", "'s", "'ll", " 2026", "3.14", "def f(x):"),
+    *(" ", "   ", "\n", "\r\n\t", "é", "日本語", "👩‍👩‍👧", "\x00", "\u00a0", SEPARATOR),
+)
+
+
+def _draw_awkward(generator: random.Random, size: int) -> tuple:
+    # words that nobody has seen, where the order of the merges decides
+    words = ["".join(generator.choices("atheinrosdl", k=9)) for _ in AWKWARD]
+    text = "".join(generator.choices((*AWKWARD, *words), k=generator.randint(0, size)))
+    return text, Ranks(small_ranks()), {SEPARATOR: len(small_ranks())}
+
+
+class Ranks(dict):
+    """A vocabulary that does not fill the page when a check shows it."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tokens>"
+
+    def __deepcopy__(self, memo: dict) -> Ranks:
+        return self
+
+
+def encode(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> list[int]:
+    ids = []
+    for piece in re.split("(" + "|".join(map(re.escape, special)) + ")", text):
+        if piece in special:
+            ids.append(special[piece])
+            continue
+        for pretoken in split_pretokens(piece):
+            parts = [bytes([byte]) for byte in pretoken.encode()]
+            while True:
+                joined = [left + right for left, right in pairwise(parts)]
+                known = [token for token in joined if token in ranks]
+                if not known:
+                    break
+                at = joined.index(min(known, key=ranks.get))
+                parts[at : at + 2] = [joined[at]]
+            ids += [ranks[part] for part in parts]
+    return ids
+
+
+ENCODE = Exercise(
+    encode,
+    _draw_awkward,
+    {
+        "the token learned last comes first; take the lowest rank": ("min(known", "max(known"),
+        "tokens are built from left to right; the lowest rank comes first, wherever it is": (
+            "min(known, key=ranks.get)",
+            "known[0]",
+        ),
+        "the special token is encoded as ordinary text": ("if piece in special:", "if False:"),
+        "merges cross the borders of pre-tokens; split the text first": (
+            "in split_pretokens(piece)",
+            "in [piece]",
+        ),
+        "it stops after one merge in each pre-token; look again": (
+            "parts[at : at + 2] = [joined[at]]",
+            "parts[at : at + 2] = [joined[at]]\n                break",
+        ),
+        "a byte's own value is taken for its id; ranks has the ids of single bytes, too": (
+            "ranks[part] for part in parts",
+            "ranks[part] if len(part) > 1 else part[0] for part in parts",
+        ),
+    },
+    "core",
+    trials=100,
+)
+
+
+# 6. The bug in a stream's cuts
+
+
+class CountingStream(io.BytesIO):
+    """A stream that a check shows by its bytes."""
+
+    def __repr__(self) -> str:
+        return f"io.BytesIO({self.getvalue()!r})"
+
+    def __deepcopy__(self, memo: dict) -> CountingStream:
+        return CountingStream(self.getvalue())
+
+
+def read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
+    rest = b""
+    while block := stream.read(size):
+        rest += block
+        cuts = [match.start() for match in re.finditer(rb" (?=[!-~])", rest)]
+        if cuts:
+            yield rest[: cuts[-1]]
+            rest = rest[cuts[-1] :]
+    yield rest
+
+
+def broken_read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
+    """The function of the lesson: it cuts before the last space, whatever follows."""
+    rest = b""
+    while block := stream.read(size):
+        rest += block
+        cut = rest.rfind(b" ")
+        yield rest[:cut]
+        rest = rest[cut:]
+    yield rest
+
+
+def _read_all(stream: io.BytesIO, size: int) -> Iterator[bytes]:
+    yield stream.read()
+
+
+def pretokens_of(chunks: Callable) -> Callable[[io.BytesIO, int], dict[str, Any]]:
+    """Return `chunks` as a function that gives the pre-tokens of its chunks, and what it held."""
+
+    @functools.wraps(chunks)
+    def run(stream: io.BytesIO, size: int) -> dict[str, Any]:
+        data, given, held, pretokens = stream.getvalue(), 0, 0, []
+        for chunk in chunks(stream, size):
+            held = max(held, stream.tell() - given)
+            given += len(chunk)
+            pretokens += split_pretokens(chunk.decode("utf-8", "replace"))
+        # between two sure cuts, nothing can be given out
+        longest = max(map(len, re.split(rb" (?=[!-~])", data)))
+        return {"pre-tokens": pretokens, "holds too much": held > 2 * size + longest + 8}
+
+    return run
+
+
+def _draw_stream(generator: random.Random, size: int) -> tuple:
+    pieces = ("cat", "été", " the", " a", "  ", "    ", "\n", "\n    x", "日本", "!", "\u2003")
+    text = "".join(generator.choices(pieces, k=1 + 2 * size))
+    return CountingStream(text.encode()), generator.choice([2, 5, 8])
+
+
+READ_CHUNKS = Exercise(
+    pretokens_of(read_chunks),
+    _draw_stream,
+    {
+        "it still cuts before the last space, whatever stands on either side; and where there is "
+        "no space, `rfind` returns -1": pretokens_of(broken_read_chunks),
+        "it cuts before a space that more white space follows": pretokens_of(
+            edited(read_chunks, " (?=[!-~])", " ")
+        ),
+        "it cuts before a space at the end of the block, where nobody knows yet what follows": (
+            pretokens_of(edited(read_chunks, " (?=[!-~])", " (?=[!-~]|$)"))
+        ),
+        "the end of the text is lost": pretokens_of(edited(read_chunks, "    yield rest\n", "")),
+        "everything is read before the first chunk is given out": pretokens_of(_read_all),
+        "the part behind the cut is lost": pretokens_of(
+            edited(read_chunks, "rest = rest[cuts[-1] :]", 'rest = b""')
+        ),
+        "the text is given out in blocks, wherever they end": pretokens_of(
+            lambda stream, size: iter(lambda: stream.read(size), b"")
+        ),
+    },
+    "core",
+)
+
+
+# 7. Better tokens
+
+
+def choose_tokens(text: str, size: int) -> Collection[bytes]:
+    vocab, merges = train_from_counts(count_pretokens(text), size + size // 3)
+    used = Counter(Tokenizer(vocab, merges, implementation="python").encode(text))
+    often = sorted(range(256, len(vocab)), key=used.__getitem__, reverse=True)
+    kept = [*range(256), *often[: size - 256]]
+    return {vocab[token_id] for token_id in kept}
+
+
+def allowed(choose: Callable) -> Callable[[str, int], dict[str, bool]]:
+    """Return `choose` as a function that says whether its tokens are within the rules."""
+
+    @functools.wraps(choose)
+    def run(text: str, size: int) -> dict[str, bool]:
+        tokens = set(choose(text, size))
+        return {
+            "every token is of type bytes": all(type(token) is bytes for token in tokens),
+            "all 256 bytes are there": all(bytes([byte]) in tokens for byte in range(256)),
+            "no more than `size`": len(tokens) <= size,
+        }
+
+    return run
+
+
+def fewest_tokens(data: bytes, tokens: Collection[bytes]) -> int:
+    """The smallest number of `tokens` that make up `data`, by dynamic programming."""
+    tokens = {*tokens}
+    lengths = sorted({len(token) for token in tokens})
+    fewest = [0] * (len(data) + 1)  # of the first n bytes
+    for end in range(1, len(data) + 1):
+        fewest[end] = 1 + min(
+            fewest[end - length] for length in lengths if data[max(0, end - length) : end] in tokens
+        )
+    return fewest[-1]
+
+
+def tokens_needed(choose: Callable) -> float:
+    """How many of the reader's tokens, chosen from 100 KB, the next 20 KB of the manual take."""
+    text = python_manual(120_000)
+    chosen = inspect.unwrap(choose)(text[:100_000], 1024)
+    return fewest_tokens(text[100_000:].encode(), chosen)
+
+
+CHOOSE_TOKENS = Exercise(
+    allowed(choose_tokens),
+    lambda generator, size: (python_manual(100_000)[: 2000 * size], 256 + 20 * size),
+    {
+        "a byte is missing: every text must be expressible": allowed(
+            edited(choose_tokens, "*range(256), ", "*range(255), ")
+        ),
+        "there are more tokens than `size`": allowed(edited(choose_tokens, "size - 256", "size")),
+    },
+    "open",
+    trials=3,
+    measure=tokens_needed,
+    unit="tokens for 20 KB",
 )
 
 
@@ -201,6 +545,26 @@ def check_merge_pair(attempt: Callable) -> None:
     check(MERGE_PAIR, attempt)
 
 
-def check_encode_pretoken(attempt: Callable) -> None:
-    """Check `encode_pretoken(ids, merges)`, with merges {pair: new id} -> list of ids."""
-    check(ENCODE_PRETOKEN, attempt)
+def check_split_gpt4(attempt: Callable) -> None:
+    """Check `split_gpt4(text)` -> list of pre-tokens."""
+    check(SPLIT_GPT4, attempt)
+
+
+def check_train(attempt: Callable) -> None:
+    """Check `train(counts, num_merges)`: {bytes: count} -> list of pairs of bytes; and time it."""
+    check(TRAIN, attempt)
+
+
+def check_encode(attempt: Callable) -> None:
+    """Check `encode(text, ranks, special)`, with ranks {bytes: id} -> list of ids."""
+    check(ENCODE, attempt)
+
+
+def check_read_chunks(attempt: Callable) -> None:
+    """Check the generator `read_chunks(stream, size)` by the pre-tokens of its chunks."""
+    check(READ_CHUNKS, pretokens_of(attempt))
+
+
+def check_choose_tokens(attempt: Callable) -> None:
+    """Check `choose_tokens(text, size)` -> at most `size` byte strings; and count their use."""
+    check(CHOOSE_TOKENS, allowed(attempt))

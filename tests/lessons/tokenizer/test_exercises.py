@@ -1,12 +1,38 @@
-"""The exercises of notebook 01: their inputs, and wrong answers that are nearly right."""
+"""The exercises of notebook 01 against independent answers; their mistakes: test_exercise.py."""
+
+import inspect
+import re
 
 import pytest
+import tiktoken
+import tiktoken_ext.openai_public
 
 from lib.lessons.exercise import Exercise, draw_inputs, verdict
-from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE_PRETOKEN, MERGE_PAIR
+from lib.lessons.tokenizer.exercises import (
+    CHOOSE_TOKENS,
+    COUNT_PAIRS,
+    ENCODE,
+    MERGE_PAIR,
+    READ_CHUNKS,
+    SPLIT_GPT4,
+    TRAIN,
+    allowed,
+    broken_read_chunks,
+    choose_tokens,
+    encode,
+    fewest_tokens,
+    naive_train,
+    pretokens_of,
+    tokens_needed,
+    train,
+    training_seconds,
+)
+from lib.lessons.tokenizer.texts import find_peer, python_manual
+from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, iter_chunks
 
 
-@pytest.mark.parametrize("exercise", [COUNT_PAIRS, MERGE_PAIR, ENCODE_PRETOKEN])
+@pytest.mark.parametrize("exercise", [COUNT_PAIRS, MERGE_PAIR])
 def test_inputs_start_short_and_hold_an_empty_one(exercise):
     inputs = draw_inputs(exercise, 0)
     assert max(len(repr(arguments)) for arguments in inputs[:5]) < 150
@@ -48,3 +74,80 @@ def test_overwriting_a_count_is_named_for_a_single_word():
     exercise = Exercise(COUNT_PAIRS.solve, lambda *_: ({(2, 2, 2): 2},), COUNT_PAIRS.mistakes)
     text = verdict(exercise, lambda words: overwriting(words))
     assert "(2, 2): yours 2, expected 4" in text
+
+
+def split_by_tiktoken(text):
+    """With every part of the text as a token, each pre-token is one token."""
+    data = text.encode()
+    parts = {data[i:j] for i in range(len(data)) for j in range(i + 1, len(data) + 1)}
+    tokens = [*(bytes([byte]) for byte in range(256)), *sorted(part for part in parts if part[1:])]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    source = inspect.getsource(tiktoken_ext.openai_public.cl100k_base)
+    pattern = re.search(r'"pat_str": r"""(.*?)"""', source)[1]
+    peer = tiktoken.Encoding("parts", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return [token.decode() for token in peer.decode_tokens_bytes(peer.encode_ordinary(text))]
+
+
+def encode_by_tiktoken(text, ranks, special):
+    peer = tiktoken.Encoding(
+        "peer", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
+    )
+    return peer.encode(text, allowed_special="all")
+
+
+def learn_as_lib(counts, num_merges):
+    return train_from_counts(counts, 256 + num_merges)[1]
+
+
+def cut_as_lib(stream, size):
+    yield from iter_chunks(stream, size)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "independent"),
+    [
+        (SPLIT_GPT4, split_by_tiktoken),
+        (ENCODE, encode_by_tiktoken),
+        (TRAIN, learn_as_lib),
+        (READ_CHUNKS, pretokens_of(cut_as_lib)),
+    ],
+    ids=["split_gpt4", "encode", "train", "read_chunks"],
+)
+def test_an_independent_answer_is_right(exercise, independent):
+    assert verdict(exercise, independent, seed=0).startswith("right")
+
+
+def test_the_naive_trainer_is_right_and_slow():
+    for arguments in draw_inputs(TRAIN, 0):
+        assert naive_train(*arguments) == train(*arguments)
+    assert training_seconds(naive_train) > 5 * training_seconds(train)
+
+
+def test_the_stream_of_the_lesson_has_the_bug_that_it_claims():
+    text = verdict(READ_CHUNKS, pretokens_of(broken_read_chunks), seed=0)
+    assert text.startswith("not yet")
+    assert "pre-tokens" in text
+
+
+def test_chosen_tokens_are_fewer_than_those_of_plain_training():
+    def plain(text, size):
+        return train_from_counts(count_pretokens(text), size)[0].values()
+
+    assert verdict(CHOOSE_TOKENS, allowed(plain), seed=0).startswith("right")
+    assert tokens_needed(choose_tokens) < tokens_needed(plain)
+    assert fewest_tokens(b"aaab", {b"a", b"b", b"aa", b"aab"}) == 2
+
+
+def test_the_manual_is_the_same_text_from_its_beginning():
+    assert python_manual().startswith(python_manual(5000))
+    assert len(python_manual()) > 1_000_000
+    # not the code between the documentation strings
+    assert python_manual().count("import ") < 1000
+
+
+def test_the_peer_is_tiktoken_with_gpt2s_or_our_own_vocabulary():
+    vocab, merges = train_from_counts(count_pretokens(python_manual(20_000)), 400)
+    peer, text = find_peer(Tokenizer(vocab, merges, [SEPARATOR])), f"the def {SEPARATOR}"
+    assert peer.name.startswith("tiktoken")
+    assert peer.encode(text)[-1] == peer.special[SEPARATOR]
+    assert encode(text, peer.ranks, peer.special) == peer.encode(text)

@@ -1,0 +1,45 @@
+"""The steps of notebook 01's ladder: each gives the ids of `Tokenizer`, cold and warm."""
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+
+from lib.lessons.tokenizer import figures, ladder
+from lib.lessons.tokenizer.texts import python_manual
+from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
+from tests.texts import TRICKY
+
+TEXT = python_manual(150_000)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(*train_from_counts(count_pretokens(TEXT), 500), implementation="python")
+
+
+def test_each_step_gives_the_ids_of_the_readable_encoder_cold_and_warm(tokenizer):
+    for name, encode in ladder.compiled_rungs(tokenizer).items():
+        for text in (TEXT, TEXT[1000:], "".join(TRICKY), ""):
+            assert encode(text).tolist() == tokenizer.encode(text), name
+
+
+def test_a_diff_shows_the_lines_that_change_and_two_around_them():
+    diff = ladder.show_diff(ladder.encode_by_character, ladder.encode_by_window).data
+    assert "-        after = pretoken_end(data, start, end, classes)" in diff
+    assert "+        after, base, ends = next_pretoken(" in diff
+    assert "return n" not in diff
+
+
+def test_the_ladder_names_each_speed_and_its_gain(monkeypatch):
+    monkeypatch.setattr(plt, "show", lambda: None)
+    figures.show_ladder({"slow": 2.0, "fast": 5.0}, title="")
+    words = [text.get_text().strip() for text in plt.gca().texts]
+    plt.close()
+    assert words == ["2 MB/s", "5 MB/s  ×2.5"]
+
+
+def test_rungs_are_measured_by_the_bytes_of_their_own_text():
+    speeds = figures.measure_rungs(
+        {"a": lambda text: np.sort(np.arange(10_000)), "b": len}, {"a": "é" * 10, "b": "é"}, 2
+    )
+    assert speeds["b"] > 0 < speeds["a"]
