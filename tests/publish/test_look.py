@@ -1,9 +1,10 @@
-"""The colors of the report's pages, computed from the style sheet: readable in light and dark."""
+"""The look of the pages: colors readable in light and dark, and what scrolls, by keyboard too."""
 
 import re
 
 import pytest
 
+from lib.core.files import ROOT
 from lib.publish.pages import TEMPLATES
 
 CSS = (TEMPLATES / "look.css").read_text(encoding="utf-8")
@@ -37,3 +38,11 @@ def test_text_has_no_other_colors(name):
     css = (TEMPLATES / name).read_text(encoding="utf-8")
     used = set(re.findall(r"[^-]color: ([^;]+);", css))
     assert used <= {"inherit", *(f"var(--{text})" for text in TEXT)}
+
+
+def test_what_scrolls_sideways_can_be_reached_by_keyboard():
+    paths = [*(ROOT / "lib").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    elements = re.findall(r"<div [^>]*overflow-x[^>]*>", text)
+    assert len(elements) >= 2
+    assert [element for element in elements if "tabindex" not in element] == []

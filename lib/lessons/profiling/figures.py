@@ -103,7 +103,7 @@ def show_memory_hierarchy() -> HTML:
     from IPython.display import HTML
 
     # on a phone it scrolls, since its text would be too small to read
-    return HTML(f'<div style="overflow-x:auto">{memory_hierarchy_svg()}</div>')
+    return HTML(f'<div style="overflow-x:auto" tabindex="0">{memory_hierarchy_svg()}</div>')
 
 
 def show_samples(times_ms: Sequence[float], *, title: str, measurement: Measurement | None = None):

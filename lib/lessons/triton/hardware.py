@@ -68,7 +68,7 @@ def show_gpu() -> HTML:
     """Show an H200 as boxes: multiprocessors with what is in them, L2, HBM."""
     from IPython.display import HTML
 
-    return HTML(f'<div style="overflow-x:auto">{gpu_svg()}</div>')
+    return HTML(f'<div style="overflow-x:auto" tabindex="0">{gpu_svg()}</div>')
 
 
 def gpu_svg() -> str:
