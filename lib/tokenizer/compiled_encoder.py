@@ -6,7 +6,7 @@ pre-tokens, and has the rules for kernels; `lib.tokenizer.compiled_words` counts
 Threads work on chunks between safe cuts, each with its own cache.
 """
 
-import heapq
+import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +17,15 @@ import numpy as np
 
 from lib.core.hardware import ordered_map
 from lib.tokenizer.compiled_merges import learn_merges, new_learner
+from lib.tokenizer.compiled_pretoken import (
+    LONGEST_SHORT,
+    Ranks,
+    Scratch,
+    encode_long,
+    encode_short,
+    new_ranks,
+    new_scratch,
+)
 from lib.tokenizer.compiled_scan import (
     LOW_32,
     PADDING,
@@ -27,6 +36,7 @@ from lib.tokenizer.compiled_scan import (
     compiled,
     compiled_with_allocation,
     find_special,
+    inlined,
     load_word,
     new_special,
     next_pretoken,
@@ -39,22 +49,17 @@ from lib.tokenizer.compiled_words import (
     ENTRY,
     LONGEST_KEY,
     LONGEST_LENGTH,
-    MIX_1,
     WordCounts,
     find_entry,
     first_entry,
-    power_of_two,
     pretoken_key,
 )
 from lib.tokenizer.pretokenize import split_at_safe_cuts
 
-# a merge is stored as rank << 32 | id of the merged token; NEVER means no merge
-NEVER = 0x7FFFFFFFFFFFFFFF
-RANK, ID = 0x7FFFFFFF00000000, 0xFFFFFFFF
-# the id of a token that was merged into the one before it
-GONE = 0xFFFFFFFF
-# ids that an entry of the cache has space for; OUTSIDE marks a number of ids that are elsewhere
-INLINE, OUTSIDE = 3, 1 << 16
+# stands for the number of ids of an entry that has no space for them
+OUTSIDE = 255
+# where the number of ids is in the last word of an entry
+U56 = np.uint64(56)
 FEW_IDS = 500
 # bytes of text that are encoded at a time, and texts: memory that is used again is faster than new
 CAPACITY, BATCH_TEXTS = 1 << 20, 1 << 14
@@ -91,10 +96,10 @@ def train_compiled(
 class Cache(NamedTuple):
     """The pre-tokens that one thread has encoded before."""
 
-    # (rows * ENTRY,) uint64, as in `compiled_words`: a key, and up to INLINE ids of 32 bits with
-    # their number, never 0, in the upper half of the last word. With more ids, or a pre-token that
-    # is longer than its key, the number is OUTSIDE more, and the two first halves are the offset of
-    # its ids in `ids` and that of its bytes in `kept`.
+    # (rows * ENTRY,) uint64, as in `compiled_words`: a key, and up to 15 bytes of ids
+    # as they are written, with their number, never 0, in the highest byte. With more ids, or a
+    # pre-token that is longer than its key, that byte is OUTSIDE, and there are two offsets of 32
+    # bits, of its ids in `ids` and of its bytes in `kept`, and the number of ids.
     table: np.ndarray
     # (ids,) uint32
     ids: np.ndarray
@@ -102,8 +107,6 @@ class Cache(NamedTuple):
     kept: np.ndarray
     # (4,) int64: entries, ids and bytes in use, and how much of the table is
     used: np.ndarray
-    # (LONGEST_LENGTH,) int64: space for the merges of one pre-token
-    best: np.ndarray
     # (BATCH * 4,) uint64: space for the pre-tokens to come
     batch: np.ndarray
 
@@ -118,134 +121,72 @@ def new_cache() -> Cache:
         ids=np.empty(1 << 21, dtype=np.uint32),
         kept=np.empty(1 << 21, dtype=np.uint8),
         used=np.array([0, 0, 0, FIRST_TABLE], dtype=np.int64),
-        best=np.empty(LONGEST_LENGTH, dtype=np.int64),
         batch=np.empty(BATCH * 4, dtype=np.uint64),
     )
 
 
-class Ranks(NamedTuple):
-    """The merge of two neighbors: rank << 32 | id of the merged token, or NEVER."""
+class Arrays(NamedTuple):
+    """All that encoding reads and writes."""
 
-    # (256,) uint32: the id of each byte
-    byte_ids: np.ndarray
-    # (65536,) int64: the merge of two bytes, at first << 8 | second
-    byte_pairs: np.ndarray
-    # (rows * 2,) int64, a hash table: (left id << 32 | right id) + 1, and their merge
-    pairs: np.ndarray
-
-
-@compiled
-def merge_rank(ranks, left, right):
-    """Look up the merge of a pair of ids."""
-    pairs = ranks.pairs
-    last = pairs.shape[0] - 2
-    key = np.int64(left) << 32 | np.int64(right)
-    row = np.int64((np.uint64(key) * MIX_1) >> U32) * 2 & last
-    key += 1
-    found = pairs[row]
-    given = pairs[row + 1] if found == key else NEVER
-    while found != 0 and found != key:
-        row = (row + 2) & last
-        found = pairs[row]
-        given = pairs[row + 1] if found == key else NEVER
-    return given
+    # (bytes + PADDING,) uint8: texts in UTF-8, one after the other
+    data: np.ndarray
+    # (texts,) int64: where each ends
+    ends: np.ndarray
+    # (bytes,) uint8: space for as many ids as `data` has bytes, and 16 bytes more
+    out: np.ndarray
+    # (texts,) int64: space for where the ids of each text end
+    id_ends: np.ndarray
+    # the classes of characters
+    classes: np.ndarray
+    special: Special
+    ranks: Ranks
+    scratch: Scratch
+    cache: Cache
 
 
-@compiled
-def fill_pairs(merges, pairs):
-    """Fill the hash table from rows (left id, right id, merged id), ordered by rank."""
-    last = pairs.shape[0] - 2
-    for rank in range(merges.shape[0]):
-        key = merges[rank, 0] << 32 | merges[rank, 1]
-        row = np.int64((np.uint64(key) * MIX_1) >> U32) * 2 & last
-        while pairs[row] != 0:
-            row = (row + 2) & last
-        pairs[row], pairs[row + 1] = key + 1, np.int64(rank) << 32 | merges[rank, 2]
+# Numba takes a microsecond or two to look at all these arrays, longer than to encode a short text,
+# and kernels that pass them on are slow to call. So they come as one array, of their addresses and
+# lengths.
 
 
-@compiled
-def fill_byte_pairs(ranks):
-    """Fill the table of merges of two bytes from the hash table."""
-    for pair in range(1 << 16):
-        left, right = ranks.byte_ids[pair >> 8], ranks.byte_ids[pair & 0xFF]
-        ranks.byte_pairs[pair] = merge_rank(ranks, left, right)
+def addresses_of(*arrays: np.ndarray) -> np.ndarray:
+    """Return the address and the length of each array, (2 * arrays,) int64."""
+    pairs = [(array.ctypes.data, len(array)) for array in arrays]
+    return np.array(pairs, dtype=np.int64).reshape(-1)
 
 
-@compiled
-def merge_short(ids, length, ranks, best):
-    """Merge `length` ids in place, the lowest rank first; return how many are left.
-
-    `best` holds the merge of each id with the next one, and is updated.
-    """
-    while length > 1:
-        # the lowest rank, and the leftmost of several
-        at, lowest = 0, best[0]
-        for k in range(1, length - 1):
-            if best[k] < lowest:
-                at, lowest = k, best[k]
-        if lowest == NEVER:
-            break
-        # merge, and close the gap
-        ids[at] = lowest & ID
-        length -= 1
-        for k in range(at + 1, length):
-            ids[k] = ids[k + 1]
-            best[k] = best[k + 1]
-        # the new token has new merges with its neighbors
-        if at > 0:
-            best[at - 1] = merge_rank(ranks, ids[at - 1], ids[at])
-        best[at] = merge_rank(ranks, ids[at], ids[at + 1]) if at + 1 < length else NEVER
-    return length
-
-
-@compiled
-def encode_pretoken(data, start, length, ranks, best, ids):
-    """Write the ids of data[start : start + length] to `ids`; return their number."""
-    for k in range(length):
-        ids[k] = ranks.byte_ids[data[start + k]]
-    for k in range(length - 1):
-        best[k] = ranks.byte_pairs[np.int64(data[start + k]) << 8 | data[start + k + 1]]
-    best[length - 1] = NEVER
-    return merge_short(ids, length, ranks, best)
-
-
-@compiled_with_allocation
-def encode_long(data, start, length, ranks, ids):
-    """Do as `encode_pretoken` in O(n log n): a heap of rank | index, and links to neighbors."""
-    for k in range(length):
-        ids[k] = ranks.byte_ids[data[start + k]]
-    after = np.arange(1, length + 1)
-    before = np.arange(-1, length - 1)
-    # the entry for no merge sorts after all others, so the heap is never empty
-    heap = [NEVER & RANK]
-    for k in range(length - 1):
-        heap.append(merge_rank(ranks, ids[k], ids[k + 1]) & RANK | k)
-    heapq.heapify(heap)
-    while heap[0] < NEVER & RANK:
-        entry = heapq.heappop(heap)
-        k = entry & ID
-        # skip an entry that other merges have made stale
-        if ids[k] == GONE or after[k] == length:
-            continue
-        merged = merge_rank(ranks, ids[k], ids[after[k]])
-        if merged & RANK != entry & RANK:
-            continue
-        # merge, and push the new token's merges with its neighbors
-        ids[k], ids[after[k]] = merged & ID, GONE
-        after[k] = after[after[k]]
-        if after[k] < length:
-            before[after[k]] = k
-            heapq.heappush(heap, merge_rank(ranks, ids[k], ids[after[k]]) & RANK | k)
-        if before[k] >= 0:
-            k = before[k]
-            heapq.heappush(heap, merge_rank(ranks, ids[k], ids[after[k]]) & RANK | k)
-    # move the ids that are left to the front
-    left = k = 0
-    while k < length:
-        ids[left] = ids[k]
-        left += 1
-        k = after[k]
-    return left
+@inlined
+def arrays_at(addresses):
+    """Return the `Arrays` that addresses are those of, in the order of their fields."""
+    at = addresses
+    return Arrays(
+        data=array_at(at[0], at[1], np.uint8),
+        ends=array_at(at[2], at[3], np.int64),
+        out=array_at(at[4], at[5], np.uint8),
+        id_ends=array_at(at[6], at[7], np.int64),
+        classes=array_at(at[8], at[9], np.uint8),
+        special=Special(
+            array_at(at[10], at[11], np.uint8),
+            array_at(at[12], at[13], np.uint8),
+            array_at(at[14], at[15], np.int64),
+            array_at(at[16], at[17], np.uint32),
+        ),
+        ranks=Ranks(
+            array_at(at[18], at[19], np.uint32),
+            array_at(at[20], at[21], np.uint32),
+            array_at(at[22], at[23], np.uint32),
+            array_at(at[24], at[25], np.uint64),
+            array_at(at[26], at[27], np.uint32),
+        ),
+        scratch=Scratch(array_at(at[28], at[29], np.uint32), array_at(at[30], at[31], np.uint32)),
+        cache=Cache(
+            array_at(at[32], at[33], np.uint64),
+            array_at(at[34], at[35], np.uint32),
+            array_at(at[36], at[37], np.uint8),
+            array_at(at[38], at[39], np.int64),
+            array_at(at[40], at[41], np.uint64),
+        ),
+    )
 
 
 @compiled
@@ -273,10 +214,11 @@ def make_room(cache):
             table[new + 2], table[new + 3] = first_ids, last_ids
 
 
-@compiled
-def remember(cache, table, data, start, length, low, high, ids):
-    """Cache the `ids` of a pre-token in `table`; clear the cache first if it is full."""
-    used, number = cache.used, len(ids)
+@inlined
+def remember(cache, data, start, length, low, high, ids, number, width):
+    """Cache the ids of a pre-token; clear the cache first if it is full."""
+    used = cache.used
+    table = cache.table[: used[3]]
     if (
         2 * ENTRY * used[0] >= table.shape[0]
         or used[1] + number > cache.ids.shape[0]
@@ -290,14 +232,14 @@ def remember(cache, table, data, start, length, low, high, ids):
         return
     table[at], table[at + 1] = low, high
     used[0] += 1
-    if number <= INLINE and length <= LONGEST_KEY:
-        table[at + 2] = table[at + 3] = 0
+    if number * width < 16 and length <= LONGEST_KEY:
+        table[at + 2], table[at + 3] = 0, np.uint64(number) << U56
         for k in range(number):
-            table[at + 2 + (k >> 1)] |= np.uint64(ids[k]) << np.uint64(32 * (k & 1))
-        table[at + 3] |= np.uint64(number) << U32
+            bit = 8 * width * k
+            table[at + 2 + (bit >> 6)] |= np.uint64(ids[k]) << np.uint64(bit & 63)
         return
     table[at + 2] = np.uint64(used[1]) | np.uint64(used[2]) << U32
-    table[at + 3] = np.uint64(number + OUTSIDE) << U32
+    table[at + 3] = np.uint64(number) | np.uint64(OUTSIDE) << U56
     for k in range(number):
         cache.ids[used[1] + k] = ids[k]
     used[1] += number
@@ -308,29 +250,48 @@ def remember(cache, table, data, start, length, low, high, ids):
 
 
 @compiled
-def recall_outside(cache, table, entry, data, start, length, out, n):
-    """Write the ids of a cached pre-token that its entry has no space for; return their number.
+def recall_outside(cache, table, entry, data, start, length, out, n, width):
+    """Write the ids of a cached pre-token that its entry has no space for; return where they end.
 
-    Returns 0 if the entry is that of another pre-token with the same hashes.
+    Writes none if the entry is that of another pre-token with the same hashes.
     """
-    ids = np.int64(table[entry + 2] & LOW_32)
+    first = np.int64(table[entry + 2] & LOW_32)
     kept = np.int64(table[entry + 2] >> U32)
     if length > LONGEST_KEY and not same_bytes(cache.kept, kept, data, start, length):
-        return 0
-    number = np.int64(table[entry + 3] >> U32) - OUTSIDE
-    for k in range(number):
-        out[n + k] = cache.ids[ids + k]
-    return number
+        return n
+    number = np.int64(table[entry + 3] & LOW_32)
+    return write_ids(cache.ids[first : first + number], number, out, n, width)
 
 
 @compiled
-def encode_anew(data, start, length, low, high, ranks, cache, table, out, n):
-    """Write the ids of a pre-token that is not cached, and cache it; return their number."""
+def encode_anew(addresses, start, length, low, high, n, width):
+    """Write the ids of a pre-token that is not cached, and cache it; return where they end."""
+    data, _, out, _, _, _, ranks, scratch, cache = arrays_at(addresses)
+    ids = scratch.ids
     if length > LONGEST_LENGTH:
-        return encode_long(data, start, length, ranks, out[n : n + length])
-    number = encode_pretoken(data, start, length, ranks, cache.best, out[n : n + length])
-    remember(cache, table, data, start, length, low, high, out[n : n + number])
-    return number
+        return encode_huge(data, start, length, ranks, out, n, width)
+    if length <= LONGEST_SHORT:
+        number = encode_short(data, start, length, ranks, scratch)
+    else:
+        number = encode_long(data, start, length, ranks, ids)
+    remember(cache, data, start, length, low, high, ids, number, width)
+    return write_ids(ids, number, out, n, width)
+
+
+@compiled_with_allocation
+def encode_huge(data, start, length, ranks, out, n, width):
+    """Write the ids of a pre-token that is too long to be cached; return where they end."""
+    ids = np.empty(length, dtype=np.uint32)
+    return write_ids(ids, encode_long(data, start, length, ranks, ids), out, n, width)
+
+
+@inlined
+def write_ids(ids, number, out, n, width):
+    """Write `number` ids to `out` from `n` on, each of `width` bytes; return where they end."""
+    for k in range(number):
+        store_word(out, n, np.uint64(ids[k]))
+        n += width
+    return n
 
 
 @compiled
@@ -356,8 +317,9 @@ def look_ahead(data, start, end, classes, table, batch):
 
 
 @compiled
-def encode_ordinary(data, start, end, classes, ranks, cache, out, n):
+def encode_ordinary(addresses, start, end, n, width):
     """Write the ids of data[start:end] to `out` from `n` on; return where they end."""
+    data, _, out, _, classes, _, _, _, cache = arrays_at(addresses)
     batch = cache.batch
     while start < end:
         make_room(cache)
@@ -367,91 +329,54 @@ def encode_ordinary(data, start, end, classes, ranks, cache, out, n):
             entry = find_entry(table, np.int64(load_word(batch, row + 2)), low, high)
             after = np.int64(load_word(batch, row + 3))
             last_ids = load_word(table, entry + 3)
-            number = np.int64(last_ids >> U32)
-            if 0 < number <= INLINE:
+            number = np.int64(last_ids >> U56)
+            if 0 < number < OUTSIDE:
                 # writing all that an entry holds is cheaper than a branch
                 store_word(out, n, load_word(table, entry + 2))
-                store_word(out, n + 2, last_ids)
+                store_word(out, n + 8, last_ids)
+                n += number * width
             else:
-                length, number = after - start, 0
-                if last_ids:
-                    number = recall_outside(cache, table, entry, data, start, length, out, n)
-                if number == 0:
-                    number = encode_anew(
-                        data, start, length, low, high, ranks, cache, table, out, n
-                    )
-            n += number
+                length, before = after - start, n
+                if number:
+                    n = recall_outside(cache, table, entry, data, start, length, out, n, width)
+                if n == before:
+                    n = encode_anew(addresses, start, length, low, high, n, width)
             start = after
     return n
 
 
 @compiled
-def encode_text(data, start, end, classes, special, ranks, cache, out, n):
-    """Write the ids of data[start:end] to `out` from `n` on; return where they end.
+def encode_text(addresses, start, end, n, width):
+    """Write the ids of data[start:end] to `out` from `n` on, each of `width` bytes.
 
-    `out` (uint32) has space for one id per byte, and INLINE more.
+    Returns where they end.
     """
+    arrays = arrays_at(addresses)
+    special = arrays.special
     while start < end:
-        stop, token = find_special(data, start, end, special)
-        n = encode_ordinary(data, start, stop, classes, ranks, cache, out, n)
+        stop, token = find_special(arrays.data, start, end, special)
+        n = encode_ordinary(addresses, start, stop, n, width)
         start = stop
         if token >= 0:
-            out[n] = special.ids[token]
-            n += 1
+            store_word(arrays.out, n, np.uint64(special.ids[token]))
+            n += width
             start += special.starts[token + 1] - special.starts[token]
     return n
 
 
-# Numba takes a microsecond or two to look at all these arrays, longer than to encode a short text.
-# So they come as one array, of their addresses and lengths.
-
-
-def addresses_of(*arrays: np.ndarray) -> np.ndarray:
-    """Return the address and the length of each array, (2 * arrays,) int64."""
-    pairs = [(array.ctypes.data, len(array)) for array in arrays]
-    return np.array(pairs, dtype=np.int64).reshape(-1)
-
-
 @compiled
-def encode_texts(addresses, number, narrow):
+def encode_texts(addresses, number, width):
     """Encode as many texts as `number`, which end at `ends` in `data`; return the number of ids.
 
-    Writes the ids to `out`, with `narrow` as uint16, and their ends to `id_ends`. `addresses` are
-    those of data, ends, out, id_ends, the classes of characters, Special, Ranks and Cache.
+    Writes the ids, of `width` bytes each, to `out`, and their ends to `id_ends`.
     """
-    at = addresses
-    data, ends = array_at(at[0], at[1], np.uint8), array_at(at[2], at[3], np.int64)
-    out, id_ends = array_at(at[4], at[5], np.uint32), array_at(at[6], at[7], np.int64)
-    classes = array_at(at[8], at[9], np.uint8)
-    special = Special(
-        array_at(at[10], at[11], np.uint8),
-        array_at(at[12], at[13], np.uint8),
-        array_at(at[14], at[15], np.int64),
-        array_at(at[16], at[17], np.uint32),
-    )
-    ranks = Ranks(
-        array_at(at[18], at[19], np.uint32),
-        array_at(at[20], at[21], np.int64),
-        array_at(at[22], at[23], np.int64),
-    )
-    cache = Cache(
-        array_at(at[24], at[25], np.uint64),
-        array_at(at[26], at[27], np.uint32),
-        array_at(at[28], at[29], np.uint8),
-        array_at(at[30], at[31], np.int64),
-        array_at(at[32], at[33], np.int64),
-        array_at(at[34], at[35], np.uint64),
-    )
+    arrays = arrays_at(addresses)
     start = n = np.int64(0)
     for k in range(number):
-        n = encode_text(data, start, ends[k], classes, special, ranks, cache, out, n)
-        start = ends[k]
-        id_ends[k] = n
-    if narrow:
-        narrowed = array_at(at[4], 2 * at[5], np.uint16)
-        for k in range(n):
-            narrowed[k] = out[k]
-    return n
+        n = encode_text(addresses, start, arrays.ends[k], n, width)
+        start = arrays.ends[k]
+        arrays.id_ends[k] = n // width
+    return n // width
 
 
 @compiled
@@ -478,20 +403,34 @@ def copy_tokens(ids, starts, token_bytes, out):
         n += length
 
 
+AS_UTF8 = ctypes.pythonapi.PyUnicode_AsUTF8AndSize
+AS_UTF8.argtypes, AS_UTF8.restype = (ctypes.py_object, ctypes.c_void_p), ctypes.c_void_p
+
+
+def utf8_of(text: str) -> memoryview:
+    """Return the bytes of `text` in UTF-8 without copying them; `text` must outlive them.
+
+    A text that is not ASCII keeps them from then on, beside its own.
+    """
+    size = ctypes.c_ssize_t()
+    address = AS_UTF8(text, ctypes.byref(size))
+    return memoryview((ctypes.c_ubyte * size.value).from_address(address)).cast("B")
+
+
 class Workspace:
     """The tools of one encoding thread: a cache, and space for text and ids."""
 
     def __init__(self, encoder: "CompiledEncoder", capacity: int):
-        self.cache = new_cache()
+        self.scratch, self.cache = new_scratch(LONGEST_LENGTH), new_cache()
         self.data = np.zeros(capacity + PADDING, dtype=np.uint8)
         # copying to a memory view takes half as long as to an array
         self.text = memoryview(self.data)  # type: ignore[arg-type]  # arrays are buffers before Python 3.12, too
         self.ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
         self.id_ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
-        out = np.empty(capacity + 1 + INLINE, dtype=np.uint32)
+        out = np.empty((capacity + 8) * encoder.width, dtype=np.uint8)
         self.ids = out.view(encoder.dtype)
         arrays = self.data, self.ends, out, self.id_ends, class_table()
-        rest = *encoder.ranks, *self.cache
+        rest = *encoder.ranks, *self.scratch, *self.cache
         self.with_special = addresses_of(*arrays, *encoder.special, *rest)
         self.without_special = addresses_of(*arrays, *encoder.no_special, *rest)
 
@@ -508,19 +447,12 @@ class CompiledEncoder:
         dtype: np.dtype,
     ):
         self.dtype = dtype
-        self.narrow = dtype == np.uint16
+        self.width = dtype.itemsize
         self.integers = np.array(range(max(vocab) + 1), dtype=object)
         self.special_tokens = [token.encode() for token in special_tokens]
         self.special = new_special(special_tokens)
         self.no_special = new_special({})
-        merges = np.array([(*pair, new) for pair, (_, new) in ranks.items()], dtype=np.int64)
-        self.ranks = Ranks(
-            byte_ids=np.array(byte_ids, dtype=np.uint32),
-            byte_pairs=np.empty(1 << 16, dtype=np.int64),
-            pairs=np.zeros(2 * power_of_two(2 * len(merges) + 2), dtype=np.int64),
-        )
-        fill_pairs(merges.reshape(-1, 3), self.ranks.pairs)
-        fill_byte_pairs(self.ranks)
+        self.ranks = new_ranks(byte_ids, ranks)
         lengths = [len(vocab.get(token, b"")) for token in range(max(vocab) + 1)]
         self.starts = np.cumsum([0, *lengths])
         token_bytes = b"".join(vocab[token] for token in sorted(vocab))
@@ -530,12 +462,27 @@ class CompiledEncoder:
 
     def encode(self, text: str | bytes, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,); invalid UTF-8 counts as U+FFFD."""
+        if len(text) > CAPACITY:
+            return self._encode_long(text, allow_special)
         data = text.encode() if isinstance(text, str) else valid_utf8(text)
-        if len(data) > CAPACITY:
-            special_tokens = self.special_tokens if allow_special else []
-            chunks = split_at_safe_cuts(memoryview(data), CAPACITY, special_tokens)
-            return np.concatenate([self._encode_chunk(chunk, allow_special) for chunk in chunks])
-        return self._encode_chunk(data, allow_special)
+        work = self._workspace(len(data))
+        ids = self._encode_in(work, data, allow_special).copy()
+        self._put_back(work)
+        return ids
+
+    def _encode_long(self, text: str | bytes, allow_special: bool) -> np.ndarray:
+        data = utf8_of(text) if isinstance(text, str) else memoryview(valid_utf8(text))
+        # most of it is never touched, and so takes no memory
+        ids, number = np.empty(len(data), dtype=self.dtype), 0
+        special_tokens = self.special_tokens if allow_special else []
+        for chunk in split_at_safe_cuts(data, CAPACITY, special_tokens):
+            work = self._workspace(len(chunk))
+            found = self._encode_in(work, chunk, allow_special)
+            ids[number : number + len(found)] = found
+            number += len(found)
+            self._put_back(work)
+        ids.resize(number, refcheck=False)
+        return ids
 
     def encode_list(self, text: str | bytes, allow_special: bool = True) -> list[int]:
         """Do the same as `encode`, to a list."""
@@ -543,16 +490,14 @@ class CompiledEncoder:
         # many ids are fetched as Python integers faster than these are made
         return self.integers.take(ids).tolist() if len(ids) > FEW_IDS else ids.tolist()
 
-    def _encode_chunk(self, data: bytes | memoryview, allow_special: bool) -> np.ndarray:
-        length = len(data)
-        work = self._workspace(length)
-        work.text[:length] = data
-        work.ends[0] = length
+    def _encode_in(
+        self, work: Workspace, data: bytes | memoryview, allow_special: bool
+    ) -> np.ndarray:
+        """Return the ids of `data` as a view into `work`."""
+        work.text[: len(data)] = data
+        work.ends[0] = len(data)
         addresses = work.with_special if allow_special else work.without_special
-        number = encode_texts(addresses, 1, self.narrow)
-        ids = work.ids[:number].copy()
-        self._put_back(work)
-        return ids
+        return work.ids[: encode_texts(addresses, 1, self.width)]
 
     def encode_batch(self, texts: Sequence[bytes], allow_special: bool = True) -> list[np.ndarray]:
         """Convert each of at most BATCH_TEXTS texts of valid UTF-8 to an array of ids."""
@@ -561,7 +506,7 @@ class CompiledEncoder:
         work.text[: len(data)] = data
         work.ends[: len(texts)] = np.cumsum([len(text) for text in texts])
         addresses = work.with_special if allow_special else work.without_special
-        number = encode_texts(addresses, len(texts), self.narrow)
+        number = encode_texts(addresses, len(texts), self.width)
         ids = work.ids[:number].copy()
         ends = work.id_ends[: len(texts)].tolist()
         self._put_back(work)

@@ -44,7 +44,7 @@ def _source_stamp() -> str:
 SOURCE_STAMP = _source_stamp()
 
 
-def compiled(function: Callable, *, allocates: bool = False) -> Callable:
+def compiled(function: Callable, *, allocates: bool = False, inline: bool = False) -> Callable:
     """Compile a kernel that releases the interpreter lock, and cache its machine code on disk.
 
     Unless it allocates arrays or lists, it does not count references to them: the caller holds
@@ -55,12 +55,13 @@ def compiled(function: Callable, *, allocates: bool = False) -> Callable:
     files, so they must be recompiled when any of these has changed. Numba has no public way to say
     so; a test makes sure that this one still works.
     """
-    kernel = njit(nogil=True, cache=True, _nrt=allocates)(function)
+    kernel = njit(nogil=True, cache=True, _nrt=allocates, forceinline=inline)(function)
     kernel._cache._cache_file._source_stamp = SOURCE_STAMP
     return kernel
 
 
 compiled_with_allocation = partial(compiled, allocates=True)
+inlined = partial(compiled, inline=True)
 
 
 @lru_cache(maxsize=1)

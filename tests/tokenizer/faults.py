@@ -101,4 +101,25 @@ FAULTS = [
         "counts[word] = count\n                break",
         "tests/tokenizer/test_compiled.py::test_counts_survive_full_tables_and_threads",
     ),
+    # a pair is taken for another one with the same tag
+    Fault(
+        "lib/tokenizer/compiled_pretoken.py",
+        "if found & TAG == tag and ranks.pairs[rank] == key:",
+        "if found & TAG == tag:",
+        "tests/tokenizer/test_compiled.py",
+    ),
+    # a new token is not looked up with the one before it
+    Fault(
+        "lib/tokenizer/compiled_pretoken.py",
+        "merge_rank(ranks, ids[before], merged)",
+        "merge_rank(ranks, ids[before], ids[after])",
+        "tests/tokenizer/test_compiled.py::test_words_of_every_length_have_the_ids_of_the_python_code",
+    ),
+    # wide ids are cached as if they were narrow
+    Fault(
+        "lib/tokenizer/compiled_encoder.py",
+        "if number * width < 16 and length <= LONGEST_KEY:",
+        "if number * 2 < 16 and length <= LONGEST_KEY:",
+        "tests/tokenizer/test_compiled.py::test_words_of_every_length_have_the_ids_of_the_python_code",
+    ),
 ]

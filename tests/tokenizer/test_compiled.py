@@ -34,7 +34,7 @@ from lib.tokenizer.compiled_scan import (
     trailing_zeros,
     valid_utf8,
 )
-from lib.tokenizer.compiled_words import ENTRY, LONGEST_LENGTH, WordCounts
+from lib.tokenizer.compiled_words import ENTRY, WordCounts
 from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 from tests.texts import every_character, tricky_text
 
@@ -248,13 +248,38 @@ def test_a_cache_that_overflows_or_grows_does_not_change_the_ids(
         ids=np.empty(ids, np.uint32),
         kept=np.empty(kept, np.uint8),
         used=np.array([0, 0, 0, first_rows * ENTRY]),
-        best=np.empty(LONGEST_LENGTH, np.int64),
         batch=np.empty(BATCH * 4, np.uint64),
     )
     monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
     tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
     assert tokenizer.encode(text) == expected
     assert tokenizer.encode(text) == expected
+
+
+@pytest.mark.parametrize("last_id", [300, 70_000])
+def test_words_of_every_length_have_the_ids_of_the_python_code(last_id):
+    """Lengths around those where another way begins, with ids of 16 and of 32 bits."""
+    merges = [(b"a", b"b"), (b"ab", b"a"), (b"b", b"b"), (b"ab", b"bb"), (b"aba", b"ab")]
+    tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
+    vocab = dict(enumerate(tokens)) | {last_id: b"last"}
+    lengths = [*range(1, 20), 31, 32, 61, 62, 63, 64, 254, 255, 256, 257, 700]
+    draw = random.Random(0)
+    words = ["".join(draw.choices("ab", k=length)) for length in lengths for _ in range(20)]
+    text = " ".join(words)
+    python, compiled = (Tokenizer(vocab, merges, implementation=i) for i in ("python", "numba"))
+    for _ in range(2):  # first anew, then from the cache
+        assert compiled.encode(text) == python.encode(text)
+    assert compiled.dtype.itemsize == (2 if last_id < 1 << 16 else 4)
+
+
+@pytest.mark.parametrize("text", ["ab " * 500_000, "ab é\u20ac " * 200_000], ids=["ASCII", "wider"])
+def test_a_text_of_megabytes_is_encoded_without_a_copy_of_it(trained, text):
+    compiled = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
+    ids = compiled.encode_array(text)
+    assert compiled.decode(ids) == text
+    assert np.array_equal(ids, compiled.encode_array(text.encode()))
+    with pytest.raises(UnicodeEncodeError):
+        compiled.encode_array(text + "\ud800")
 
 
 def test_threads_share_an_encoder(trained):
