@@ -16,21 +16,21 @@ import numpy as np
 
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.compiled_encoder import (
-    INLINE,
+    OUTSIDE,
+    U56,
     CompiledEncoder,
+    Workspace,
+    arrays_at,
     encode_anew,
     encode_ordinary,
     make_room,
-    new_cache,
     recall_outside,
 )
 from lib.tokenizer.compiled_scan import (
-    U32,
-    class_table,
+    PADDING,
     compiled,
     load_word,
     next_pretoken,
-    padded,
     pretoken_end,
     store_word,
 )
@@ -41,28 +41,30 @@ if TYPE_CHECKING:
 
 
 @compiled
-def encode_by_character(data, start, end, classes, ranks, cache, out, n):
+def encode_by_character(addresses, start, end, n, width):
     """Write the ids of data[start:end] to `out` from `n` on; return where they end."""
+    data, _, out, _, classes, _, _, _, cache = arrays_at(addresses)
     table = cache.table
     while start < end:
         after = pretoken_end(data, start, end, classes)
         low, high = pretoken_key(data, start, after - start)
         entry = find_entry(table, first_entry(table, low, high), low, high)
         last_ids = load_word(table, entry + 3)
-        number = np.int64(last_ids >> U32)
-        if 0 < number <= INLINE:
+        number = np.int64(last_ids >> U56)
+        if 0 < number < OUTSIDE:
             store_word(out, n, load_word(table, entry + 2))
-            store_word(out, n + 2, last_ids)
+            store_word(out, n + 8, last_ids)
+            n += number * width
         else:
-            number = encode_other(data, start, after, low, high, entry, ranks, cache, out, n)
-        n += number
+            n = encode_other(addresses, start, after, low, high, entry, n, width)
         start = after
     return n
 
 
 @compiled
-def encode_by_window(data, start, end, classes, ranks, cache, out, n):
+def encode_by_window(addresses, start, end, n, width):
     """Write the ids of data[start:end] to `out` from `n` on; return where they end."""
+    data, _, out, _, classes, _, _, _, cache = arrays_at(addresses)
     table = cache.table
     base, ends = start, np.uint64(0)
     while start < end:
@@ -70,20 +72,21 @@ def encode_by_window(data, start, end, classes, ranks, cache, out, n):
         low, high = pretoken_key(data, start, after - start)
         entry = find_entry(table, first_entry(table, low, high), low, high)
         last_ids = load_word(table, entry + 3)
-        number = np.int64(last_ids >> U32)
-        if 0 < number <= INLINE:
+        number = np.int64(last_ids >> U56)
+        if 0 < number < OUTSIDE:
             store_word(out, n, load_word(table, entry + 2))
-            store_word(out, n + 2, last_ids)
+            store_word(out, n + 8, last_ids)
+            n += number * width
         else:
-            number = encode_other(data, start, after, low, high, entry, ranks, cache, out, n)
-        n += number
+            n = encode_other(addresses, start, after, low, high, entry, n, width)
         start = after
     return n
 
 
 @compiled
-def encode_in_small_table(data, start, end, classes, ranks, cache, out, n):
+def encode_in_small_table(addresses, start, end, n, width):
     """Write the ids of data[start:end] to `out` from `n` on; return where they end."""
+    data, _, out, _, classes, _, _, _, cache = arrays_at(addresses)
     make_room(cache)
     table = cache.table[: cache.used[3]]
     base, ends = start, np.uint64(0)
@@ -92,48 +95,48 @@ def encode_in_small_table(data, start, end, classes, ranks, cache, out, n):
         low, high = pretoken_key(data, start, after - start)
         entry = find_entry(table, first_entry(table, low, high), low, high)
         last_ids = load_word(table, entry + 3)
-        number = np.int64(last_ids >> U32)
-        if 0 < number <= INLINE:
+        number = np.int64(last_ids >> U56)
+        if 0 < number < OUTSIDE:
             store_word(out, n, load_word(table, entry + 2))
-            store_word(out, n + 2, last_ids)
+            store_word(out, n + 8, last_ids)
+            n += number * width
         else:
-            number = encode_other(data, start, after, low, high, entry, ranks, cache, out, n)
+            n = encode_other(addresses, start, after, low, high, entry, n, width)
             make_room(cache)
             table = cache.table[: cache.used[3]]
-        n += number
         start = after
     return n
 
 
 @compiled
-def encode_other(data, start, after, low, high, entry, ranks, cache, out, n):
+def encode_other(addresses, start, after, low, high, entry, n, width):
     """Write the ids of a pre-token that has no entry in the table, or more ids than it holds."""
-    table = cache.table[: cache.used[3]]
-    number = np.int64(0)
+    data, _, out, _, _, _, _, _, cache = arrays_at(addresses)
+    table, length, before = cache.table[: cache.used[3]], after - start, n
     if load_word(table, entry + 3):
-        number = recall_outside(cache, table, entry, data, start, after - start, out, n)
-    if number == 0:
-        number = encode_anew(data, start, after - start, low, high, ranks, cache, table, out, n)
-    return number
+        n = recall_outside(cache, table, entry, data, start, length, out, n, width)
+    if n == before:
+        n = encode_anew(addresses, start, length, low, high, n, width)
+    return n
 
 
 def encoder_of(kernel: Callable, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     """Return a function that encodes text with `kernel`, one of those above or `lib`'s."""
     compiled_half: CompiledEncoder = tokenizer._compiled
-    cache = new_cache()
-    if kernel in (encode_by_character, encode_by_window):
-        # these use the whole table from the beginning
-        cache.table[:] = 0
-        cache.used[3] = len(cache.table)
-    out = np.empty(1 << 16, dtype=np.uint32)
+    work: Workspace | None = None
 
     def encode(text: str) -> np.ndarray:
-        nonlocal out
+        nonlocal work
         data = text.encode()
-        if len(out) < len(data) + 1 + INLINE:
-            out = np.empty(len(data) + 1 + INLINE, dtype=np.uint32)
-        arguments = class_table(), compiled_half.ranks, cache, out, 0
-        return out[: kernel(padded(data), 0, len(data), *arguments)]
+        if work is None or len(work.text) < len(data) + PADDING:
+            work = Workspace(compiled_half, len(data))
+            if kernel in (encode_by_character, encode_by_window):
+                # these use the whole table from the beginning
+                work.cache.table[:] = 0
+                work.cache.used[3] = len(work.cache.table)
+        work.text[: len(data)] = data
+        end = kernel(work.without_special, 0, len(data), 0, compiled_half.width)
+        return work.ids[: end // compiled_half.width]
 
     return encode
 
