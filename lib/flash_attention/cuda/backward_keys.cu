@@ -6,6 +6,7 @@
 
 // Fragments across a step of queries
 constexpr int N = STEP / 8;
+static_assert(COLUMNS <= THREADS, "a thread for the lse and delta of each query of a tile");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_keys(const Attention args) {
     // which keys of which head
@@ -63,19 +64,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_keys(const At
                 set_zero(grad_p);
                 multiply_transposed(grad_p, v, grad_out_tile, i);  // dPᵀ = V dOᵀ
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    int column = i + column_of(n, 0);
-                    const float2 base = *(const float2*)(lse_log2 + column);
-                    const float2 dots = *(const float2*)(delta + column);
+                for (int j = 0; j < 2 * N; ++j) {
+                    float base = lse_log2[i + column_of(j)], dot = delta[i + column_of(j)];
 #pragma unroll
-                    for (int m = 0; m < M; ++m)
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            float shift = j % 2 ? base.y : base.x, dot = j % 2 ? dots.y : dots.x;
-                            float p = exp2_fast(scores[m][n][j] * scale_log2 - shift);
-                            scores[m][n][j] = p;
-                            grad_p[m][n][j] = p * (grad_p[m][n][j] - dot);  // dSᵀ
-                        }
+                    for (int r = 0; r < R; ++r) {
+                        float p = exp2_fast(element(scores, r, j) * scale_log2 - base);
+                        element(scores, r, j) = p;
+                        element(grad_p, r, j) = p * (element(grad_p, r, j) - dot);  // dSᵀ
+                    }
                 }
                 unsigned operand[M][N / 2][4];
                 to_operand(operand, scores);

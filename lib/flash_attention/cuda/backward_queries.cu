@@ -51,17 +51,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_queries(const
     load_operand(q, args.q.rows(batch, head), args.q.token, first, args.num_queries, args.head_dim);
     load_operand(grad_out, args.grad_out.rows(batch, head), args.grad_out.token, first,
                  args.num_queries, args.head_dim);
-    float lse_log2[M][2], delta[M][2];
+    float lse_log2[R], delta[R];
 #pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int query = first + row_of(m, half);
-            long long index = (long long)batch_head * args.num_queries + query;
-            bool is_inside = query < args.num_queries;
-            lse_log2[m][half] = weight_base(is_inside ? args.lse[index] : -INFINITE);
-            delta[m][half] = is_inside ? args.delta[index] : 0;
-        }
+    for (int r = 0; r < R; ++r) {
+        int query = first + row_of(r);
+        long long index = (long long)batch_head * args.num_queries + query;
+        bool is_inside = query < args.num_queries;
+        lse_log2[r] = weight_base(is_inside ? args.lse[index] : -INFINITE);
+        delta[r] = is_inside ? args.delta[index] : 0;
+    }
     float scale_log2 = args.scale * LOG2_E;
     float grad_q[M][2 * D][4];
     set_zero(grad_q);
@@ -87,14 +85,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_queries(const
             multiply_transposed(grad_p, grad_out, v_tile, i);  // dP = dO Vᵀ
             if (start + i + STEP > plain_end) hide<false>(scores, first, start + i, args);
 #pragma unroll
-            for (int m = 0; m < M; ++m)
+            for (int r = 0; r < R; ++r)
 #pragma unroll
-                for (int n = 0; n < N; ++n)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        float p = exp2_fast(scores[m][n][j] * scale_log2 - lse_log2[m][j / 2]);
-                        scores[m][n][j] = p * (grad_p[m][n][j] - delta[m][j / 2]);  // dS
-                    }
+                for (int j = 0; j < 2 * N; ++j) {
+                    float p = exp2_fast(element(scores, r, j) * scale_log2 - lse_log2[r]);
+                    element(scores, r, j) = p * (element(grad_p, r, j) - delta[r]);  // dS
+                }
             unsigned grad_scores[M][N / 2][4];
             to_operand(grad_scores, scores);
             multiply(grad_q, grad_scores, k_tile, i);  // dQ += dS K

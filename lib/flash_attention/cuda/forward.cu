@@ -11,62 +11,47 @@ constexpr float SLACK = 8;
 
 // The state of online softmax, for the rows that a lane has a part of.
 struct Softmax {
-    float max[M][2];  // what exponents are relative to, in powers of two
-    float sum[M][2];  // this lane's part
+    float max[R];  // what exponents are relative to, in powers of two
+    float sum[R];  // this lane's part
 
-    DEVICE void reset() {
-#pragma unroll
-        for (int i = 0; i < 2 * M; ++i) max[i / 2][i % 2] = -INFINITE, sum[i / 2][i % 2] = 0;
-    }
-
-    // Turn scores into weights relative to `max`; where a row's maximum has grown, rescale.
+    // Turn scores into weights relative to `max`. Where a row's maximum has grown, rescale first.
     DEVICE void update(float (&scores)[M][N][4], float (&out)[M][2 * D][4], float scale_log2) {
-        float grown[M][2];
-        bool is_larger = false;
+        float grown[R];
+        bool is_much_larger = false;
 #pragma unroll
-        for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) {
+            float x = -INFINITE;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x = -INFINITE;
+            for (int i = 0; i < 2 * N; ++i) x = fmaxf(x, element(scores, r, i));
+            // the four lanes of a quad hold the row
+            x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 2)) * scale_log2;
+            is_much_larger |= x > max[r] + SLACK;
+            grown[r] = fmaxf(x, max[r]);
+        }
+        if (__any_sync(WHOLE_WARP, is_much_larger)) rescale(grown, out);
 #pragma unroll
-                for (int n = 0; n < N; ++n)
-                    x = fmaxf(x, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-                // the four lanes of a quad hold the row
-                x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 2)) * scale_log2;
-                is_larger |= x > max[m][half] + SLACK;
-                grown[m][half] = fmaxf(x, max[m][half]);
+        for (int r = 0; r < R; ++r) {
+            // 0 where all scores so far are -inf: -inf - -inf is NaN
+            float shift = max[r] == -INFINITE ? 0 : max[r];
+#pragma unroll
+            for (int i = 0; i < 2 * N; ++i) {
+                float weight = exp2_fast(element(scores, r, i) * scale_log2 - shift);
+                element(scores, r, i) = weight;
+                sum[r] += weight;
             }
-        if (__any_sync(WHOLE_WARP, is_larger)) rescale(grown, out);
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                // 0 where all scores so far are -inf: -inf - -inf is NaN
-                float shift = max[m][half] == -INFINITE ? 0 : max[m][half];
-#pragma unroll
-                for (int n = 0; n < N; ++n)
-#pragma unroll
-                    for (int j = 2 * half; j < 2 * half + 2; ++j) {
-                        scores[m][n][j] = exp2_fast(scores[m][n][j] * scale_log2 - shift);
-                        sum[m][half] += scores[m][n][j];
-                    }
-            }
+        }
     }
 
-    DEVICE void rescale(const float (&grown)[M][2], float (&out)[M][2 * D][4]) {
+    DEVICE void rescale(const float (&grown)[R], float (&out)[M][2 * D][4]) {
 #pragma unroll
-        for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) {
+            float shrink = exp2_fast(max[r] - (grown[r] == -INFINITE ? 0 : grown[r]));
+            max[r] = grown[r];
+            sum[r] *= shrink;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float shrink = exp2_fast(max[m][half] - (grown[m][half] == -INFINITE ? 0 : grown[m][half]));
-                sum[m][half] *= shrink;
-#pragma unroll
-                for (int n = 0; n < 2 * D; ++n)
-#pragma unroll
-                    for (int j = 2 * half; j < 2 * half + 2; ++j) out[m][n][j] *= shrink;
-                max[m][half] = grown[m][half];
-            }
+            for (int i = 0; i < 4 * D; ++i) element(out, r, i) *= shrink;
+        }
     }
 };
 
@@ -93,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const Atte
     float out[M][2 * D][4];
     set_zero(out);
     Softmax softmax;
-    softmax.reset();
+#pragma unroll
+    for (int r = 0; r < R; ++r) softmax.max[r] = -INFINITE, softmax.sum[r] = 0;
 
     // a tile of keys and one of values: one is on its way while the other is worked on
     Tile k_tile{shared_memory()}, v_tile{shared_memory() + COLUMNS * Tile::CHUNKS};
@@ -124,21 +110,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const Atte
 
     // divide by the sum; zeros, and not NaN, for a query whose scores are all -inf
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r) {
+        float sum = softmax.sum[r];
+        sum += __shfl_xor_sync(WHOLE_WARP, sum, 1);
+        sum += __shfl_xor_sync(WHOLE_WARP, sum, 2);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = softmax.sum[m][half];
-            sum += __shfl_xor_sync(WHOLE_WARP, sum, 1);
-            sum += __shfl_xor_sync(WHOLE_WARP, sum, 2);
-#pragma unroll
-            for (int n = 0; n < 2 * D; ++n)
-#pragma unroll
-                for (int j = 2 * half; j < 2 * half + 2; ++j) out[m][n][j] *= sum == 0 ? 0 : 1 / sum;
-            int query = first + row_of(m, half);
-            if (lane() % 4 == 0 && query < args.num_queries)
-                args.lse[(long long)batch_head * args.num_queries + query] =
-                    softmax.max[m][half] * LN_2 + logf(sum);
-        }
+        for (int i = 0; i < 4 * D; ++i) element(out, r, i) *= sum == 0 ? 0 : 1 / sum;
+        int query = first + row_of(r);
+        if (lane() % 4 == 0 && query < args.num_queries)
+            args.lse[(long long)batch_head * args.num_queries + query] =
+                softmax.max[r] * LN_2 + logf(sum);
+    }
     store_rows(out, 1, args.out.rows(batch, head), args.out.token, first, args.num_queries,
                args.head_dim);
 }

@@ -41,9 +41,16 @@ DEVICE float weight_base(float lse) { return lse == -INFINITE ? INFINITE : lse *
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
 
-// Row and column of an accumulator's element: fragment m of the rows, fragment n of the columns.
-DEVICE int row_of(int m, int half) { return 16 * m + 8 * half + lane() / 4; }
-DEVICE int column_of(int n, int j) { return 8 * n + 2 * (lane() % 4) + j; }
+// A lane's part of an accumulator c[M][N][4] is R rows, 8 apart, of 2 N numbers each.
+constexpr int R = 2 * M;
+
+DEVICE int row_of(int r) { return 8 * r + lane() / 4; }
+DEVICE int column_of(int i) { return 8 * (i / 2) + 2 * (lane() % 4) + i % 2; }
+
+template <int N>
+DEVICE float& element(float (&c)[M][N][4], int r, int i) {
+    return c[r / 2][i / 2][r % 2 * 2 + i % 2];
+}
 
 // A tile of `ROWS` rows in shared memory. A row is cut into chunks of 8 numbers, 16 bytes, which are
 // what a thread copies and what ldmatrix reads. Memory has 32 banks of 4 bytes, so eight chunks are
@@ -99,36 +106,34 @@ struct Copy {
 DEVICE void load_operand(unsigned (&a)[M][D][4], const unsigned short* rows, int stride, int first,
                          int num_rows, int head_dim) {
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r) {
+        int row = first + row_of(r);
+        const unsigned short* start = rows + (long long)row * stride;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int row = first + row_of(m, half);
-            const unsigned short* start = rows + (long long)row * stride;
-#pragma unroll
-            for (int n = 0; n < 2 * D; ++n) {
-                int column = column_of(n, 0);
-                bool is_inside = row < num_rows && column < head_dim;
-                a[m][n / 2][n % 2 * 2 + half] = is_inside ? *(const unsigned*)(start + column) : 0;
-            }
+        for (int n = 0; n < 2 * D; ++n) {
+            int column = column_of(2 * n);
+            bool is_inside = row < num_rows && column < head_dim;
+            a[r / 2][n / 2][n % 2 * 2 + r % 2] = is_inside ? *(const unsigned*)(start + column) : 0;
         }
+    }
 }
 
 // An accumulator, rounded to 16 bits, as the left operand of the next matmul.
 template <int N>
-DEVICE void to_operand(unsigned (&a)[M][N / 2][4], const float (&c)[M][N][4]) {
+DEVICE void to_operand(unsigned (&a)[M][N / 2][4], float (&c)[M][N][4]) {
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                a[m][n / 2][n % 2 * 2 + half] = pack(c[m][n][2 * half], c[m][n][2 * half + 1]);
+            a[r / 2][n / 2][n % 2 * 2 + r % 2] = pack(element(c, r, 2 * n), element(c, r, 2 * n + 1));
 }
 
 template <int N>
 DEVICE void set_zero(float (&c)[M][N][4]) {
 #pragma unroll
-    for (int i = 0; i < M * N * 4; ++i) c[i / (N * 4)][i / 4 % N][i % 4] = 0;
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) element(c, r, i) = 0;
 }
 
 // Set scores to -inf where there is no such query or key, and under a causal mask where the key comes
@@ -136,17 +141,15 @@ DEVICE void set_zero(float (&c)[M][N][4]) {
 template <bool ROWS_ARE_KEYS, int N>
 DEVICE void hide(float (&scores)[M][N][4], int first_row, int first_column, const Attention& args) {
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r)
 #pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                int row = first_row + row_of(m, j / 2), column = first_column + column_of(n, j % 2);
-                int query = ROWS_ARE_KEYS ? column : row, key = ROWS_ARE_KEYS ? row : column;
-                bool is_outside = key >= args.num_keys || query >= args.num_queries;
-                bool is_hidden = is_outside || (args.is_causal && key > query);
-                if (is_hidden) scores[m][n][j] = -INFINITE;
-            }
+        for (int i = 0; i < 2 * N; ++i) {
+            int row = first_row + row_of(r), column = first_column + column_of(i);
+            int query = ROWS_ARE_KEYS ? column : row, key = ROWS_ARE_KEYS ? row : column;
+            bool is_outside = key >= args.num_keys || query >= args.num_queries;
+            bool is_hidden = is_outside || (args.is_causal && key > query);
+            if (is_hidden) element(scores, r, i) = -INFINITE;
+        }
 }
 
 // c += a · tileᵀ, of 8 N rows of the tile from `first` on: scores, from queries and keys.
@@ -185,20 +188,17 @@ DEVICE void multiply(float (&c)[M][2 * D][4], const unsigned (&a)[M][K][4], Tile
 }
 
 // Write an accumulator times a factor to rows of memory, rounded to 16 bits.
-DEVICE void store_rows(const float (&c)[M][2 * D][4], float factor, unsigned short* rows, int stride,
+DEVICE void store_rows(float (&c)[M][2 * D][4], float factor, unsigned short* rows, int stride,
                        int first, int num_rows, int head_dim) {
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r) {
+        int row = first + row_of(r);
+        unsigned short* start = rows + (long long)row * stride;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int row = first + row_of(m, half);
-            unsigned short* start = rows + (long long)row * stride;
-#pragma unroll
-            for (int n = 0; n < 2 * D; ++n) {
-                int column = column_of(n, 0);
-                float low = c[m][n][2 * half], high = c[m][n][2 * half + 1];
-                if (row < num_rows && column < head_dim)
-                    *(unsigned*)(start + column) = pack(low * factor, high * factor);
-            }
+        for (int i = 0; i < 4 * D; i += 2) {
+            int column = column_of(i);
+            unsigned pair = pack(element(c, r, i) * factor, element(c, r, i + 1) * factor);
+            if (row < num_rows && column < head_dim) *(unsigned*)(start + column) = pair;
         }
+    }
 }

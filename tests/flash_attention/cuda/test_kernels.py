@@ -265,15 +265,22 @@ def test_where_there_is_nothing_to_see_no_kernel_is_needed(case):
 
 
 @NEEDS_COMPILER
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tiles", "words"),
+    "tiles",
     [
         # each warp computes 48 rows, which shows that 16 and 32 are no special cases
-        (launch.Tiles(rows=192, warps=4, columns=32, step=32, blocks=1), None),
-        (launch.Tiles(rows=32, warps=2, columns=16, step=16, blocks=1), None),
+        launch.Tiles(rows=192, warps=4, columns=32, step=32, blocks=1),
+        launch.Tiles(rows=32, warps=2, columns=16, step=16, blocks=1),
+        launch.Tiles(rows=64, warps=1, columns=32, step=16, blocks=1),
     ],
+    ids=str,
 )
-def test_the_forward_kernel_is_right_in_any_tiles(emulated, monkeypatch, tiles, words):
-    monkeypatch.setitem(launch.TILES, ("forward", 32), tiles)
-    check_lse(Case(97, 130, 32), torch.float16, emulated)
-    check_lse(dataclasses.replace(Case(97, 130, 32), is_causal=False), torch.float16, emulated)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_kernels_are_right_in_any_tiles(emulated, monkeypatch, tiles, is_causal):
+    forward = dataclasses.replace(tiles, step=tiles.columns)
+    monkeypatch.setitem(launch.TILES, ("forward", 32), forward)
+    monkeypatch.setitem(launch.TILES, ("backward_queries", 32), tiles)
+    monkeypatch.setitem(launch.TILES, ("backward_keys", 32), tiles)
+    case = Case(97, 130, 32, is_causal)
+    assert_error_at_most_twice_pytorchs(attention.flash_attention, case, torch.float16)
