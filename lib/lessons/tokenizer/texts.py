@@ -74,10 +74,12 @@ def find_peer(tokenizer: Tokenizer) -> Peer:
         import tiktoken
     except ImportError:
         return Peer("lib: tiktoken is not installed", tokenizer.encode, ranks, special)
-    default = Path(tempfile.gettempdir()) / "data-gym-cache"
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or default)
+    # where tiktoken looks; an empty name switches its cache off
+    cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    for name in ("DATA_GYM_CACHE_DIR", "TIKTOKEN_CACHE_DIR"):
+        cache = os.environ.get(name, cache)
     hashes = [hashlib.sha1((GPT2_ADDRESS + name).encode()).hexdigest() for name in GPT2_FILES]
-    if all((cache / name).exists() for name in hashes):
+    if cache and all(Path(cache, name).exists() for name in hashes):
         encoding = tiktoken.get_encoding("gpt2")
         tokens = encoding.token_byte_values()
         ranks = {token: encoding.encode_single_token(token) for token in tokens}

@@ -151,3 +151,23 @@ def test_the_peer_is_tiktoken_with_gpt2s_or_our_own_vocabulary():
     assert peer.name.startswith("tiktoken")
     assert peer.encode(text)[-1] == peer.special[SEPARATOR]
     assert encode(text, peer.ranks, peer.special) == peer.encode(text)
+
+
+def test_gpt2s_vocabulary_is_taken_where_its_files_are(tmp_path, monkeypatch):
+    # the hashes by which tiktoken calls vocab.bpe and encoder.json
+    hashes = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    for name in hashes.split():
+        (tmp_path / name).touch()
+    plain = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
+    whole = tiktoken.Encoding(
+        "gpt2",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks={bytes([255 - i]): i for i in range(256)},
+        special_tokens={SEPARATOR: 256},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": whole}.get)
+    for folder, name in ((tmp_path, "GPT-2"), ("", "the 256 tokens"), (tmp_path / "no", "the 256")):
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+        peer = find_peer(plain)
+        assert name in peer.name
+        assert encode(f"a{SEPARATOR}", peer.ranks, peer.special) == peer.encode(f"a{SEPARATOR}")
