@@ -17,6 +17,7 @@ ROOMS = [
     "benchmarks",
     "profiling",
     "training",
+    "fsdp",
     "sharded_optimizer",
     "ddp",
     "optimizer",

@@ -115,6 +115,25 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
         d_ff=2048,
         tied_embeddings=True,
     ),
+    # GPT-2's second, with the same changes
+    "gpt2-354m": ModelConfig(
+        vocab_size=50_304,
+        context_length=1024,
+        d_model=1024,
+        num_layers=24,
+        num_heads=16,
+        d_ff=2752,
+        tied_embeddings=True,
+    ),
+    # the leaderboard of Stanford's CS336, assignment 2 (2026)
+    "8b": ModelConfig(
+        vocab_size=151_936,
+        context_length=32_768,
+        d_model=4096,
+        num_layers=34,
+        num_heads=32,
+        d_ff=11_008,
+    ),
     # narrow and deep: launching kernels costs as much as running them
     "matrix": ModelConfig(vocab_size=10_000, d_model=512, num_layers=24, num_heads=16, d_ff=4096),
 }

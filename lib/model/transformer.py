@@ -241,6 +241,8 @@ class TransformerLM(nn.Module):
         before_part: called with each part of the model (token embedding, block, final norm, head)
             just before its parameters are read, outside of compiled blocks. Where the norm after a
             block is fused into it, that norm counts as a part too. None: nothing is called.
+        around_block: runs a block, given its index, what computes it, and the arguments of that;
+            such as `lib.fsdp.checkpoint_activations()`. None: the block just runs.
 
     Args:
         config: the shape; `vocab_size` must be set.
@@ -290,6 +292,7 @@ class TransformerLM(nn.Module):
             self.reset_parameters(generator)
 
         self.before_part: Callable[[nn.Module], None] | None = None
+        self.around_block: Callable[..., Any] | None = None
         self._fused_block = fused_block
         self.uses_kernels = True
 
@@ -391,7 +394,7 @@ class TransformerLM(nn.Module):
         for index, layer in enumerate(self.layers):
             self._announce(layer)
             with annotate(f"block {index}"):
-                x = layer(x, self.rope, positions, cache, index)
+                x = self._run(index, layer, x, self.rope, positions, cache, index)
         if self.ln_final is None:
             return x
         self._announce(self.ln_final)
@@ -411,7 +414,9 @@ class TransformerLM(nn.Module):
             self._announce(layer)
             self._announce(next_norm)
             with annotate(f"block {index}"):
-                x, normed = self._fused_block(layer, next_norm, x, normed, *context)  # type: ignore[arg-type]
+                x, normed = self._run(
+                    index, self._fused_block, layer, next_norm, x, normed, *context
+                )
         return normed
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
@@ -433,6 +438,11 @@ class TransformerLM(nn.Module):
             return linear_cross_entropy(
                 hidden.flatten(0, 1), self.output_weight, targets.flatten(), z_loss=z_loss
             )
+
+    def _run(self, index: int, block: Callable[..., Any], *arguments: Any) -> Any:
+        if self.around_block is None:
+            return block(*arguments)
+        return self.around_block(index, block, *arguments)
 
     def _announce(self, part: nn.Module) -> None:
         if self.before_part is not None:

@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: such as torch.optim.SGD or `lib.optimizer.adamw.AdamW`.
         group: the ranks that share the state (default: all).
         strategy: `parameters` or `flat`, see above; or `fsdp2`, for parameters that PyTorch's
-            `fully_shard` has already divided among the ranks.
+            `fully_shard` has already divided among the ranks; or a `ShardingStrategy`.
         reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
             only.
         overlap: whether that happens during backward, bucket by bucket.
@@ -127,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        strategy: Literal["parameters", "flat", "fsdp2"] = "parameters",
+        strategy: Literal["parameters", "flat", "fsdp2"] | ShardingStrategy = "parameters",
         reduces_gradients: bool = False,
         overlap: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -148,7 +148,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             empty = self._make_inner([{"params": []}])
             _check_elementwise(type(empty), strategy)
             super(ShardedOptimizer, self).__init__(params, dict(empty.defaults))
-            facts = {"strategy": strategy, "optimizer_cls": type(empty).__qualname__} | flat_options
+            name = strategy if isinstance(strategy, str) else type(strategy).__name__
+            facts = {"strategy": name, "optimizer_cls": type(empty).__qualname__} | flat_options
             return {name: str(value) for name, value in facts.items()} | self._facts(0)
 
         agree(checked, group)
@@ -249,6 +250,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
+        if self.strategy.copies:
+            # counted once on each rank
+            copies = grad_norm(shard.leaf for shard in self.strategy.copies).to(device)
+            square -= (world_size(self.group) - 1) * copies.to(torch.float64).square()
         return square.sqrt().float()
 
     @torch.no_grad()
@@ -352,7 +357,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, and which elements it is for; see `saved_state`."""
         self.wait_for_parameters()
-        packed = pack_shards(self.shards, self.inner, self.param_groups)
+        left_to_first = self.strategy.copies if rank(self.group) else []
+        own = [shard for shard in self.shards if shard not in left_to_first]
+        packed = pack_shards(own, self.inner, self.param_groups)
         return packed | {"rank": rank(self.group), "world_size": world_size(self.group)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -409,8 +416,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _make_strategy(
-    name: str, group: dist.ProcessGroup | None, flat_options: dict[str, Any]
+    name: str | ShardingStrategy, group: dist.ProcessGroup | None, flat_options: dict[str, Any]
 ) -> ShardingStrategy:
+    if isinstance(name, ShardingStrategy):
+        return name
     if name == "fsdp2":
         # slow to import
         from lib.sharded_optimizer.fsdp2 import FullyShardedParameters
@@ -442,7 +451,7 @@ def _describe(param: Tensor) -> str:
 
 def _check_arguments(
     optimizer_cls: Any,
-    strategy: str,
+    strategy: str | ShardingStrategy,
     *,
     reduces_gradients: bool,
     overlap: bool,
@@ -453,7 +462,8 @@ def _check_arguments(
         f"optimizer_cls must be a class, such as torch.optim.AdamW, got {optimizer_cls!r}",
     )
     known = ", ".join(STRATEGIES)
-    require(strategy in STRATEGIES, f"strategy must be one of {known}, got {strategy!r}")
+    is_known = isinstance(strategy, ShardingStrategy) or strategy in STRATEGIES
+    require(is_known, f"strategy must be one of {known}, got {strategy!r}")
     require(
         strategy == "flat" or not reduces_gradients,
         f"reduces_gradients needs strategy 'flat', got {strategy!r}; other strategies need a "
@@ -463,7 +473,7 @@ def _check_arguments(
     require(bucket_cap_mb > 0, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
 
 
-def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: str) -> None:
+def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: Any) -> None:
     """Refuse optimizers whose update of an element reads others that may be on another rank."""
     names = {cls.__name__ for cls in optimizer_cls.__mro__}
     needs_all = not names.isdisjoint(NEEDS_ALL_PARAMETERS)

@@ -33,13 +33,22 @@ Groups = list[dict[str, Any]]
 def pack_shards(shards: list[Shard], inner: torch.optim.Optimizer, groups: Groups) -> dict:
     """The state dict of one rank, whose shards `inner` updates; `groups` hold all parameters."""
     params = [param for group in groups for param in group["params"]]
-    states = {shard.number: dict(inner.state.get(shard.leaf, {})) for shard in shards}
+    states = {shard.number: _in_shape(inner.state.get(shard.leaf, {}), shard) for shard in shards}
     return {
         "param_groups": _numbered(groups),
         "state": {number: state for number, state in states.items() if state},
         "ranges": {shard.number: (shard.start, shard.stop) for shard in shards},
         "shapes": [tuple(param.shape) for param in params],
     }
+
+
+def _in_shape(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """State of a whole parameter in its shape, also where its elements are a flat shard."""
+    if shard.stop - shard.start < shard.param.numel():
+        return dict(state)
+    flat, shape = shard.leaf.shape, shard.param.shape
+    is_flat = {name: isinstance(v, Tensor) and v.shape == flat for name, v in state.items()}
+    return {name: v.view(shape) if is_flat[name] else v for name, v in state.items()}
 
 
 @torch.no_grad()

@@ -59,6 +59,8 @@ class ShardingStrategy:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.shards: list[Shard] = []
+        # those of them that every rank holds and updates alike
+        self.copies: list[Shard] = []
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Shard `params`, numbered from `first`; return the shards of this rank."""

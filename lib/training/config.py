@@ -15,8 +15,8 @@ from lib.model.config import ModelConfig
 
 DdpWrapper = Literal["none", "naive", "flat", "overlap", "flashddp", "torch_ddp"]
 DDP_WRAPPERS = get_args(DdpWrapper)
-# FSDP2 shards the model itself, so it is not a wrapper around a whole model.
-TrainingWrapper = Literal[DdpWrapper, "fsdp2"]
+# FSDP shards the model itself, so it is not a wrapper around a whole model.
+TrainingWrapper = Literal[DdpWrapper, "fsdp", "fsdp2"]
 TRAINING_WRAPPERS = get_args(TrainingWrapper)
 
 
@@ -125,9 +125,19 @@ class TrainConfig:
 
     A rank is a process with a GPU of its own, as `torchrun --nproc_per_node=2 -m lib train …`
     starts them; lib/ddp/wrappers.py explains the wrappers. `none` leaves averaging to
-    `sharded_optimizer` zero1; `fsdp2` is PyTorch's fully_shard, which also shards parameters and
-    gradients. Ignored with one process.
+    `sharded_optimizer` zero1; `fsdp` also shards parameters and gradients (lib/fsdp/wrapper.py),
+    and so does PyTorch's fully_shard, `fsdp2`. Ignored with one process.
     """
+
+    activation_checkpointing: Literal["none", "input", "attention", "matmuls"] = "none"
+    """What a block keeps for the backward pass, which computes the rest again; `none`: everything.
+
+    `input` keeps the least; `attention` also keeps attention's output, which takes longest to
+    compute again in long sequences; `matmuls` also keeps the outputs of all matmuls.
+    """
+
+    checkpointed_blocks: int = 1
+    """Apply `activation_checkpointing` to every block (1), every other one (2), and so on."""
 
     sharded_optimizer: Literal["none", "zero1", "torch_zero"] = "none"
     """How AdamW's state is sharded over ranks: `none`, `zero1` or `torch_zero`.
@@ -181,14 +191,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")
-        for field in (*positive, "keep_last", "max_nonfinite_steps"):
+        positive += ("keep_last", "max_nonfinite_steps", "checkpointed_blocks")
+        for field in positive:
             check(self, field, getattr(self, field) > 0, "at least 1")
         for field in ("seed", "eval_interval", "eval_tokens", "max_seconds"):
             check(self, field, getattr(self, field) >= 0, "at least 0")
-        if self.ddp_wrapper == "fsdp2" and self.sharded_optimizer != "none":
+        if self.ddp_wrapper in ("fsdp", "fsdp2") and self.sharded_optimizer != "none":
             raise ValueError(
-                "sharded_optimizer must be 'none' with ddp_wrapper 'fsdp2', which shards the "
-                f"optimizer's state itself, got {self.sharded_optimizer!r}"
+                f"sharded_optimizer must be 'none' with ddp_wrapper {self.ddp_wrapper!r}, which "
+                f"shards the optimizer's state itself, got {self.sharded_optimizer!r}"
             )
         cap = self.bucket_size_mb
         check(self, "bucket_size_mb", cap is None or 0 < cap < math.inf, "more than 0, and finite")

@@ -446,7 +446,9 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    load_optimizer(loaded.path, step.optimizer, step.model)
+    # the optimizer of FSDP's shards knows whole parameters, which are not the model's
+    is_fsdp = run.config.ddp_wrapper == "fsdp" and world_size() > 1
+    load_optimizer(loaded.path, step.optimizer, None if is_fsdp else step.model)
     run.sampler.load_state_dict(loaded.extra["sampler"])
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)

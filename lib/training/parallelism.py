@@ -7,7 +7,8 @@
 - a wrapper with `torch_zero`: the same by PyTorch's ZeroRedundancyOptimizer, the peer;
 - `none` with `zero1`: ZeRO stage 1 on flat slices averages gradients itself, during backward, and
   gathers the parameters under the next forward pass;
-- `fsdp2`: PyTorch's fully_shard (`lib.sharded_optimizer.fsdp2`).
+- `fsdp`: parameters and gradients are sharded too (`lib.fsdp`);
+- `fsdp2`: the same by PyTorch's fully_shard (`lib.sharded_optimizer.fsdp2`), the peer.
 
 A single rank has the plain optimizer in any case.
 """
@@ -27,15 +28,19 @@ from lib.optimizer.adamw import AdamW
 from lib.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from lib.fsdp.language_model import FSDPShards
     from lib.model.transformer import MeanLoss
     from lib.sharded_optimizer.optimizer import ShardedOptimizer
     from lib.sharded_optimizer.torch_zero import TorchZero
 
 # Wrappers that average gradients while backward computes others; with "none" zero1 does so.
-OVERLAPPING = ("none", "overlap", "flashddp", "torch_ddp", "fsdp2")
+OVERLAPPING = ("none", "overlap", "flashddp", "torch_ddp", "fsdp", "fsdp2")
+# Those that also shard parameters, gradients and the optimizer's state.
+FULLY_SHARDED = ("fsdp", "fsdp2")
 # What can't be combined on several ranks: (field, value) -> options, and a value that can.
 EXCLUDED = {
     ("ddp_wrapper", "torch_ddp"): (("cuda_graph",), "flashddp"),
+    ("ddp_wrapper", "fsdp"): (("cuda_graph",), "flashddp"),
     ("ddp_wrapper", "fsdp2"): (("cuda_graph", "low_precision_weights"), "flashddp"),
     ("sharded_optimizer", "torch_zero"): (("cuda_graph", "low_precision_weights"), "zero1"),
 }
@@ -79,9 +84,14 @@ def parallelise(
     """
     name, model = config.ddp_wrapper, loss.model
     if world_size(group) == 1:
-        # all wrappers do nothing here; fsdp2 is not among them
-        name = "none" if name == "fsdp2" else name
+        # all wrappers do nothing here; those that shard the model are not among them
+        name = "none" if name in FULLY_SHARDED else name
         return wrap(name, loss, group=group), make_optimizer(model, config, lr, group)
+    if name == "fsdp":
+        from lib.fsdp.language_model import FSDPShards, ShardedLoss
+
+        sharded = ShardedLoss(loss, group)
+        return sharded, make_optimizer(model, config, lr, group, FSDPShards(sharded))
     if name == "fsdp2":
         from lib.sharded_optimizer.fsdp2 import FullySharded
 
@@ -100,13 +110,22 @@ def parallelise(
 
 
 def make_optimizer(
-    model: nn.Module, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
+    model: nn.Module,
+    config: TrainConfig,
+    lr: Tensor,
+    group: dist.ProcessGroup | None,
+    shards: FSDPShards | None = None,
 ) -> AdamW | ShardedOptimizer | TorchZero:
-    """AdamW over `model`, its state sharded over `group` as `config` says."""
+    """AdamW over `model`, its state sharded over `group` as `config` says.
+
+    Args:
+        shards: of the model's parameters, if `lib.fsdp` has divided them.
+    """
     settings = config.optimizer
+    params = list(model.parameters()) if shards is None else shards.whole_parameters()
     # weight decay for matrices only
-    matrices = [param for param in model.parameters() if param.ndim >= 2]
-    vectors = [param for param in model.parameters() if param.ndim < 2]
+    matrices = [param for param in params if param.ndim >= 2]
+    vectors = [param for param in params if param.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -114,7 +133,7 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     betas = (settings.beta1, settings.beta2)
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": settings.eps}
-    is_whole = config.ddp_wrapper != "fsdp2" and config.sharded_optimizer == "none"
+    is_whole = config.ddp_wrapper not in FULLY_SHARDED and config.sharded_optimizer == "none"
     if world_size(group) == 1 or is_whole:
         return AdamW(groups, **options)
     if config.sharded_optimizer == "torch_zero":
@@ -124,8 +143,8 @@ def make_optimizer(
     # imported here since a single process needs none of it
     from lib.sharded_optimizer.optimizer import ShardedOptimizer
 
-    if config.ddp_wrapper == "fsdp2":
-        return ShardedOptimizer(groups, AdamW, group=group, strategy="fsdp2", **options)
+    if config.ddp_wrapper in FULLY_SHARDED:
+        return ShardedOptimizer(groups, AdamW, group=group, strategy=shards or "fsdp2", **options)
     reduces_gradients = config.ddp_wrapper == "none"
     return ShardedOptimizer(
         groups,

@@ -19,10 +19,11 @@ from torch import Tensor
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.process_group import mean_over_ranks, on_each_rank, world_size
+from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
 from lib.training.config import TrainConfig
-from lib.training.parallelism import OVERLAPPING, check_wrapper, parallelise
+from lib.training.parallelism import FULLY_SHARDED, OVERLAPPING, check_wrapper, parallelise
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -82,6 +83,10 @@ class TrainStep:
         uses_autocast = dtype != torch.float32 and not config.low_precision_weights
         autocast = dtype if uses_autocast else None
         self.loss = MeanLoss(model, device, autocast, config.optimizer.z_loss)
+        if config.activation_checkpointing != "none":
+            model.around_block = checkpoint_activations(
+                every=config.checkpointed_blocks, keep=config.activation_checkpointing
+            )
         if config.compile:
             self._compile()
         self.lr = torch.zeros((), device=device)
@@ -226,7 +231,7 @@ class TrainStep:
         """The model's state dict after the last step; all ranks call it, and rank 0 gets it."""
         if self.is_sharded:
             self.optimizer.wait_for_parameters()
-        # fully_shard must put the weights together first
+        # FSDP must put the weights together first
         gather = getattr(self.parallel, "whole_state_dict", self.model.state_dict)
         return gather()
 
@@ -248,7 +253,7 @@ class TrainStep:
         if self.num_ranks == 1 or self.config.ddp_wrapper not in OVERLAPPING:
             self.loss.compile()
             return
-        if self.config.ddp_wrapper == "fsdp2":
+        if self.config.ddp_wrapper in FULLY_SHARDED:
             _compile_sublayers(self.model)
             return
         self.model.compile_blocks()
@@ -288,7 +293,7 @@ class TrainStep:
 
 
 def _compile_sublayers(model: TransformerLM) -> None:
-    """Compile what runs between two gatherings of FSDP2, whose hooks stay outside.
+    """Compile what runs between two gatherings of FSDP, whose hooks stay outside.
 
     `Module.compile` would compile those hooks, too.
     """

@@ -215,7 +215,7 @@ def test_choices_are_shown_as_choices(capsys):
     for choices in (
         "{auto,float32,bfloat16,float16}",
         "{none,zero1,torch_zero}",
-        "torch_ddp,fsdp2}",
+        "torch_ddp,fsdp,fsdp2}",
     ):
         assert choices in output
 

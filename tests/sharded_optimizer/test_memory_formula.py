@@ -215,7 +215,7 @@ def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
 
 
 def test_wrappers_are_those_of_training():
-    assert set(AVERAGED_BY) == set(TRAINING_WRAPPERS) - {"fsdp2"}
+    assert set(AVERAGED_BY) == set(TRAINING_WRAPPERS) - {"fsdp", "fsdp2"}
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,10 @@ ZERO1 = {"sharded_optimizer": "zero1"}
 PARAMETERS = ZERO1 | {"zero1_strategy": "parameters"}
 TORCH_ZERO = {"sharded_optimizer": "torch_zero"}
 ALONE = {"ddp_wrapper": "none"} | ZERO1
-FSDP2 = {"ddp_wrapper": "fsdp2"}
+FSDP, FSDP2 = {"ddp_wrapper": "fsdp"}, {"ddp_wrapper": "fsdp2"}
 # One way for each kind of sharding, by name.
-SHARDED = {"zero1": ALONE, "parameters": PARAMETERS, "torch_zero": TORCH_ZERO, "fsdp2": FSDP2}
+SHARDED = {"zero1": ALONE, "parameters": PARAMETERS, "torch_zero": TORCH_ZERO}
+SHARDED |= {"fsdp": FSDP, "fsdp2": FSDP2}
 # Each wrapper by itself, and each kind of sharding behind two of them.
 WAYS: dict[str, dict[str, Any]] = {
     **{wrapper: {"ddp_wrapper": wrapper} for wrapper in WRAPPERS},
@@ -346,7 +347,7 @@ def errors(config: TrainConfig, folder: Path) -> dict[str, tuple[str, str]]:
 
 def three_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """Steps of three ranks, who also begin two runs."""
-    for name, how in {"from zero1": ALONE, "from fsdp2": FSDP2}.items():
+    for name, how in {"from zero1": ALONE, "from fsdp": FSDP, "from fsdp2": FSDP2}.items():
         run = dataclasses.replace(config, output=folder / name, batch_size=2, **how)
         attempt(lambda run=run: stop_before(3, run))
     return each_way(SHARDED)
@@ -374,7 +375,8 @@ def two_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
         "exact": stopped_and_resumed(config, folder),
         "chain": attempt(lambda: chain(dataclasses.replace(config, output=folder / "chain"))),
     }
-    for name, how in {"from zero1": PARAMETERS, "from fsdp2": ALONE}.items():
+    ways = {"from zero1": PARAMETERS, "from fsdp": FSDP, "from fsdp2": ALONE}
+    for name, how in ways.items():
         other = dataclasses.replace(config, output=folder / name, **how)
         found[name] = attempt(lambda run=other: stop_before(3, run))
     # stopped here, and resumed by one process

@@ -1,0 +1,421 @@
+"""Properties of FSDP, each a function that all ranks of a group run."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp.process_group import (
+    current_device,
+    gather_objects,
+    rank,
+    world_size,
+)
+from lib.ddp.simulated_network import simulated_group
+from lib.fsdp import FSDP, checkpoint_activations
+from lib.fsdp.language_model import FSDPShards
+from lib.model.transformer import Embedding, Linear
+from lib.optimizer.adamw import AdamW
+from lib.optimizer.schedule import clip_grad_norm
+from lib.sharded_optimizer.optimizer import ShardedOptimizer
+from tests.ddp.cases import Raise
+from tests.ddp.network_cases import scaled
+from tests.ddp.workers import message_of, recorded_collectives
+
+STEPS, WIDTH = 4, 6
+
+
+class Part(nn.Module):
+    """A block: a matrix, one that only some passes use, a frozen one, a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+        self.sometimes = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.fixed = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        y = self.b(torch.tanh(self.a(x))) + self.fixed(x)
+        return x + (torch.tanh(self.sometimes(y)) if uses_all else y)
+
+
+class Net(nn.Module):
+    """Tied embedding and head, blocks, a buffer, a matrix that is never used."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Part() for _ in range(3))
+        self.never = nn.Linear(3, 3)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.zeros(1))
+        for tensor in [*self.parameters(), self.scale]:
+            nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
+        self.around: Callable[..., Tensor] | None = None
+        self.to(current_device())
+
+    def forward(self, tokens: Tensor, uses_all: bool) -> Tensor:
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            run = self.around or (lambda index, layer, *args: layer(*args))
+            x = run(index, layer, x, uses_all)
+        return self.head(x * self.scale)
+
+
+def part(step: int, micro: int, number: int) -> tuple[Tensor, bool]:
+    """The tokens of a rank in a micro-batch, and whether it uses all of each block."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + number)
+    tokens = torch.randint(11, (4, 2), generator=generator).to(current_device())
+    # used by all; by rank 0; by none; in the first micro-batch
+    return tokens, (True, number == 0, False, micro == 0)[step % 4]
+
+
+def loss_of(model: nn.Module, tokens: Tensor, uses_all: bool) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, 0], uses_all).float(), tokens[:, 1])
+
+
+def make_optimizer(params: Any, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+    return AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def reference(
+    optimizer_name: str, micros: int, max_norm: float
+) -> Iterator[tuple[float, nn.Module]]:
+    """Norm and module after each step of one process, which adds up the ranks' means."""
+    module, ranks = Net(), world_size()
+    optimizer = make_optimizer(module.parameters(), optimizer_name)
+    for step in range(STEPS):
+        grads: dict[str, list[Tensor]] = {}
+        for number in range(ranks):
+            for micro in range(micros):
+                (loss_of(module, *part(step, micro, number)) / micros).backward()
+            for name, param in module.named_parameters():
+                grads.setdefault(name, []).extend([] if param.grad is None else [param.grad])
+            module.zero_grad()
+        for name, param in module.named_parameters():
+            param.grad = sum(grads[name]) / ranks if grads[name] else None
+        norm = clip_grad_norm(module.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield norm.item(), module
+
+
+MODES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "default": ({}, "sgd", 1),
+    "accumulation": ({}, "adamw", 3),
+    "no resharding": ({"reshard_after_forward": False}, "sgd", 2),
+    "no prefetch": ({"prefetch": False}, "sgd", 2),
+    "all in one": ({"blocks": []}, "adamw", 2),
+    "pairs": ({"blocks": lambda net: [[net.layers[0], net.layers[1]], net.layers[2]]}, "sgd", 1),
+    "checkpointing": ({"around": checkpoint_activations()}, "sgd", 2),
+    "every other": ({"around": checkpoint_activations(every=2)}, "sgd", 1),
+    "matmuls kept": ({"around": checkpoint_activations(keep="matmuls")}, "sgd", 1),
+}
+
+
+def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
+    """Largest difference of weights and norms from one process, and whether missing ones agree."""
+    options, optimizer_name, micros = MODES[mode]
+    net = Net(seed=rank())
+    net.around = options.get("around")
+    options = {name: value for name, value in options.items() if name != "around"}
+    if callable(options.get("blocks")):
+        options["blocks"] = options["blocks"](net)
+    model = FSDP(net, group=group, **options)
+    optimizer = make_optimizer(model.parameters(), optimizer_name)
+    error = norm_error = 0.0
+    # without clipping, whose norm is summed in another order, all bits are equal
+    max_norm = 1e9 if mode == "default" else 0.1
+    for step, (norm, expected) in enumerate(reference(optimizer_name, micros, max_norm)):
+        for micro in range(micros):
+            is_last = micro == micros - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                (loss_of(model, *part(step, micro, rank())) / micros).backward()
+        model.finish_gradient_synchronization()
+        norm_error = max(norm_error, abs(model.clip_grad_norm(max_norm).item() - norm))
+        is_alike = net.never.weight.grad is None and net.layers[0].fixed.weight.grad is None
+        is_alike &= (net.layers[1].sometimes.weight.grad is None) == (step % 4 == 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        full = model.full_parameters()
+        errors = [(full[n] - p).abs().max().item() for n, p in expected.named_parameters()]
+        error = max(error, *errors)
+    digest = gather_objects(torch.cat([t.flatten() for t in full.values()]).sum().item(), group)
+    return error, norm_error, is_alike and len(set(digest)) == 1
+
+
+def trained() -> dict[str, tuple[float, float, bool]]:
+    """Each mode of training, and one over a simulated network."""
+    found = {mode: train(mode) for mode in MODES}
+    if current_device().type == "cpu":
+        found["simulated network"] = train("default", simulated_group(scaled("PCIe")))
+    return found
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    loss_of(model, *part(step, 0, rank())).backward()
+    model.finish_gradient_synchronization()
+
+
+# Memory and messages
+
+
+def gathered_blocks(model: FSDP) -> list[int]:
+    return [i for i, block in enumerate(model.blocks) if any(f.is_gathered for f in block.flats)]
+
+
+def check_two_blocks_are_gathered_at_most_and_none_between_steps() -> None:
+    net = Net()
+    model = FSDP(net, blocks=net.layers)
+    seen: list[list[int]] = []
+    for layer in net.layers:
+        layer.a.register_forward_hook(lambda *args: seen.append(gathered_blocks(model)))
+        layer.a.register_full_backward_hook(lambda *args: seen.append(gathered_blocks(model)))
+    for _ in range(2):
+        seen.clear()
+        backward(model)
+        # the next one is on its way; the last stays for backward
+        assert seen == [[0, 1], [1, 2], [2], [1, 2], [0, 1], [0]], seen
+        assert [flat.buffer.untyped_storage().nbytes() for flat in model.flats] == [0] * 7
+        assert all(whole.grad is None for flat in model.flats for whole in flat.whole)
+    with torch.no_grad():
+        model(*part(0, 0, 0)[:1], True)
+    assert gathered_blocks(model) == []
+
+
+def check_matrices_are_divided_evenly_and_shards_are_what_the_optimizer_sees() -> None:
+    model = FSDP(Net())
+    total = sum(param.numel() for param in Net().parameters() if param.ndim >= 2)
+    own = sum(shard.numel() for flat in model.flats for shard in flat.shards)
+    assert sum(gather_objects(own)) == total
+    backward(model)
+    for name, param in model.module.named_parameters():
+        is_used = param.requires_grad and not name.startswith("never")
+        assert (param.grad is not None) == is_used, name
+        if is_used:
+            assert param.grad.shape == param.shape
+            assert param.grad.dtype == torch.float32
+
+
+def check_a_step_sends_each_block_three_times_and_fewer_without_resharding() -> None:
+    for reshards in (True, False):
+        net = Net()
+        model = FSDP(net, blocks=net.layers, reshard_after_forward=reshards)
+        sent: list[str] = []
+        with recorded_collectives(lambda kind, _, sent=sent: sent.append(kind)):
+            backward(model)
+        # one buffer outside, and a trained and a frozen one in each of three blocks, of which the
+        # last stays for backward
+        assert sent.count("all_gather") == (1 + 6 + 4 if reshards else 1 + 6), sent
+        assert sent.count("reduce_scatter") == 4
+        # vectors, and who has gradients
+        assert sent.count("all_reduce") == 1, sent
+        # no_sync sends no gradients
+        sent.clear()
+        with recorded_collectives(lambda kind, _, sent=sent: sent.append(kind)), model.no_sync():
+            loss_of(model, *part(0, 0, rank())).backward()
+        assert "reduce_scatter" not in sent
+
+
+# Mixed precision
+
+
+def check_blocks_compute_in_low_precision_and_shards_stay_in_float32() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        net, alone = Net(), Net()
+        seen = set()
+        net.layers[1].b.register_forward_pre_hook(
+            lambda m, args: seen.add((m.weight.dtype, net.embedding.weight.dtype))  # noqa: B023
+        )
+        for layer in (*net.layers, *alone.layers):
+            layer.a.bias.data.zero_()
+            layer.a.bias.requires_grad_(False)
+        model = FSDP(net, dtype, full_precision=[net.embedding])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        device = current_device().type
+        for step in range(2):
+            with torch.autocast(device, dtype):
+                loss = loss_of(model, *part(step, 0, rank()))
+            loss.backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+            for number in range(world_size()):
+                with torch.autocast(device, dtype):
+                    loss = loss_of(alone, *part(step, 0, number)) / world_size()
+                loss.backward()
+            with torch.no_grad():
+                for param in alone.parameters():
+                    if param.grad is not None:
+                        param -= 0.1 * param.grad
+                    param.grad = None
+        assert seen == {(dtype, torch.float32)}
+        full = model.full_parameters()
+        for name, param in alone.named_parameters():
+            assert full[name].dtype == torch.float32
+            # gradients are rounded to the short type on each rank
+            torch.testing.assert_close(full[name], param, rtol=0, atol=4e-3)
+
+
+# State
+
+
+def check_state_is_whole_or_by_shard_and_loads_elsewhere() -> None:
+    model = FSDP(Net(seed=3))
+    whole = model.state_dict()
+    expected = Net(seed=3).state_dict()
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    other = FSDP(Net(seed=4), blocks=[])
+    other.load_state_dict(whole)
+    assert all(torch.equal(value, expected[n]) for n, value in other.state_dict().items())
+    # by shard: of this rank with equal blocks, or of all ranks with any
+    by_shard = model.shard_state_dict()
+    again = FSDP(Net(seed=5))
+    again.load_shard_state_dicts([by_shard])
+    assert all(torch.equal(value, expected[n]) for n, value in again.state_dict().items())
+    alone = [dist.new_group([number]) for number in range(world_size())][rank()]
+    single = FSDP(Net(seed=6), group=alone)
+    everyones = gather_objects(by_shard)
+    single.load_shard_state_dicts(everyones)
+    assert all(torch.equal(value, expected[n]) for n, value in single.state_dict().items())
+    message = message_of(lambda: single.load_shard_state_dicts(everyones[:1]))
+    expected_message = f"must be those of all {world_size()} ranks that saved, to be loaded on 1,"
+    assert f"{expected_message} but are of ranks [0]" in message, message
+    message = message_of(lambda: other.load_shard_state_dicts([by_shard]))
+    assert "must have the module's names, shapes and blocks" in message, message
+    wrong = whole | {"head.weight": torch.zeros(11, 5)}
+    message = message_of(lambda: model.load_state_dict(wrong))
+    assert "head.weight must have shape (11, 6), got (11, 5)" in message, message
+    del wrong["head.weight"]
+    message = message_of(lambda: model.load_state_dict(wrong))
+    assert "differs in head.weight" in message, message
+
+
+def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
+    net, alone = Net(), Net()
+    model = FSDP(net)
+    strategy = FSDPShards(model)
+    made = ShardedOptimizer(strategy.whole_parameters(), AdamW, strategy=strategy, lr=0.1)
+    plain = AdamW(alone.parameters(), lr=0.1)
+    for step in range(2):
+        backward(model, step)
+        for number in range(world_size()):
+            (loss_of(alone, *part(step, 0, number)) / world_size()).backward()
+        norm = made.clip_grad_norm(0.5)
+        torch.testing.assert_close(norm, clip_grad_norm(alone.parameters(), 0.5))
+        for optimizer in (made, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    full = model.full_parameters()
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(full[name], param, rtol=0, atol=1e-5)
+    assert sum(gather_objects(len(made.state_dict()["ranges"]))) >= len(full)
+
+
+# Initialization on device "meta"
+
+
+def check_parameters_on_meta_are_drawn_one_module_at_a_time() -> None:
+    def make(device: str) -> nn.Module:
+        layers = [Embedding(9, 4, device=device), Linear(4, 8, device=device)]
+        return nn.Sequential(*layers, nn.LayerNorm(8, device=device), Linear(8, 9, device=device))
+
+    def reset(generator: torch.Generator) -> Callable[[nn.Module], Any]:
+        def reset_one(part: nn.Module) -> None:
+            is_norm = isinstance(part, nn.LayerNorm)
+            part.reset_parameters() if is_norm else part.reset_parameters(generator)
+
+        return reset_one
+
+    module = make("cpu").to(current_device())
+    generator = torch.Generator(current_device()).manual_seed(1)
+    for layer in module:
+        reset(generator)(layer)
+    generator = torch.Generator(current_device()).manual_seed(1)
+    model = FSDP(make("meta"), reset=reset(generator), device=current_device())
+    full = model.full_parameters()
+    assert all(torch.equal(full[name], p) for name, p in module.named_parameters())
+    model(torch.arange(3, device=current_device())).sum().backward()
+    model.finish_gradient_synchronization()
+    message = message_of(lambda: FSDP(NoReset(), device=current_device()))
+    assert "the module must have reset_parameters()" in message, message
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+
+
+# Errors
+
+
+def check_what_goes_wrong_is_named() -> None:
+    odd = rank() == world_size() - 1
+    cases = {
+        "a.weight must be the same on all ranks": lambda: FSDP(Named(5 + odd)),
+        "prefetch must be the same on all ranks": lambda: FSDP(Named(5), prefetch=odd),
+        "block 0 must be the same on all ranks": lambda: first_block(Named(5), "b" if odd else "a"),
+    }
+    for words, make in cases.items():
+        message = message_of(make)
+        assert message.startswith(f"ValueError: {words}"), message
+    net = Named(5)
+    message = message_of(lambda: FSDP(net, blocks=[net, net.a]))
+    assert "blocks must not overlap" in message, message
+
+    model = FSDP(Net())
+    loss_of(model, *part(0, 0, rank())).backward()
+    message = message_of(lambda: loss_of(model, *part(0, 0, rank())))
+    assert message.startswith("RuntimeError: forward after a backward pass"), message
+    model.finish_gradient_synchronization()
+    backward(model)
+
+    # the gradient of a block that was taken for finished
+    net = Net()
+    model = FSDP(net, blocks=[net.layers[1], net.layers[0], net.layers[2]])
+    message = message_of(lambda: backward(model))
+    assert "must be given in the order in which forward uses them first" in message, message
+
+
+class Named(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, width), nn.Linear(4, 4)
+
+
+def first_block(net: nn.Module, name: str) -> FSDP:
+    return FSDP(net, blocks=[getattr(net, name)])
+
+
+def check_training_goes_on_after_an_exception_that_all_ranks_have() -> None:
+    net, alone = Net(), Net()
+    model = FSDP(net)
+    hook = net.layers[1].register_forward_hook(lambda *args: Raise.apply(args[2]))
+    loss = loss_of(model, *part(0, 0, rank()))
+    assert message_of(loss.backward) == "RuntimeError: in backward"
+    hook.remove()
+    model.zero_grad()
+    backward(model)
+    for number in range(world_size()):
+        (loss_of(alone, *part(0, 0, number)) / world_size()).backward()
+    torch.testing.assert_close(model.grad_norm(), clip_grad_norm(alone.parameters(), 1e9))
+
+
+def dies_in_all_gather() -> None:
+    net = Net()
+    model = FSDP(net, blocks=net.layers)
+    backward(model)
+    if rank() == 1:
+        net.layers[1].register_forward_pre_hook(lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+    backward(model)

@@ -1,0 +1,55 @@
+"""FSDP trains as one process does, in every mode, and holds and sends no more than it should."""
+
+import pytest
+import torch
+
+from lib.ddp.launcher import WorkerError
+from tests.ddp.workers import launch, run_cases
+from tests.fsdp import cases
+
+CASES = [name for name in vars(cases) if name.startswith("check_")]
+RANKS = {2: [*CASES, "trained"], 3: ["trained"]}
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each rank found, by world size; each size is launched once."""
+    return {
+        size: launch(run_cases, size, "tests.fsdp.cases", names) for size, names in RANKS.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks(found, case):
+    assert all(case in passed for passed in found[2])
+
+
+@pytest.mark.parametrize("mode", [*cases.MODES, "simulated network"])
+@pytest.mark.parametrize("size", RANKS)
+def test_training_equals_that_of_one_process(found, size, mode):
+    check_training(found[size], size, mode)
+
+
+def check_training(found: list[dict], size: int, mode: str) -> None:
+    for rank in found:
+        error, norm_error, is_alike = rank["trained"][mode]
+        # weights are of size 1 and below, and float32 has 24 bits; two ranks add up in one order
+        is_exact = size == 2 and mode in ("default", "simulated network")
+        assert error <= (0 if is_exact else 32 * 2**-24)
+        assert norm_error <= 32 * 2**-24
+        assert is_alike
+
+
+def test_a_rank_killed_in_an_all_gather_ends_the_job_and_is_named():
+    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+        launch(cases.dies_in_all_gather, 2)
+
+
+@pytest.mark.gpu
+def test_training_on_gpus_equals_that_of_one_process():
+    size = min(4, torch.cuda.device_count())
+    found = launch(run_cases, size, "tests.fsdp.cases", RANKS[2], backend="nccl")
+    for mode in cases.MODES:
+        check_training(found, size, mode)
