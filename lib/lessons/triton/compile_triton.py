@@ -47,14 +47,12 @@ class Compiled:
         found = re.findall(r"^\s*(?:@%p\d+ )?([a-z][\w.:]+)", self.ptx, flags=re.MULTILINE)
         return Counter(name for name in found if name.startswith(prefixes))
 
-    def lines(self, *prefixes: str, most: int = 3) -> str:
-        """The first lines of the PTX with each of these instructions."""
-        text = [line.strip() for line in self.ptx.splitlines()]
-        found = []
-        for prefix in prefixes:
-            wanted = re.compile(rf"(@%p\d+ )?{re.escape(prefix)}")
-            found += [line for line in text if wanted.match(line)][:most]
-        return "\n".join(found)
+    @property
+    def body(self) -> str:
+        """The instructions of the PTX, without declarations, comments and places in the source."""
+        _, _, body = self.ptx.partition("\n{")
+        lines = [line.partition("//")[0].strip() for line in body.partition("\n}")[0].splitlines()]
+        return "\n".join(line for line in lines if line and not line.startswith((".", "$")))
 
 
 def compile_for(

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 # Lighter colors for many programs; the one for faults is not among them.
 TINTS = ["#9fd3ef", "#fbe3b0", "#c9ead6", "#f3cfe0", "#e3dcf6", "#dfe6b8", "#f9d3bf", "#c8d6e5"]
-CELL = 0.24
-"""Inches."""
-
 MOST_OUTSIDE = 16
 
 
@@ -39,20 +36,17 @@ def show_run(run: Run, *, title: str = "", only: int | None = None) -> None:
     if not wanted:
         print("The kernel loads and stores nothing.")
         return
-    width = max(3.0, sum(max(columns * CELL, 1.2) + 0.5 for _, columns in sizes))
-    stacked = width > 9.5
-    shape = {"nrows": len(wanted)} if stacked else {"ncols": len(wanted)}
-    ratios = [max(r if stacked else c, 5 if not stacked else 2) for r, c in sizes]
-    height = (
-        sum(r * CELL + 0.75 for r, _ in sizes) if stacked else max(r for r, _ in sizes) * CELL + 0.8
-    )
-    width = max(c for _, c in sizes) * CELL + 0.6 if stacked else width
-    grid = {"height_ratios": ratios} if stacked else {"width_ratios": ratios}
+    columns = [max(columns, 5) for _, columns in sizes]
+    # inches of a cell
+    cell = min(0.24, 8.5 / sum(columns))
     figure, panels = plt.subplots(
-        figsize=(min(max(width, 4.5), 12), height), gridspec_kw=grid, squeeze=False, **shape
+        ncols=len(wanted),
+        figsize=(max(4.5, sum(columns) * cell + 0.5), max(rows for rows, _ in sizes) * cell + 0.8),
+        gridspec_kw={"width_ratios": columns},
+        squeeze=False,
     )
     for axes, (name, kind), extent in zip(panels.flat, wanted, sizes):
-        _draw_cells(axes, run, name, kind, extent, only)
+        _draw_cells(axes, run, name, kind, extent, only, 29 * cell)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     if faults := run.faults():
         handles = [Patch(color=VERMILLION, label=faults[0])]
@@ -86,7 +80,13 @@ def _extent(run: Run, name: str, kind: str) -> tuple[int, int]:
 
 
 def _draw_cells(
-    axes: Axes, run: Run, name: str, kind: str, extent: tuple[int, int], only: int | None
+    axes: Axes,
+    run: Run,
+    name: str,
+    kind: str,
+    extent: tuple[int, int],
+    only: int | None,
+    fontsize: float,
 ) -> None:
     memory = run.tensors[name]
     rows, columns = _shape_of(memory)
@@ -96,7 +96,7 @@ def _draw_cells(
             for place in memory.place(access.offsets).tolist():
                 if place >= 0 and access.program not in programs.setdefault(place, []):
                     programs[place].append(access.program)
-    small = {"ha": "center", "va": "center", "fontsize": 7, "color": INK}
+    small = {"ha": "center", "va": "center", "fontsize": fontsize, "color": INK}
     for place in range(rows * columns):
         row, column = divmod(place, columns)
         found = programs.get(place, [])
@@ -127,7 +127,7 @@ def show_roofline(limits, points, *, title: str) -> None:
     axes.loglog(span, [limits.attainable(i) / 1e12 for i in span], color=INK, marker="")
     for color, (name, (intensity, rate)) in zip(COLORS * 3, points.items()):
         style = {"markerfacecolor": "none", "markeredgewidth": 1.8, "markersize": 9}
-        axes.loglog([intensity], [rate / 1e12], "o", color=color, label=name, **style)
+        axes.loglog([intensity], [rate / 1e12], "o", color=color, label=name.strip("_"), **style)
     axes.axvline(limits.ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
     axes.set(title=title, xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)

@@ -85,8 +85,8 @@ class Memory:
             raise TypeError(
                 f"{self.name} must be float16 or float32: the interpreter has no bfloat16"
             )
-        storage = self.tensor.detach().cpu().new_empty(0)
-        storage.set_(self.tensor.detach().cpu().untyped_storage())
+        # all of its storage, even if the tensor is a view of a part
+        storage = torch.empty(0, dtype=self.dtype).set_(self.tensor.untyped_storage().cpu())
         self.cells = storage.numpy()
         # the place of each element of the storage in the tensor, which may be a view of a part
         self.places = np.full(len(self.cells), -1)
@@ -212,6 +212,7 @@ def watch(
     with (
         np.errstate(all="ignore"),
         _noted(run, strict),
+        patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
         patch.object(JITFunction, "__call__", _call_interpreted),
         patch.object(JITFunction, "__get__", _bind, create=True),
         patch.object(InterpretedFunction, "__call__", _call_interpreted),
@@ -266,9 +267,8 @@ class _Executor(GridExecutor):
     def _restore_args_dev(self, args_dev, args_hst, kwargs, kwargs_hst):
         for memory in self.recorded.tensors.values():
             if memory.tensor.device.type != "cpu":
-                cells = torch.from_numpy(memory.cells.copy())
-                cells = cells.view(memory.dtype)
-                memory.tensor.untyped_storage().copy_(cells.untyped_storage())
+                cells = torch.from_numpy(memory.cells).untyped_storage()
+                memory.tensor.untyped_storage().copy_(cells)
 
 
 @contextmanager
@@ -349,6 +349,12 @@ def _noted(run: Run, strict: bool) -> Iterator[None]:
             changes[f"create_{name}"] = counted(getattr(builder, f"create_{name}"))
     with patch.multiple(builder, **changes), patch.object(interpreter.ReduceOps, "apply", reduce):
         yield
+
+
+def _patch_tensor(tensor: type, *scope: Any, patch_all=interpreter._patch_lang_tensor) -> None:
+    patch_all(tensor, *scope)
+    # Triton before 3.7 makes an index of an array of one number, which NumPy 2.4 refuses
+    tensor.__index__ = lambda self: self.handle.data.item()  # type: ignore[attr-defined]
 
 
 def restore_language() -> None:
