@@ -3,6 +3,7 @@
 from tests.fault import Fault
 
 RUN = "tests/publish/test_run_notebooks.py"
+COPIES = "tests/publish/test_readers_copies.py"
 FAULTS = [
     # a notebook may need a later one
     Fault(
@@ -94,5 +95,19 @@ FAULTS = [
         """(root / "lib").rglob("*") if""",
         """(root / "lib").rglob("*.py") if""",
         "tests/publish/test_kaggle.py::test_the_dataset_holds_code_and_records_and_no_runs",
+    ),
+    # what a reader wrote into the note about a new version is replaced by the next one
+    Fault(
+        "lib/publish/readers_copies.py",
+        "is_mine = {cell.id for cell in mine if not _is_as(cell, base)}",
+        "is_mine = {cell.id for cell in mine if not (_is_as(cell, base) or NOTE in cell.source)}",
+        f"{COPIES}::test_what_the_reader_wrote_into_a_new_version_stays",
+    ),
+    # a full disk leaves part of a copy, which then counts as the reader's
+    Fault(
+        "lib/publish/readers_copies.py",
+        "write_atomically(copy, content)",
+        "copy.write_bytes(content)",
+        f"{COPIES}::test_a_full_disk_leaves_no_part_of_a_copy",
     ),
 ]

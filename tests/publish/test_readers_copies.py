@@ -2,13 +2,14 @@
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 
 from lib.publish.readers_copies import NOTE, merge, update_copies
 
@@ -45,7 +46,10 @@ def answer(cells) -> None:
 
 
 def cells_of(book: Path, name: str = "01_one"):
-    notebook = nbformat.read(book / f"work/{name}.ipynb", as_version=4)
+    path = book / f"work/{name}.ipynb"
+    ids = [cell["id"] for cell in json.loads(path.read_text())["cells"]]
+    assert len({*ids}) == len(ids)
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     return notebook.cells
 
@@ -108,6 +112,79 @@ def test_a_cell_changed_on_both_sides_stays_the_readers_with_the_new_one_below(b
     assert cells[PARAMETERS + 1].source == f"{NOTE}\n\n```python\nsteps = 6\n```"
 
 
+def test_a_new_version_stays_below_until_the_reader_adopts_it(book):
+    change(book / "work/01_one.ipynb", set_source(PARAMETERS, "steps = 99"))
+    change(book / "notebooks/01_one.ipynb", set_source(PARAMETERS, "steps = 5"))
+    for text, note in (("Other text.", ["c2-new"]), ("More text.", [])):
+        update_copies(book)
+        change(book / "notebooks/01_one.ipynb", set_source(PROSE, text))
+        update_copies(book)
+        assert [cell.id for cell in cells_of(book)] == ["c0", "c1", "c2", *note, "c3", "c4"]
+        change(book / "work/01_one.ipynb", set_source(PARAMETERS, "steps = 5"))
+
+
+def test_who_deletes_a_cell_and_leaves_its_new_version_gets_that_as_a_cell(book):
+    change(book / "work/01_one.ipynb", set_source(PARAMETERS, "steps = 99"))
+    change(book / "notebooks/01_one.ipynb", set_source(PARAMETERS, "steps = 5"))
+    update_copies(book)
+    change(book / "work/01_one.ipynb", lambda cells: cells.pop(PARAMETERS))
+    change(book / "notebooks/01_one.ipynb", set_source(PROSE, "Other text."))
+    update_copies(book)
+    cells = cells_of(book)
+    assert [cell.id for cell in cells] == ["c0", "c1", "c2", "c3", "c4"]
+    assert cells[PARAMETERS].source == "steps = 5"
+
+
+def test_what_the_reader_wrote_into_a_new_version_stays(book, capsys):
+    change(book / "work/01_one.ipynb", set_source(PARAMETERS, "steps = 99"))
+    for number in (5, 6, 7):
+        change(book / "notebooks/01_one.ipynb", set_source(PARAMETERS, f"steps = {number}"))
+        update_copies(book)
+        note = cells_of(book)[PARAMETERS + 1].source
+        assert f"steps = {number}" in note
+        thought = set_source(PARAMETERS + 1, f"{note} Why {number}?")
+        change(book / "work/01_one.ipynb", thought)
+    assert "your cells kept: 3" in capsys.readouterr().out
+    sources = "".join(cell.source for cell in cells_of(book))
+    assert "steps = 5" in sources
+    assert re.findall(r"Why \d", sources) == ["Why 7", "Why 6", "Why 5"]
+
+
+@pytest.mark.parametrize("has_new_text", [False, True])
+def test_a_cell_that_the_reader_turned_into_another_kind_stays_so(book, has_new_text):
+    def into_prose(cells):
+        cells[EXERCISE] = new_markdown_cell(cells[EXERCISE].source, id="c3")
+
+    change(book / "work/01_one.ipynb", into_prose)
+    text = "def g(): ..." if has_new_text else "def f():\n    raise NotImplementedError"
+    change(book / "notebooks/01_one.ipynb", set_source(EXERCISE, text))
+    change(book / "notebooks/01_one.ipynb", set_source(PROSE, "Better text."))
+    update_copies(book)
+    cells = cells_of(book)
+    assert cells[EXERCISE].cell_type == "markdown"
+    assert [cell.id for cell in cells[4:]] == ["c3-new"] * has_new_text + ["c4"]
+
+
+@pytest.mark.parametrize("keeps_id", [False, True])
+def test_a_copy_that_an_editor_saved_without_ids_is_merged_as_well(book, capsys, keeps_id):
+    path = book / "work/01_one.ipynb"
+    change(path, answer)
+    notebook = json.loads(path.read_text())
+    for cell in notebook["cells"]:
+        name = cell.pop("id")
+        # as Colab does
+        cell["metadata"] |= {"id": name} if keeps_id else {}
+    path.write_text(json.dumps(notebook | {"nbformat_minor": 0}))
+    for name in ("01_one", "02_two"):
+        change(book / f"notebooks/{name}.ipynb", set_source(PROSE, "Better text."))
+    update_copies(book)
+    sources = [cell.source for cell in cells_of(book)]
+    assert sources[PARAMETERS:] == ["steps = 3", "def f():\n    return 42", "f()", "Better text."]
+    printed = capsys.readouterr().out
+    assert "your cells kept: 2" in printed
+    assert "02_two.ipynb: replaced by the new version" in printed
+
+
 def test_what_the_reader_deleted_stays_deleted_and_what_the_workbook_dropped_goes(book):
     change(book / "work/01_one.ipynb", lambda cells: cells.pop(PROSE))
     change(book / "notebooks/01_one.ipynb", lambda cells: cells.pop(EXERCISE))
@@ -139,10 +216,17 @@ def test_a_copy_whose_outputs_alone_differ_keeps_them_where_the_code_is_the_same
     assert cells[EXERCISE].source == "def g(): ..."
 
 
-def test_without_a_record_every_difference_counts_as_the_readers(book):
+@pytest.mark.parametrize("record", [None, "{", "[]", '{"01_one": 1}', '{"01_one": {"cells": []}}'])
+def test_without_a_whole_record_every_difference_counts_as_the_readers(book, capsys, record):
     change(book / "work/01_one.ipynb", answer)
-    (book / "work/.origins.json").unlink()
+    path = book / "work/.origins.json"
+    path.unlink() if record is None else path.write_text(record)
+    capsys.readouterr()
     update_copies(book)
+    printed = capsys.readouterr().out
+    assert ("work/.origins.json is damaged" in printed) is (record is not None)
+    assert "work/01_one.ipynb: merged with the new version; your cells kept: 2" in printed
+    assert "02_two" not in printed
     cells = cells_of(book)
     assert cells[EXERCISE].source == "def f():\n    return 42"
     assert "raise NotImplementedError" in cells[EXERCISE + 1].source
@@ -154,6 +238,40 @@ def test_a_file_that_is_no_notebook_is_named_and_stays(book, capsys):
     update_copies(book)
     assert "work/01_one.ipynb: is no notebook and stays as it is" in capsys.readouterr().out
     assert (book / "work/01_one.ipynb").read_text() == "{"
+
+
+CONFLICT = '<<<<<<< HEAD\n{"cells": []}\n=======\n{"cells": [1]}\n>>>>>>> main\n'
+
+
+@pytest.mark.parametrize("content", [CONFLICT, "[]", '{"cells": [{}], "nbformat": 4}'])
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_new_version_that_is_no_notebook_is_named_and_not_copied(
+    book, capsys, content, is_changed
+):
+    if is_changed:
+        change(book / "work/01_one.ipynb", answer)
+    before = (book / "work/01_one.ipynb").read_bytes()
+    (book / "notebooks/01_one.ipynb").write_text(content)
+    change(book / "notebooks/02_two.ipynb", set_source(PROSE, "Better text."))
+    update_copies(book)
+    assert (book / "work/01_one.ipynb").read_bytes() == before
+    printed = capsys.readouterr().out
+    assert "notebooks/01_one.ipynb: is no notebook" in printed
+    assert "02_two.ipynb: replaced by the new version" in printed
+
+
+def test_a_full_disk_leaves_no_part_of_a_copy(book):
+    shutil.rmtree(book / "work")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            update_copies(book)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((book / "work").glob("*.ipynb")) == []
+    update_copies(book)
+    assert cells_of(book)[PARAMETERS].source == "steps = 3"
 
 
 def test_a_deleted_copy_is_made_again(book, capsys):
@@ -171,6 +289,8 @@ def test_links_lead_from_the_copies_to_the_same_files():
     for path in folder.glob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells
         prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        # `kernel[grid](x)` is no link
+        prose = re.sub(r"(`+).+?\1", "", prose, flags=re.DOTALL)
         links = {link for link in re.findall(r"\]\(([^)#\s]+)", prose) if ":" not in link}
         assert {link for link in links if not (folder / link).exists()} == set(), path.name
         # beside it are the other copies and nothing else
