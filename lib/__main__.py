@@ -369,6 +369,21 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
         unpacks=True,
     ),
+    "lessons ablation": Command(
+        "Train the variants of notebook 02's model, three seeds each, for its record.",
+        NoConfig,
+        "lib.lessons.model.ablation:run_ablations",
+        prints="{result}",
+        unpacks=True,
+        interrupted=RESUMES,
+    ),
+    "lessons llama": Command(
+        "Record logits of `transformers` for notebook 02.",
+        NoConfig,
+        "lib.lessons.model.llama_record:save_logits",
+        prints="{result}",
+        unpacks=True,
+    ),
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,

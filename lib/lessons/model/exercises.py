@@ -1,15 +1,19 @@
-"""Exercises of notebook 02: cross-entropy, causal attention, RMSNorm."""
+"""Exercises of notebook 02: the loss, attention, RoPE, what a model costs, a head made by hand."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lessons.exercise import Exercise, check
+from lib.lessons.exercise import Exercise, check, edited
 
 
 def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
@@ -95,120 +99,436 @@ CROSS_ENTROPY = Exercise(
 )
 
 
-def _draw_heads(generator: random.Random, size: int) -> tuple:
-    shape = generator.randint(1, 1 + size), generator.randint(2, 4)
-    return tuple(_draw_tensor(generator, *shape) for _ in range(3))
+# 2. The loss in chunks, with its gradients
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    length, head_dim = q.shape
-    scores = q @ k.T / math.sqrt(head_dim)
+def _draw_hidden(generator: random.Random, size: int) -> tuple:
+    # so that the logits of all tokens are larger than any other tensor
+    d_model, vocab_size = generator.randint(2, 3), generator.randint(4, 5 + size // 2)
+    num_tokens = generator.choice([n for n in range(4, 7 + size) if n != vocab_size])
+    hidden = _draw_tensor(generator, num_tokens, d_model) * generator.choice([1, 1, 1, 20])
+    targets = torch.tensor([generator.randrange(vocab_size) for _ in range(num_tokens)])
+    chunk_tokens = generator.randint(1, num_tokens - 1)
+    return hidden, _draw_tensor(generator, vocab_size, d_model), targets, chunk_tokens
+
+
+def loss_in_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, num_tokens = torch.zeros(()), len(hidden)
+    d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+    for start in range(0, num_tokens, chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        logits = hidden[chunk] @ weight.T  # (chunk, vocab)
+        rows = torch.arange(len(logits))
+        loss -= logits.log_softmax(-1)[rows, targets[chunk]].sum()
+        d_logits = logits.softmax(-1)
+        d_logits[rows, targets[chunk]] -= 1
+        d_hidden[chunk] = d_logits @ weight
+        d_weight += d_logits.T @ hidden[chunk]
+    return loss / num_tokens, d_hidden / num_tokens, d_weight / num_tokens
+
+
+def _mean_of_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens))
+    parts = [loss_in_chunks(h, weight, y, chunk_tokens) for h, y in chunks]
+    losses, d_hidden, d_weight = zip(*parts)
+    count = len(parts)
+    return sum(losses) / count, torch.cat(d_hidden) / count, sum(d_weight) / count
+
+
+class _Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def frugal(attempt: Callable) -> Callable[..., Tensor]:
+    """Return `attempt` with its three results as rows of one tensor: the loss, then the gradients.
+
+    The function returned raises ValueError where the attempt makes the logits of all tokens, or
+    returns gradients of other shapes.
+    """
+
+    @functools.wraps(attempt)
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        with _Largest() as largest:
+            loss, d_hidden, d_weight = attempt(hidden, weight, targets, chunk_tokens)
+        if largest.numbers >= len(hidden) * len(weight):
+            raise ValueError("it holds the logits of all tokens at once")
+        shapes = tuple(d_hidden.shape), tuple(d_weight.shape)
+        if shapes != (tuple(hidden.shape), tuple(weight.shape)):
+            raise ValueError(f"gradients have the shapes of hidden and weight, got {shapes}")
+        loss_row = torch.as_tensor(loss).detach().expand(1, hidden.shape[1])
+        return torch.cat((loss_row, d_hidden.detach(), d_weight.detach()))
+
+    return run
+
+
+def _wrong_loss(old: str, new: str) -> Callable[..., Tensor]:
+    return frugal(edited(loss_in_chunks, old, new))
+
+
+LOSS_IN_CHUNKS = Exercise(
+    frugal(loss_in_chunks),
+    _draw_hidden,
+    {
+        "all logits are made at once; go through the tokens chunk by chunk": _wrong_loss(
+            "    for start", "    chunk_tokens = num_tokens\n    for start"
+        ),
+        "the one-hot of the target is missing; the gradient is softmax - one-hot": _wrong_loss(
+            "        d_logits[rows, targets[chunk]] -= 1\n", ""
+        ),
+        "the sign of the gradients is wrong; they are softmax - one-hot, and not the reverse": (
+            _wrong_loss(
+                "logits.softmax(-1)\n        d_logits[rows, targets[chunk]] -= 1",
+                "-logits.softmax(-1)\n        d_logits[rows, targets[chunk]] += 1",
+            )
+        ),
+        "d_weight keeps the last chunk alone; add up the chunks": _wrong_loss(
+            "d_weight += ", "d_weight = "
+        ),
+        "the loss keeps the last chunk alone; add up the chunks": _wrong_loss(
+            "loss -= logits", "loss = -logits"
+        ),
+        "the gradients are those of the sum; divide them by the number of tokens": _wrong_loss(
+            "d_hidden / num_tokens, d_weight / num_tokens", "d_hidden, d_weight"
+        ),
+        "the loss is a sum; divide it by the number of tokens": _wrong_loss(
+            "return loss / num_tokens", "return loss"
+        ),
+        "each chunk counts as much, though the last may be shorter; divide once, by the number of "
+        "all tokens": frugal(_mean_of_chunks),
+        "exponentials overflow; subtract the row's maximum, or use log_softmax": _wrong_loss(
+            "logits.log_softmax(-1)[rows", "(logits.exp() / logits.exp().sum(-1, True)).log()[rows"
+        ),
+    },
+    "core",
+    trials=60,
+)
+
+
+# 3. Attention with heads, which may share keys and values
+
+
+def _draw_attention(generator: random.Random, size: int) -> tuple:
+    head_dim, num_kv_heads = generator.randint(2, 3), generator.randint(1, 2)
+    num_heads = num_kv_heads * generator.randint(1, 2 + size // 8)
+    batch, length = generator.randint(1, 2), generator.randint(1, 2 + size // 2)
+    d_model = num_heads * head_dim
+    x = _draw_tensor(generator, batch, length, d_model)
+    rows = (num_heads, num_kv_heads, num_kv_heads)
+    w_q, w_k, w_v = (_draw_tensor(generator, n * head_dim, d_model) / d_model for n in rows)
+    return x, w_q, w_k, w_v, _draw_tensor(generator, d_model, d_model), num_heads
+
+
+def attention(
+    x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_out: Tensor, num_heads: int
+) -> Tensor:
+    head_dim, length = len(w_q) // num_heads, x.shape[1]
+
+    def split(y: Tensor) -> Tensor:
+        return y.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (batch, heads, length, head_dim)
+
+    q, k, v = split(x @ w_q.T), split(x @ w_k.T), split(x @ w_v.T)
+    group = num_heads // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)  # (batch, heads, queries, keys)
     visible = torch.ones(length, length, dtype=torch.bool).tril()
-    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
-    return weights @ v
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    out = (weights @ v).transpose(1, 2).flatten(-2)  # (batch, length, d_model)
+    return out @ w_out.T
 
 
-CAUSAL_ATTENTION = Exercise(
-    causal_attention,
-    _draw_heads,
+ATTENTION = Exercise(
+    attention,
+    _draw_attention,
     {
         "the scale is missing; divide the scores by sqrt(head_dim)": (" / math.sqrt(head_dim)", ""),
-        "the scores are divided by head_dim; divide by its square root": (
-            "math.sqrt(head_dim)",
-            "head_dim",
-        ),
-        "the scale has the root of the length; head_dim is the last dimension": (
+        "the scale has the root of d_model; each head has scores of its own, so take head_dim": (
             "sqrt(head_dim)",
-            "sqrt(length)",
+            "sqrt(x.shape[-1])",
         ),
         "there is no mask; a query must not see later keys": (
             ".masked_fill(~visible, -math.inf)",
             "",
         ),
-        "the mask comes after the softmax, so that rows no longer sum to 1; "
-        "set hidden scores to -inf before it": (
-            "scores.masked_fill(~visible, -math.inf).softmax(dim=-1)",
-            "scores.softmax(dim=-1) * visible",
-        ),
         "hidden scores become 0, and exp(0) is 1; set them to -inf": ("-math.inf", "0"),
-        "the mask is inverted: it hides what it should show": ("~visible", "visible"),
+        "a query does not see its own key; key j is seen when j ≤ i": ("tril()", "tril(-1)"),
         "each query sees the keys from its own on; it should see those up to its own": (
             "tril()",
             "triu()",
         ),
-        "a query does not see its own key; key j is seen when j ≤ i": ("tril()", "tril(-1)"),
         "the softmax runs over the queries; each row of scores, dim=-1, sums to 1": (
-            "dim=-1",
-            "dim=0",
+            "softmax(-1)",
+            "softmax(-2)",
         ),
-        "queries and keys are swapped; rows of the scores belong to queries": (
-            "q @ k.T",
-            "k @ q.T",
+        "heads are cut out of the wrong numbers: a head is head_dim neighbors of one token, so "
+        "unflatten the last dimension, and then transpose": (
+            "y.unflatten(-1, (-1, head_dim)).transpose(1, 2)",
+            "y.reshape(len(y), -1, length, head_dim)",
         ),
-        "the scale comes after the matmul with v; divide the scores, before the softmax": (
-            lambda q, k, v: causal_attention(q * q.shape[1] ** 0.5, k, v) / q.shape[1] ** 0.5
+        "heads are put together without being transposed back, which mixes tokens": (
+            ".transpose(1, 2).flatten(-2)  # (batch, length, d_model)",
+            ".reshape(x.shape)",
         ),
-        "the softmax is missing; it turns scores into weights": (".softmax(dim=-1)", ""),
-        "these are the weights; the result is their matmul with v": ("weights @ v", "weights"),
+        "query heads take turns with the shared keys; neighbors form a group, so use "
+        "repeat_interleave, and not repeat": (
+            "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
+            "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)",
+        ),
+        "the output projection is missing": ("out @ w_out.T", "out"),
+        "w_out is not transposed; like all weights it is (out, in)": ("w_out.T", "w_out"),
+        "the weights are not multiplied with the values": ("weights @ v", "weights @ k"),
+        "only one head attends, across the whole width": (
+            "head_dim, length = len(w_q) // num_heads",
+            "head_dim, length = len(w_k)",
+        ),
+    },
+    "core",
+    trials=80,
+)
+
+
+# 4. RoPE in both layouts
+
+
+def _draw_positions(generator: random.Random, size: int) -> tuple:
+    head_dim = 2 * generator.randint(1, 2 + size // 4)
+    x = _draw_tensor(generator, generator.randint(1, 2 + size // 2), head_dim)
+    return x, generator.choice([10.0, 100.0, 10_000.0]), generator.choice(["pairs", "halves"])
+
+
+def rotate(x: Tensor, theta: float, layout: str) -> Tensor:
+    length, head_dim = x.shape
+    frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,)
+    angles = torch.arange(length)[:, None] * frequencies  # (length, head_dim / 2)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = (x[:, 0::2], x[:, 1::2]) if layout == "pairs" else x.chunk(2, dim=-1)
+    rotated = (a * cos - b * sin, a * sin + b * cos)
+    return torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1)
+
+
+ROTATE = Exercise(
+    rotate,
+    _draw_positions,
+    {
+        "both layouts are rotated in pairs of neighbors; in `halves`, coordinate i goes with "
+        "i + head_dim / 2": lambda x, theta, layout: rotate(x, theta, "pairs"),
+        "both layouts are rotated in halves; in `pairs`, coordinate 2i goes with 2i + 1": (
+            lambda x, theta, layout: rotate(x, theta, "halves")
+        ),
+        "the two layouts are swapped": lambda x, theta, layout: rotate(
+            x, theta, {"pairs": "halves", "halves": "pairs"}[layout]
+        ),
+        "the result of `pairs` comes in halves; stack a and b on a last dimension, and flatten": (
+            'torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1)',
+            "torch.cat(rotated, -1)",
+        ),
+        "the rotation goes the other way; (a, b) becomes (a cos - b sin, a sin + b cos)": (
+            "(a * cos - b * sin, a * sin + b * cos)",
+            "(a * cos + b * sin, b * cos - a * sin)",
+        ),
+        "a sign is wrong in the second coordinate; it is a sin + b cos": (
+            "a * sin + b * cos",
+            "a * sin - b * cos",
+        ),
+        "the exponent is -i / head_dim; pair i has -2i / head_dim": (
+            "torch.arange(0, head_dim, 2)",
+            "torch.arange(head_dim // 2)",
+        ),
+        "frequencies rise from pair to pair; the exponent is negative": (
+            "(-torch.arange(0, head_dim, 2)",
+            "(torch.arange(0, head_dim, 2)",
+        ),
+        "the first position is 1; positions begin at 0, which is not rotated": (
+            "torch.arange(length)[:, None]",
+            "torch.arange(1, length + 1)[:, None]",
+        ),
+        "all pairs rotate at the speed of the first one": (
+            "[:, None] * frequencies",
+            "[:, None] * frequencies**0",
+        ),
+    },
+    "core",
+    trials=100,
+)
+
+
+# 5. What a model costs
+
+
+def _draw_shape(generator: random.Random, size: int) -> tuple:
+    kv_heads = generator.randint(1, 3)
+    heads = kv_heads * generator.randint(1, 3)
+    d_model = heads * generator.randint(1, 2 + size)
+    layers, d_ff = generator.randint(1, 1 + size), generator.randint(1, 4 + 9 * size)
+    vocab_size, context = generator.randint(5, 10 * size + 10), generator.randint(2, 2 + 9 * size)
+    return d_model, d_ff, layers, heads, kv_heads, vocab_size, context
+
+
+def bill(
+    d_model: int,
+    d_ff: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab_size: int,
+    context: int,
+) -> dict[str, int]:
+    kv_width = d_model // heads * kv_heads
+    matrices = layers * (2 * d_model**2 + 2 * d_model * kv_width + 3 * d_model * d_ff)
+    head = vocab_size * d_model
+    norms = (2 * layers + 1) * d_model
+    return {
+        "parameters": matrices + 2 * head + norms,
+        "training FLOPs per token": 6 * (matrices + head) + 12 * layers * context * d_model,
+        "KV cache bytes": 2 * layers * kv_width * context * 2,
+    }
+
+
+BILL = Exercise(
+    bill,
+    _draw_shape,
+    {
+        "norms have no FLOPs here but weights all the same: two in a layer, and one before the "
+        "head": (" + norms", ""),
+        "the norm before the head is missing": ("(2 * layers + 1)", "2 * layers"),
+        "one of embedding and head is missing; both are vocab_size · d_model": ("2 * head", "head"),
+        "the embedding has FLOPs; a lookup is no matmul": (
+            "6 * (matrices + head)",
+            "6 * (matrices + 2 * head)",
+        ),
+        "the head has no FLOPs; it is a matmul like any other": (
+            "6 * (matrices + head)",
+            "6 * matrices",
+        ),
+        "the FLOPs are those of the forward pass; backward takes twice as many again": (
+            "6 * (matrices + head) + 12 *",
+            "2 * (matrices + head) + 4 *",
+        ),
+        "attention between tokens is missing from the FLOPs: 12 · layers · context · d_model": (
+            " + 12 * layers * context * d_model",
+            "",
+        ),
+        "key and value projections have the width of the queries; they have kv_heads · head_dim": (
+            "2 * d_model**2 + 2 * d_model * kv_width",
+            "4 * d_model**2",
+        ),
+        "the cache holds keys and values of every query head; it holds kv_heads of them": (
+            "2 * layers * kv_width * context * 2",
+            "2 * layers * d_model * context * 2",
+        ),
+        "the cache is half as large as it should be: it holds both keys and values, of 2 bytes": (
+            "2 * layers * kv_width * context * 2",
+            "2 * layers * kv_width * context",
+        ),
+        "SwiGLU has two matrices; it has three": ("3 * d_model * d_ff", "2 * d_model * d_ff"),
     },
 )
 
 
-def _draw_norm(generator: random.Random, size: int) -> tuple:
-    d_model = generator.randint(2, 2 + size // 2)
-    x = _draw_tensor(generator, _draw_length(generator, 3 + size // 3, d_model), d_model)
-    # rows of zeros, and an eps that matters
-    x[0] *= generator.choice([0, 1, 1, 1])
-    return x, _draw_tensor(generator, d_model), generator.choice([1e-5, 0.25, 1.0])
+# 6. A head that looks at the token before
+
+CONTEXT = 128
+# The root of the mean square of a query's and a key's coordinates.
+MOST_RMS = 2.0
+WIDTHS = (16, 32, 64)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    mean_square = x.square().mean(dim=-1, keepdim=True)
-    return x / (mean_square + eps).sqrt() * weight
+def previous_token_head(frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    pairs = len(frequencies)
+    # the fastest pairs tell neighbors apart; several of them, so that no other distance fits all
+    size = torch.tensor([1.0] * 4 + [0.0] * (pairs - 4))
+    size *= MOST_RMS * math.sqrt(2 * pairs) / size.norm()
+    key = torch.stack([size, torch.zeros(pairs)], -1).flatten()
+    # a query one position further on has been rotated by `frequencies` more than the key
+    query = torch.stack([size * frequencies.cos(), -size * frequencies.sin()], -1).flatten()
+    return query, key
 
 
-RMS_NORM = Exercise(
-    rms_norm,
-    _draw_norm,
+def weight_on_previous(query: Tensor, key: Tensor, frequencies: Tensor) -> Tensor:
+    """The attention that each position but the first gives to the token before it.
+
+    Args:
+        query, key: (head_dim,), the same for all tokens, before RoPE rotates them in pairs.
+        frequencies: (head_dim / 2,), in radians a token.
+    """
+    q, k = (torch.view_as_complex(x.view(-1, 2).contiguous()) for x in (query, key))
+    distances = torch.arange(CONTEXT)[:, None]  # of the query from the key
+    turns = torch.polar(torch.ones(CONTEXT, len(q)), distances * frequencies)
+    scores = (q * k.conj() * turns).real.sum(-1) / math.sqrt(len(query))  # by distance
+    seen = scores.expand(CONTEXT, -1).masked_fill(
+        ~torch.ones(CONTEXT, CONTEXT).tril().bool(), -math.inf
+    )
+    return seen.softmax(-1)[1:, 1]
+
+
+def frequencies_of(head_dim: int) -> Tensor:
+    """RoPE's, with θ = 10,000."""
+    return 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+
+
+def aimed(attempt: Callable) -> Callable[[int], dict[str, Any]]:
+    """Return `attempt` as a function of head_dim that says whether its head does its work."""
+
+    @functools.wraps(attempt)
+    def run(head_dim: int) -> dict[str, Any]:
+        frequencies = frequencies_of(head_dim)
+        query, key = (torch.as_tensor(x).detach() for x in attempt(frequencies))
+        rms = max(x.square().mean().sqrt().item() for x in (query, key))
+        shapes = [tuple(query.shape), tuple(key.shape)]
+        if shapes != [(head_dim,)] * 2:
+            raise ValueError(f"query and key must each be ({head_dim},), got {shapes}")
+        return {
+            "RMS of query and key": "at most 2" if rms <= MOST_RMS + 1e-3 else f"{rms:.3g}",
+            "the token before gets more than half": (
+                weight_on_previous(query, key, frequencies).min().item() > 0.5
+            ),
+        }
+
+    return run
+
+
+def missed_percent(attempt: Callable) -> float:
+    """Percent of the attention that goes elsewhere, from the worst position, for head_dim 32."""
+    frequencies = frequencies_of(32)
+    query, key = (torch.as_tensor(x).detach() for x in inspect.unwrap(attempt)(frequencies))
+    return 100 * (1 - weight_on_previous(query, key, frequencies).min().item())
+
+
+def _draw_width(generator: random.Random, size: int) -> tuple:
+    return (generator.choice(WIDTHS),)
+
+
+def _wrong_head(old: str, new: str) -> Callable[[int], dict[str, Any]]:
+    return aimed(edited(previous_token_head, old, new))
+
+
+PREVIOUS_TOKEN_HEAD = Exercise(
+    aimed(previous_token_head),
+    _draw_width,
     {
-        "x is not squared; take the mean of x²": (".square()", ""),
-        "the mean is squared; square first, and then take the mean": (
-            "x.square().mean(dim=-1, keepdim=True)",
-            "x.mean(dim=-1, keepdim=True).square()",
+        "query and key point the same way, so each token looks at itself most; rotate the query "
+        "back by one position": _wrong_head(
+            "size * frequencies.cos(), -size * frequencies.sin()", "size, torch.zeros(pairs)"
         ),
-        "the squares are added up; take their mean": ("mean(", "sum("),
-        "the square root is missing": (".sqrt()", ""),
-        "eps is added outside the root; it belongs under it": (
-            "(mean_square + eps).sqrt()",
-            "(mean_square.sqrt() + eps)",
-        ),
-        "eps is missing; a row of zeros is divided by 0": (" + eps", ""),
-        "the weight is missing": (" * weight", ""),
-        "the rows' means have lost their last dimension; mean(-1, keepdim=True) keeps it": (
-            ", keepdim=True",
-            "",
-        ),
-        "the mean runs over all tokens together; each row has its own, dim=-1": (
-            "dim=-1, keepdim=True",
-            "",
-        ),
-        "the mean runs over the tokens; it belongs to the last dimension, dim=-1": (
-            "dim=-1, keepdim=True",
-            "dim=0",
-        ),
-        "the mean of x is subtracted, as in LayerNorm; RMSNorm leaves it": (
-            "    mean_square",
-            "    x = x - x.mean(dim=-1, keepdim=True)\n    mean_square",
-        ),
-        "x.std is the deviation from the mean of x; RMSNorm takes the root of the mean of x²": (
-            "(mean_square + eps).sqrt()",
-            "(x.std(dim=-1, keepdim=True) + eps)",
-        ),
-        "x.norm is the root of the sum of squares; take the root of their mean": (
-            "(mean_square + eps).sqrt()",
-            "(x.norm(dim=-1, keepdim=True) + eps)",
+        "query and key are longer than allowed; their mean square is at most 4": _wrong_head(
+            "MOST_RMS * math", "2 * MOST_RMS * math"
         ),
     },
+    "open",
+    trials=6,
+    measure=missed_percent,
+    unit="% of the attention misses",
 )
 
 
@@ -217,11 +537,26 @@ def check_cross_entropy(attempt: Callable) -> None:
     check(CROSS_ENTROPY, attempt)
 
 
-def check_causal_attention(attempt: Callable) -> None:
-    """Check `causal_attention(q, k, v)`: three of (length, head_dim) -> the same."""
-    check(CAUSAL_ATTENTION, attempt)
+def check_loss_in_chunks(attempt: Callable) -> None:
+    """Check `loss_in_chunks(hidden, weight, targets, chunk_tokens)` -> the loss, its gradients."""
+    check(LOSS_IN_CHUNKS, frugal(attempt))
 
 
-def check_rms_norm(attempt: Callable) -> None:
-    """Check `rms_norm(x, weight, eps)`: (tokens, d_model), (d_model,) -> (tokens, d_model)."""
-    check(RMS_NORM, attempt)
+def check_attention(attempt: Callable) -> None:
+    """Check `attention(x, w_q, w_k, w_v, w_out, num_heads)` -> (batch, length, d_model)."""
+    check(ATTENTION, attempt)
+
+
+def check_rotate(attempt: Callable) -> None:
+    """Check `rotate(x, theta, layout)`: (length, head_dim) -> the same."""
+    check(ROTATE, attempt)
+
+
+def check_bill(attempt: Callable) -> None:
+    """Check `bill(d_model, d_ff, layers, heads, kv_heads, vocab_size, context)` -> three counts."""
+    check(BILL, attempt)
+
+
+def check_previous_token_head(attempt: Callable) -> None:
+    """Check `previous_token_head(frequencies)` -> query, key; show how much attention misses."""
+    check(PREVIOUS_TOKEN_HEAD, aimed(attempt))

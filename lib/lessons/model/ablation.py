@@ -1,0 +1,140 @@
+"""Ablations of notebook 02: the same short training with one thing changed, for three seeds.
+
+`python -m lib lessons ablation` trains all of them, about a quarter of an hour on two cores, and
+adds their losses to artifacts/ablation.jsonl. An interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from lib.core.files import ROOT
+from lib.core.records import append_record, new_record, read_records, remaining
+from lib.data.batches import get_batch
+from lib.data.prepare import TokenizeConfig, tokenize_corpus
+from lib.data.token_array import load_token_array
+from lib.model.config import ModelConfig
+from lib.model.transformer import TransformerLM
+from lib.optimizer.adamw import AdamW
+from lib.optimizer.schedule import clip_grad_norm, cosine_lr
+from lib.tokenizer.bpe import Tokenizer
+from lib.training.evaluation import Evaluation, bytes_of_token, evaluate
+
+RECORDS = ROOT / "artifacts/ablation.jsonl"
+AS_BUILT = "as built"
+SHAPE = ModelConfig(
+    vocab_size=4096, context_length=64, d_model=96, num_layers=2, num_heads=4, d_ff=256
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    AS_BUILT: {},
+    "no positions": {"positions": "none"},
+    "no norm": {"norm": "none"},
+    "norm after each sum": {"norm": "post"},
+    "no gate": {"feed_forward": "silu"},
+    "one head": {"num_heads": 1},
+    "RoPE with θ = 100": {"rope_theta": 100.0},
+    "norm of q and k": {"qk_norm": True},
+    "embedding is head": {"tied_embeddings": True},
+}
+SEEDS = (0, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortTraining:
+    """Settings of a training that takes seconds."""
+
+    steps: int = 500
+    learning_rate: float = 1e-2
+    warmup_steps: int = 100
+    batch_size: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training of the record."""
+
+    variant: str
+    seed: int
+    training: ShortTraining = ShortTraining()
+    eval_tokens: int = 20_000
+
+
+def train(
+    shape: ModelConfig, tokens: np.ndarray, training: ShortTraining, seed: int
+) -> tuple[TransformerLM, list[float]]:
+    """Train a model of `shape` on random sequences of `tokens`; return it and each step's loss.
+
+    `seed` selects the initial weights and the sequences.
+    """
+    model = TransformerLM(shape, device="cpu", generator=torch.Generator().manual_seed(seed))
+    optimizer = AdamW(model.parameters(), lr=training.learning_rate)
+    batches = np.random.default_rng(seed)
+    schedule: dict[str, Any] = {
+        "max_lr": training.learning_rate,
+        "min_lr": training.learning_rate / 10,
+        "warmup_steps": training.warmup_steps,
+        "cosine_steps": training.steps,
+    }
+    losses = []
+    for step in range(training.steps):
+        x, y = get_batch(
+            tokens, training.batch_size, shape.context_length, "cpu", generator=batches
+        )
+        loss = model.loss(x, y)
+        loss.backward()
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = cosine_lr(step + 1, **schedule)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def run_ablations() -> Path:
+    """Train every variant with every seed that has no record yet; return the records' path."""
+    from lib.lessons.show import progress_bar
+
+    data = TokenizeConfig()
+    tokenize_corpus(data, progress_bar=progress_bar)
+    tokenizer = Tokenizer.load(data.output_dir)
+    tokens, held_out = (
+        load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
+        for part in ("train", "validation")
+    )
+    runs = [Run(variant, seed) for variant in VARIANTS for seed in SEEDS]
+    for run in remaining(runs, read_records(RECORDS)):
+        shape = dataclasses.replace(SHAPE, **VARIANTS[run.variant])
+        model, _ = train(shape, tokens, run.training, run.seed)
+        sizes = {"batch_size": 32, "device": "cpu", "max_tokens": run.eval_tokens}
+        result = evaluate(model, held_out, bytes_of_token(tokenizer), **sizes)
+        append_record(RECORDS, new_record(figures_of(result), config=run, seed=run.seed))
+        print(f"{run.variant}, seed {run.seed}: {result.loss:.3f} nats")
+    return RECORDS
+
+
+def figures_of(result: Evaluation) -> dict[str, float]:
+    return {"loss": round(result.loss, 4), "bits_per_byte": round(result.bits_per_byte, 4)}
+
+
+def recorded_costs() -> list[dict[str, Any]]:
+    """What each variant adds to the loss of the model as built, seed by seed, dearest first.
+
+    Returns:
+        Rows with `variant`, `costs` in nats per token, one for each seed, and their `mean`.
+    """
+    losses: dict[tuple[str, int], float] = {}
+    for record in read_records(RECORDS):
+        run = record["config"]
+        losses[run["variant"], run["seed"]] = record["figures"]["loss"]
+    rows = []
+    for variant in VARIANTS:
+        if variant != AS_BUILT:
+            costs = [losses[variant, seed] - losses[AS_BUILT, seed] for seed in SEEDS]
+            rows.append({"variant": variant, "costs": costs, "mean": mean(costs)})
+    return sorted(rows, key=lambda row: -row["mean"])
