@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from lib.core.figures import BLACK, BLUE, COLORS, INK, ORANGE
+from lib.lessons.model.explorers import draw_pattern
 
 if TYPE_CHECKING:
     from IPython.display import HTML
@@ -102,7 +103,7 @@ def transformer_svg() -> str:
         _arrow((stream, 556), (stream, 531)),
         _arrow((stream, 70), (stream, 57)),
         _text(stream, 574, "token ids", "name", "middle"),
-        _text(stream + 78, 44, "logits, one for each token of the vocabulary", "note"),
+        _text(stream + 78, 44, "logits, one for each known token", "note"),
         _text(stream + 78, 572, "(batch, length)", "shape"),
         _text(stream + 78, 518, "→ (batch, length, d_model)", "shape"),
         _text(stream + 78, 92, "(batch, length, d_model)", "shape"),
@@ -223,6 +224,14 @@ def show_softmax_errors(errors: Mapping[str, Any], shifts: Any) -> None:
     plt.show()
 
 
+def show_pattern(weights: Any, tokens: Sequence[str], *, title: str) -> None:
+    """Show attention weights (queries, keys) of one text."""
+    _, axes = plt.subplots(figsize=(6.4, 5))
+    draw_pattern(axes, np.asarray(weights), tokens)
+    axes.set_title(title)
+    plt.show()
+
+
 def show_scores_by_distance(lines: Mapping[str, Any]) -> None:
     """Show name -> mean score by distance."""
     _, axes = plt.subplots(figsize=(7, 3))
@@ -238,8 +247,8 @@ def show_stream(lines: Mapping[str, Sequence[float]]) -> None:
     """Show the size of the residual stream after each block, by how weights were initialized."""
     _, axes = plt.subplots(figsize=(7, 3))
     for name, sizes in lines.items():
-        axes.semilogy(sizes, marker="o", label=name)
-    axes.set(xlabel="blocks", ylabel="root mean square of the stream")
+        axes.semilogy(range(1, len(sizes) + 1), sizes, marker="o", label=name)
+    axes.set(xlabel="blocks", ylabel="RMS of the stream")
     axes.set_title("Each block adds to the stream")
     axes.legend()
     plt.show()

@@ -1,0 +1,49 @@
+"""The recorded logits of `transformers`: ours are the same, and so are those of a new recording."""
+
+import pytest
+import torch
+
+from lib.lessons.model import llama_record
+from lib.lessons.model.llama_record import GROUPED, continue_greedily, grouped_weights, read_logits
+from lib.model.llama import from_llama, from_llama_config
+from lib.model.transformer import TransformerLM
+from lib.training.generation import load_model
+
+
+def models():
+    trained, _, _ = load_model(llama_record.TRAINED, "cpu")
+    grouped = TransformerLM(from_llama_config(GROUPED))
+    grouped.load_state_dict(from_llama(grouped_weights(), grouped.config))
+    return {"trained": trained.float(), "grouped": grouped}
+
+
+@pytest.fixture(scope="module", params=["trained", "grouped"])
+def recorded(request):
+    model = models()[request.param]
+    return read_logits(request.param), torch.no_grad()(lambda ids: model(ids[None])[0])
+
+
+def test_our_logits_are_those_of_the_record(recorded):
+    told, logits_of = recorded
+    ours = logits_of(torch.tensor(told.token_ids))[:, :: told.every]
+    torch.testing.assert_close(ours, torch.tensor(told.logits), rtol=1e-4, atol=1e-3)
+    assert continue_greedily(logits_of, told.token_ids, len(told.continuation)) == told.continuation
+
+
+def test_the_record_would_notice_another_model(recorded):
+    told, logits_of = recorded
+    ours = logits_of(torch.tensor(told.token_ids).flip(0))[:, :: told.every]
+    assert (ours - torch.tensor(told.logits)).abs().max() > 0.1
+
+
+def test_the_command_records_the_same_again(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    before = [read_logits(name) for name in ("trained", "grouped")]
+    monkeypatch.setattr(llama_record, "RECORD", tmp_path / "logits.json")
+    llama_record.save_logits()
+    for old, name in zip(before, ("trained", "grouped")):
+        new = read_logits(name)
+        assert (new.token_ids, new.continuation) == (old.token_ids, old.continuation)
+        torch.testing.assert_close(
+            torch.tensor(new.logits), torch.tensor(old.logits), rtol=1e-4, atol=1e-3
+        )
