@@ -550,18 +550,27 @@ def decoders(tokenizer: Tokenizer, text: str) -> dict[str, Callable[[], Sample]]
 
 def measure_memory(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:
     """Time and peak memory of training on a large file, and of encoding it."""
-    samples = {
-        "train, large": in_new_process(timed_training, "numba", path, vocab_size),
-        "encode, large": in_new_process(_encode_large, path, vocab_size),
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder) / "bpe.json"
+        # in processes of their own, so that the peak of encoding holds nothing of training
+        in_new_process(_save_trained, path, vocab_size, tokenizer)
+        samples = {
+            "train, large": in_new_process(timed_training, "numba", path, vocab_size),
+            "encode, large": in_new_process(_encode_large, path, tokenizer),
+        }
     common = {"text": path.stem, "vocab_size": vocab_size, "cores": available_cpus()}
     for task, sample in samples.items():
         yield from summarize({"numba": [sample]}, task=task, **common)
 
 
-def _encode_large(path: Path, vocab_size: int) -> Sample:
+def _save_trained(path: Path, vocab_size: int, output: Path) -> None:
+    """Train on the beginning of a large file."""
     with open(path, "rb") as source:
-        tokenizer = _trained_on(source.read(10 * MEGABYTE).decode(errors="ignore"), vocab_size)
+        _trained_on(source.read(10 * MEGABYTE).decode(errors="ignore"), vocab_size).save(output)
+
+
+def _encode_large(path: Path, tokenizer_path: Path) -> Sample:
+    tokenizer = Tokenizer.load(tokenizer_path, implementation="numba")
     sample = timed(lambda: _encode_file(tokenizer, path), path.stat().st_size)()
     return sample | {"peak_MB": peak_memory()}
 

@@ -112,14 +112,14 @@ class Cache(NamedTuple):
 
 
 def new_cache() -> Cache:
-    """Make an empty cache of up to 44 MB; distinct pre-tokens decide how much of it is used."""
+    """Make an empty cache of up to 21 MB; distinct pre-tokens decide how much of it is used."""
     # NumPy asks for huge pages for a large array, unless it is of zeros
-    table = np.empty((1 << 20) * ENTRY, dtype=np.uint64)
+    table = np.empty((1 << 19) * ENTRY, dtype=np.uint64)
     table[:FIRST_TABLE] = 0
     return Cache(
         table=table,
-        ids=np.empty(1 << 21, dtype=np.uint32),
-        kept=np.empty(1 << 21, dtype=np.uint8),
+        ids=np.empty(1 << 20, dtype=np.uint32),
+        kept=np.empty(1 << 20, dtype=np.uint8),
         used=np.array([0, 0, 0, FIRST_TABLE], dtype=np.int64),
         batch=np.empty(BATCH * 4, dtype=np.uint64),
     )
