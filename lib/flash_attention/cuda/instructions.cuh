@@ -17,7 +17,9 @@
 #define WHOLE_WARP 0xffffffffu
 #define INFINITE __int_as_float(0x7f800000)
 
-#if BFLOAT16
+#if BFLOAT16 && __CUDA_ARCH__ < 800
+#error "bfloat16 needs sm_80 or later"
+#elif BFLOAT16
 #define TYPE "bf16"
 #else
 #define TYPE "f16"

@@ -82,7 +82,7 @@ def _library(file: str, dim: int, is_bfloat16: bool, tiles: launch.Tiles) -> cty
         options = [f"-D{name}={value}" for name, value in macros.items()]
         # this folder comes first: its instructions.cuh replaces that of the GPU
         options += ["-I", str(HERE), "-I", str(SOURCES), "-o", str(path)]
-        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
         subprocess.run([COMPILER, *flags, *options, str(HERE / "emulator.cpp")], check=True)
         library = ctypes.CDLL(str(path))
     library.run.restype = ctypes.c_char_p
