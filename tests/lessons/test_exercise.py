@@ -18,7 +18,7 @@ import torch
 
 from lib.lessons import exercise as lessons_exercise
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
-from lib.lessons.tokenizer.exercises import COUNT_PAIRS, ENCODE, MERGE_PAIR
+from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR, SPLIT_GPT4
 from lib.tokenizer.bpe import merge_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,8 +187,8 @@ def test_rounding_and_the_kind_of_sequence_or_dtype_do_not_count(result, expecte
 
 @pytest.mark.parametrize("text", ["pair", "not there"])
 def test_a_mistake_is_an_edit_of_text_that_occurs_once(text):
-    exercise = Exercise(COUNT_PAIRS.solve, COUNT_PAIRS.draw, {"wrong": (text, "triple")})
-    with pytest.raises(ValueError, match=f"'{text}' must occur once in count_pairs, found"):
+    exercise = Exercise(MERGE_PAIR.solve, MERGE_PAIR.draw, {"wrong": (text, "triple")})
+    with pytest.raises(ValueError, match=f"'{text}' must occur once in solve_merge_pair, found"):
         exercise.wrong_functions()
 
 
@@ -208,7 +208,7 @@ def test_an_error_names_its_line_and_is_the_same_mistake_in_another_line():
 
 
 def test_of_an_error_of_pytorch_the_first_line_is_shown():
-    text = verdict(COUNT_PAIRS, lambda words: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
+    text = verdict(SPLIT_GPT4, lambda text: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
     assert "it raised RuntimeError: " in text
     assert len(text.splitlines()) == 2
 

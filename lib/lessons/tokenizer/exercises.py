@@ -21,47 +21,7 @@ from lib.lessons.tokenizer.texts import python_manual, small_ranks
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, merge_pair, train_from_counts
 from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 
-
-def _draw_ids(generator: random.Random, size: int) -> list[int]:
-    # few different ids, so that pairs repeat and overlap
-    return generator.choices(range(1, generator.choice([3, 4])), k=generator.randint(0, size))
-
-
-def _draw_words(generator: random.Random, size: int) -> tuple:
-    number = generator.randint(1, 1 + size // 4)
-    words = (tuple(_draw_ids(generator, size)) for _ in range(number))
-    return ({word: generator.randint(1, 5) for word in words},)
-
-
-def count_pairs(words: Mapping[tuple, int]) -> dict:
-    counts = Counter()
-    for word, count in words.items():
-        for pair in pairwise(word):
-            counts[pair] += count
-    return dict(counts)
-
-
-COUNT_PAIRS = Exercise(
-    count_pairs,
-    _draw_words,
-    {
-        "each word counts once; add the word's count instead of 1": ("+= count", "+= 1"),
-        "pairs are counted across the end of a word; "
-        "the last id of one word and the first of the next are no pair": (
-            """\
-    for word, count in words.items():
-        for pair in pairwise(word):
-            counts[pair] += count
-""",
-            """\
-    ids = [token for word, count in words.items() for token in word * count]
-    counts.update(pairwise(ids))
-""",
-        ),
-        "a pair that occurs twice in a word counts once": ("pairwise(word)", "set(pairwise(word))"),
-        "a new count overwrites the one before; add to it": ("+= count", "= count"),
-    },
-)
+# 1. Merge a pair
 
 
 def _draw_merge(generator: random.Random, size: int) -> tuple:
@@ -125,7 +85,7 @@ MERGE_PAIR = Exercise(
 )
 
 
-# 3. GPT-4's pre-tokens
+# 2. GPT-4's pre-tokens
 
 # Letters in two cases and two alphabets, digits, white space of each kind, and the rest.
 PIECES = (
@@ -192,7 +152,7 @@ SPLIT_GPT4 = Exercise(
 )
 
 
-# 4. Training that visits only what changes
+# 3. Training that visits only what changes
 
 
 def _draw_training(generator: random.Random, size: int) -> tuple:
@@ -312,6 +272,74 @@ TRAIN = Exercise(
     trials=60,
     measure=training_seconds,
     unit="s for 1,000 merges of 100 KB",
+)
+
+
+# 4. Better tokens
+
+
+class Excerpt(str):
+    """A text that does not fill the page when a check shows it."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} characters of the manual>"
+
+
+def choose_tokens(text: str, size: int) -> Collection[bytes]:
+    vocab, merges = train_from_counts(count_pretokens(text), size + size // 3)
+    used = Counter(Tokenizer(vocab, merges, implementation="python").encode(text))
+    often = sorted(range(256, len(vocab)), key=used.__getitem__, reverse=True)
+    kept = [*range(256), *often[: size - 256]]
+    return {vocab[token_id] for token_id in kept}
+
+
+def allowed(choose: Callable) -> Callable[[str, int], dict[str, bool]]:
+    """Return `choose` as a function that says whether its tokens are within the rules."""
+
+    @functools.wraps(choose)
+    def run(text: str, size: int) -> dict[str, bool]:
+        tokens = set(choose(text, size))
+        return {
+            "every token is of type bytes": all(type(token) is bytes for token in tokens),
+            "all 256 bytes are there": all(bytes([byte]) in tokens for byte in range(256)),
+            "no more than `size`": len(tokens) <= size,
+        }
+
+    return run
+
+
+def fewest_tokens(data: bytes, tokens: Collection[bytes]) -> int:
+    """The smallest number of `tokens` that make up `data`, by dynamic programming."""
+    tokens = {*tokens}
+    lengths = sorted({len(token) for token in tokens})
+    fewest = [0] * (len(data) + 1)  # of the first n bytes
+    for end in range(1, len(data) + 1):
+        fewest[end] = 1 + min(
+            fewest[end - length] for length in lengths if data[max(0, end - length) : end] in tokens
+        )
+    return fewest[-1]
+
+
+def tokens_needed(choose: Callable) -> float:
+    """How many of the reader's tokens, chosen from 100 KB, the next 20 KB of the manual take."""
+    text = python_manual(120_000)
+    chosen = inspect.unwrap(choose)(text[:100_000], 1024)
+    return fewest_tokens(text[100_000:].encode(), chosen)
+
+
+CHOOSE_TOKENS = Exercise(
+    allowed(choose_tokens),
+    lambda generator, size: (Excerpt(python_manual(100_000)[: 2000 * size]), 512 + 20 * size),
+    {
+        "a byte is missing: every text must be expressible": allowed(
+            edited(choose_tokens, "*range(256), ", "*range(255), ")
+        ),
+        "there are more tokens than `size`": allowed(edited(choose_tokens, "size - 256", "size")),
+    },
+    "open",
+    trials=3,
+    measure=tokens_needed,
+    unit="tokens for 20 KB",
 )
 
 
@@ -472,79 +500,6 @@ READ_CHUNKS = Exercise(
     },
     "core",
 )
-
-
-# 7. Better tokens
-
-
-class Excerpt(str):
-    """A text that does not fill the page when a check shows it."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} characters of the manual>"
-
-
-def choose_tokens(text: str, size: int) -> Collection[bytes]:
-    vocab, merges = train_from_counts(count_pretokens(text), size + size // 3)
-    used = Counter(Tokenizer(vocab, merges, implementation="python").encode(text))
-    often = sorted(range(256, len(vocab)), key=used.__getitem__, reverse=True)
-    kept = [*range(256), *often[: size - 256]]
-    return {vocab[token_id] for token_id in kept}
-
-
-def allowed(choose: Callable) -> Callable[[str, int], dict[str, bool]]:
-    """Return `choose` as a function that says whether its tokens are within the rules."""
-
-    @functools.wraps(choose)
-    def run(text: str, size: int) -> dict[str, bool]:
-        tokens = set(choose(text, size))
-        return {
-            "every token is of type bytes": all(type(token) is bytes for token in tokens),
-            "all 256 bytes are there": all(bytes([byte]) in tokens for byte in range(256)),
-            "no more than `size`": len(tokens) <= size,
-        }
-
-    return run
-
-
-def fewest_tokens(data: bytes, tokens: Collection[bytes]) -> int:
-    """The smallest number of `tokens` that make up `data`, by dynamic programming."""
-    tokens = {*tokens}
-    lengths = sorted({len(token) for token in tokens})
-    fewest = [0] * (len(data) + 1)  # of the first n bytes
-    for end in range(1, len(data) + 1):
-        fewest[end] = 1 + min(
-            fewest[end - length] for length in lengths if data[max(0, end - length) : end] in tokens
-        )
-    return fewest[-1]
-
-
-def tokens_needed(choose: Callable) -> float:
-    """How many of the reader's tokens, chosen from 100 KB, the next 20 KB of the manual take."""
-    text = python_manual(120_000)
-    chosen = inspect.unwrap(choose)(text[:100_000], 1024)
-    return fewest_tokens(text[100_000:].encode(), chosen)
-
-
-CHOOSE_TOKENS = Exercise(
-    allowed(choose_tokens),
-    lambda generator, size: (Excerpt(python_manual(100_000)[: 2000 * size]), 512 + 20 * size),
-    {
-        "a byte is missing: every text must be expressible": allowed(
-            edited(choose_tokens, "*range(256), ", "*range(255), ")
-        ),
-        "there are more tokens than `size`": allowed(edited(choose_tokens, "size - 256", "size")),
-    },
-    "open",
-    trials=3,
-    measure=tokens_needed,
-    unit="tokens for 20 KB",
-)
-
-
-def check_count_pairs(attempt: Callable) -> None:
-    """Check `count_pairs(words)`: {tuple of ids: count} -> {pair: count}."""
-    check(COUNT_PAIRS, attempt)
 
 
 def check_merge_pair(attempt: Callable) -> None:

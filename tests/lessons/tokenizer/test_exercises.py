@@ -7,10 +7,9 @@ import pytest
 import tiktoken
 import tiktoken_ext.openai_public
 
-from lib.lessons.exercise import Exercise, draw_inputs, verdict
+from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.tokenizer.exercises import (
     CHOOSE_TOKENS,
-    COUNT_PAIRS,
     ENCODE,
     MERGE_PAIR,
     READ_CHUNKS,
@@ -32,11 +31,10 @@ from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, iter_chunks
 
 
-@pytest.mark.parametrize("exercise", [COUNT_PAIRS, MERGE_PAIR])
-def test_inputs_start_short_and_hold_an_empty_one(exercise):
-    inputs = draw_inputs(exercise, 0)
+def test_inputs_start_short_and_hold_an_empty_one():
+    inputs = draw_inputs(MERGE_PAIR, 0)
     assert max(len(repr(arguments)) for arguments in inputs[:5]) < 150
-    assert any(not arguments[0] or () in arguments[0] for arguments in inputs)
+    assert any(not arguments[0] for arguments in inputs)
 
 
 def merge_as_text(ids, pair, new_id):
@@ -66,14 +64,6 @@ def test_a_merge_that_is_right_only_for_some_ids_fails(attempt):
     assert attempt([1, 2, 1, 2, 2], (1, 2), 9) == [9, 9, 2]
     for seed in range(5):
         assert verdict(MERGE_PAIR, attempt, seed=seed).startswith("not yet")
-
-
-def test_overwriting_a_count_is_named_for_a_single_word():
-    name = "a new count overwrites the one before; add to it"
-    overwriting = COUNT_PAIRS.wrong_functions()[name]
-    exercise = Exercise(COUNT_PAIRS.solve, lambda *_: ({(2, 2, 2): 2},), COUNT_PAIRS.mistakes)
-    text = verdict(exercise, lambda words: overwriting(words))
-    assert "(2, 2): yours 2, expected 4" in text
 
 
 def split_by_tiktoken(text):
