@@ -8,6 +8,7 @@ SHOW = "lib/lessons/show.py"
 GUARDS = "lib/lessons/guards.py"
 PREDICTIONS = "lib/lessons/predictions.py"
 HEADS = "lib/lessons/start/heads.py"
+TRAINING = "tests/lessons/training/"
 RECORDER = "lib/lessons/triton/recorder_triton.py"
 PUZZLES = "lib/lessons/triton/exercises.py"
 
@@ -146,5 +147,26 @@ FAULTS = [
         "> MOST_NUMBERS:",
         "> 1e9:",
         "tests/lessons/triton/test_exercises.py",
+    ),
+    # the floor is counted on stories that models were trained on
+    Fault(
+        "lib/lessons/training/floor.py",
+        "if in_validation(text := tell(draws)):",
+        "if not in_validation(text := tell(draws)):",
+        TRAINING + "test_floor.py::test_the_stories_are_those_of_the_validation_split",
+    ),
+    # a broken run is healthy
+    Fault(
+        "lib/lessons/training/broken.py",
+        'if fault == "targets not shifted" else (x, y)',
+        'if fault == "targets" else (x, y)',
+        TRAINING + "test_broken.py::test_each_fault_changes_the_run",
+    ),
+    # a cache that computes everything again passes
+    Fault(
+        "lib/lessons/training/toys.py",
+        "        self.projected.add(position)\n",
+        "",
+        TRAINING + "test_exercises.py::test_a_token_that_is_projected_again_is_refused",
     ),
 ]

@@ -1,16 +1,30 @@
-"""Exercises of notebook 03: AdamW, the cosine schedule, nucleus sampling."""
+"""Exercises of notebook 03: AdamW, the loop, diagnosis, resuming, top-p, a KV cache, a budget."""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check
+from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, edited, report
+from lib.lessons.training.broken import FAULTS
+from lib.lessons.training.toys import (
+    BUDGET,
+    Batches,
+    MakeRun,
+    ToyDecoder,
+    ToyModel,
+    ToyRun,
+    loss_on_budget,
+)
+
+# 1. AdamW
 
 
 def _draw_adamw(generator: random.Random, size: int) -> tuple:
@@ -39,7 +53,7 @@ def adamw(weight: Tensor, gradients: Tensor, lr: float, weight_decay: float) -> 
     return weight
 
 
-ADAMW = Exercise(
+ADAMW_STEPS = Exercise(
     adamw,
     _draw_adamw,
     {
@@ -109,74 +123,232 @@ ADAMW = Exercise(
 )
 
 
-def _draw_schedule(generator: random.Random, size: int) -> tuple:
-    warmup_steps = generator.choice([0, 1, 2, 5, 10])
-    cosine_steps = warmup_steps + generator.choice([4, 10, 20])
-    corners = [0, warmup_steps, cosine_steps, cosine_steps + 3]
-    step = generator.choice([*corners, generator.randrange(cosine_steps + 1)])
-    max_lr, min_lr = generator.choice([1.0, 2.0]), generator.choice([0.0, 0.1, 0.5])
-    return step, max_lr, min_lr, warmup_steps, cosine_steps
+# 2. The loop
 
 
-def schedule(
-    step: int, max_lr: float, min_lr: float, warmup_steps: int, cosine_steps: int
-) -> float:
-    if step < warmup_steps:
-        return max_lr * step / warmup_steps
-    if step >= cosine_steps:
-        return min_lr
-    progress = (step - warmup_steps) / (cosine_steps - warmup_steps)
-    return min_lr + (1 + math.cos(math.pi * progress)) / 2 * (max_lr - min_lr)
+def _draw_training(generator: random.Random, size: int) -> tuple:
+    def numbers(count: int) -> list[float]:
+        return [round(generator.gauss(0, 1), 1) for _ in range(count)]
+
+    steps, accumulate, width = 2 + size // 3, generator.randint(1, 3), 1 + size // 5
+    batches = Batches()
+    for _ in range(steps * accumulate):
+        x = torch.tensor([numbers(width) for _ in range(3)], dtype=torch.float64)
+        batches.append((x, torch.tensor(numbers(3), dtype=torch.float64)))
+    rates = [round(generator.uniform(0.02, 0.3), 2) for _ in range(steps)]
+    return ToyModel(numbers(width)), batches, rates, accumulate, generator.choice([0.5, 2.0, 9.0])
 
 
-SCHEDULE = Exercise(
-    schedule,
-    _draw_schedule,
+def train(
+    model: ToyModel,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    rates: Sequence[float],
+    accumulate: int,
+    max_norm: float,
+) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    losses = []
+    for step, rate in enumerate(rates):
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in batches[step * accumulate : (step + 1) * accumulate]:
+            loss = model.loss(x, y) / accumulate
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def rounded(train: Callable) -> Callable:
+    """Return `train` with its list of losses as a tensor, which is compared up to rounding."""
+
+    @functools.wraps(train)
+    def run(*arguments: Any) -> Any:
+        losses = train(*arguments)
+        return torch.tensor(losses) if isinstance(losses, list) else losses
+
+    return run
+
+
+LOOP_MISTAKES = {
+    "gradients are never cleared, so each step also follows those of all steps before": (
+        "        optimizer.zero_grad()\n",
+        "",
+    ),
+    "gradients are cleared before each small batch, so only the last one counts": (
+        "            loss.backward()",
+        "            optimizer.zero_grad()\n            loss.backward()",
+    ),
+    "gradients of the small batches are added up but not divided by their number": (
+        "loss.backward()",
+        "(loss * accumulate).backward()",
+    ),
+    "nothing is clipped": (
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+        "pass",
+    ),
+    "each small batch is clipped by itself; clip once, when all gradients are there": (
+        "total += loss.item()\n        torch",
+        "total += loss.item()\n            torch",
+    ),
+    "the learning rate is set after the update, so each step takes that of the step before": (
+        'group["lr"] = rate',
+        'group["lr"] = rates[step - 1] if step else 0.0',
+    ),
+    "there is an update for each small batch; there is one for each learning rate": (
+        "total += loss.item()",
+        "total += loss.item()\n            torch.nn.utils.clip_grad_norm_(model.parameters(), "
+        'max_norm)\n            optimizer.param_groups[0]["lr"] = rate\n'
+        "            optimizer.step()\n            optimizer.zero_grad()",
+    ),
+    "every step takes the first batches again": (
+        "batches[step * accumulate : (step + 1) * accumulate]",
+        "batches[:accumulate]",
+    ),
+    "the losses are sums over the small batches; return their mean": (
+        "losses.append(total)",
+        "losses.append(total * accumulate)",
+    ),
+}
+LOOP = Exercise(
+    rounded(train),
+    _draw_training,
+    {name: rounded(edited(train, *edit)) for name, edit in LOOP_MISTAKES.items()},
+    "core",
+    trials=30,
+)
+
+
+# 3. Broken runs
+
+
+def diagnose() -> dict[str, str]:
+    return dict(FAULTS)
+
+
+def _swapped(*letters: str) -> Callable[[], dict[str, str]]:
+    """Return the right answer but for `letters`, which pass their faults on in a ring."""
+    moved = [*letters[1:], letters[0]]
+
+    def diagnose() -> dict[str, str]:
+        return FAULTS | {one: FAULTS[other] for one, other in zip(letters, moved)}
+
+    return diagnose
+
+
+BROKEN_RUNS = Exercise(
+    diagnose,
+    lambda generator, size: (),
     {
-        "there is no warm-up; below warmup_steps the rate climbs from 0": (
-            "max_lr * step / warmup_steps",
-            "max_lr",
+        "A and D are mixed up: one of them knows a single batch by heart, and held-out text "
+        "surprises it more and more": _swapped("A", "D"),
+        "B and C are mixed up: one learns as usual and then stops, the other never gets going": (
+            _swapped("B", "C")
         ),
-        "the warm-up starts at min_lr; it starts at 0": (
-            "max_lr * step / warmup_steps",
-            "min_lr + (max_lr - min_lr) * step / warmup_steps",
+        "E and F are mixed up: one was odd before its first update, see the attention": (
+            _swapped("E", "F")
         ),
-        "the warm-up is one step ahead (step + 1); at step 0 the rate is 0": (
-            "max_lr * step",
-            "max_lr * (step + 1)",
+        "C and E are mixed up: compare their largest gradient norms, and when they come": (
+            _swapped("C", "E")
         ),
-        "step 0 counts as warm-up where there is none: with warmup_steps 0 there is no warm-up; "
-        "compare with <, and not with <=": ("step < warmup", "step <= warmup"),
-        "the cosine starts at step 0; it starts when the warm-up ends": (
-            "(step - warmup_steps) / (cosine_steps - warmup_steps)",
-            "step / cosine_steps",
-        ),
-        "the progress is divided by cosine_steps; divide by cosine_steps - warmup_steps": (
-            "(cosine_steps - warmup_steps)",
-            "cosine_steps",
-        ),
-        "the rate rises again after cosine_steps; it stays at min_lr": (
-            "step >= cosine_steps",
-            "False",
-        ),
-        "the cosine runs through a whole period; half of one, from 0 to π, falls": (
-            "math.pi",
-            "2 * math.pi",
-        ),
-        "the formula has 1 - cos, so that the rate rises; it is 1 + cos": ("1 + math", "1 - math"),
-        "the rate falls along a straight line, and not along a cosine": (
-            "(1 + math.cos(math.pi * progress)) / 2",
-            "(1 - progress)",
-        ),
-        "the rate falls to 0; it falls to min_lr": (
-            lambda step, max_lr, min_lr, *steps: schedule(step, max_lr, 0.0, *steps)
-        ),
-        "min_lr is added to a cosine that is max_lr high; it is max_lr - min_lr high": (
-            "(max_lr - min_lr)",
-            "max_lr",
+        "C and F are mixed up: one was odd before its first update, see the attention": (
+            _swapped("C", "F")
         ),
     },
+    "core",
+    trials=1,
+    is_secret=True,
 )
+
+
+# 4. The same hash
+
+
+def _draw_runs(generator: random.Random, size: int) -> tuple:
+    return MakeRun(generator.randrange(1000)), generator.randint(1, size), generator.randint(1, 9)
+
+
+def resume(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
+    run = make_run()
+    run.train(before)
+    saved: dict[str, Any] = {
+        "weights": run.weights.clone(),
+        "mean": run.mean.clone(),
+        "square": run.square.clone(),
+        "step": run.step,
+        "generator": run.generator.getstate(),
+        "order": list(run.order),
+    }
+    run.train(1)
+
+    run = make_run()
+    run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]
+    run.step, run.order = saved["step"], saved["order"]
+    run.generator.setstate(saved["generator"])
+    run.train(after)
+    return run.weights
+
+
+RESUME = Exercise(
+    resume,
+    _draw_runs,
+    {
+        "only the weights, the moments and the step come back; the run also draws random numbers "
+        "and has a place in its data": (
+            'run.order = saved["step"], saved["order"]\n'
+            '    run.generator.setstate(saved["generator"])',
+            'run.order = saved["step"], []',
+        ),
+        "only the weights and the step come back, as at the start": (
+            'run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]\n'
+            '    run.step, run.order = saved["step"], saved["order"]\n'
+            '    run.generator.setstate(saved["generator"])',
+            'run.weights, run.step = saved["weights"], saved["step"]',
+        ),
+        "the generator starts anew: the next epoch is shuffled as the first one was": (
+            'run.generator.setstate(saved["generator"])',
+            "pass",
+        ),
+        "the rest of this epoch is lost, and examples come again that were seen": (
+            'saved["order"]',
+            "[]",
+        ),
+        "the step is 0 again, which raises the learning rate and repeats the bias correction": (
+            'run.step, run.order = saved["step"], saved["order"]',
+            'run.order = saved["order"]',
+        ),
+        "the moments start at zero": (
+            'run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]',
+            'run.weights = saved["weights"]',
+        ),
+        "the mean of the squares starts at zero": ('saved["square"]', "run.square"),
+        "the tensors saved are those of the run, which goes on and changes them; clone them": (
+            '"weights": run.weights.clone(),\n        "mean": run.mean.clone(),\n'
+            '        "square": run.square.clone()',
+            '"weights": run.weights,\n        "mean": run.mean,\n        "square": run.square',
+        ),
+        "the weights saved are those of the run, which goes on and changes them; clone them": (
+            "run.weights.clone()",
+            "run.weights",
+        ),
+        "the order saved is the list of the run, which goes on and shortens it; copy it": (
+            "list(run.order)",
+            "run.order",
+        ),
+        "the step that was lost is counted as done": (
+            "    run.train(1)\n",
+            "    run.train(1)\n    saved['step'] += 1\n",
+        ),
+    },
+    "core",
+)
+
+
+# 5. Top-p
 
 
 def _draw_top_p(generator: random.Random, size: int) -> tuple:
@@ -254,16 +426,124 @@ TOP_P = Exercise(
 )
 
 
+# 6. The KV cache
+
+
+def _draw_prompt(generator: random.Random, size: int) -> tuple:
+    model = ToyDecoder(generator.randrange(1000), generator.randint(1, 3), 2 * size)
+    prompt = [generator.randrange(40) for _ in range(1 + size // 3)]
+    return model, prompt, 1 + size // 2
+
+
+def decode(model: ToyDecoder, prompt: Sequence[int], count: int) -> list[int]:
+    tokens, keys, values = list(prompt), [], []
+    for position in range(len(prompt) + count - 1):
+        q, k, v = model.qkv(tokens[position], position)
+        keys.append(k)
+        values.append(v)
+        scores = (torch.stack(keys) * q).sum(-1) / math.sqrt(q.shape[-1])
+        weights = scores.softmax(dim=0)
+        out = (weights[..., None] * torch.stack(values)).sum(0)
+        if position >= len(prompt) - 1:
+            tokens.append(model.next_token(out))
+    return tokens[len(prompt) :]
+
+
+DECODE = Exercise(
+    decode,
+    _draw_prompt,
+    {
+        "the scores are not divided by the root of head_dim": (" / math.sqrt(q.shape[-1])", ""),
+        "the scores are divided by head_dim; divide by its root": (
+            "math.sqrt(q.shape[-1])",
+            "q.shape[-1]",
+        ),
+        "the softmax goes over heads; it goes over positions": ("dim=0", "dim=1"),
+        "the prompt's keys and values but the last are missing from the cache": (
+            "range(len(prompt) + count - 1)",
+            "range(len(prompt) - 1, len(prompt) + count - 1)",
+        ),
+        "positions start at 0 again after the prompt": (
+            "qkv(tokens[position], position)",
+            "qkv(tokens[position], position % len(prompt))",
+        ),
+        "the prompt is returned too; return the new tokens": ("tokens[len(prompt) :]", "tokens"),
+        "one token too many is returned": (
+            "len(prompt) + count - 1)",
+            "len(prompt) + count)",
+        ),
+        "each token sees only itself; keep the keys and values of those before": (
+            "keys.append(k)\n        values.append(v)",
+            "keys, values = [k], [v]",
+        ),
+        "the newest values are not in the cache yet when they are needed: a token sees itself": (
+            "torch.stack(values)).sum(0)",
+            "torch.stack([torch.zeros_like(v), *values[:-1]])).sum(0)",
+        ),
+    },
+    "core",
+)
+
+
+# 7. A budget of tokens
+
+PLAIN_SETTINGS = {
+    "batch_size": 32,
+    "learning_rate": 3e-3,
+    "warmup_steps": 4,
+    "weight_decay": 0.1,
+}
+BUDGET_GOAL = 2.5
+
+
+def settings_verdict(attempt: Callable[[], Mapping[str, float]]) -> str:
+    """Return the verdict on settings: the held-out loss they reach must be below BUDGET_GOAL."""
+    try:
+        settings = attempt()
+    except NotImplementedError:
+        return NOT_ATTEMPTED
+    if not isinstance(settings, Mapping) or settings.keys() != PLAIN_SETTINGS.keys():
+        return f"not yet: return a dict with the keys {', '.join(PLAIN_SETTINGS)}"
+    if not 1 <= settings["batch_size"] <= BUDGET:
+        return f"not yet: batch_size must be between 1 and {BUDGET}, got {settings['batch_size']}"
+    loss = loss_on_budget(settings)
+    if not loss < BUDGET_GOAL:
+        return (
+            f"not yet: held-out loss {loss:.3f} after {BUDGET} sequences; get below {BUDGET_GOAL}"
+        )
+    return f"right: held-out loss {loss:.3f}, below {BUDGET_GOAL}; how low can you get?"
+
+
 def check_adamw(attempt: Callable) -> None:
     """Check `adamw(weight (n,), gradients (steps, n), lr, weight_decay)` -> weight (n,)."""
-    check(ADAMW, attempt)
-
-
-def check_schedule(attempt: Callable) -> None:
-    """Check `schedule(step, max_lr, min_lr, warmup_steps, cosine_steps)` -> learning rate."""
-    check(SCHEDULE, attempt)
+    check(ADAMW_STEPS, attempt)
 
 
 def check_top_p(attempt: Callable) -> None:
     """Check `top_p_filter(probabilities (vocab,), top_p)` -> probabilities (vocab,)."""
     check(TOP_P, attempt)
+
+
+def check_train(attempt: Callable) -> None:
+    """Check `train(model, batches, rates, accumulate, max_norm)` -> the loss before each update."""
+    check(LOOP, rounded(attempt))
+
+
+def check_diagnose(attempt: Callable) -> None:
+    """Check `diagnose()` -> letter of each broken run: its fault."""
+    check(BROKEN_RUNS, attempt)
+
+
+def check_resume(attempt: Callable) -> None:
+    """Check `resume(make_run, before, after)` -> the weights of a run that was interrupted."""
+    check(RESUME, attempt)
+
+
+def check_decode(attempt: Callable) -> None:
+    """Check `decode(model, prompt, count)` -> the next `count` tokens, each projected once."""
+    check(DECODE, attempt)
+
+
+def check_settings(attempt: Callable) -> None:
+    """Show the held-out loss that `settings()` -> dict reaches on a budget of tokens."""
+    report(settings_verdict(attempt), attempt.__name__, "open")

@@ -1,17 +1,27 @@
 """The exercises of notebook 03 against independent answers; their mistakes: test_exercises.py."""
 
-import math
-
 import pytest
 import torch
 
-from lib.lessons.exercise import verdict
-from lib.lessons.training.exercises import ADAMW, SCHEDULE, TOP_P
+from lib.lessons.exercise import NOT_ATTEMPTED, verdict
+from lib.lessons.training.broken import FAULTS
+from lib.lessons.training.exercises import (
+    ADAMW_STEPS,
+    BROKEN_RUNS,
+    BUDGET_GOAL,
+    DECODE,
+    LOOP,
+    PLAIN_SETTINGS,
+    RESUME,
+    TOP_P,
+    rounded,
+    settings_verdict,
+)
+from lib.lessons.training.toys import ToyDecoder, loss_on_budget
 from lib.training.generation import next_token_probabilities
 
 # the first one in a process loads PyTorch's compiler, which can take longer than a check waits
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-CHECKED = {"adamw": ADAMW, "schedule": SCHEDULE, "top_p": TOP_P}
 
 
 def adamw(weight, gradients, lr, weight_decay):
@@ -25,11 +35,35 @@ def adamw(weight, gradients, lr, weight_decay):
     return parameter.detach()
 
 
-def schedule(step, max_lr, min_lr, warmup_steps, cosine_steps):
-    if step < warmup_steps:
-        return max_lr * step / warmup_steps
-    progress = min(1, (step - warmup_steps) / (cosine_steps - warmup_steps))
-    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
+def train(model, batches, rates, accumulate, max_norm):
+    """The gradient of all batches of a step at once, by hand."""
+    losses = []
+    for step, rate in enumerate(rates):
+        pieces = batches[step * accumulate : (step + 1) * accumulate]
+        loss = torch.stack([model.loss(x, y) for x, y in pieces]).mean()
+        (gradient,) = torch.autograd.grad(loss, model.parameters())
+        with torch.no_grad():
+            model.weight -= rate * gradient * min(1, max_norm / (gradient.norm().item() + 1e-6))
+        losses.append(loss.item())
+    return losses
+
+
+def resume(make_run, before, after):
+    """The whole run at once."""
+    run = make_run()
+    run.train(before + after)
+    return run.weights
+
+
+def decode(model, prompt, count):
+    """Attention over the whole text for each new token, from the model's tables."""
+    tokens = list(prompt)
+    for _ in range(count):
+        rows = [model.table[token].roll(place, dims=-1) for place, token in enumerate(tokens)]
+        q, k, v = torch.stack(rows, dim=2).unbind()  # (heads, positions, head_dim)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, -1]
+        tokens.append(model.next_token(out))
+    return tokens[len(prompt) :]
 
 
 def top_p_filter(probabilities, top_p):
@@ -38,36 +72,18 @@ def top_p_filter(probabilities, top_p):
 
 @pytest.mark.parametrize(
     ("exercise", "independent"),
-    [(ADAMW, adamw), (SCHEDULE, schedule), (TOP_P, top_p_filter)],
-    ids=CHECKED,
+    [
+        (ADAMW_STEPS, adamw),
+        (LOOP, rounded(train)),
+        (RESUME, resume),
+        (TOP_P, top_p_filter),
+        (DECODE, decode),
+    ],
+    ids=["adamw", "train", "resume", "top_p", "decode"],
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_an_independent_answer_is_right(exercise, independent, seed):
     assert verdict(exercise, independent, seed=seed).startswith("right")
-
-
-@pytest.mark.parametrize(
-    "climb",
-    [lambda step, steps, rate: rate * step / steps, lambda step, steps, rate: step / steps * rate],
-    ids=["float divided", "int divided"],
-)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_warm_up_of_no_steps_that_divides_by_zero_is_named(climb, seed):
-    def attempt(step, max_lr, min_lr, warmup_steps, cosine_steps):
-        if step <= warmup_steps:
-            return climb(step, warmup_steps, max_lr)
-        return schedule(step, max_lr, min_lr, warmup_steps, cosine_steps)
-
-    text = verdict(SCHEDULE, attempt, seed=seed)
-    assert "it raised ZeroDivisionError" in text
-    assert "with warmup_steps 0 there is no warm-up; compare with <" in text
-
-
-def test_another_division_by_zero_is_not_called_a_warm_up():
-    def attempt(step, max_lr, min_lr, warmup_steps, cosine_steps):
-        return step / warmup_steps * max_lr
-
-    assert "It looks as if" not in verdict(SCHEDULE, attempt)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +129,39 @@ def attempt(probabilities, top_p):
     assert f"It looks as if cumsum {sign} top_p drops the token that" in text
     # the first input shown says more than 0 / 0
     assert "yours nan" not in text
+
+
+def test_a_token_that_is_projected_again_is_refused():
+    model = ToyDecoder(0, 1, 4)
+    model.qkv(3, 0)
+    with pytest.raises(ValueError, match="position 0 was projected before; keep its key and value"):
+        model.qkv(3, 0)
+
+
+def test_a_wrong_diagnosis_does_not_tell_the_right_one():
+    text = verdict(BROKEN_RUNS, lambda: dict.fromkeys(FAULTS, "same batch"))
+    assert text.startswith("not yet")
+    assert "shifted" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 8}, "not yet: return a dict with the keys batch_size, learning_rate"),
+        (PLAIN_SETTINGS | {"batch_size": 0}, "not yet: batch_size must be between 1 and 512"),
+        (PLAIN_SETTINGS, "not yet: held-out loss 4."),
+        (PLAIN_SETTINGS | {"learning_rate": 1e4}, "not yet: held-out loss"),
+        (PLAIN_SETTINGS | {"batch_size": 4, "learning_rate": 0.01}, "right: held-out loss 2."),
+    ],
+)
+def test_settings_are_judged_by_the_loss_that_they_reach(settings, message):
+    assert settings_verdict(lambda: settings).startswith(message)
+
+
+def test_the_goal_of_the_budget_lies_between_plain_settings_and_good_ones():
+    assert loss_on_budget(PLAIN_SETTINGS) > BUDGET_GOAL + 1
+
+    def stub():
+        raise NotImplementedError
+
+    assert settings_verdict(stub) == NOT_ATTEMPTED
