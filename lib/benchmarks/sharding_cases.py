@@ -33,6 +33,7 @@ SHARDING_METHODS: dict[str, dict[str, Any]] = {
     },
     "zero1": {"ddp_wrapper": "none", "sharded_optimizer": "zero1"},
     "torch_ddp+torch_zero": {"ddp_wrapper": "torch_ddp", "sharded_optimizer": "torch_zero"},
+    "fsdp": {"ddp_wrapper": "fsdp", "sharded_optimizer": "none"},
     "fsdp2": {"ddp_wrapper": "fsdp2", "sharded_optimizer": "none"},
 }
 # The method that the others are compared with.
@@ -122,7 +123,7 @@ class ShardingCase(TrainingCase):
 
     @property
     def stage(self) -> int:
-        if self.method == "fsdp2":
+        if self.method in ("fsdp", "fsdp2"):
             return 3
         return int(SHARDING_METHODS[self.method]["sharded_optimizer"] != "none")
 

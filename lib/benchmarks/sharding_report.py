@@ -46,7 +46,7 @@ from lib.sharded_optimizer.memory_formula import SIZES, largest_preset, rank_mem
 NOTE = """Each rank is a process with a part of the batch; in `none` each trains a model of its own
 while the others do the same. `flashddp` keeps the whole optimizer on every rank, `zero1` a slice of
 it, and averages gradients itself; a method with a + shards the optimizer behind a wrapper that
-averages. `fsdp2` is PyTorch's `fully_shard`, which shards weights and gradients too. Methods are
+averages. `fsdp` and PyTorch's `fully_shard`, `fsdp2`, shard weights and gradients too. Methods are
 interleaved, an epoch at a time; an epoch is a sample, its time the ranks' mean, and the ratio to
 `flashddp` the median over the epochs.
 
@@ -102,6 +102,7 @@ METHOD_COLORS = {
     "flashddp+zero1_parameters": GREEN,
     "zero1": BLUE,
     "torch_ddp+torch_zero": ORANGE,
+    "fsdp": GREY,
     "fsdp2": PURPLE,
 }
 # One of the two GPUs of a free notebook on Kaggle.

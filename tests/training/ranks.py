@@ -55,6 +55,8 @@ WAYS: dict[str, dict[str, Any]] = {
     **{wrapper: {"ddp_wrapper": wrapper} for wrapper in WRAPPERS},
     "one pass": {"gradient_accumulation_steps": 1},
     **SHARDED,
+    "checkpointed": {"activation_checkpointing": "input", "checkpointed_blocks": 2},
+    "fsdp, checkpointed": FSDP | {"activation_checkpointing": "attention"},
     "zero1, torch_ddp": ZERO1 | {"ddp_wrapper": "torch_ddp"},
     "zero1, naive": ZERO1 | {"ddp_wrapper": "naive"},
     "parameters, overlap": PARAMETERS | {"ddp_wrapper": "overlap"},
