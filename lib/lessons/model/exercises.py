@@ -139,6 +139,10 @@ def _mean_of_chunks(
     return sum(losses) / count, torch.cat(d_hidden) / count, sum(d_weight) / count
 
 
+def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> int:
+    return math.ceil(len(hidden) / chunk_tokens)
+
+
 class _Largest(TorchDispatchMode):
     """Notes how many numbers the largest tensor has that an operation makes."""
 
@@ -207,6 +211,9 @@ LOSS_IN_CHUNKS = Exercise(
         ),
         "each chunk counts as much, though the last may be shorter; divide once, by the number of "
         "all tokens": frugal(_mean_of_chunks),
+        "the means of the chunks are added up; divide once, by the number of all tokens": frugal(
+            lambda *given: [_chunks(*given) * part for part in _mean_of_chunks(*given)]
+        ),
         "exponentials overflow; subtract the row's maximum, or use log_softmax": _wrong_loss(
             "logits.log_softmax(-1)[rows", "(logits.exp() / logits.exp().sum(-1, True)).log()[rows"
         ),
@@ -455,21 +462,22 @@ def previous_token_head(frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def weight_on_previous(query: Tensor, key: Tensor, frequencies: Tensor) -> Tensor:
-    """The attention that each position but the first gives to the token before it.
+def weights_by_distance(query: Tensor, key: Tensor, frequencies: Tensor) -> Tensor:
+    """The attention that each position gives to the token 0, 1, 2, … before it.
 
     Args:
         query, key: (head_dim,), the same for all tokens, before RoPE rotates them in pairs.
         frequencies: (head_dim / 2,), in radians a token.
+
+    Returns:
+        (CONTEXT - 1, CONTEXT): the first position is left out, and nothing lies before it.
     """
-    q, k = (torch.view_as_complex(x.view(-1, 2).contiguous()) for x in (query, key))
+    q, k = (torch.view_as_complex(x.reshape(-1, 2).contiguous()) for x in (query, key))
     distances = torch.arange(CONTEXT)[:, None]  # of the query from the key
     turns = torch.polar(torch.ones(CONTEXT, len(q)), distances * frequencies)
     scores = (q * k.conj() * turns).real.sum(-1) / math.sqrt(len(query))  # by distance
-    seen = scores.expand(CONTEXT, -1).masked_fill(
-        ~torch.ones(CONTEXT, CONTEXT).tril().bool(), -math.inf
-    )
-    return seen.softmax(-1)[1:, 1]
+    outside = torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(1)
+    return scores.expand(CONTEXT, -1).masked_fill(outside, -math.inf).softmax(-1)[1:]
 
 
 def frequencies_of(head_dim: int) -> Tensor:
@@ -477,22 +485,25 @@ def frequencies_of(head_dim: int) -> Tensor:
     return 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
 
 
-def aimed(attempt: Callable) -> Callable[[int], dict[str, Any]]:
-    """Return `attempt` as a function of head_dim that says whether its head does its work."""
+def aimed(attempt: Callable) -> Callable[[Tensor], dict[str, Any]]:
+    """Return `attempt` as a function that says what its head does, from the worst position."""
 
     @functools.wraps(attempt)
-    def run(head_dim: int) -> dict[str, Any]:
-        frequencies = frequencies_of(head_dim)
-        query, key = (torch.as_tensor(x).detach() for x in attempt(frequencies))
-        rms = max(x.square().mean().sqrt().item() for x in (query, key))
-        shapes = [tuple(query.shape), tuple(key.shape)]
+    def run(frequencies: Tensor) -> dict[str, Any]:
+        query, key = (torch.as_tensor(x).detach().float() for x in attempt(frequencies))
+        head_dim, shapes = 2 * len(frequencies), [tuple(query.shape), tuple(key.shape)]
         if shapes != [(head_dim,)] * 2:
             raise ValueError(f"query and key must each be ({head_dim},), got {shapes}")
+        rms = max(x.square().mean().sqrt().item() for x in (query, key))
+        weights = weights_by_distance(query, key, frequencies)
+        on_previous = "the most, but less than half"
+        if weights[:, 1].min() > 0.5:
+            on_previous = "more than half"
+        elif (weights.argmax(-1) != 1).any():
+            on_previous = "less than another one"
         return {
-            "RMS of query and key": "at most 2" if rms <= MOST_RMS + 1e-3 else f"{rms:.3g}",
-            "the token before gets more than half": (
-                weight_on_previous(query, key, frequencies).min().item() > 0.5
-            ),
+            "RMS of query and key": "at most 2" if rms <= MOST_RMS + 1e-3 else "more than 2",
+            "attention that the token before gets": on_previous,
         }
 
     return run
@@ -502,14 +513,14 @@ def missed_percent(attempt: Callable) -> float:
     """Percent of the attention that goes elsewhere, from the worst position, for head_dim 32."""
     frequencies = frequencies_of(32)
     query, key = (torch.as_tensor(x).detach() for x in inspect.unwrap(attempt)(frequencies))
-    return 100 * (1 - weight_on_previous(query, key, frequencies).min().item())
+    return 100 * (1 - weights_by_distance(query, key, frequencies)[:, 1].min().item())
 
 
 def _draw_width(generator: random.Random, size: int) -> tuple:
-    return (generator.choice(WIDTHS),)
+    return (frequencies_of(WIDTHS[size % len(WIDTHS)]),)
 
 
-def _wrong_head(old: str, new: str) -> Callable[[int], dict[str, Any]]:
+def _wrong_head(old: str, new: str) -> Callable[[Tensor], dict[str, Any]]:
     return aimed(edited(previous_token_head, old, new))
 
 
@@ -520,6 +531,12 @@ PREVIOUS_TOKEN_HEAD = Exercise(
         "query and key point the same way, so each token looks at itself most; rotate the query "
         "back by one position": _wrong_head(
             "size * frequencies.cos(), -size * frequencies.sin()", "size, torch.zeros(pairs)"
+        ),
+        "all pairs have arrows of one length; slow pairs hardly tell neighbors apart": _wrong_head(
+            "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] * pairs"
+        ),
+        "only the fastest pair is used, which comes around again every 6.28 tokens": _wrong_head(
+            "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] + [0.0] * (pairs - 1)"
         ),
         "query and key are longer than allowed; their mean square is at most 4": _wrong_head(
             "MOST_RMS * math", "2 * MOST_RMS * math"

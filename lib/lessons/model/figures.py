@@ -53,7 +53,7 @@ def _card(svg: str) -> HTML:
 def _svg(width: int, height: int, words: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{html.escape(words)}" style="width:{width}px;max-width:none">'
+        f'aria-label="{html.escape(words)}" style="width:{min(width, 830)}px;max-width:none">'
         f'<style>{STYLE}</style><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
         f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{FRAME}"/>'
         f'</marker></defs><rect width="{width}" height="{height}" rx="10" fill="#FBFAF7" '

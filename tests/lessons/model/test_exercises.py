@@ -20,7 +20,7 @@ from lib.lessons.model.exercises import (
     frugal,
     missed_percent,
     previous_token_head,
-    weight_on_previous,
+    weights_by_distance,
 )
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
@@ -149,7 +149,7 @@ def test_the_weight_on_the_token_before_is_that_of_rotated_vectors():
     scores = (q @ k.T / math.sqrt(32)).masked_fill(~torch.ones(128, 128).tril().bool(), -math.inf)
     expected = scores.softmax(-1).diagonal(-1)
     torch.testing.assert_close(
-        weight_on_previous(query, key, frequencies), expected, rtol=1e-3, atol=1e-5
+        weights_by_distance(query, key, frequencies)[:, 1], expected, rtol=1e-3, atol=1e-5
     )
 
 
