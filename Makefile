@@ -91,7 +91,7 @@ notebooks: $(RUN_READY) ## run the notebooks and store their outputs in them, as
 
 clean: ## remove reports and caches; keeps trained models (python -m lib runs), data/ and .venv
 	rm -rf artifacts/report artifacts/small artifacts/screenshots .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find lib tests notebooks .ci -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+	find lib tests notebooks .ci '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -exec rm -rf {} +
 
 $(RUN_READY):
 	@$(call python_is_known,$(BASE))

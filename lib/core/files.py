@@ -82,6 +82,20 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[None]:
         yield
 
 
+def is_locked(folder: str | os.PathLike) -> bool:
+    """Whether someone holds the lock of `folder` now."""
+    path = Path(folder) / ".lock"
+    if not path.exists():
+        return False
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
 @contextlib.contextmanager
 def lock_file(path: str | os.PathLike) -> Iterator[None]:
     """Lock the file at `path` like `lock_folder`; leaves a file `.NAME.lock` beside it."""

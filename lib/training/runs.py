@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.core.settings import check_fields
+from lib.core.files import is_locked
+from lib.core.settings import check_fields, require
 from lib.training.metrics import read_metrics
 
 
@@ -100,22 +101,23 @@ def remove_runs(config: RemoveRunsConfig) -> int:
     """Ask about each run in `names`, and remove it; return the exit code, 1 if one was kept.
 
     Raises:
-        ValueError: a name is no run; nothing was removed.
+        ValueError: a name is no run, or one that is being trained; nothing was removed.
     """
     runs = {run.folder.name: run for run in stored_runs(config.runs_dir)}
     unknown = [name for name in config.names if name not in runs]
     if unknown or not config.names:
         known = ", ".join(runs) or "none"
         raise ValueError(f"names must be runs in {config.runs_dir}: {known}; got {unknown}")
-    kept = 0
-    for run in dict.fromkeys(runs[name] for name in config.names):
-        if config.yes or _confirmed(f"Remove {run}? [y/N] "):
+    chosen = list(dict.fromkeys(runs[name] for name in config.names))
+    going = [run for run in chosen if config.yes or _confirmed(f"Remove {run}? [y/N] ")]
+    # after the questions, during which a training may have started
+    busy = [run.folder.name for run in going if is_locked(run.folder)]
+    require(not busy, f"names must be runs that are not in training, got {', '.join(busy)}")
+    for run in chosen:
+        if run in going:
             shutil.rmtree(run.folder)
-            print(f"removed: {run}")
-        else:
-            kept += 1
-            print(f"kept: {run}")
-    return int(kept > 0)
+        print(f"{'removed' if run in going else 'kept'}: {run}")
+    return int(going != chosen)
 
 
 def _confirmed(question: str) -> bool:

@@ -115,13 +115,15 @@ def test_make_clean_removes_reports_and_caches_only(book):
     for name in ("Makefile", "requirements.txt", ".ci"):
         (book / name).symlink_to(ROOT / name)
     remade = ("artifacts/report/index.html", "lib/__pycache__/a.pyc", "artifacts/small/data/a")
+    remade += ("notebooks/my copy/.ipynb_checkpoints/a.ipynb",)
     for name in remade:
         (book / name).parent.mkdir(parents=True)
         (book / name).touch()
-    (book / "notebooks").mkdir()
+    (book / "notebooks/my").mkdir()
     before = plant(book)
     make("clean", folder=book)
     assert contents(book) == before
+    assert (book / "notebooks/my").exists()
     assert [name for name in remade if (book / name).exists()] == []
 
 

@@ -9,6 +9,13 @@ FOLDER = "tests/training/test_run_folder.py"
 GENERATION = "tests/training/test_generation.py"
 
 FAULTS = [
+    # a run goes while it is being trained
+    Fault(
+        "lib/training/runs.py",
+        "busy = [run.folder.name for run in going if is_locked(run.folder)]",
+        "busy = []",
+        "tests/training/test_runs.py",
+    ),
     # models of other tools
     Fault(
         "lib/model/llama.py",

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from lib.core.files import lock_folder
 from lib.training import runs
 from lib.training.runs import RemoveRunsConfig, RunsConfig, age_in_words, list_runs, remove_runs
 
@@ -65,6 +66,17 @@ def test_a_name_that_is_no_run_is_refused_before_anything_is_removed(folder, nam
     with pytest.raises(ValueError, match="names must be runs in"):
         remove_runs(RemoveRunsConfig(folder, names, yes=True))
     assert (folder / "good").exists()
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_a_run_that_is_being_trained_is_not_removed_and_none_beside_it(folder, monkeypatch, yes):
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    config = RemoveRunsConfig(folder, ("started", "good"), yes)
+    with lock_folder(folder / "good"), pytest.raises(ValueError, match="training, got good"):
+        remove_runs(config)
+    assert (folder / "good/metrics.jsonl").exists()
+    assert (folder / "started").exists()
+    assert remove_runs(config) == 0
 
 
 def test_ages_are_whole_units():
