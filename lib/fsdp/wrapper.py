@@ -154,6 +154,7 @@ class FSDP(GradientSync, nn.Module):
 
     @property
     def flats(self) -> list[FlatParameters]:
+        """All flat parameters, in the order of forward."""
         return [flat for block in self.all_blocks for flat in block.flats]
 
     # Forward
@@ -277,8 +278,11 @@ class FSDP(GradientSync, nn.Module):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         if self.ranks > 1 and has_grad:
-            device = next(iter([*vectors, *(flat.slice for flat in flats)])).device
-            presence = torch.tensor([float(has) for has in has_grad], device=device)
+            device = [*vectors, *(flat.slice for flat in flats)][0].device
+            presence = torch.ones(len(has_grad), device=device)
+            for index, has in enumerate(has_grad):
+                if not has:
+                    presence[index] = 0
             # all of a dtype in one message
             for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
                 joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
