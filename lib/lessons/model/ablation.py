@@ -1,7 +1,7 @@
 """Ablations of notebook 02: the same short training with one thing changed, for three seeds.
 
-`python -m lib lessons ablation` trains all of them, about a quarter of an hour on two cores, and
-adds their losses to artifacts/ablation.jsonl. An interrupted run continues.
+`python -m lib lessons ablation` trains all of them and adds their losses to
+artifacts/ablation.jsonl. An interrupted run continues.
 """
 
 from __future__ import annotations
