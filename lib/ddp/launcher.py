@@ -33,7 +33,7 @@ from lib.ddp.process_group import (
     on_each_rank,
     rank,
 )
-from lib.ddp.simulated_network import BACKEND, Network, register_backend
+from lib.ddp.simulated_network import BACKEND, JOB_FOLDER, Network, register_backend
 
 T = TypeVar("T")
 # Seconds that the other ranks have to exit by themselves after one has failed.
@@ -134,10 +134,11 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for prefix in ("", "LOCAL_"):
         os.environ |= {f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(world_size)}
+    os.environ[JOB_FOLDER] = str(folder)
     numbers = {"rank": rank, "world_size": world_size}
     rendezvous: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous", **numbers}
     if isinstance(backend, Network):
-        rendezvous["pg_options"] = (backend, folder)
+        rendezvous["pg_options"] = backend
         register_backend()
         backend = BACKEND
     try:

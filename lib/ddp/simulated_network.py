@@ -27,13 +27,13 @@ import dataclasses
 import datetime
 import functools
 import math
+import os
 import queue
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -49,6 +49,8 @@ from lib.model.costs import flops_per_token, num_parameters
 BACKEND = "simulated"
 # Calls that a rank may be ahead of the slowest one.
 SLOTS = 256
+# Variable with the folder of a job that `launch` started, which it removes however the job ends.
+JOB_FOLDER = "WORKBOOK_JOB_FOLDER"
 # Seconds between two looks at what other ranks have called.
 PAUSE = 1e-4
 
@@ -588,21 +590,21 @@ def simulated_group(
     require(dist.is_initialized(), "simulated_group must be called in a job, but there is no group")
     register_backend()
     limit = datetime.timedelta(seconds=timeout)
-    return dist.new_group(ranks, limit, BACKEND, pg_options=(network, None))  # type: ignore
+    return dist.new_group(ranks, limit, BACKEND, pg_options=network)  # type: ignore
 
 
 def register_backend() -> None:
-    """Let torch.distributed know the backend; `pg_options` is a `Network` and a folder or None."""
+    """Let torch.distributed know the backend, whose `pg_options` are a `Network`."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def _create(options: Any, given: tuple[Network, Path | None] | None) -> SimulatedGroup:
+def _create(options: Any, network: Network | None) -> SimulatedGroup:
     # a subgroup of a job on such a network has the same one
-    network, parent = given or (dist.group.WORLD.network, None)  # type: ignore
+    network = network or dist.group.WORLD.network  # type: ignore
     rank, size, store = options.group_rank, options.group_size, options.store
     if rank == 0:
-        folder = tempfile.mkdtemp(prefix="network-", dir=parent)
+        folder = tempfile.mkdtemp(prefix="network-", dir=os.environ.get(JOB_FOLDER))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         store.set("folder", folder)
     folder = store.get("folder").decode()
