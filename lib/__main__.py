@@ -224,10 +224,13 @@ class NotebooksConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StoryConfig:
-    """Which run's model is kept."""
+    """Which run's model is kept, and where."""
 
     run: Path | None = None
     """The run's folder. May be given without its flag. None = the newest in `artifacts/runs`."""
+
+    output: Path = Path("artifacts/local/tiny_stories")
+    """Folder for the model; `artifacts/tiny_stories` replaces the committed one."""
 
     def __post_init__(self) -> None:
         from lib.core.settings import check_fields
@@ -356,9 +359,10 @@ COMMANDS: dict[str, Command] = {
         unpacks=True,
     ),
     "lessons story": Command(
-        "Make the small committed model from a training run.",
+        "Make a story model like the committed one from a training run.",
         StoryConfig,
         "lib.lessons.start.story:keep",
+        prints="{config.output}",
         unpacks=True,
         word="run",
     ),

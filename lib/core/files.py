@@ -16,6 +16,8 @@ from filelock import FileLock, Timeout
 
 # The root folder of the workbook.
 ROOT = Path(__file__).resolve().parents[2]
+# A folder that the workbook made has this file, which says what it is.
+MARK = ".workbook"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,33 @@ def make_folder(folder: str | os.PathLike) -> None:
     except OSError as error:
         reason = f"cannot be written to ({error.strerror})"
         raise OSError(error.errno, reason, str(folder)) from error
+
+
+def claim_folder(
+    folder: str | os.PathLike, kind: str, *, setting: str, is_ours: bool = False
+) -> None:
+    """Make `folder` if it is missing, and mark it as `kind` before anything else is in it.
+
+    So a folder that an interruption left half full is known, and can be written to again.
+
+    Args:
+        kind: what it is, with its article, such as "a report".
+        setting: the name of the setting that `folder` comes from, for the message.
+        is_ours: take the folder even with files and without a mark.
+
+    Raises:
+        ValueError: it has files and no mark of that kind, and so may be somebody's work.
+    """
+    folder = Path(folder)
+    if not is_ours and not is_claimed(folder, kind) and folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{setting} must be new, empty or {kind}, got {folder}, which has files")
+    write_atomically(folder / MARK, kind + "\n")
+
+
+def is_claimed(folder: Path, kind: str) -> bool:
+    """Whether `claim_folder` marked `folder` as `kind`."""
+    mark = folder / MARK
+    return mark.is_file() and mark.read_bytes() == f"{kind}\n".encode()
 
 
 @contextlib.contextmanager

@@ -15,12 +15,13 @@ import nbformat
 from jinja2 import Environment, FileSystemLoader
 from nbformat import NotebookNode
 
-from lib.core.files import ROOT, write_atomically
+from lib.core.files import ROOT, claim_folder, is_claimed, write_atomically
 from lib.lessons.notebook import KEY_FIGURES
 from lib.publish.documents import write_documents
 from lib.publish.links import FILES
 from lib.publish.pages import TEMPLATES, local_date, page_note, short_title
 
+REPORT = "a report"
 EARLIER = "previous"
 # Earlier runs beyond these are removed, oldest first.
 KEPT_RUNS = 5
@@ -116,7 +117,8 @@ def _facts(pages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 def keep_earlier_run(report: Path, names: Sequence[str]) -> None:
     """Copy the report to `previous/DATE`, and remove the oldest of those beyond `KEPT_RUNS`.
 
-    DATE is when its newest notebook finished; a report that is there already stays.
+    DATE is when its newest notebook finished; a report that is there already stays. In `previous/`,
+    folders that this program did not make stay, too.
     """
     finished = [
         nbformat.read(report / f"{name}.ipynb", as_version=4).metadata.get("workbook", {})
@@ -127,8 +129,11 @@ def keep_earlier_run(report: Path, names: Sequence[str]) -> None:
     newest = max(about.get("finished", "") for about in finished)
     # without the time zone, which is UTC, and without colons, which Windows refuses in names
     target = report / EARLIER / (newest.split("+")[0].replace(":", "-") or "unknown")
-    if not target.exists():
-        shutil.copytree(report, target, ignore=shutil.ignore_patterns(EARLIER, ".*"))
+    # which is written last
+    if not (target / "index.html").exists():
+        claim_folder(target, REPORT, setting="report")
+        others = shutil.ignore_patterns(EARLIER, ".*", "index.html")
+        shutil.copytree(report, target, ignore=others, dirs_exist_ok=True)
         write_front_page(target, names, newest="../../index.html")
     for old in _earlier_folders(report)[KEPT_RUNS:]:
         shutil.rmtree(old)
@@ -139,10 +144,12 @@ def _earlier_runs(report: Path) -> list[dict[str, str]]:
     runs = []
     for folder in _earlier_folders(report):
         day, _, time = folder.name.partition("T")
-        date = local_date(f"{day}T{time.replace('-', ':')}+00:00") if time else folder.name
+        date = local_date(f"{day}T{time.replace('-', ':')}+00:00")
         runs.append({"href": f"{EARLIER}/{folder.name}/index.html", "date": date})
     return runs
 
 
 def _earlier_folders(report: Path) -> list[Path]:
-    return sorted((path for path in (report / EARLIER).glob("*") if path.is_dir()), reverse=True)
+    """Return the reports that `keep_earlier_run` made, newest first."""
+    dated = (report / EARLIER).glob("????-??-??T??-??-??")
+    return sorted((path for path in dated if is_claimed(path, REPORT)), reverse=True)

@@ -29,7 +29,7 @@ from typing import Any
 
 import nbformat
 
-from lib.core.files import ROOT, sha256_file
+from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import provenance
 from lib.core.settings import check, check_fields, require
 from lib.publish.cells import FIRST_CELL
@@ -83,7 +83,7 @@ class KaggleBuildConfig:
     """Then run each notebook as Kaggle would, with small sizes: a minute each."""
 
     output: Path = Path("artifacts/kaggle")
-    """Folder of the bundle, which is made anew."""
+    """Folder of the bundle: new, empty, or a bundle, which is made anew."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -120,11 +120,11 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
     """Write the bundle and, if asked, run its notebooks as Kaggle would; return its folder."""
     jobs = plan(find_notebooks(config.notebooks, root), config.parameters, root)
     output = config.output.absolute()
-    is_ours = (output / "dataset/dataset-metadata.json").is_file()
-    if output.exists() and not is_ours and any(output.iterdir()):
-        raise ValueError(f"output must be a new folder or an old bundle, got {config.output}")
-    shutil.rmtree(output, ignore_errors=True)
-    write_dataset(output / "dataset", config, root)
+    claim_folder(output, "a bundle for Kaggle", setting="output")
+    for part in (output / "dataset", output / "kernels"):
+        if part.exists():
+            shutil.rmtree(part)
+    write_dataset(output / "dataset", root)
     for job in jobs:
         write_kernel(output / "kernels" / job.name, job, config)
     leaks = find_leaks(output)
@@ -134,10 +134,12 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
             print(f"running {job.name} as Kaggle would", flush=True)
             seconds, written = check_kernel(output, job.name, config.dataset)
             print(f"{job.name} runs there: {seconds:.0f} s, and leaves {len(written)} files")
+    # last, since `push` takes no bundle without it
+    describe_dataset(output / "dataset", config)
     return output
 
 
-def write_dataset(folder: Path, config: KaggleBuildConfig, root: Path) -> None:
+def write_dataset(folder: Path, root: Path) -> None:
     """Copy code, records and the committed model; bundle.json gives the commit and hashes."""
     sources = [path for path in (root / "lib").rglob("*") if "__pycache__" not in path.parts]
     sources += root.glob("LICENSE")
@@ -154,6 +156,10 @@ def write_dataset(folder: Path, config: KaggleBuildConfig, root: Path) -> None:
     state = provenance()
     made = {name: state[name] for name in ("commit", "dirty", "date")}
     _write_json(folder / "bundle.json", made | {"sha256": hashes})
+
+
+def describe_dataset(folder: Path, config: KaggleBuildConfig) -> None:
+    """Write Kaggle's metadata of the dataset."""
     address = f"{config.user or NOBODY}/{config.dataset}"
     # Kaggle has no name for MIT; "other" refers to the description
     about = {

@@ -34,9 +34,9 @@ from papermill.engines import Engine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
-from lib.core.files import ROOT
+from lib.core.files import ROOT, claim_folder
 from lib.core.hardware import available_cpus, provenance
-from lib.core.settings import check, check_fields
+from lib.core.settings import check, check_fields, require
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.publish.cells import clean, static_widgets
@@ -60,7 +60,7 @@ class RunConfig:
     """A YAML file of parameters, or the name of one in `notebooks/parameters/`."""
 
     report: Path | None = None
-    """Folder for the pages (default: `artifacts/report`)."""
+    """Folder for the pages: new, empty or a report (default: `artifacts/report`)."""
 
     workers: int | None = None
     """Notebooks to run at a time (default: one per two cores, but at least two if there are two
@@ -89,15 +89,18 @@ def run_notebooks(
     Returns:
         The exit code: 0, or 1 if a notebook failed, or 2 if the arguments make no sense.
     """
-    from lib.publish.front_page import keep_earlier_run, published, write_front_page
+    from lib.publish.front_page import REPORT, keep_earlier_run, published, write_front_page
     from lib.publish.pages import short_title, write_page
 
     # find and plan
-    report = Path(report or workspace(root) / "artifacts/report").resolve()
+    default = (workspace(root) / "artifacts/report").resolve()
+    report = Path(report or default).resolve()
     try:
         every = find_notebooks((), root)
         jobs = plan(find_notebooks(notebooks, root), parameters, root)
-        report.mkdir(parents=True, exist_ok=True)
+        is_work = report == (root / "work").resolve()
+        require(not is_work, "report must be elsewhere than work/, which has your copies")
+        claim_folder(report, REPORT, setting="report", is_ours=report == default)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

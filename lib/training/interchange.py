@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lib.core.files import write_atomically
+from lib.core.files import MARK, claim_folder, write_atomically
 from lib.core.settings import require, to_dict, to_json
 from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
@@ -45,10 +45,9 @@ def export_run(config: ExportConfig) -> Path:
     """
     source, folder = config.checkpoint or newest_run(), config.folder
     require(folder is not None, "folder must be a path, as in `export DIR`, got None")
-    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    require(is_new, f"folder must be new or empty, got {folder}, which has files")
     model, tokenizer, settings = load_model(source, "cpu")
     weights = to_llama(model.state_dict(), model.config)
+    claim_folder(folder, "an unfinished export", setting="folder")
 
     tokenizer_files.save_huggingface(folder / "tokenizer.json", tokenizer.parts)
     # the token that begins and ends a text, if the tokenizer has it
@@ -69,6 +68,7 @@ def export_run(config: ExportConfig) -> Path:
     fields = to_llama_config(model.config) | {"bos_token_id": end, "eos_token_id": end}
     fields["torch_dtype"] = str(_common_dtype(weights)).removeprefix("torch.")
     write_atomically(folder / "config.json", json.dumps(fields, indent=2) + "\n")
+    (folder / MARK).unlink()
     return folder
 
 

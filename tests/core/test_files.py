@@ -13,6 +13,8 @@ import pytest
 from lib.core.files import (
     ROOT,
     atomic_write,
+    claim_folder,
+    is_claimed,
     lock_file,
     lock_folder,
     make_folder,
@@ -121,3 +123,16 @@ def test_sha256_is_that_of_the_content_and_progress_adds_up(tmp_path):
     digest = sha256_file(tmp_path / "file", progress=done.append)
     assert digest == hashlib.sha256(content).hexdigest()
     assert sum(done) == len(content)
+
+
+def test_a_folder_is_taken_once_marked_and_never_with_somebodys_files(tmp_path):
+    for _ in range(2):
+        claim_folder(tmp_path / "new", "a report", setting="output")
+        (tmp_path / "new/page.html").touch()
+    assert is_claimed(tmp_path / "new", "a report")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/thesis.tex").touch()
+    for name, kind in (("new", "a bundle"), ("own", "a report")):
+        with pytest.raises(ValueError, match=f"output must be new, empty or {kind}, got .*{name}"):
+            claim_folder(tmp_path / name, kind, setting="output")
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["thesis.tex"]

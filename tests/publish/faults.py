@@ -71,8 +71,8 @@ FAULTS = [
     # the newest earlier runs are removed, not the oldest
     Fault(
         "lib/publish/front_page.py",
-        '(report / EARLIER).glob("*") if path.is_dir()), reverse=True)',
-        '(report / EARLIER).glob("*") if path.is_dir()))',
+        "if is_claimed(path, REPORT)), reverse=True)",
+        "if is_claimed(path, REPORT)))",
         "tests/publish/test_front_page.py",
     ),
     # home folders are found at the start of a file only
@@ -109,5 +109,19 @@ FAULTS = [
         "write_atomically(copy, content)",
         "copy.write_bytes(content)",
         f"{COPIES}::test_a_full_disk_leaves_no_part_of_a_copy",
+    ),
+    # a report goes over whatever is in its folder, answers too
+    Fault(
+        "lib/publish/run_notebooks.py",
+        "is_ours=report == default",
+        "is_ours=True",
+        f"{RUN}::test_a_report_never_goes_where_the_readers_files_are",
+    ),
+    # folders of the reader's are removed with the oldest reports
+    Fault(
+        "lib/publish/front_page.py",
+        "if is_claimed(path, REPORT))",
+        "if path.is_dir())",
+        "tests/publish/test_front_page.py::test_only_the_newest_runs_are_kept_each_once",
     ),
 ]

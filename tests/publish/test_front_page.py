@@ -1,5 +1,6 @@
 """The front page over executed notebooks, and earlier runs beside the newest one."""
 
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -123,11 +124,33 @@ def test_only_the_newest_runs_are_kept_each_once(report, monkeypatch):
     keep_earlier_run(report.with_name("none"), NAMES)
     assert not report.with_name("none").exists()
     monkeypatch.setattr(front_page, "KEPT_RUNS", 3)
+    # folders of the reader's: one with an own name, a copy with an own name, one with a date
+    (report / "previous/0-mine").mkdir()
+    (report / "previous/2020-01-01T10-00-00").mkdir()
+    shutil.copytree(report / "previous/2026-01-01T10-00-00", report / "previous/2026-best")
     for day in range(1, 7):
         put(report, "01_good", day=day)
         keep_earlier_run(report, NAMES)
     kept = sorted(path.name[:10] for path in (report / "previous").iterdir())
-    assert kept == ["2026-01-04", "2026-01-05", "2026-01-06"]
+    own = ["0-mine", "2020-01-01", "2026-01-04", "2026-01-05", "2026-01-06", "2026-best"]
+    assert kept == own
+    links = soup(write_front_page(report, NAMES)).select("h2 + ul a")
+    assert [link["href"][9:19] for link in links] == [f"2026-01-0{day}" for day in (6, 5, 4)]
+
+
+def test_an_earlier_run_whose_copying_was_interrupted_is_copied_again(report, monkeypatch):
+    def interrupted(source, target, **_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.publish.front_page.write_front_page", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            keep_earlier_run(report, NAMES)
+    (earlier,) = (report / "previous").iterdir()
+    (earlier / "01_good.html").unlink()
+    keep_earlier_run(report, NAMES)
+    assert (earlier / "01_good.html").read_text() == "page of day 1"
+    assert (earlier / "index.html").exists()
 
 
 def test_key_figures_are_shown_and_kept_in_their_order(make_notebook, tmp_path):

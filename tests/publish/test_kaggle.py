@@ -131,9 +131,37 @@ def test_a_bundle_is_made_anew_but_a_folder_with_something_else_is_left_alone(wo
     assert not old.exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.tex").write_text("years")
-    with pytest.raises(ValueError, match="output must be a new folder"):
+    with pytest.raises(ValueError, match="output must be new"):
         built(root, tmp_path, output=tmp_path / "other")
     assert (tmp_path / "other/thesis.tex").read_text() == "years"
+    # nor a data set of the reader's own
+    (tmp_path / "mine/dataset").mkdir(parents=True)
+    (tmp_path / "mine/dataset/dataset-metadata.json").write_text("{}")
+    with pytest.raises(ValueError, match="output must be new"):
+        built(root, tmp_path, output=tmp_path / "mine")
+    assert (tmp_path / "mine/dataset/dataset-metadata.json").exists()
+
+
+def test_a_build_can_be_repeated_after_it_failed_and_half_a_bundle_is_not_pushed(
+    workbook, tmp_path, monkeypatch
+):
+    root = workbook("steps")
+
+    def full(source, target):
+        Path(target).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        with pytest.raises(OSError, match="No space"):
+            built(root, tmp_path)
+    (root / "artifacts/leak.jsonl").write_text('{"output": "/home/ada/out"}')
+    with pytest.raises(ValueError, match="must hold nothing private"):
+        built(root, tmp_path)
+    with pytest.raises(ValueError, match="folder must be one"):
+        push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
+    (root / "artifacts/leak.jsonl").unlink()
+    assert metadata_of(built(root, tmp_path))
 
 
 REFUSED = """

@@ -228,7 +228,27 @@ def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_notebooks(root=shelf)
-    assert list((shelf / "artifacts/report").iterdir()) == []
+    assert [path.name for path in (shelf / "artifacts/report").iterdir()] == [".workbook"]
+
+
+@pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])
+def test_a_report_never_goes_where_the_readers_files_are(
+    shelf, make_notebook, capsys, monkeypatch, folder
+):
+    monkeypatch.setattr("lib.publish.run_notebooks.run_all", lambda *_: [])
+    for name in ("work/01_one.ipynb", "mine/01_one.ipynb", "mine/previous/thesis/1.tex"):
+        (shelf / name).parent.mkdir(parents=True, exist_ok=True)
+        (shelf / name).write_text("an answer")
+    before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
+    assert run_notebooks(["01"], root=shelf, report=shelf / folder) == 2
+    assert "report must be" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
+
+
+def test_a_report_never_goes_to_work_even_before_the_first_copies(shelf, capsys):
+    assert run_notebooks(["01"], root=shelf, report=shelf / "work") == 2
+    assert "report must be elsewhere than work/" in capsys.readouterr().err
+    assert not (shelf / "work").exists()
 
 
 def test_an_interrupted_run_leaves_the_pages_of_the_one_before(done):

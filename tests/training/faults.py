@@ -31,8 +31,8 @@ FAULTS = [
     ),
     Fault(
         "lib/training/interchange.py",
-        "require(is_new, f",
-        "require(True, f",
+        """"an unfinished export", setting="folder")""",
+        """"an unfinished export", setting="folder", is_ours=True)""",
         "tests/training/test_interchange.py::test_a_folder_with_files_is_not_written_to",
     ),
     # one step

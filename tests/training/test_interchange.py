@@ -99,12 +99,31 @@ def test_a_folder_with_files_is_not_written_to(make_run, name):
     (run.parent / "folder").mkdir()
     (run.parent / "folder/mine.txt").write_text("mine")
     before = {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
-    with pytest.raises(ValueError, match="folder must be new or empty"):
+    with pytest.raises(ValueError, match="folder must be new, empty"):
         export(run, name)
     assert before == {path: path.stat().st_mtime_ns for path in run.parent.rglob("*")}
     exported = export(run, "new")
+    # not even a whole export, which may have been worked on
+    with pytest.raises(ValueError, match="folder must be new"):
+        export(run, "new")
     with pytest.raises(ValueError, match=r"output must be new, got .*run, which has a run"):
         import_model(ImportConfig(folder=exported, output=run))
+
+
+def test_an_export_can_be_repeated_after_it_failed(make_run, monkeypatch):
+    run = make_run()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lib.training.interchange.save", full)
+        with pytest.raises(OSError, match="No space"):
+            export(run)
+    assert not (run.parent / "exported/config.json").exists()
+    names = {path.name for path in export(run).iterdir()}
+    assert names == {path.name for path in export(run, "another").iterdir()}
+    assert ".workbook" not in names
 
 
 def test_a_variant_that_llama_lacks_leaves_no_folder(make_run):

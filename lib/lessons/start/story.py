@@ -1,8 +1,8 @@
 """The small committed model that tells stories, and a widget that lets the reader play with it.
 
 The model was trained on the generated stories, with the settings in its config.json; record.json
-holds its loss. `python -m lib lessons story RUN` makes its folder anew from the folder of such a
-training run, with the weights rounded to float16 to halve them.
+holds its loss. `python -m lib lessons story RUN --output artifacts/tiny_stories` makes its folder
+anew from that of such a training run, with the weights rounded to float16 to halve them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core.files import ROOT, make_folder, write_atomically
+from lib.core.files import ROOT, claim_folder, write_atomically
 from lib.core.settings import to_json
 from lib.lessons.show import TEXT
 from lib.tokenizer import files as tokenizer_files
@@ -137,11 +137,12 @@ def evaluate_on_stories(model: TransformerLM, tokenizer: Tokenizer) -> Evaluatio
     )
 
 
-def keep(run: Path | None = None, folder: Path = FOLDER) -> dict[str, Any]:
-    """Make `folder` from the newest checkpoint of the training run in `run`; return its record.
+def keep(run: Path | None, output: Path) -> dict[str, Any]:
+    """Make `output` from the newest checkpoint of the training run in `run`; return its record.
 
     Args:
         run: the run's folder. None: the newest in `artifacts/runs`.
+        output: a new or empty folder, one that this function made, or that of the committed model.
     """
     import torch
 
@@ -151,21 +152,22 @@ def keep(run: Path | None = None, folder: Path = FOLDER) -> dict[str, Any]:
 
     run = run or newest_run()
     model, tokenizer, config = load_model(run, "cpu")
+    made = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    if output.resolve() != FOLDER:
+        claim_folder(output, "a story model", setting="output")
     before = evaluate_on_stories(model, tokenizer)
     step = int(find_checkpoint(run / "checkpoints").name.removeprefix("step-"))
     # the model card, README.md, stays
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    make_folder(folder)
-    tokenizer.save(tokenizer_files.find(folder))
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    tokenizer.save(tokenizer_files.find(output))
     config = dataclasses.replace(config, data=None, output=None)
-    write_atomically(folder / "config.json", to_json(config))
+    write_atomically(output / "config.json", to_json(config))
     # norms stay in float32, as in training with low-precision weights
     model.use_low_precision_weights(torch.float16)
-    save_checkpoint(folder / "checkpoints", step=step, model=model)
-    (folder / "checkpoints/.lock").unlink()
+    save_checkpoint(output / "checkpoints", step=step, model=model)
+    (output / "checkpoints/.lock").unlink()
     after = evaluate_on_stories(model.float(), tokenizer)
-    made = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    last = read_metrics(run / "metrics.jsonl")[-1]
     record = {name: made[name] for name in KEPT} | {
         "made_by": "python -m lib lessons story, from a training run with config.json",
         "steps": step,
@@ -175,5 +177,5 @@ def keep(run: Path | None = None, folder: Path = FOLDER) -> dict[str, Any]:
         "evaluation": dataclasses.asdict(after),
         "loss_before_rounding_to_float16": before.loss,
     }
-    write_atomically(folder / "record.json", json.dumps(record, indent=2) + "\n")
+    write_atomically(output / "record.json", json.dumps(record, indent=2) + "\n")
     return record

@@ -3,9 +3,12 @@
 import contextlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from lib.__main__ import StoryConfig
+from lib.core.files import claim_folder
 from lib.core.settings import from_json
 from lib.data.prepare import TokenizeConfig
 from lib.data.stories import generate_stories
@@ -84,7 +87,10 @@ def test_its_card_gives_the_figures_of_its_record(story_model):
         assert figure in " ".join(card.split()), figure
 
 
-def test_keep_makes_such_a_folder_from_a_training_run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a training run of two steps."""
+    tmp_path = tmp_path_factory.mktemp("story")
     config = PipelineConfig(
         TokenizeConfig(corpus_bytes=50_000, vocab_size=300, data_dir=tmp_path, workers=1),
         TrainConfig(
@@ -98,11 +104,27 @@ def test_keep_makes_such_a_folder_from_a_training_run(tmp_path):
         SampleConfig(max_new_tokens=1),
     )
     run_pipeline(config, progress_bar=lambda *_: contextlib.nullcontext(lambda count: None))
-    (tmp_path / "kept").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("output", ["run", "own"])
+def test_keep_leaves_a_folder_of_the_readers_alone(run, tmp_path, output):
+    folder = run if output == "run" else tmp_path
+    (folder / "notes.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(ValueError, match="output must be new"):
+        keep(run, folder)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    # and the committed model, unless it is named
+    assert StoryConfig().output.parent == Path("artifacts/local")
+
+
+def test_keep_makes_such_a_folder_from_a_training_run(run, tmp_path):
+    claim_folder(tmp_path / "kept", "a story model", setting="output")
     (tmp_path / "kept/README.md").write_text("the card")
-    record = keep(tmp_path / "run", tmp_path / "kept")
+    record = keep(run, tmp_path / "kept")
     assert record == json.loads((tmp_path / "kept/record.json").read_text())
-    assert record["tokens"] == read_metrics(tmp_path / "run/metrics.jsonl")[-1]["tokens"]
+    assert record["tokens"] == read_metrics(run / "metrics.jsonl")[-1]["tokens"]
     model, _, kept = load_model(tmp_path / "kept", "cpu")
     assert model.output_weight.element_size() == 2
     assert kept.output is None
