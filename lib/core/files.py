@@ -90,7 +90,8 @@ def claim_folder(
     """
     folder = Path(folder)
     if not is_ours and not is_claimed(folder, kind) and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{setting} must be new, empty or {kind}, got {folder}, which has files")
+        found = f"{folder}, which has files and no {MARK} that says so"
+        raise ValueError(f"{setting} must be new, empty or {kind}, got {found}")
     write_atomically(folder / MARK, kind + "\n")
 
 

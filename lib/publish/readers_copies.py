@@ -90,6 +90,10 @@ def _parse(content: bytes) -> NotebookNode:
     try:
         notebook = nbformat.reads(content.decode("utf-8"), as_version=4)
         for cell in notebook.cells:
+            # some programs leave these out
+            if cell.cell_type == "code":
+                cell.setdefault("outputs", [])
+                cell.setdefault("execution_count", None)
             _key(cell)
     # nbformat raises whatever comes up
     except Exception as error:

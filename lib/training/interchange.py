@@ -156,7 +156,7 @@ def import_model(config: ImportConfig) -> Path:
     """Turn a folder with a Llama into a run that `generate` uses; return the run's folder.
 
     Raises:
-        ValueError: the run's folder exists, or the model or tokenizer has something that ours lack.
+        ValueError: the run's folder has files, or model or tokenizer have something that ours lack.
     """
     source = config.folder
     require(source is not None, "folder must be a path, as in `import DIR`, got None")
@@ -164,7 +164,6 @@ def import_model(config: ImportConfig) -> Path:
         if not (source / name).is_file():
             raise FileNotFoundError(f"no {name} in {source}; it must be a folder of transformers")
     run = config.output or Path("artifacts/runs") / source.resolve().name
-    require(not (run / "config.json").exists(), f"output must be new, got {run}, which has a run")
 
     try:
         model = from_llama_config(json.loads((source / "config.json").read_bytes()))
@@ -177,6 +176,7 @@ def import_model(config: ImportConfig) -> Path:
         f"{model.vocab_size}",
     )
     weights = from_llama(_load_weights(source), model)
+    claim_folder(run, "an unfinished import", setting="output")
 
     settings = TrainConfig(model=model)
     tokenizer.save(run / "bpe.json")
@@ -184,6 +184,7 @@ def import_model(config: ImportConfig) -> Path:
     extra = {"config": to_dict(settings), "data_sha256": {}, "imported_from": str(source)}
     save_checkpoint(run / "checkpoints", step=0, model=weights, extra=extra)
     write_atomically(run / "config.json", to_json(settings) + "\n")
+    (run / MARK).unlink()
     return run
 
 
