@@ -159,6 +159,14 @@ class WrappedText:
         return self.text
 
 
+def show_svg(svg: str) -> HTML:
+    """Show a drawing; on a phone it scrolls, since its text would be too small to read."""
+    from IPython.display import HTML
+
+    # the keyboard scrolls only what it can reach
+    return HTML(f'<div style="overflow-x:auto" tabindex="0">{svg}</div>')
+
+
 def show_growing(text: str) -> Callable[[int, str], None]:
     """Display `text`, and return a function that adds to it: `on_text` of `generate_text`."""
     from IPython.display import display

@@ -14,15 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SET_UP = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 from lib.lessons.tokenizer import exercises"""
-RIGHT = """def encode_pretoken(ids, merges):
-    while known := [pair for pair in zip(ids, ids[1:]) if pair in merges]:
-        first = min(known, key=merges.get)
-        ids = exercises.merge_pair(ids, first, merges[first])
-    return ids
-exercises.check_encode_pretoken(encode_pretoken)"""
-STUB = """def count_pairs(words):
+RIGHT = """def merge_pairs(ids, pair, new_id):
+    return exercises.merge_pair(ids, pair, new_id)
+exercises.check_merge_pair(merge_pairs)"""
+STUB = """def split_gpt4(text):
     raise NotImplementedError
-exercises.check_count_pairs(count_pairs)"""
+exercises.check_split_gpt4(split_gpt4)"""
 WRONG = """def merge(ids, pair, new_id):
     return ids
 exercises.check_merge_pair(merge)"""
@@ -48,8 +45,8 @@ def test_each_exercise_passed_failed_was_left_or_was_blocked(folder, tmp_path, c
     assert report_exercises(folder=folder, output=output) == 0
     answers = json.loads(output.read_text())
     assert {answer["exercise"]: answer["result"] for answer in answers} == {
-        "encode_pretoken": "passed",
-        "count_pairs": "not attempted",
+        "merge_pairs": "passed",
+        "split_gpt4": "not attempted",
         "merge": "failed",
         "merge_twice": "blocked",
     }

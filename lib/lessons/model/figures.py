@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 
 from lib.core.figures import BLACK, BLUE, COLORS, INK, ORANGE
 from lib.lessons.model.explorers import draw_pattern
+from lib.lessons.show import show_svg
 
 if TYPE_CHECKING:
     from IPython.display import HTML
@@ -30,24 +31,17 @@ HEADS = ("#8fc7e8", "#f3b98a", "#8fd0b5", "#cdb8e6")
 
 def show_transformer() -> HTML:
     """The Transformer from token ids to logits, along its residual stream, with shapes."""
-    return _card(transformer_svg())
+    return show_svg(transformer_svg())
 
 
 def show_heads() -> HTML:
     """Multi-head attention from x to the residual stream, with shapes."""
-    return _card(heads_svg())
+    return show_svg(heads_svg())
 
 
 def show_sharing() -> HTML:
     """Query heads above the key and value heads that they use: their own, a group's, one."""
-    return _card(sharing_svg())
-
-
-def _card(svg: str) -> HTML:
-    from IPython.display import HTML
-
-    # on a phone it scrolls, since its text would be too small to read
-    return HTML(f'<div style="overflow-x:auto">{svg}</div>')
+    return show_svg(sharing_svg())
 
 
 def _svg(width: int, height: int, words: str, parts: Sequence[str]) -> str:

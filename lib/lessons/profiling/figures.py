@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from lib.core.figures import BLUE, INK, ORANGE, SKY, VERMILLION
 from lib.lessons.profiling.simulated import Kernel, ToyTrainer, draw_loop
+from lib.lessons.show import show_svg
 
 if TYPE_CHECKING:
     from IPython.display import HTML
@@ -100,10 +101,7 @@ def memory_hierarchy_words() -> str:
 
 def show_memory_hierarchy() -> HTML:
     """The memory hierarchy of an H200."""
-    from IPython.display import HTML
-
-    # on a phone it scrolls, since its text would be too small to read
-    return HTML(f'<div style="overflow-x:auto" tabindex="0">{memory_hierarchy_svg()}</div>')
+    return show_svg(memory_hierarchy_svg())
 
 
 def show_samples(times_ms: Sequence[float], *, title: str, measurement: Measurement | None = None):

@@ -140,7 +140,7 @@ def what_runs_here(machine: Machine) -> list[dict[str, str]]:
         ("model and training", "02, 03", models),
         ("torch.compile", "04, 10", compiled),
         ("profiles of a GPU", "04", profiles),
-        ("attention kernels in Triton", "06", triton),
+        ("kernels in Triton", "05, 06", triton),
         ("data parallelism, ZeRO-1", "07, 08", parallel),
         ("speedrun", "10", speedrun),
     ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from IPython.display import HTML, Markdown
 
 from lib.lessons.profiling.figures import SVG_STYLE
-from lib.lessons.show import show_table
+from lib.lessons.show import show_svg, show_table
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def show_chips() -> Markdown:
 
 def show_gpu() -> HTML:
     """Show an H200 as boxes: multiprocessors with what is in them, L2, HBM."""
-    from IPython.display import HTML
-
-    return HTML(f'<div style="overflow-x:auto" tabindex="0">{gpu_svg()}</div>')
+    return show_svg(gpu_svg())
 
 
 def gpu_svg() -> str:
