@@ -200,7 +200,14 @@ def show_source(function: Callable, first: str = "", last: str = "") -> Markdown
 
 
 def show_excerpt(
-    source: str, file: str, name: str, first: str = "", last: str = "", *, line: int = 1
+    source: str,
+    file: str,
+    name: str,
+    first: str = "",
+    last: str = "",
+    *,
+    line: int = 1,
+    language: str = "python",
 ) -> Markdown:
     """Show `source`, or the part of it from a line that contains `first` to one that contains
     `last`, under the name of its function and a link to its file.
@@ -210,6 +217,7 @@ def show_excerpt(
     Args:
         file: relative to the workbook, whose folders of notebooks are one below it.
         line: the number of the first line of `source` in that file.
+        language: of its colours.
     """
     from IPython.display import Markdown
 
@@ -219,7 +227,7 @@ def show_excerpt(
     code = textwrap.dedent("\n".join(lines[start : stop + 1]))
     # JupyterLab counts lines from 0
     link = f"[`{file}`](../{file}#line={line + start - 1})"
-    return Markdown(f"{link}, `{name}`:\n\n```python\n{code}\n```")
+    return Markdown(f"{link}, `{name}`:\n\n```{language}\n{code}\n```")
 
 
 def _line_with(lines: Sequence[str], text: str, start: int) -> int:

@@ -1,4 +1,4 @@
-"""Exercises of notebook 06: online softmax, one tile of queries forward, gradient of the scores."""
+"""Exercises of notebook 06: online softmax, a tile of queries, fragments, gradient of scores."""
 
 from __future__ import annotations
 
@@ -173,6 +173,69 @@ ATTEND = Exercise(
 )
 
 
+def _draw_fragments(generator: random.Random, size: int) -> tuple:
+    return tuple(_draw_tensor(generator, 32, count) for count in (4, 2, 4))
+
+
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    lane = torch.arange(32)
+    g, t = lane // 4, lane % 4
+    left, right, total = torch.zeros(16, 8), torch.zeros(8, 8), torch.zeros(16, 8)
+    for i in range(4):
+        left[g + i // 2 * 8, 2 * t + i % 2] = a[:, i]
+        total[g + i // 2 * 8, i % 2 + 2 * t] = c[:, i]
+    for i in range(2):
+        right[2 * t + i, g] = b[:, i]
+    total = total + left @ right
+    return torch.stack([total[8 * (i // 2) + g, 2 * t + i % 2] for i in range(4)], 1)
+
+
+FRAGMENTS = Exercise(
+    multiply_add,
+    _draw_fragments,
+    {
+        "B is laid out as A; a lane's pair lies in a column of B, rows 2t and 2t + 1": (
+            "right[2 * t + i, g]",
+            "right[g, 2 * t + i]",
+        ),
+        "registers 1 and 2 of A are swapped; a pair is two columns of one row": (
+            "left[g + i // 2 * 8, 2 * t + i % 2]",
+            "left[g + i % 2 * 8, 2 * t + i // 2]",
+        ),
+        "registers 1 and 2 of the C that comes in are swapped; a pair is two columns of one row": (
+            "total[g + i // 2 * 8, i % 2 + 2 * t]",
+            "total[g + i % 2 * 8, i // 2 + 2 * t]",
+        ),
+        "registers 1 and 2 of the result are swapped; a pair is two columns of one row": (
+            "total[8 * (i // 2) + g, 2 * t + i % 2]",
+            "total[8 * (i % 2) + g, 2 * t + i // 2]",
+        ),
+        "a lane's second pair of A is in the row below; it is 8 rows below": (
+            "left[g + i // 2 * 8",
+            "left[2 * g + i // 2",
+        ),
+        "a lane's columns of A are t and t + 4; they are neighbours, 2t and 2t + 1": (
+            "left[g + i // 2 * 8, 2 * t + i % 2]",
+            "left[g + i // 2 * 8, t + i % 2 * 4]",
+        ),
+        "a lane's rows of B are t and t + 4; they are neighbours, 2t and 2t + 1": (
+            "right[2 * t + i, g]",
+            "right[t + i * 4, g]",
+        ),
+        "g and t are those of a warp of four rows of eight; g is lane // 4, t is lane % 4": (
+            "lane // 4, lane % 4",
+            "lane % 8, lane // 8",
+        ),
+        "the C that comes in is lost; the result is C + A · B": ("total + left", "left"),
+        "the result is the whole matrix; return what each lane holds of it, (32, 4)": (
+            "return torch.stack([total[8 * (i // 2) + g, 2 * t + i % 2] for i in range(4)], 1)",
+            "return total",
+        ),
+    },
+    tier="core",
+)
+
+
 def _draw_gradient_tile(generator: random.Random, size: int) -> tuple:
     head_dim = generator.randint(2, 4)
     num_queries = generator.choice([n for n in range(1, 3 + size // 4) if n != head_dim])
@@ -239,6 +302,11 @@ def check_max_and_sum(attempt: Callable) -> None:
 def check_attend(attempt: Callable) -> None:
     """Check `attend(q, k, v, first, tile)`: (queries, d), twice (keys, d) -> (queries, d)."""
     check(ATTEND, attempt)
+
+
+def check_multiply_add(attempt: Callable) -> None:
+    """Check `multiply_add(a, b, c)`: (32, 4), (32, 2) and (32, 4) -> (32, 4), C of each lane."""
+    check(FRAGMENTS, attempt)
 
 
 def check_grad_scores(attempt: Callable) -> None:

@@ -170,6 +170,13 @@ def show_kernel(file: str, name: str, first: str = "", last: str = "") -> Markdo
     raise ValueError(f"lib/{file}.py has no function {name!r}")
 
 
+def show_cuda(file: str, name: str, first: str, last: str) -> Markdown:
+    """Show the lines of lib/flash_attention/cuda/`file` from `first` to `last`, in `name`."""
+    path = f"lib/flash_attention/cuda/{file}"
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return show_excerpt(text, path, name, first, last, language="cpp")
+
+
 def interpret(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, is_causal: bool = True
 ) -> tuple[list[Tensor], float]:

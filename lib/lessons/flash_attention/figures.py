@@ -1,19 +1,19 @@
-"""Figures of notebook 06: the visited tiles, and a model of the Hopper kernel's schedule."""
+"""Figures of notebook 06: visited tiles, fragments, banks, and a model of the Hopper schedule."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from lib.core.figures import BLUE, GRID, ORANGE, PAPER, PURPLE, SKY, VERMILLION
+from lib.core.figures import BLUE, GRID, INK, ORANGE, PAPER, PURPLE, SKY, VERMILLION
 from lib.profiling.trace import union
 
 # Ticks per unit of time in `simulate`; divisible by 2 and 3, so that shared work ends on a tick.
@@ -22,6 +22,8 @@ TICKS = 12
 MATMUL, SOFTMAX, LOAD = 1.0, 2.0, 0.5
 # Tiles of keys, and of values, that the ring in shared memory holds.
 STAGES = 2
+# Of the four lanes of a quad.
+QUAD = ("#9fd3ef", "#fbe3b0", "#c9ead6", "#f3cfe0")
 # What a matmul reads.
 LOADED = {"scores": "load K", "values": "load V"}
 
@@ -183,3 +185,63 @@ def draw_timeline(figure: Figure, setting: Mapping[str, Any]) -> None:
     number = ("One warpgroup", "Two warpgroups", "Three warpgroups")[warpgroups - 1]
     busy = f"tensor cores busy {busy_share(spans):.0%} of the time"
     axes.set_title(f"{number}, {how}: {busy}")
+
+
+def draw_fragments(figure: Figure, lane: int = 5) -> None:
+    """Draw C += A · B of m16n8k8: the lane that holds each number; `lane` has a bold frame.
+
+    A, (16, 8), stands left of C, (16, 8), and B, (8, 8), above C, as in a product by hand.
+    """
+    panels = figure.subplots(2, 2, height_ratios=(8, 16), width_ratios=(1, 1))
+    panels[0, 0].axis("off")
+    words = (
+        f"The number in a cell is its lane.\nBold: what lane {lane} holds.\nColours: lane mod 4."
+    )
+    panels[0, 0].text(0, 0.5, words, fontsize=11, va="center", color=INK)
+    row, column = np.indices((16, 8))
+    holders = row % 8 * 4 + column // 2  # of A and of C
+    _draw_lanes(panels[1, 0], "A, 16 × 8", holders, lane)
+    _draw_lanes(panels[1, 1], "C, 16 × 8", holders, lane)
+    _draw_lanes(panels[0, 1], "B, 8 × 8", holders[:8].T, lane)
+
+
+def _draw_lanes(axes: Axes, title: str, holders: np.ndarray, lane: int) -> None:
+    """Draw a matrix as cells with the number of the lane that holds each."""
+    for (row, column), holder in np.ndenumerate(holders):
+        style = {"facecolor": QUAD[holder % 4], "edgecolor": PAPER, "linewidth": 1}
+        axes.add_patch(Rectangle((column, row), 1, 1, **style))
+        weight = "bold" if holder == lane else "normal"
+        text = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK, "weight": weight}
+        axes.text(column + 0.5, row + 0.5, str(holder), **text)
+    for row, column in np.argwhere(holders == lane):
+        style = {"facecolor": "none", "edgecolor": INK, "linewidth": 2.2, "zorder": 3}
+        axes.add_patch(Rectangle((column, row), 1, 1, **style))
+    rows, columns = holders.shape
+    axes.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 0.1, -0.1), aspect="equal")
+    axes.set_title(title, fontsize=11)
+    axes.axis("off")
+
+
+def draw_banks(figure: Figure, place: Callable[[int, int], int], chunk: int = 2) -> None:
+    """Draw where eight rows of eight chunks lie, as they are and moved by `place(row, chunk)`.
+
+    The cells of one `chunk`, which ldmatrix reads together, are orange.
+    """
+    ways = {"as they are": lambda row, chunk: chunk, "swizzled": place}
+    for axes, (name, way) in zip(figure.subplots(ncols=2), ways.items()):
+        for row in range(8):
+            for number in range(8):
+                color = ORANGE if number == chunk else GRID
+                style = {"facecolor": color, "edgecolor": PAPER, "linewidth": 1.5}
+                column = way(row, number)
+                axes.add_patch(Rectangle((column, row), 1, 1, **style))
+                text = {"ha": "center", "va": "center", "fontsize": 9, "color": INK}
+                axes.text(column + 0.5, row + 0.5, str(number), **text)
+        used = len({way(row, chunk) for row in range(8)})
+        axes.set(xlim=(0, 8), ylim=(8, 0), aspect="equal")
+        axes.set(xlabel="eighth of the banks (16 bytes each)", ylabel="row of the tile")
+        axes.set_title(f"{name}: chunk {chunk} in {used} of 8")
+        axes.set_xticks(np.arange(8) + 0.5, range(8))
+        axes.set_yticks(np.arange(8) + 0.5, range(8))
+        axes.tick_params(length=0)
+        axes.grid(visible=False)

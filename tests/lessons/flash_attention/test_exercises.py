@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lib.lessons.exercise import draw_inputs, verdict
-from lib.lessons.flash_attention.exercises import ATTEND, GRAD_SCORES, ONLINE_SOFTMAX
+from lib.lessons.flash_attention.exercises import ATTEND, FRAGMENTS, GRAD_SCORES, ONLINE_SOFTMAX
 
 CHECKED = {"online softmax": ONLINE_SOFTMAX, "attend": ATTEND, "gradient": GRAD_SCORES}
 
@@ -35,10 +35,23 @@ def grad_scores(scores, v, out, lse, grad_out):
     return torch.autograd.grad(total, scores, grad_out.double())[0]
 
 
+def multiply_add(a, b, c):
+    """By the order of lanes and registers alone: (g, t, half, column of a pair)."""
+
+    def tall(x):
+        return x.reshape(8, 4, 2, 2).permute(2, 0, 1, 3).reshape(16, 8)
+
+    out = tall(c) + tall(a) @ b.reshape(8, 8).T
+    return out.reshape(2, 8, 4, 2).permute(1, 2, 0, 3).reshape(32, 4)
+
+
 @pytest.mark.parametrize(
     ("exercise", "independent"),
-    [(ONLINE_SOFTMAX, max_and_sum), (ATTEND, attend), (GRAD_SCORES, grad_scores)],
-    ids=CHECKED,
+    [
+        *((ONLINE_SOFTMAX, max_and_sum), (ATTEND, attend), (GRAD_SCORES, grad_scores)),
+        (FRAGMENTS, multiply_add),
+    ],
+    ids=[*CHECKED, "fragments"],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_an_independent_answer_is_right(exercise, independent, seed):
