@@ -96,7 +96,13 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
     Returns:
         A table row for each step: step, bytes of text, tokens, bytes_per_token, seconds, MB_per_s
         (None if nothing had to be done) and path.
+
+    Raises:
+        ValueError: `config.output` is the folder of a model, whose tokenizer would be replaced.
     """
+    # a run has run.json from its first step on, an exported model config.json
+    is_model = any((config.output_dir / name).exists() for name in ("run.json", "config.json"))
+    check(config, "output", not is_model, "a folder that holds no model")
     with progress_bar("corpus", None) as progress:
         corpus = prepare_corpus(
             config.corpus,

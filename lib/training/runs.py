@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from lib.core.files import is_locked
 from lib.core.settings import check_fields, require
 from lib.training.metrics import read_metrics
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +66,20 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
         if not folder.is_dir():
             continue
         files = [path.stat() for path in folder.rglob("*") if path.is_file()]
-        saved = sorted(folder.glob("checkpoints/step-*"))
+        numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
         metrics = folder / "metrics.jsonl"
-        lines = read_metrics(metrics) if metrics.exists() else []
-        judged = [line["validation_bits_per_byte"] for line in lines if "validation_loss" in line]
+        # one damaged run must not hide the others
+        try:
+            lines = read_metrics(metrics) if metrics.exists() else []
+        except ValueError as error:
+            log.warning("%s", error)
+            lines = []
+        name = "validation_bits_per_byte"
+        judged = [line[name] for line in lines if name in line]
         found.append(
             StoredRun(
                 folder,
-                step=int(saved[-1].name.removeprefix("step-")) if saved else None,
+                step=max((int(number) for number in numbers if number.isdecimal()), default=None),
                 bits_per_byte=judged[-1] if judged else None,
                 num_bytes=sum(file.st_size for file in files),
                 changed=max((file.st_mtime for file in files), default=folder.stat().st_mtime),

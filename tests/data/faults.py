@@ -101,6 +101,13 @@ FAULTS = [
         "",
         "tests/data/test_prepare.py",
     ),
+    # a model's tokenizer is overwritten
+    Fault(
+        "lib/data/prepare.py",
+        'check(config, "output", not is_model,',
+        'check(config, "output", True,',
+        "tests/data/test_prepare.py::test_the_tokenizer_of_a_model_is_never_replaced",
+    ),
     # arrays that another text made are overwritten
     Fault(
         "lib/data/prepare.py",
@@ -110,23 +117,23 @@ FAULTS = [
     ),
     # a damaged journal is believed
     Fault(
-        'lib/data/token_array.py',
-        'if text == _journal_text(key, done, digest):',
+        "lib/data/token_array.py",
+        "if text == _journal_text(key, done, digest):",
         'if json.loads(text)["key"] == key:',
-        'tests/data/test_token_array.py::test_a_partial_file_of_something_else_is_begun_anew',
+        "tests/data/test_token_array.py::test_a_partial_file_of_something_else_is_begun_anew",
     ),
     # a sampler resumes before the first sequence
     Fault(
-        'lib/data/batches.py',
-        ' or not 0 <= windows_seen < 2**62',
-        '',
-        'tests/data/test_batches.py::test_a_position_that_is_none_is_rejected_and_changes_nothing',
+        "lib/data/batches.py",
+        " or not 0 <= windows_seen < 2**62",
+        "",
+        "tests/data/test_batches.py::test_a_position_that_is_none_is_rejected_and_changes_nothing",
     ),
     # seed 0 is no seed
     Fault(
-        'lib/data/batches.py',
-        'generator = np.random.default_rng(generator)',
-        'generator = generator or np.random.default_rng()',
-        'tests/data/test_batches.py::test_a_seed_draws_the_same_batch_again',
+        "lib/data/batches.py",
+        "generator = np.random.default_rng(generator)",
+        "generator = generator or np.random.default_rng()",
+        "tests/data/test_batches.py::test_a_seed_draws_the_same_batch_again",
     ),
 ]

@@ -86,6 +86,16 @@ def test_an_altered_tokenizer_is_rejected_by_name(config, tmp_path):
         tokenize(config)
 
 
+@pytest.mark.parametrize("name", ["run.json", "config.json"])
+def test_the_tokenizer_of_a_model_is_never_replaced(config, tmp_path, name):
+    tokenize(config)
+    (tmp_path / "out" / name).touch()
+    before = (tmp_path / "out" / "bpe.json").read_bytes()
+    with pytest.raises(ValueError, match="output must be a folder that holds no model"):
+        tokenize(config, vocab_size=301)
+    assert (tmp_path / "out" / "bpe.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])
 def test_a_damaged_source_record_means_training_again(config, tmp_path, content):
     before = tokenize(config)

@@ -41,6 +41,14 @@ def test_runs_are_listed_with_step_judgement_size_and_age_the_newest_first(folde
     assert "no runs in" in capsys.readouterr().out
 
 
+def test_a_damaged_run_is_listed_and_hides_no_other(folder, caplog):
+    (folder / "started/metrics.jsonl").write_text("[]\n")
+    (folder / "good/checkpoints/step-abc").mkdir()
+    found = {run.folder.name: run.step for run in runs.stored_runs(folder)}
+    assert found == {"good": 100, "started": None}
+    assert "metrics.jsonl:1 is not a record" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("answer", "goes"), [("y", True), ("yes", True), ("", False), ("n", False)]
 )
