@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -325,6 +326,7 @@ COMMANDS: dict[str, Command] = {
         "Remove runs by name, after asking.",
         "lib.training.runs:RemoveRunsConfig",
         "lib.training.runs:remove_runs",
+        word="names",
     ),
     "run": Command(
         "Run the notebooks and write the report.",
@@ -598,7 +600,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     default = None
     if given.config is not None:
         default = read_config(cls, given.config)
-    flags = name_word(flags, COMMANDS[command].word)
+    flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
     flags = [full_flag(cls, flag) for flag in flags]
     if importlib.util.find_spec("tyro") is None:
         return with_flags(default or cls(), flags)
@@ -658,8 +660,14 @@ def is_of_pipeline(path: Path) -> bool:
     )
 
 
-def name_word(flags: list[str], field: str) -> list[str]:
-    """`flags` with the flag of `field` before the word that has none, as in `export DIR`."""
+def name_word(flags: list[str], field: str, *, takes_several: bool = False) -> list[str]:
+    """`flags` with the flag of `field` before the word that has none, as in `export DIR`.
+
+    Where it `takes_several`, they come first, as in `runs remove ONE TWO`.
+    """
+    if takes_several:
+        words = list(itertools.takewhile(lambda flag: not flag.startswith("-"), flags))
+        return [f"--{field}", *flags] if words else flags
     if not field:
         return flags
     named, words = [], []

@@ -321,6 +321,12 @@ class KVCache:
         rows, given = self.keys.shape[1], other.keys.shape[1]
         if given not in (1, rows):
             raise ValueError(f"other must have 1 or {rows} rows, got {given}")
+        mine, theirs = (tuple(cache.keys.shape[::2]) for cache in (self, other))
+        if mine != theirs:
+            raise ValueError(
+                "other must have the layers, heads and head_dim of this cache, "
+                f"{mine}, got {theirs}"
+            )
         self.keys[..., : other.length, :] = other.keys[..., : other.length, :]
         self.values[..., : other.length, :] = other.values[..., : other.length, :]
         self.length = other.length

@@ -145,7 +145,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out."""
+        """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out.
+
+        Positions must not be negative, which is not checked: that would wait for a GPU.
+        """
         if positions is None:
             length, longest = x.shape[-2], len(self.cos)
             if length > longest:

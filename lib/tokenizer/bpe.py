@@ -354,6 +354,11 @@ class Tokenizer:
         self.vocab = dict(vocab)
         self.merges = [(bytes(left), bytes(right)) for left, right in merges]
 
+        for token_id, token in self.vocab.items():
+            if type(token_id) is not int and not isinstance(token_id, np.integer):
+                raise ValueError(f"vocab must have whole numbers as ids, got {token_id!r}")
+            if not isinstance(token, (bytes, bytearray)):
+                raise ValueError(f"vocab must map ids to bytes, got {token!r} for {token_id}")
         # bytes -> id; of two ids with the same bytes, the lower one counts
         ids = {token: token_id for token_id, token in sorted(vocab.items(), reverse=True)}
         missing = [byte for byte in range(256) if bytes([byte]) not in ids]

@@ -99,10 +99,14 @@ def distinct_special_tokens(special_tokens: Sequence[str] | None) -> list[str]:
     """Return each special token once, in order.
 
     Raises:
-        ValueError: they are one text; its characters would each become a special token.
+        ValueError: they are one text, whose characters would each become a special token, or one
+            of them is no text that UTF-8 can express.
     """
     if isinstance(special_tokens, str):
         raise ValueError(f"special_tokens must be a list of texts, got {special_tokens!r}")
+    for token in special_tokens or ():
+        if not isinstance(token, str) or re.search(r"[\ud800-\udfff]", token):
+            raise ValueError(f"special_tokens must be texts that UTF-8 can express, got {token!r}")
     return list(dict.fromkeys(special_tokens or ()))
 
 

@@ -221,7 +221,7 @@ def _load_here(
     """`load_checkpoint` of this rank, whatever happens on others."""
     path = find_checkpoint(path) if verify else Path(path)
     model = None if model is None else inner_module(model)
-    state = json.loads((path / "state.json").read_bytes())
+    state = _read_state(path)
     # clones, since tensors from safetensors stay mapped to the file
     tensors = {k: v.clone() for k, v in _load_tensors(path / "tensors.safetensors").items()}
     if model is not None:
@@ -237,7 +237,20 @@ def _load_here(
 
 def read_extra(path: Path) -> dict[str, Any]:
     """The `extra` saved in the checkpoint `path`, which was verified before."""
-    return json.loads((path / "state.json").read_bytes())["extra"]
+    return _read_state(path)["extra"]
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint holds beside tensors.
+
+    Raises:
+        ValueError: it is not what `save_checkpoint` writes.
+    """
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        return {name: state[name] for name in ("step", "extra", "optimizer")}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path / 'state.json'}: not the state of a checkpoint") from error
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
@@ -328,7 +341,7 @@ def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) ->
     this rank, and calls no other. `model` names the parameters; without it, their names are not
     compared.
     """
-    packed = json.loads((path / "state.json").read_bytes())["optimizer"]
+    packed = _read_state(path)["optimizer"]
     if packed is None and any(path.glob(SHARDS)):
         if _is_sharded(optimizer):
             optimizer.load_own_part(path)  # type: ignore[attr-defined]  # as `_is_sharded` saw

@@ -167,7 +167,7 @@ def import_model(config: ImportConfig) -> Path:
 
     try:
         model = from_llama_config(json.loads((source / "config.json").read_bytes()))
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{source / 'config.json'}: {error}") from error
     tokenizer = Tokenizer.from_parts(tokenizer_files.load_huggingface(source / "tokenizer.json"))
     require(

@@ -317,6 +317,9 @@ def test_the_cache_of_another_model_is_refused(changes):
         make_model(**changes)(make_token_ids(2, 4), cache=KVCache(CONFIG, 2))
     with pytest.raises(ValueError, match="other must have 1 or 3 rows, got 2"):
         KVCache(CONFIG, 3).prefill(KVCache(CONFIG, 2))
+    one_head = dataclasses.replace(CONFIG, num_heads=1, d_model=CONFIG.head_dim)
+    with pytest.raises(ValueError, match="layers, heads and head_dim"):
+        KVCache(CONFIG, 3).prefill(KVCache(one_head, 3))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -619,6 +619,8 @@ def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
     [
         (lambda vocab, merges: vocab.pop(65), r"all 256 bytes, but lacks \[65\]"),
         (lambda vocab, merges: vocab.update({500: b""}), "bytes for every id, got none for 500"),
+        (lambda vocab, merges: vocab.update({500.0: b"ab"}), "whole numbers as ids, got 500.0"),
+        (lambda vocab, merges: vocab.update({500: "ab"}), "map ids to bytes, got 'ab' for 500"),
         (lambda vocab, merges: vocab.update({1 << 24: b"x"}), "from 0 to 16777215, got 16777216"),
         (lambda vocab, merges: vocab.update({-1: b"x"}), "ids from 0 to 16777215, got -1"),
         (lambda vocab, merges: vocab.pop(256), "merge 0 makes .*, which is not in the vocabulary"),
@@ -631,6 +633,12 @@ def test_parts_that_do_not_fit_together_are_rejected(trained, change, message):
     change(vocab, merges)
     with pytest.raises(ValueError, match=message):
         Tokenizer(vocab, merges)
+
+
+@pytest.mark.parametrize("token", [b"<a>", "\ud800", 7])
+def test_a_special_token_that_is_no_text_is_rejected(trained, token):
+    with pytest.raises(ValueError, match="special_tokens must be texts that UTF-8 can express"):
+        Tokenizer(*trained, [token])
 
 
 def test_special_tokens_given_as_one_text_are_rejected(trained):

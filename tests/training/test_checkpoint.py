@@ -505,3 +505,13 @@ def test_training_on_a_gpu_continues_bit_for_bit(tmp_path, is_on_device):
     set_rng_state(loaded.tensors, "cuda")
     train_on_gpu(resumed, resumed_optimizer)
     assert_same(model.state_dict(), resumed.state_dict())
+
+
+@pytest.mark.parametrize("state", ["[]", "{}", "[" * 100_000], ids=["list", "empty", "nested"])
+def test_a_state_that_is_no_checkpoints_is_named(tmp_path, monkeypatch, state):
+    save_checkpoint(tmp_path, step=1, model=make_model())
+    path = newest_checkpoint(tmp_path)
+    (path / "state.json").write_text(state)
+    monkeypatch.setattr("lib.training.checkpoint.find_checkpoint", lambda _: path)
+    with pytest.raises(ValueError, match=r"state\.json: not the state of a checkpoint"):
+        load_checkpoint(tmp_path, model=make_model())
