@@ -77,8 +77,8 @@ class Exercise:
     seconds: float | None = None
     """Time limit for one call (default: TIME_LIMIT)."""
 
-    is_secret: bool = False
-    """Whether the verdict keeps to itself what was expected, as where the answer is a name."""
+    describe: Callable[[Any, Any], str] | None = None
+    """(yours, expected) -> what is wrong, where the first difference would tell too much."""
 
     measure: Callable[[Callable], float] | None = None
     """For a right attempt and the solution, a figure that is better the lower it is."""
@@ -116,6 +116,10 @@ class Raised:
 
     error: str
     line: int | None = field(compare=False)
+
+    def __str__(self) -> str:
+        where = f"line {self.line} of the cell" if self.line else "it"
+        return f"{where} raised {self.error}"
 
 
 class TimeLimitError(BaseException):
@@ -157,7 +161,10 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
         tried = f" on {len(inputs)} random inputs" if len(inputs) > 1 else ""
         return f"right: the same as expected{tried}{_figures(exercise, attempt)}"
     shown = ", ".join(map(_shown, arguments))
-    found = f"{_shown(result)} is not it" if exercise.is_secret else difference(result, expected)
+    if exercise.describe is None:
+        found = difference(result, expected)
+    else:
+        found = str(result) if isinstance(result, Raised) else exercise.describe(result, expected)
     lines = [f"not yet: {attempt.__name__}({shown})", f"  {found}"]
     if result is not NOT_FINISHED and (name := _recognize(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
@@ -305,8 +312,7 @@ def difference(yours: Any, expected: Any) -> str:
     if yours is NOT_FINISHED:
         return "it did not finish in time; is there a loop that never ends?"
     if isinstance(yours, Raised):
-        where = f" in line {yours.line} of the cell" if yours.line else ""
-        return f"it raised {yours.error}{where}; expected {_shown(expected)}"
+        return f"{yours}; expected {_shown(expected)}"
     if yours is None:
         return f"it returned None (is a `return` missing?); expected {_shown(expected)}"
     if type(yours) is not type(expected):

@@ -169,6 +169,8 @@ def rounded(train: Callable) -> Callable:
     @functools.wraps(train)
     def run(*arguments: Any) -> Any:
         losses = train(*arguments)
+        if isinstance(losses, list) and any(map(torch.is_tensor, losses)):
+            raise TypeError("a loss in the list is a tensor; make it a number with .item()")
         return torch.tensor(losses) if isinstance(losses, list) else losses
 
     return run
@@ -213,6 +215,21 @@ LOOP_MISTAKES = {
         "losses.append(total)",
         "losses.append(total * accumulate)",
     ),
+    "each loss is that of the last small batch alone; return the mean of all": (
+        "losses.append(total)",
+        "losses.append(loss.item() * accumulate)",
+    ),
+    "the losses are computed after the update; return those of the forward passes before it": (
+        "losses.append(total)",
+        "pieces = batches[step * accumulate :][:accumulate]\n"
+        "        losses.append(sum(model.loss(*piece).item() for piece in pieces) / accumulate)",
+    ),
+    "the sum of the gradients is clipped, and divided afterwards; divide first": (
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+        "        model.weight.grad *= accumulate\n"
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+        "        model.weight.grad /= accumulate",
+    ),
 }
 LOOP = Exercise(
     rounded(train),
@@ -240,6 +257,21 @@ def _swapped(*letters: str) -> Callable[[], dict[str, str]]:
     return diagnose
 
 
+def describe_diagnosis(yours: Any, expected: Mapping[str, str]) -> str:
+    """Return how many runs are named right, and no word on which."""
+    if not isinstance(yours, Mapping):
+        return f"it returned {yours!r}; return a dict from letters to faults"
+    right = sum(yours.get(letter) == fault for letter, fault in expected.items())
+    parts = [f"{right} of {len(expected)} right"]
+    if missing := ", ".join(letter for letter in expected if letter not in yours):
+        parts.append(f"missing: {missing}")
+    if strange := ", ".join(str(letter) for letter in yours if letter not in expected):
+        parts.append(f"no such run: {strange}")
+    if unknown := ", ".join(str(f) for f in yours.values() if f not in expected.values()):
+        parts.append(f"unknown fault: {unknown}")
+    return "; ".join(parts)
+
+
 BROKEN_RUNS = Exercise(
     diagnose,
     lambda generator, size: (),
@@ -258,10 +290,12 @@ BROKEN_RUNS = Exercise(
         "C and F are mixed up: one was odd before its first update, see the attention": (
             _swapped("C", "F")
         ),
+        "B and E are mixed up: one learns as usual and then stops, in the other all gradient "
+        "norms are too large": _swapped("B", "E"),
     },
     "core",
     trials=1,
-    is_secret=True,
+    describe=describe_diagnosis,
 )
 
 
@@ -339,6 +373,15 @@ RESUME = Exercise(
             "list(run.order)",
             "run.order",
         ),
+        "the generator saved is that of the run, which goes on drawing; save its getstate()": (
+            "    run.train(1)\n",
+            '    run.train(1)\n    saved["generator"] = run.generator.getstate()\n',
+        ),
+        "the generator and the order saved are those of the run, which goes on; copy both": (
+            "    run.train(1)\n",
+            '    run.train(1)\n    saved["generator"] = run.generator.getstate()\n'
+            '    saved["order"] = run.order\n',
+        ),
         "the step that was lost is counted as done": (
             "    run.train(1)\n",
             "    run.train(1)\n    saved['step'] += 1\n",
@@ -379,21 +422,23 @@ TOP_P = Exercise(
     top_p_filter,
     _draw_top_p,
     {
-        "cumsum <= top_p drops the token that crosses; keep where cumsum - ranked < top_p": (
+        "cumsum <= top_p drops the token that crosses; "
+        "keep where the sum of those before is below top_p": (
             "before >= top_p",
             "ranked.cumsum(0) > top_p",
         ),
-        "cumsum < top_p drops the token that reaches top_p; keep where cumsum - ranked < top_p": (
+        "cumsum < top_p drops the token that reaches top_p; "
+        "keep where the sum of those before is below top_p": (
             "before >= top_p",
             "ranked.cumsum(0) >= top_p",
         ),
         "cumsum <= top_p drops the token that crosses, even a first one, which leaves none; "
-        "keep where cumsum - ranked < top_p": (
+        "keep where the sum of those before is below top_p": (
             "before >= top_p] = 0",
             "ranked.cumsum(0) > top_p] = 0\n    if not ranked.any():\n        return ranked",
         ),
         "cumsum < top_p drops the token that reaches top_p, even a first one, which leaves none; "
-        "keep where cumsum - ranked < top_p": (
+        "keep where the sum of those before is below top_p": (
             "before >= top_p] = 0",
             "ranked.cumsum(0) >= top_p] = 0\n    if not ranked.any():\n        return ranked",
         ),
@@ -463,6 +508,21 @@ DECODE = Exercise(
             "range(len(prompt) + count - 1)",
             "range(len(prompt) - 1, len(prompt) + count - 1)",
         ),
+        "old tokens are computed again; keep their keys and values": (
+            "        q, k, v =",
+            "        if position >= len(prompt):\n            model.qkv(tokens[0], 0)\n"
+            "        q, k, v =",
+        ),
+        "the prompt's last token is computed twice; its first output already gives a new token": (
+            "        q, k, v =",
+            "        if position == len(prompt) - 1:\n"
+            "            model.qkv(tokens[position], position)\n        q, k, v =",
+        ),
+        "the prompt's last token is read a second time, at the next position; "
+        "its first output already gives a new token": (
+            "tokens, keys, values = list(prompt)",
+            "prompt = [*prompt, prompt[-1]]\n    tokens, keys, values = list(prompt)",
+        ),
         "positions start at 0 again after the prompt": (
             "qkv(tokens[position], position)",
             "qkv(tokens[position], position % len(prompt))",
@@ -506,6 +566,12 @@ def settings_verdict(attempt: Callable[[], Mapping[str, float]]) -> str:
         return f"not yet: return a dict with the keys {', '.join(PLAIN_SETTINGS)}"
     if not 1 <= settings["batch_size"] <= BUDGET:
         return f"not yet: batch_size must be between 1 and {BUDGET}, got {settings['batch_size']}"
+    steps = BUDGET // int(settings["batch_size"])
+    if not 0 <= settings["warmup_steps"] < steps:
+        return (
+            f"not yet: {BUDGET} sequences are {steps} steps at this batch size; "
+            f"warmup_steps must be fewer, got {settings['warmup_steps']}"
+        )
     loss = loss_on_budget(settings)
     if not loss < BUDGET_GOAL:
         return (

@@ -94,8 +94,8 @@ def show_bits_per_byte(values: Mapping[str, float]) -> None:
     _, axes = plt.subplots(figsize=(7, 3))
     models = [ORANGE if "model" not in name else BLUE for name in values]
     bars = axes.barh(list(values), list(values.values()), color=[*models[:-1], INK])
-    axes.bar_label(bars, fmt="%.2f", padding=3)
-    axes.set(xlabel="bits per byte of held-out stories", title="How far above the floor")
+    axes.bar_label(bars, fmt="%.3g", padding=3)
+    axes.set(xlabel="bits per byte of held-out stories", title="Models, compressors and the floor")
     axes.grid(visible=False)
     axes.margins(x=0.12)
     axes.invert_yaxis()

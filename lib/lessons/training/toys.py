@@ -94,7 +94,7 @@ class MakeRun:
 
 
 class ToyDecoder:
-    """One layer of attention with random weights, which projects each token only once."""
+    """One layer of attention with random weights, which computes each position only once."""
 
     def __init__(self, seed: int, num_heads: int, head_dim: int, vocab_size: int = 40) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -102,7 +102,7 @@ class ToyDecoder:
         self.table = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
         width = num_heads * head_dim
         self.head = torch.randn(vocab_size, width, generator=generator, dtype=torch.float64)
-        self.projected: set[int] = set()
+        self.seen: dict[int, int] = {}
 
     def qkv(self, token: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of a token, each (num_heads, head_dim).
@@ -110,9 +110,11 @@ class ToyDecoder:
         Raises:
             ValueError: it was asked for the same position before.
         """
-        if position in self.projected:
-            raise ValueError(f"position {position} was projected before; keep its key and value")
-        self.projected.add(position)
+        if self.seen.get(position) == token:
+            raise ValueError(f"position {position} was computed before; keep its key and value")
+        if position in self.seen:
+            raise ValueError(f"position {position} already holds another token; count on")
+        self.seen[position] = token
         turned = self.table[token].roll(position, dims=-1)  # in place of RoPE
         q, k, v = turned.unbind()
         return q, k, v

@@ -114,7 +114,7 @@ def without_keepdim(logits, targets):
 @pytest.mark.parametrize("seed", range(2))
 def test_a_missing_keepdim_is_an_error_of_shapes_and_named(seed):
     text = verdict(CROSS_ENTROPY, without_keepdim, seed=seed)
-    assert "it raised RuntimeError: The size of tensor a" in text
+    assert "raised RuntimeError: The size of tensor a" in text
     assert re.search(r"It looks as if the rows' m.*keepdim=True keeps it\.$", text)
 
 

@@ -131,17 +131,49 @@ def attempt(probabilities, top_p):
     assert "yours nan" not in text
 
 
-def test_a_token_that_is_projected_again_is_refused():
+def test_a_token_that_is_computed_again_is_refused():
     model = ToyDecoder(0, 1, 4)
     model.qkv(3, 0)
-    with pytest.raises(ValueError, match="position 0 was projected before; keep its key and value"):
+    with pytest.raises(ValueError, match="position 0 was computed before; keep its key and value"):
         model.qkv(3, 0)
 
 
-def test_a_wrong_diagnosis_does_not_tell_the_right_one():
-    text = verdict(BROKEN_RUNS, lambda: dict.fromkeys(FAULTS, "same batch"))
-    assert text.startswith("not yet")
-    assert "shifted" not in text
+def test_decoding_without_a_cache_is_named():
+    def attempt(model, prompt, count):
+        tokens = list(prompt)
+        for _ in range(count):
+            rows = [model.qkv(token, place) for place, token in enumerate(tokens)]
+            q, k, v = (torch.stack(part, dim=1) for part in zip(*rows))
+            out = torch.nn.functional.scaled_dot_product_attention(q[:, -1:], k, v)[:, 0]
+            tokens.append(model.next_token(out))
+        return tokens[len(prompt) :]
+
+    text = verdict(DECODE, attempt)
+    assert "of the cell raised ValueError: position 0 was computed before" in text
+    assert "It looks as if old tokens are computed again; keep their keys and values." in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "described"),
+    [
+        (dict.fromkeys(FAULTS, "same batch"), "  1 of 6 right"),
+        (
+            {"A": "same batch", "B": "bad luck", "G": "same batch"},
+            "  1 of 6 right; missing: C, D, E, F; no such run: G; unknown fault: bad luck",
+        ),
+        ("A", "  it returned 'A'; return a dict from letters to faults"),
+    ],
+    ids=["one for all", "others", "no dict"],
+)
+def test_a_wrong_diagnosis_does_not_tell_the_right_one(answer, described):
+    assert verdict(BROKEN_RUNS, lambda: answer).splitlines()[1:] == [described]
+
+
+def test_a_list_of_tensors_is_refused():
+    def attempt(*arguments):
+        return [torch.tensor(loss) for loss in LOOP.solve(*arguments).tolist()]
+
+    assert "make it a number with .item()" in verdict(LOOP, rounded(attempt))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +181,7 @@ def test_a_wrong_diagnosis_does_not_tell_the_right_one():
     [
         ({"batch_size": 8}, "not yet: return a dict with the keys batch_size, learning_rate"),
         (PLAIN_SETTINGS | {"batch_size": 0}, "not yet: batch_size must be between 1 and 512"),
+        (PLAIN_SETTINGS | {"warmup_steps": 100}, "not yet: 512 sequences are 16 steps at this"),
         (PLAIN_SETTINGS, "not yet: held-out loss 4."),
         (PLAIN_SETTINGS | {"learning_rate": 1e4}, "not yet: held-out loss"),
         (PLAIN_SETTINGS | {"batch_size": 4, "learning_rate": 0.01}, "right: held-out loss 2."),
