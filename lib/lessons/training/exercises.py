@@ -327,6 +327,19 @@ def resume(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
     return run.weights
 
 
+def interrupted(resume: Callable) -> Callable:
+    """Return `resume`, refused where it did not make a second run to go on with."""
+
+    @functools.wraps(resume)
+    def run(make_run: MakeRun, before: int, after: int) -> Any:
+        weights = resume(make_run, before, after)
+        if make_run.calls < 2:
+            raise ValueError("call make_run() twice; the second run goes on from what was saved")
+        return weights
+
+    return run
+
+
 RESUME = Exercise(
     resume,
     _draw_runs,
@@ -602,7 +615,7 @@ def check_diagnose(attempt: Callable) -> None:
 
 def check_resume(attempt: Callable) -> None:
     """Check `resume(make_run, before, after)` -> the weights of a run that was interrupted."""
-    check(RESUME, attempt)
+    check(RESUME, interrupted(attempt))
 
 
 def check_decode(attempt: Callable) -> None:

@@ -85,8 +85,10 @@ class MakeRun:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.calls = 0
 
     def __call__(self) -> ToyRun:
+        self.calls += 1
         return ToyRun(self.seed)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from lib.lessons.training.exercises import (
     PLAIN_SETTINGS,
     RESUME,
     TOP_P,
+    interrupted,
     rounded,
     settings_verdict,
 )
@@ -167,6 +168,11 @@ def test_decoding_without_a_cache_is_named():
 )
 def test_a_wrong_diagnosis_does_not_tell_the_right_one(answer, described):
     assert verdict(BROKEN_RUNS, lambda: answer).splitlines()[1:] == [described]
+
+
+def test_a_run_without_an_interruption_is_refused():
+    assert "raised ValueError: call make_run() twice" in verdict(RESUME, interrupted(resume))
+    assert verdict(RESUME, interrupted(RESUME.solve)).startswith("right")
 
 
 def test_a_list_of_tensors_is_refused():
