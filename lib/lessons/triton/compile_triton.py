@@ -22,6 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from lib.lessons.triton.recorder_triton import restore_language
 
+KERNELS = (JITFunction, InterpretedFunction)
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -110,6 +112,13 @@ def assembled(ptx: str) -> tuple[int, int]:
     return registers, int(stores) + int(loads)
 
 
+def _forwarded(value: Any) -> Any:
+    """What a method of tiles forwards to, as `x.sum` to an interpreted `tl.sum`; else `value`."""
+    cells = getattr(value, "__closure__", None) or ()
+    inside = (cell.cell_contents for cell in cells)
+    return next((found for found in inside if isinstance(found, KERNELS)), value)
+
+
 @contextmanager
 def _language_of(kind: type) -> Iterator[None]:
     """Let functions of Triton's language that are kernels themselves, as `tl.sum`, be of `kind`.
@@ -121,10 +130,11 @@ def _language_of(kind: type) -> Iterator[None]:
     made: dict[Callable, Any] = {}
     for owner in (*modules, tl.tensor):
         for name, value in list(vars(owner).items()):
-            if isinstance(value, (JITFunction, InterpretedFunction)) and type(value) is not kind:
-                made.setdefault(value.fn, kind(value.fn))
+            function = _forwarded(value)
+            if isinstance(function, KERNELS) and type(function) is not kind:
+                made.setdefault(function.fn, kind(function.fn))
                 before.append((owner, name, value))
-                setattr(owner, name, made[value.fn])
+                setattr(owner, name, made[function.fn])
     try:
         yield
     finally:

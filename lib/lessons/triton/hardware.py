@@ -97,7 +97,7 @@ def gpu_svg() -> str:
 def gpu_words() -> str:
     """The drawing in words."""
     return (
-        "132 multiprocessors side by side, each with tensor cores, 128 float32 lanes, 256 KB of "
+        "132 multiprocessors side by side, each with tensor cores, 128 float32 units, 256 KB of "
         "registers and 256 KB of shared memory and L1. Below them the L2 cache of 50 MB, which "
         "they share, and below that HBM, 141 GB at 4.8 TB/s."
     )
@@ -110,7 +110,7 @@ def _sm(x: int, y: int, number: int) -> str:
     )
     boxes = (
         ("#d6eaf7", "4 tensor cores: matmuls"),
-        ("#d6eaf7", "128 float32 lanes"),
+        ("#d6eaf7", "128 float32 units"),
         ("#9fd3ef", "registers 256 KB · 1 cycle"),
         ("#bfe0f5", "shared, L1 256 KB · 30 cycles"),
     )
