@@ -75,7 +75,8 @@ def score_predictions(*predictions: Prediction) -> None:
     display(show_table([_row(prediction) for prediction in predictions]))
     if kept := _kept():
         typical = _times(median(prediction.factor for prediction in kept))
-        print(f"{len(kept)} guesses so far, in all notebooks; half of them are within {typical}.")
+        number = "1 guess" if len(kept) == 1 else f"{len(kept)} guesses"
+        print(f"{number} so far, in all notebooks; the typical one is off by {typical}.")
     else:
         print("No guesses yet. A wrong guess teaches more than none.")
 
@@ -95,7 +96,7 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 def _times(factor: float) -> str:
-    return "its sign" if math.isinf(factor) else f"{factor:.2g}×"
+    return "an infinite factor" if math.isinf(factor) else f"{factor:.2g}×"
 
 
 def _file() -> Path:

@@ -53,10 +53,20 @@ def test_guesses_of_all_notebooks_are_kept_and_scored(capsys):
     with mock.patch("IPython.display.display") as display:
         score_predictions(first, second, predict("Third?"))
     said = capsys.readouterr().out
-    assert "2 guesses so far, in all notebooks; half of them are within 1.5×." in said
+    assert "2 guesses so far, in all notebooks; the typical one is off by 1.5×." in said
     table = display.call_args[0][0].data
     assert "| First?   | 4        | 8        | 2×     |" in table
     assert "| Third?   | –        | –        | –      |" in table
+
+
+def test_one_guess_without_a_factor_is_reported_in_words(capsys):
+    none = predict("How many?", 0)
+    none.measured(3)
+    with mock.patch("IPython.display.display"):
+        score_predictions(none)
+    said = capsys.readouterr().out
+    assert "you said 0: off by an infinite factor" in said
+    assert "1 guess so far, in all notebooks; the typical one is off by an infinite factor." in said
 
 
 def test_small_runs_keep_nothing(monkeypatch, folder):

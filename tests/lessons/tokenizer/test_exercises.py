@@ -59,7 +59,18 @@ def merge_and_filter(ids, pair, new_id):
     return [token for token in ids if token]
 
 
-@pytest.mark.parametrize("attempt", [merge_as_text, merge_same_objects, merge_and_filter])
+def merge_in_place(ids, pair, new_id):
+    for i in reversed(range(len(ids) - 1)):
+        if (ids[i], ids[i + 1]) == pair and pair[0] != pair[1]:
+            ids[i] = new_id
+            del ids[i + 1]
+    return list(ids)
+
+
+ONLY_FOR_SOME = [merge_as_text, merge_same_objects, merge_and_filter, merge_in_place]
+
+
+@pytest.mark.parametrize("attempt", ONLY_FOR_SOME)
 def test_a_merge_that_is_right_only_for_some_ids_fails(attempt):
     assert attempt([1, 2, 1, 2, 2], (1, 2), 9) == [9, 9, 2]
     for seed in range(5):
@@ -79,6 +90,10 @@ def split_by_tiktoken(text):
 
 
 def encode_by_tiktoken(text, ranks, special):
+    # where one special token begins another, tiktoken may take either
+    if (longer := f"{SEPARATOR}2") in special:
+        text, special = text.replace(longer, "<|other|>"), dict(special)
+        special["<|other|>"] = special.pop(longer)
     peer = tiktoken.Encoding(
         "peer", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
     )
@@ -117,6 +132,11 @@ def test_the_stream_of_the_lesson_has_the_bug_that_it_claims():
     text = verdict(READ_CHUNKS, pretokens_of(broken_read_chunks), seed=0)
     assert text.startswith("not yet")
     assert "pre-tokens" in text
+
+
+def test_what_a_stream_gives_out_too_late_is_shown():
+    text = verdict(READ_CHUNKS, pretokens_of(lambda stream, size: [stream.read()]), seed=0)
+    assert re.search(r"'held back too long': yours b'.+', expected b''", text)
 
 
 def test_chosen_tokens_are_fewer_than_those_of_plain_training():
