@@ -103,6 +103,7 @@ CROSS_ENTROPY = Exercise(
 
 
 def _draw_hidden(generator: random.Random, size: int) -> tuple:
+    _load_dispatch()
     # so that the logits of all tokens are larger than any other tensor
     d_model, vocab_size = generator.randint(2, 3), generator.randint(4, 5 + size // 2)
     num_tokens = generator.choice([n for n in range(4, 7 + size) if n != vocab_size])
@@ -153,6 +154,13 @@ class _Largest(TorchDispatchMode):
         if isinstance(result, Tensor):
             self.numbers = max(self.numbers, result.numel())
         return result
+
+
+@functools.cache
+def _load_dispatch() -> None:
+    """Have PyTorch import what a first operation under a mode needs, before calls are timed."""
+    with _Largest():
+        torch.zeros(1)
 
 
 def frugal(attempt: Callable) -> Callable[..., Tensor]:
@@ -414,6 +422,10 @@ BILL = Exercise(
             "6 * (matrices + head)",
             "6 * (matrices + 2 * head)",
         ),
+        "the norms have FLOPs of matmuls; 6 goes with each weight of a matrix": (
+            "6 * (matrices + head)",
+            "6 * (matrices + head + norms)",
+        ),
         "the head has no FLOPs; it is a matmul like any other": (
             "6 * (matrices + head)",
             "6 * matrices",
@@ -528,14 +540,15 @@ PREVIOUS_TOKEN_HEAD = Exercise(
     aimed(previous_token_head),
     _draw_width,
     {
-        "query and key point the same way, so each token looks at itself most; rotate the query "
-        "back by one position": _wrong_head(
+        "another token gets the most, as where query and key point the same way, or the query is "
+        "rotated forward; rotate it back by one position": _wrong_head(
             "size * frequencies.cos(), -size * frequencies.sin()", "size, torch.zeros(pairs)"
         ),
-        "all pairs have arrows of one length; slow pairs hardly tell neighbors apart": _wrong_head(
+        "narrow heads fail alone; give long arrows to three or more of the fastest pairs, as slow "
+        "ones hardly tell neighbors apart": _wrong_head(
             "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] * pairs"
         ),
-        "only the fastest pair is used, which comes around again every 6.28 tokens": _wrong_head(
+        "one or two pairs are too few; the fastest comes around after 6.28 tokens": _wrong_head(
             "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] + [0.0] * (pairs - 1)"
         ),
         "query and key are longer than allowed; their mean square is at most 4": _wrong_head(

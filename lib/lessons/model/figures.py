@@ -227,11 +227,11 @@ def show_pattern(weights: Any, tokens: Sequence[str], *, title: str) -> None:
 
 
 def show_scores_by_distance(lines: Mapping[str, Any]) -> None:
-    """Show name -> mean score by distance."""
+    """Show name -> size of the score by distance."""
     _, axes = plt.subplots(figsize=(7, 3))
     for name, scores in lines.items():
         axes.plot(scores, marker="", label=name)
-    axes.set(xlabel="distance of query and key (tokens)", ylabel="mean score ÷ score at 0")
+    axes.set(xlabel="distance of query and key (tokens)", ylabel="size of score ÷ that at 0")
     axes.set_title("What falls with distance is one special case")
     axes.legend()
     plt.show()

@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -78,8 +80,13 @@ def uneven_head(frequencies):
     size = torch.zeros(len(frequencies))
     size[:5] = torch.tensor([0.726, 0.328, 0.355, 0.345, 0.346])
     size *= 2 * math.sqrt(2 * len(size)) / size.norm()
-    query = torch.polar(size, -frequencies)
-    return torch.view_as_real(query).flatten(), torch.view_as_real(size + 0j).flatten()
+    return as_head(size, -frequencies)
+
+
+def as_head(size, rotation):
+    """Query and key whose pairs have lengths `size`, the query's rotated."""
+    query, key = torch.polar(size, rotation), size + 0j
+    return torch.view_as_real(query).flatten(), torch.view_as_real(key).flatten()
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,20 @@ def test_logits_of_all_tokens_are_noticed_even_if_made_in_chunks():
     assert "it holds the logits of all tokens at once" in text
 
 
+def test_a_timed_call_imports_nothing():
+    """Importing takes PyTorch more than a second, most of the time limit."""
+    code = """if True:
+        import random, sys
+        from lib.lessons.model.exercises import LOSS_IN_CHUNKS
+        arguments = LOSS_IN_CHUNKS.draw(random.Random(0), 1)
+        loaded = set(sys.modules)
+        LOSS_IN_CHUNKS.solve(*arguments)
+        print(len(set(sys.modules) - loaded))
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "0", result.stderr
+
+
 def heads_viewed_as_rows(x, w_q, w_k, w_v, w_out, num_heads):
     batch, length, _ = x.shape
     q, k, v = ((x @ w.T).view(batch, -1, length, len(w_q) // num_heads) for w in (w_q, w_k, w_v))
@@ -151,6 +172,28 @@ def test_the_weight_on_the_token_before_is_that_of_rotated_vectors():
     torch.testing.assert_close(
         weights_by_distance(query, key, frequencies)[:, 1], expected, rtol=1e-3, atol=1e-5
     )
+
+
+def fastest_quarter(frequencies):
+    size = (torch.arange(len(frequencies)) < len(frequencies) / 4).float()
+    size *= 2 * math.sqrt(2 * len(size)) / size.norm()
+    return as_head(size, -frequencies)
+
+
+def rotated_forward(frequencies):
+    size = (torch.arange(len(frequencies)) < 4).float()
+    return as_head(size * math.sqrt(2 * len(size)), frequencies)
+
+
+@pytest.mark.parametrize(
+    ("head", "mistake"),
+    [
+        (fastest_quarter, "give long arrows to three or more of the fastest pairs"),
+        (rotated_forward, "the query is rotated forward"),
+    ],
+)
+def test_what_is_said_of_a_wrong_head_fits_it(head, mistake):
+    assert mistake in verdict(PREVIOUS_TOKEN_HEAD, aimed(head), seed=0)
 
 
 def test_a_better_head_has_a_lower_figure():
