@@ -50,7 +50,7 @@ SHOWN_VALUES = 16
 MISSING = object()
 NOT_FINISHED = object()
 # The verdict on an untouched stub.
-NOT_ATTEMPTED = "not attempted: replace the line with `raise`, and run this cell again"
+NOT_ATTEMPTED = "not attempted: replace the `raise` line by your code, and run this cell again"
 # Names the file to which checks append their verdicts, as `python -m lib exercises` reads them.
 RESULTS = "WORKBOOK_EXERCISES"
 
@@ -159,7 +159,7 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
             break
     else:
         tried = f" on {len(inputs)} random inputs" if len(inputs) > 1 else ""
-        return f"right: the same as expected{tried}{_figures(exercise, attempt)}"
+        return f"right: as expected{tried}{_figures(exercise, attempt)}"
     shown = ", ".join(map(_shown, arguments))
     if exercise.describe is None:
         found = difference(result, expected)
@@ -183,7 +183,11 @@ def _figures(exercise: Exercise, attempt: Callable) -> str:
         return ""
     yours, ours = exercise.measure(attempt), exercise.measure(exercise.solve)
     unit = f" {exercise.unit}".rstrip()
-    return f"\n  yours {yours:.3g}{unit}, the solution {ours:.3g}{unit}"
+    return f"\n  yours {_rounded(yours)}{unit}, the solution {_rounded(ours)}{unit}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def _merge_overlapping(ids: Sequence[int], pair: tuple, new_id: int) -> list[int
     return merged
 
 
-def _merge_in_place(ids: Sequence[int], pair: tuple, new_id: int) -> Sequence[int]:
+def _merge_in_place(ids: list[int], pair: tuple, new_id: int) -> list[int]:
     for i in range(len(ids)):
         if tuple(ids[i : i + 2]) == tuple(pair):
             ids[i : i + 2] = [new_id]
