@@ -103,7 +103,8 @@ def check_kernel(
     except Exception:
         # not attempted, or an error that the verdict names
         return
-    show_run(run, title=f"What each program of {kernel.__name__} touched")
+    shape = " × ".join(map(str, tensors[0].shape))
+    show_run(run, title=f"What each program of {kernel.__name__} touches in an input of {shape}")
 
 
 def compiled_words(kernel: Any, launch: Launch) -> str:
@@ -213,6 +214,10 @@ ADD_BIAS = puzzle(
         "columns are not masked, so that a tile reaches into the next row": (
             "& (columns < N)[None, :]",
             "& (columns >= 0)[None, :]",
+        ),
+        "the mask only knows where the matrix ends: mask rows and columns, each by its own": (
+            "(rows < M)[:, None] & (columns < N)[None, :]",
+            "offsets < M * N",
         ),
         "the load of the bias has no mask": ("columns, mask=columns < N)", "columns)"),
         "every program loads the first tile of the bias": (
@@ -348,6 +353,10 @@ TRANSPOSE = puzzle(
             "columns[None, :] * M + rows[:, None]",
             "columns[:, None] * M + rows[None, :]",
         ),
+        "offsets in y and mask are turned around, but the tile is not: turn it, too, or none": (
+            "columns[None, :] * M + rows[:, None], x, mask=inside",
+            "columns[:, None] * M + rows[None, :], x, mask=tl.trans(inside)",
+        ),
         "rows are not masked": ("(rows < M)[:, None]", "(rows >= 0)[:, None]"),
         "columns are not masked": ("(columns < N)[None, :]", "(columns >= 0)[None, :]"),
         "the store has no mask": ("x, mask=inside", "x"),
@@ -438,6 +447,14 @@ MATMUL = puzzle(
     launch_matmul,
     {
         "each step overwrites the total; add to it": ("tl.dot(a, b, total", "tl.dot(a, b, None"),
+        "what tl.dot returns is dropped; write total = tl.dot(a, b, total, ...)": (
+            "total = tl.dot(a",
+            "tl.dot(a",
+        ),
+        "the total is added twice: tl.dot adds to it already, so = and not +=": (
+            "total = tl.dot",
+            "total += tl.dot",
+        ),
         "the stride of b is wrong: a row of b has N elements": ("k[:, None] * N", "k[:, None] * K"),
         "the stride of a is wrong: a row of a has K elements": (
             "rows[:, None] * K",

@@ -7,6 +7,7 @@ element that is meant. So a kernel that reads or writes out of bounds does no ha
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -175,7 +176,8 @@ class Run:
 
 def _outside(access: Access, memory: Memory, offset: int) -> str:
     verb = "loads" if access.kind == "load" else "stores"
-    size = f"{int(np.prod(memory.shape))} elements"
+    count = math.prod(memory.shape)
+    size = f"{count} element{'' if count == 1 else 's'}"
     return f"program {access.program} {verb} element {offset} of {memory.name}, which has {size}"
 
 

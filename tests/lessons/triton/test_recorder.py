@@ -104,10 +104,13 @@ def test_launches_of_a_kernel_are_recorded_inside_a_function():
     assert [run.grid for run in runs] == [(1, 2)]
 
 
-def test_a_kernel_compiles_before_and_after_it_was_interpreted():
+def test_a_kernel_compiles_before_and_after_it_was_interpreted(tmp_path, monkeypatch):
+    # what Triton finds in its cache it doesn't compile
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "before"))
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32"}
     before, language = compile_for(80, reduce, types, BLOCK=64), dict(vars(tl.core))
     watch(reduce, (1,), torch.ones(8), torch.zeros(2), 8, BLOCK=8)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "after"))
     # on a GPU, the next launch compiles
     assert vars(tl.core) == language
     assert compile_for(80, reduce, types, BLOCK=64).ptx == before.ptx
