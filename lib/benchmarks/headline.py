@@ -111,7 +111,8 @@ class Comparison:
 
 # Peers that the table does not call by their names in the records.
 PEERS = {"torch_ddp": "PyTorch's DDP", "torch_ddp+torch_zero": "PyTorch's ZeRO"}
-NATURAL = {"text": "natural", "vocab_size": 10_000}
+DICTIONARY = {"text": "gcide", "vocab_size": 10_000}
+CODE = {"text": "linux", "vocab_size": 10_000}
 TOKENIZERS = (
     "candidate",
     "numba",
@@ -123,16 +124,30 @@ KERNELS = ("kernel", "flash_attention_triton", ("sdpa_", "flex_"), "tflops", "TF
 CAUSAL = {"queries": 4096, "keys": 4096, "is_causal": True, "dtype": "bfloat16"}
 COMPARISONS = (
     Comparison(
-        "tokenizer, training",
+        "tokenizer, training on an English dictionary",
         "tokenizer_benchmark",
-        NATURAL | {"task": "train"},
+        DICTIONARY | {"task": "train"},
         *TOKENIZERS,
         device="{device}, {cores} cores",
     ),
     Comparison(
-        "tokenizer, encoding",
+        "tokenizer, training on Linux's C code",
         "tokenizer_benchmark",
-        NATURAL | {"task": "encode"},
+        CODE | {"task": "train"},
+        *TOKENIZERS,
+        device="{device}, {cores} cores",
+    ),
+    Comparison(
+        "tokenizer, encoding the dictionary",
+        "tokenizer_benchmark",
+        DICTIONARY | {"task": "encode"},
+        *TOKENIZERS,
+        device="{device}, 1 core",
+    ),
+    Comparison(
+        "tokenizer, encoding Linux's C code",
+        "tokenizer_benchmark",
+        CODE | {"task": "encode"},
         *TOKENIZERS,
         device="{device}, 1 core",
     ),
