@@ -429,7 +429,8 @@ class Workspace:
         self.id_ends = np.zeros(BATCH_TEXTS, dtype=np.int64)
         out = np.empty((capacity + 8) * encoder.width, dtype=np.uint8)
         self.ids = out.view(encoder.dtype)
-        arrays = self.data, self.ends, out, self.id_ends, class_table()
+        # kept, since the kernels know their addresses alone
+        self.arrays = arrays = self.data, self.ends, out, self.id_ends, class_table()
         rest = *encoder.ranks, *self.scratch, *self.cache
         self.with_special = addresses_of(*arrays, *encoder.special, *rest)
         self.without_special = addresses_of(*arrays, *encoder.no_special, *rest)

@@ -1,5 +1,6 @@
 """The compiled implementation: kernels against plain Python, full tables, threads, its cache."""
 
+import gc
 import os
 import random
 import subprocess
@@ -280,6 +281,18 @@ def test_a_text_of_megabytes_is_encoded_without_a_copy_of_it(trained, text):
     assert np.array_equal(ids, compiled.encode_array(text.encode()))
     with pytest.raises(UnicodeEncodeError):
         compiled.encode_array(text + "\ud800")
+
+
+def test_arrays_live_as_long_as_a_thread_may_read_them(trained):
+    """Two threads that begin at once may each make a table of characters; one is cached."""
+    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
+    expected = tokenizer.encode(trained[0])
+    (work,) = tokenizer._compiled.idle
+    kept = {array.ctypes.data for array in work.arrays}
+    assert set(work.with_special[:10:2].tolist()) == kept
+    class_table.cache_clear()
+    gc.collect()
+    assert tokenizer.encode(trained[0]) == expected
 
 
 def test_threads_share_an_encoder(trained):
