@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 from nbconvert.filters.markdown_mistune import MarkdownWithMath
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import get_lexer_for_filename
 
 from lib.core.files import write_atomically
 from lib.publish.links import FILES, PAGES, TARGET, Links, copy_into_report
@@ -53,7 +53,7 @@ def targets(page: Path) -> set[str]:
 
 
 def _write_document(source: Path, page: Path, root: Path, pages: Collection[str]) -> None:
-    """Write the Markdown or Python file `source` as a page."""
+    """Write `source`, Markdown or code, as a page."""
     up = "../" * len(source.relative_to(root).parts)
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
@@ -64,7 +64,7 @@ def _write_document(source: Path, page: Path, root: Path, pages: Collection[str]
     else:
         body = highlight(
             text,
-            PythonLexer(),
+            get_lexer_for_filename(source.name),
             HtmlFormatter(linenos="inline", lineanchors="L", anchorlinenos=True),
         )
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)

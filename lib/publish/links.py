@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 FILES = "workbook"
 # Files that become pages; others are copied.
-PAGES = (".md", ".py")
+PAGES = (".md", ".py", ".cu", ".cuh")
 # Links to those files in a page.
 TARGET = re.compile(rf'(?:href|src)="(?:\.\./)*{FILES}/([^"#?]+)')
 

@@ -192,6 +192,7 @@ def draw_fragments(figure: Figure, lane: int = 5) -> None:
 
     A, (16, 8), stands left of C, (16, 8), and B, (8, 8), above C, as in a product by hand.
     """
+    figure.suptitle(f"Fragments of mma.sync m16n8k8: what lane {lane} holds")
     panels = figure.subplots(2, 2, height_ratios=(8, 16), width_ratios=(1, 1))
     panels[0, 0].axis("off")
     words = (
