@@ -73,7 +73,7 @@ class SlowLink:
 
 @dataclasses.dataclass(frozen=True)
 class LostRank:
-    """A rank that the others hear nothing of after so many collectives."""
+    """A rank that falls silent after this many collectives."""
 
     rank: int
     after: int = 0
@@ -81,7 +81,7 @@ class LostRank:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a training step communicates and computes."""
+    """The communication and computation of a training step."""
 
     gradient_bytes: float
     """Bytes of all gradients."""
@@ -253,7 +253,7 @@ class Outbox:
 
 
 def map_buffer(path: str, num_bytes: int) -> Tensor:
-    """The buffer at `path` for a message of so many bytes; made by whoever comes first."""
+    """Return the buffer at `path` for a message of this many bytes; the first rank makes it."""
     return torch.from_file(path, shared=True, size=_capacity(num_bytes), dtype=torch.uint8)
 
 
@@ -262,7 +262,7 @@ def _capacity(num_bytes: int) -> int:
 
 
 class Channel:
-    """What some ranks call together, one after another, each in a thread that waits for its end.
+    """The calls that some ranks make together, in order, each in a thread that waits for its end.
 
     Args:
         name: of its files, the same on all of its ranks.
@@ -344,7 +344,7 @@ class Channel:
         return self.free
 
     def _calls_of_all(self, number: int, what: str) -> list[np.void]:
-        """What each rank called as its call `number`.
+        """Return what each rank called as its call `number`.
 
         Raises:
             TimeoutError: a rank did not call in time.

@@ -149,7 +149,7 @@ class FSDP(GradientSync, nn.Module):
 
     @property
     def all_blocks(self) -> list[Block]:
-        """What is outside of blocks, and the blocks, in the order of forward."""
+        """Return the parts outside blocks, and the blocks, in the order of the forward pass."""
         return [self.outside, *self.blocks]
 
     @property

@@ -223,7 +223,7 @@ def _note_id(cell: NotebookNode) -> str:
 
 
 def _key(cell: NotebookNode) -> str:
-    """What tells whether a cell was changed: its kind, and the SHA-256 of its text."""
+    """Return what tells whether a cell was changed: its kind, and the SHA-256 of its text."""
     return f"{cell.cell_type} {_sha256(cell.source.encode())}"
 
 

@@ -34,7 +34,7 @@ GONE = 0xFFFFFFFE
 LONGEST_SHORT = 62
 # how much of `order` is searched at a time: as much as one vector register holds
 LANES = 16
-# the index of a merge in `order` is in so many bits, its rank above them
+# the lowest bits of an entry of `order` are the index of a merge, those above are its rank
 INDEX_BITS, INDEX = 6, 63
 # the highest byte of an entry of `Ranks.table`
 TAG = 0xFF000000

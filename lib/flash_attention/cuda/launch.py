@@ -19,7 +19,7 @@ DIMS = (32, 64, 96, 128)
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a kernel's blocks and warps compute at a time."""
+    """The tiles that a kernel's blocks and warps compute at a time."""
 
     rows: int  # of the result, for each block
     warps: int  # of a block; each takes rows / warps rows, 16 or 32

@@ -123,7 +123,7 @@ def figures_of(result: Evaluation) -> dict[str, float]:
 
 
 def recorded_costs() -> list[dict[str, Any]]:
-    """What each variant adds to the loss of the model as built, seed by seed, dearest first.
+    """Return what each variant adds to the loss of the model as built, seed by seed, dearest first.
 
     Returns:
         Rows with `variant`, `costs` in nats per token, one for each seed, and their `mean`.

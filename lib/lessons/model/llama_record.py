@@ -51,7 +51,7 @@ GROUPED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LlamaLogits:
-    """What `transformers` computed for one model."""
+    """The results of `transformers` for one model."""
 
     token_ids: list[int]
     """The text."""

@@ -24,13 +24,13 @@ class Choice:
     """"cast", "things", "scenery", "plot" or "words"."""
 
     options: Sequence[Any]
-    """What the text shows of the choice, for each of the 256 values of the byte."""
+    """The part of the text that shows the choice, for each of the 256 values of the byte."""
 
     byte: int
 
     @property
     def shown(self) -> Any:
-        """What this story shows of the choice."""
+        """Return the part of this story that shows the choice."""
         return self.options[self.byte]
 
 

@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction, KernelInterface
 
-# A GPU moves memory in sectors of so many bytes (CUDA C++ Best Practices Guide, coalesced access).
+# A GPU moves memory in sectors of this size (CUDA C++ Best Practices Guide, coalesced access).
 SECTOR_BYTES = 32
 # Addresses that belong to one tensor; far more than a kernel strays.
 ADDRESSES = 1 << 40
@@ -110,7 +110,7 @@ class Memory:
 
 @dataclass
 class Run:
-    """What the programs of a launch did."""
+    """The loads, stores and FLOPs of the programs of a launch."""
 
     grid: tuple[int, ...]
     tensors: dict[str, Memory] = field(default_factory=dict)

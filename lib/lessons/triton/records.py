@@ -11,7 +11,7 @@ PROFILE = "compiled"
 
 
 def recorded_limits() -> Limits:
-    """What the recorded GPU reaches: in a large bfloat16 matmul, and in a large copy."""
+    """Return what the recorded GPU reaches in a large bfloat16 matmul and in a large copy."""
     return block_on_gpu()[0]
 
 
