@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogAboveBars()])
+    logging.basicConfig(format="%(message)s", handlers=[LogAboveBars()])
+    # other libraries only warn
+    logging.getLogger("lib").setLevel(logging.INFO)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in HELP:

@@ -161,7 +161,7 @@ def _launch_until_done(
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             path = Path(folder) / "failure.pickle"
             try:
-                level = logging.getLogger().level
+                level = logging.getLogger("lib").level
                 launch(measure, config.ranks, benchmark, config, plans, path, level, **options)
                 return
             except WorkerError:
@@ -205,7 +205,8 @@ def measure(
     if rank() != 0:
         log.setLevel(logging.WARNING)
     elif log_level is not None:
-        logging.basicConfig(level=log_level, format="%(message)s")
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("lib").setLevel(log_level)
     device = current_device()
     if device.type == "cpu":
         keep_freed_memory()

@@ -97,13 +97,15 @@ def from_json(cls: type[T], source: str | os.PathLike) -> T:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: not JSON, an unknown or duplicate key, a value of the wrong type, a missing
-            field without a default, or a value that the dataclass itself rejects.
+        ValueError: not UTF-8 or JSON, an unknown or duplicate key, a value of the wrong type, a
+            missing field without a default, or a value that the dataclass itself rejects.
     """
-    text, where = str(source), cls.__name__
-    if isinstance(source, os.PathLike) or not text.lstrip().startswith("{"):
-        text, where = Path(source).read_text(encoding="utf-8-sig"), str(source)
+    text = str(source)
+    is_path = isinstance(source, os.PathLike) or not text.lstrip().startswith("{")
+    where = text if is_path else cls.__name__
     try:
+        if is_path:
+            text = Path(source).read_text(encoding="utf-8-sig")
         values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
         return from_dict(cls, values)
     except (ValueError, RecursionError) as error:

@@ -98,7 +98,8 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
         (None if nothing had to be done) and path.
 
     Raises:
-        ValueError: `config.output` is the folder of a model, whose tokenizer would be replaced.
+        ValueError: `config.output` is the folder of a model, or has a tokenizer or array that this
+            function did not make, which would be replaced.
     """
     # a run has run.json from its first step on, an exported model config.json
     is_model = any((config.output_dir / name).exists() for name in ("run.json", "config.json"))
@@ -119,6 +120,8 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
         timer = _Timer(progress)
         if config.output is None:
             keep_earlier(config, corpus)
+        else:
+            check_made_here(config.output)
         path = tokenizer_files.find(config.output_dir)
         tokenizer = train_tokenizer(config, corpus, path, progress=timer)
         rows = [timer.row("tokenizer", num_bytes, tokenizer.vocab_size, path)]
@@ -152,11 +155,7 @@ def keep_earlier(config: TokenizeConfig, corpus: Corpus) -> None:
     path = tokenizer_files.find(folder)
     if not path.exists() and not any(folder.glob("*.npy")):
         return
-    try:
-        made_from = json.loads(path.with_suffix(".source.json").read_text("utf-8")).items()
-    except (OSError, ValueError, AttributeError):
-        made_from = {}.items()
-    if _source(config, corpus).items() <= made_from:
+    if _source(config, corpus).items() <= _made_from(path).items():
         return
     for number in itertools.count(1):
         earlier = folder.with_name(f"{folder.name}-earlier" + (f"-{number}" if number > 1 else ""))
@@ -164,6 +163,32 @@ def keep_earlier(config: TokenizeConfig, corpus: Corpus) -> None:
             folder.rename(earlier)
             log.warning("%s held results of another text; they are now in %s", folder, earlier)
             return
+
+
+def check_made_here(folder: Path) -> None:
+    """Refuse a folder with a tokenizer or arrays that have no record of how they were made."""
+    path = tokenizer_files.find(folder)
+    unknown = [path] if path.exists() and not _made_from(path) else []
+    for part in ("train", "validation"):
+        # a manifest, or the journal of one that a crash has left unfinished
+        records = (folder / f"{part}.npy.json", folder / f"{part}.npy.partial.json")
+        if (folder / f"{part}.npy").exists() and not any(record.exists() for record in records):
+            unknown.append(folder / f"{part}.npy")
+    if unknown:
+        raise ValueError(
+            f"output must be a folder that `tokenize` made, or a new one, got {folder}: nothing "
+            f"says how {unknown[0].name} was made"
+        )
+
+
+def _made_from(path: Path) -> dict[str, Any]:
+    """What the tokenizer at `path` was trained from; {} without a record, or with another's."""
+    try:
+        record = json.loads(path.with_suffix(".source.json").read_bytes())
+        is_its_own = record["tokenizer_sha256"] == json.loads(path.read_bytes())["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return record if is_its_own else {}
 
 
 def train_tokenizer(
@@ -176,10 +201,9 @@ def train_tokenizer(
         OSError: the folder of `path` cannot be written to; raised before the training.
     """
     source = _source(config, corpus)
-    source_path = path.with_suffix(".source.json")
-    if path.exists() and source_path.exists():
+    if path.exists():
         tokenizer = Tokenizer.load(path, implementation=config.implementation)
-        if source_path.read_bytes() == _source_record(source, tokenizer).encode():
+        if source.items() <= _made_from(path).items():
             log.info("%s is up to date", path)
             progress(corpus.train.stat().st_size)
             return tokenizer
@@ -197,23 +221,23 @@ def train_tokenizer(
     tokenizer = Tokenizer(
         vocab, merges, config.special_tokens, implementation=config.implementation
     )
+    # first its record: a tokenizer without one is not replaced
+    record = source | {"tokenizer_sha256": tokenizer.sha256}
+    write_atomically(path.with_suffix(".source.json"), json.dumps(record, indent=2) + "\n")
     tokenizer.save(path)
-    write_atomically(source_path, _source_record(source, tokenizer))
     return tokenizer
 
 
 def _source(config: TokenizeConfig, corpus: Corpus) -> dict[str, Any]:
-    """Return what decides a tokenizer: the text, the size and the special tokens."""
+    """Return what decides a tokenizer: the text, the size and the special tokens.
+
+    With the tokenizer's own hash, this is the content of `bpe.source.json`.
+    """
     return {
         "corpus_sha256": corpus.train_sha256,
         "vocab_size": config.vocab_size,
         "special_tokens": list(config.special_tokens),
     }
-
-
-def _source_record(source: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """Return the content of `bpe.source.json`: what the tokenizer was trained from."""
-    return json.dumps(source | {"tokenizer_sha256": tokenizer.sha256}, indent=2) + "\n"
 
 
 class _Timer:

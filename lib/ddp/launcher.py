@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -93,7 +94,8 @@ def launch(
         # through a file: tensors passed to processes directly would be shared memory
         torch.save((fn, args), folder / "call.pt")
         job = (world_size, folder, backend, timeout, os.getpid())
-        workers = mp.start_processes(_work, job, nprocs=world_size, join=False)
+        with _interrupts_held_back():
+            workers = mp.start_processes(_work, job, nprocs=world_size, join=False)
         try:
             while not workers.join(grace_period=GRACE_SECONDS):
                 pass
@@ -123,6 +125,24 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         )
 
 
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block; processes that start in it inherit that.
+
+    So one that is still importing PyTorch prints no traceback.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    # it would let interrupts through again when it starts
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(
     rank: int, world_size: int, folder: Path, backend: str | Network, timeout: float, parent: int
 ) -> None:
@@ -132,6 +152,8 @@ def _work(
         _exit_now(1)
     # an interrupt ends a worker silently, even inside a collective
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for prefix in ("", "LOCAL_"):
         os.environ |= {f"{prefix}RANK": str(rank), f"{prefix}WORLD_SIZE": str(world_size)}
     os.environ[JOB_FOLDER] = str(folder)

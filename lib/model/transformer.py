@@ -147,7 +147,9 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out.
 
-        Positions must not be negative, which is not checked: that would wait for a GPU.
+        Raises:
+            ValueError: x is longer than max_length.
+            IndexError: a position is below 0, or max_length or more; on a GPU, an assertion fails.
         """
         if positions is None:
             length, longest = x.shape[-2], len(self.cos)
@@ -155,7 +157,9 @@ class RotaryEmbedding(nn.Module):
                 raise ValueError(f"x must have at most max_length {longest}, got {length}")
             cos, sin = self.cos[:length], self.sin[:length]
         else:
-            cos, sin = self.cos[positions], self.sin[positions]  # (..., length, head_dim / 2)
+            # as in an embedding, no position may be negative
+            cos = F.embedding(positions, self.cos)  # (..., length, head_dim / 2)
+            sin = F.embedding(positions, self.sin)
         # a pair is a complex number, and rotating it multiplies it by e^(i angle)
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (..., head_dim / 2)
         rotated = pairs * torch.complex(cos.float(), sin.float())

@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import nbformat
 from tqdm import tqdm
 
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import to_markdown
 from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
-from lib.publish.run_notebooks import find_notebooks, run_past_errors
+from lib.publish.run_notebooks import find_notebooks, read_notebook, run_past_errors
 
 Result = Literal["passed", "failed", "not attempted", "blocked"]
 
@@ -53,14 +52,18 @@ def report_exercises(
 
     Returns:
         The exit code, 0: an unsolved exercise is no error.
+
+    Raises:
+        ValueError: a file is no notebook; before any is run.
     """
     root = workspace()
     folder = folder or next((f for f in (root / "work",) if f.is_dir()), ROOT / "notebooks")
     output = output or root / "artifacts/local/exercises.json"
     answers = []
     paths = find_notebooks(notebooks, folder.parent, folder.name)
+    expected = {path: exercises_in(path) for path in paths}
     for path in tqdm(paths, desc="notebooks", disable=None, leave=False):
-        answers += answers_in(path)
+        answers += answers_in(path, expected[path])
     write_atomically(output, json.dumps([asdict(answer) for answer in answers], indent=1))
     columns = ("notebook", "exercise", "tier", "result")
     print(to_markdown([asdict(answer) for answer in answers], columns))
@@ -70,9 +73,8 @@ def report_exercises(
     return 0
 
 
-def answers_in(path: Path) -> list[Answer]:
-    """Run the notebook at `path`; return what became of each of its exercises, in its order."""
-    expected = exercises_in(path)
+def answers_in(path: Path, expected: Sequence[str]) -> list[Answer]:
+    """Run the notebook at `path`; return what became of each exercise that is `expected` there."""
     if not expected:
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +90,7 @@ def answers_in(path: Path) -> list[Answer]:
 
 def exercises_in(path: Path) -> list[str]:
     """Return the names of the functions that the reader is asked for, in the notebook's order."""
-    cells = nbformat.read(path, as_version=4).cells
+    cells = read_notebook(path).cells
     stubs = (cell.source for cell in cells if "exercise" in cell.metadata.get("tags", []))
     return [name for stub in stubs for name in _checked(stub)]
 

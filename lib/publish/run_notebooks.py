@@ -108,7 +108,7 @@ def run_notebooks(
     before = published(report, names)
     keep_earlier_run(report, names)
     pages = {path.stem: path for path in every if path.stem in chosen or path.stem in before}
-    titles = {name: short_title(_read(path), name) for name, path in pages.items()}
+    titles = {name: short_title(read_notebook(path), name) for name, path in pages.items()}
 
     # run and report
     cores = available_cpus()
@@ -117,7 +117,7 @@ def run_notebooks(
         results = run_all(jobs, run, workers or min(cores, max(2, cores // 2)))
         # pages of earlier runs may link to the new ones now
         for name in set(before) - chosen if chosen - set(before) else ():
-            executed, folder = _read(report / f"{name}.ipynb"), pages[name].parent
+            executed, folder = read_notebook(report / f"{name}.ipynb"), pages[name].parent
             write_page(executed, report / f"{name}.html", source_folder=folder, titles=titles)
     finally:
         # interrupted before the first page, a run leaves none at all
@@ -210,7 +210,7 @@ def read_parameters(name: str | os.PathLike, root: Path) -> dict[str, dict[str, 
         raise ValueError(f"no parameter file is called {str(name)!r}; {_known(names)}")
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(sections, dict):
         raise ValueError(f"{path} must map notebook names to parameters")
@@ -241,7 +241,7 @@ def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parameters_cell(notebook: Path) -> str:
-    cells = _read(notebook).cells
+    cells = read_notebook(notebook).cells
     return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
 
 
@@ -356,7 +356,7 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
     Args:
         events: a queue for the cells done; see `execute` for `threads`.
     """
-    started, reached, total = time.monotonic(), 0, len(_read(job.source).cells)
+    started, reached, total = time.monotonic(), 0, len(read_notebook(job.source).cells)
     # until it is done, the pages of an earlier run stay
     executed = run.report / f".{job.name}.ipynb"
     executed.unlink(missing_ok=True)
@@ -431,7 +431,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
         The executed notebook; nothing is written.
     """
     client = NotebookClient(
-        _read(source),
+        read_notebook(source),
         kernel_name="python3",
         allow_errors=True,
         resources={"metadata": {"path": str(source.parent)}},
@@ -477,7 +477,7 @@ def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
     from lib.publish.links import copy_into_report
     from lib.publish.pages import write_page
 
-    content, target = _read(notebook), run.report / f"{job.name}.ipynb"
+    content, target = read_notebook(notebook), run.report / f"{job.name}.ipynb"
     root = job.source.parent.parent
     records = [copy_into_report(path, root, run.report) for path in _records_of(content, root)]
     content.metadata["workbook"] = {
@@ -533,8 +533,15 @@ def _plain(text: str) -> str:
     return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def _read(path: Path) -> NotebookNode:
-    return nbformat.read(path, as_version=4)
+def read_notebook(path: Path) -> NotebookNode:
+    """Read the notebook at `path`; a file that holds none is a ValueError with its path."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError:
+        raise
+    # nbformat raises whatever comes up
+    except Exception as error:
+        raise ValueError(f"{path} is no notebook: {str(error) or error!r:.100}") from error
 
 
 def _now() -> str:
@@ -564,7 +571,7 @@ def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> in
 def clean_notebooks(root: Path = ROOT) -> int:
     """Bring the notebooks' metadata into the form that is committed, without running them."""
     for path in find_notebooks((), root):
-        notebook = _read(path)
+        notebook = read_notebook(path)
         cleaned = clean(notebook)
         if cleaned != notebook:
             nbformat.write(cleaned, path)

@@ -321,6 +321,11 @@ def load_model(
     run = run_of(path)
     if not tokenizer_files.find(run).is_file():
         raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
+    if not (run / "checkpoints").is_dir() and (run / "model.safetensors").is_file():
+        raise ValueError(
+            f"{run} holds a model of transformers, not a run; `python -m lib import {run}` makes a "
+            "run of it"
+        )
     config = from_json(TrainConfig, run / "config.json")
     tokenizer = Tokenizer.load(run)
     device = pick_device(device)

@@ -180,7 +180,7 @@ def import_model(config: ImportConfig) -> Path:
 
     settings = TrainConfig(model=model)
     tokenizer.save(run / "bpe.json")
-    # `train` compares its own run with this record, and refuses to continue here
+    # `train` refuses to continue from it, since there is no optimizer state
     extra = {"config": to_dict(settings), "data_sha256": {}, "imported_from": str(source)}
     save_checkpoint(run / "checkpoints", step=0, model=weights, extra=extra)
     write_atomically(run / "config.json", to_json(settings) + "\n")

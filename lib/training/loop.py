@@ -435,6 +435,11 @@ def _set_up(
 
 def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
     extra, steps = read_extra(path), run.config.steps
+    if "imported_from" in extra:
+        raise ValueError(
+            f"output must be the folder of a training run or a new one, got {run.folder}, which "
+            "holds an imported model"
+        )
     check_same_run(run, saved_identity(extra["config"], extra))
     if extra["progress"]["steps"] > steps:
         raise ValueError(

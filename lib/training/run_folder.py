@@ -369,7 +369,7 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     if differences:
         raise ValueError(
             f"output {run.folder} holds a run with other settings: {'; '.join(differences)}; "
-            f"{hint}give another output, or remove that folder"
+            f"{hint}give another output"
         )
 
 

@@ -175,6 +175,9 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
     path.write_text('{"vocab_sise": 3}')
     with pytest.raises(ValueError, match=r"mine\.json: unknown key 'vocab_sise'"):
         from_json(TokenizeConfig, path)
+    path.write_bytes('{"corpus": "für"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"mine\.json: 'utf-8' codec can't decode"):
+        from_json(TokenizeConfig, path)
 
 
 def test_a_check_names_the_field_what_is_right_and_the_value():

@@ -136,4 +136,11 @@ FAULTS = [
         "generator = generator or np.random.default_rng()",
         "tests/data/test_batches.py::test_a_seed_draws_the_same_batch_again",
     ),
+    # a tokenizer of unknown origin is replaced
+    Fault(
+        "lib/data/prepare.py",
+        "unknown = [path] if path.exists() and not _made_from(path) else []",
+        "unknown = []",
+        "tests/data/test_prepare.py::test_a_tokenizer_without_its_record_is_never_replaced",
+    ),
 ]

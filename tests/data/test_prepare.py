@@ -96,14 +96,32 @@ def test_the_tokenizer_of_a_model_is_never_replaced(config, tmp_path, name):
     assert (tmp_path / "out" / "bpe.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])
-def test_a_damaged_source_record_means_training_again(config, tmp_path, content):
-    before = tokenize(config)
-    (tmp_path / "out" / "bpe.source.json").write_bytes(content)
-    after = tokenize(config)
-    assert steps_made(after)[0] == "tokenizer"
-    assert after["train"]["tokens"] == before["train"]["tokens"]
-    assert steps_made(tokenize(config)) == []
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}", b"[" * 100_000, None])
+def test_a_tokenizer_without_its_record_is_never_replaced(config, tmp_path, content):
+    tokenize(config)
+    before = (tmp_path / "out" / "bpe.json").read_bytes()
+    record = tmp_path / "out" / "bpe.source.json"
+    record.unlink() if content is None else record.write_bytes(content)
+    for changes in ({}, {"vocab_size": 301}):
+        with pytest.raises(ValueError, match="nothing says how bpe.json was made"):
+            tokenize(config, **changes)
+    assert (tmp_path / "out" / "bpe.json").read_bytes() == before
+
+
+def test_an_array_from_elsewhere_is_never_replaced(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/validation.npy").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="nothing says how validation.npy was made"):
+        tokenize(config)
+    assert (tmp_path / "out/validation.npy").read_bytes() == b"mine"
+
+
+def test_an_array_that_a_crash_left_without_its_manifest_is_made_again(config, tmp_path):
+    tokenize(config)
+    manifest = tmp_path / "out/train.npy.json"
+    manifest.rename(tmp_path / "out/train.npy.partial.json")
+    assert steps_made(tokenize(config)) == ["train"]
+    assert manifest.exists()
 
 
 def test_a_folder_with_the_tokenizers_older_file_name_is_up_to_date(config, tmp_path):
@@ -115,13 +133,16 @@ def test_a_folder_with_the_tokenizers_older_file_name_is_up_to_date(config, tmp_
 
 
 def test_another_tokenizer_under_the_same_name_is_noticed(config, tmp_path):
-    tokenize(config)
-    tokens = (tmp_path / "out" / "train.npy").read_bytes()
     other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
-    other.save(tmp_path / "out" / "bpe.json")
-    tokenize(config)
-    assert (tmp_path / "out" / "train.npy").read_bytes() == tokens
-    assert Tokenizer.load(tmp_path / "out" / "bpe.json").vocab_size == 300
+    for output, folder in ((tmp_path / "out", "out"), (None, "data/book-300")):
+        tokenize(config, output=output)
+        other.save(tmp_path / folder / "bpe.json")
+    with pytest.raises(ValueError, match="nothing says how bpe.json was made"):
+        tokenize(config)
+    # without an output, the folder is kept under another name
+    tokenize(config, output=None)
+    assert Tokenizer.load(tmp_path / "data/book-300-earlier").vocab_size == 257
+    assert Tokenizer.load(tmp_path / "data/book-300").vocab_size == 300
 
 
 def test_arrays_of_other_sizes_and_texts_are_kept(config, tmp_path):

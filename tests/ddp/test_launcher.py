@@ -123,6 +123,34 @@ def test_a_wrong_argument_is_named(options, words):
         launch(workers.inside_init, **options)
 
 
+INTERRUPTED = """
+import os, signal, sys, threading, time, multiprocessing
+from lib.ddp.launcher import launch
+from tests.ddp import workers
+
+def interrupt():
+    while not multiprocessing.active_children():
+        time.sleep(0.001)
+    # by now Python runs in the rank, and imports
+    time.sleep(float(sys.argv[1]))
+    os.killpg(0, signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    launch(workers.inside_init, 2, backend="gloo", timeout=60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.3, 2])
+def test_an_interrupt_ends_ranks_that_are_starting_without_a_word(seconds):
+    command = [sys.executable, "-c", INTERRUPTED, str(seconds)]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "start_new_session": True}
+    done = subprocess.run(command, timeout=SOON, **options)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
 def test_a_worker_whose_parent_is_gone_ends_without_working(tmp_path):
     code = "import sys; from pathlib import Path; from lib.ddp.launcher import _work; "
     code += "_work(0, 1, Path(sys.argv[1]), 'gloo', 5.0, parent=1)"

@@ -53,4 +53,10 @@ FAULTS = [
         '"lib.training.loop:TrainConfig"',
         f"{MAIN}::test_help_loads_nothing_that_takes_time",
     ),
+    Fault(
+        "lib/__main__.py",
+        'logging.getLogger("lib").setLevel(logging.INFO)',
+        "logging.getLogger().setLevel(logging.INFO)",
+        f"{MAIN}::test_what_other_libraries_only_note_is_not_printed",
+    ),
 ]

@@ -97,6 +97,16 @@ def test_every_requirement_has_a_tested_version():
     assert wanted <= names(".ci/constraints.txt")
 
 
+def test_uv_takes_the_tested_versions():
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    lines = (ROOT / ".ci/constraints.txt").read_text().splitlines()
+    wanted = names("requirements.txt")
+    assert settings["constraint-dependencies"] == [
+        line for line in lines if line.split("=")[0] in wanted
+    ]
+
+
 @pytest.fixture(scope="module")
 def environment():
     spec = importlib.util.spec_from_file_location("environment", ROOT / ".ci/environment.py")

@@ -344,6 +344,13 @@ def test_an_interruption_says_how_to_go_on_and_is_exit_code_130(command, capsys,
     assert capsys.readouterr().err == ""
 
 
+def test_what_other_libraries_only_note_is_not_printed():
+    code = "import logging; from lib.__main__ import main; main(['--version']); "
+    code += "logging.getLogger('torch').info('a note'); logging.getLogger('lib.x').info('ours')"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr == "ours\n"
+
+
 def test_every_command_says_how_to_go_on_and_what_resumes_says_so():
     assert all(each.interrupted for each in COMMANDS.values())
     for name in ("pipeline", "tokenize", "train", "benchmark attention"):

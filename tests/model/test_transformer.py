@@ -124,6 +124,10 @@ def test_rope_rotates_at_the_positions_given():
     positions = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 19])
     right = torch.stack([rope(row.expand(20, 4))[p] for row, p in zip(x[1], positions)])
     torch.testing.assert_close(rope(x, positions)[1], right)
+    for wrong in (-1, 20):
+        positions[4] = wrong
+        with pytest.raises(IndexError, match="index out of range"):
+            rope(x, positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -64,3 +64,11 @@ def test_each_notebook_names_its_exercises():
 def test_a_notebook_that_is_not_there_is_named(capsys):
     assert main(["exercises", "--notebooks", "77"]) == 2
     assert "no notebook is called '77'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]"])
+def test_a_file_that_is_no_notebook_is_named_before_any_notebook_is_run(folder, content):
+    (folder / "02_other.ipynb").write_bytes(content)
+    with pytest.raises(ValueError, match=r"work/02_other\.ipynb is no notebook: .+"):
+        report_exercises(folder=folder, output=folder / "exercises.json")
+    assert not (folder / "exercises.json").exists()

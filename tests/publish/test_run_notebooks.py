@@ -53,10 +53,10 @@ def test_unknown_names_are_refused_before_anything_runs(shelf, capsys, arguments
     assert not (shelf / "artifacts").exists()
 
 
-@pytest.mark.parametrize("text", ["03_three: {a: 1}", "steps: 3", "- steps", "a: ["])
+@pytest.mark.parametrize("text", ["03_three: {a: 1}", "steps: 3", "- steps", "a: [", "ä: {}"])
 def test_a_parameter_file_of_another_form_is_refused(shelf, text):
     path = shelf / "own.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"own\.yaml"):
         plan(find_notebooks((), shelf), path, shelf)
 

@@ -226,4 +226,12 @@ FAULTS = [
         "step = operator.index(step)",
         "tests/training/test_checkpoint.py::test_a_compiled_model_is_saved_and_loaded_as_the_model_itself",
     ),
+    # the advice for a run with other settings
+    Fault(
+        "lib/training/loop.py",
+        'if "imported_from" in extra:',
+        "if False:",
+        "tests/training/test_interchange.py"
+        "::test_an_imported_model_cannot_be_trained_on_and_nothing_tells_to_remove_it",
+    ),
 ]

@@ -20,6 +20,7 @@ from lib.training.checkpoint import save_checkpoint
 from lib.training.config import ExportConfig, ImportConfig, TrainConfig
 from lib.training.generation import generate_text, load_model
 from lib.training.interchange import export_run, import_model
+from lib.training.loop import train
 
 TINY = ROOT / "artifacts/tiny_stories"
 BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
@@ -159,6 +160,21 @@ def test_what_cannot_be_imported_is_refused_by_name(make_run, name, change, mess
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         import_(folder)
     assert not (folder.parent / "imported").exists()
+
+
+def test_the_folder_of_transformers_is_no_run_and_the_error_says_what_makes_one(make_run):
+    folder = export(make_run())
+    with pytest.raises(ValueError, match=f"`python -m lib import {folder}` makes a run of it"):
+        load_model(folder)
+
+
+def test_an_imported_model_cannot_be_trained_on_and_nothing_tells_to_remove_it(config):
+    run = import_(export_run(ExportConfig(folder=config.output / "exported", checkpoint=TINY)))
+    vocab_size = load_model(run, "cpu")[2].model.vocab_size
+    model = dataclasses.replace(config.model, vocab_size=vocab_size)
+    with pytest.raises(ValueError, match="which holds an imported model") as refusal:
+        train(dataclasses.replace(config, output=run, model=model))
+    assert "remove" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("has_tyro", [True, False])
