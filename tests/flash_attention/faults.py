@@ -92,8 +92,8 @@ FAULTS = [
     # CUDA C++, emulated: a barrier lost, no swizzle, a mask one off, a sum not rescaled
     Fault(
         CUDA + "forward.cu",
-        "copy.store(v_tile);\n        __syncthreads();",
-        "copy.store(v_tile);",
+        "copy.finish(v_tile);\n        __syncthreads();",
+        "copy.finish(v_tile);",
         TEST_CUDA,
     ),
     Fault(
@@ -101,6 +101,9 @@ FAULTS = [
         "chunk / GROUP * GROUP + (chunk % GROUP ^ swizzle)",
         "chunk",
         TEST_CUDA + " -k twice_at_once",
+    ),
+    Fault(
+        CUDA + "tiles.cuh", "        wait_for_copies();\n", "", TEST_CUDA + " -k without_registers"
     ),
     Fault(CUDA + "tiles.cuh", "key > query", "key >= query", TEST_CUDA),
     Fault(CUDA + "forward.cu", "sum[r] *= shrink;", "", TEST_CUDA),

@@ -79,7 +79,6 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"head_dim must be from 1 to {DIMS[-1]}, got {q.shape[-1]}; "
             "flash_attention_triton takes up to 256"
         )
-    check_device(q.device, q.dtype)
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
@@ -105,6 +104,8 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    # here, since a compiler of graphs cannot look at devices
+    check_device(q.device, q.dtype)
     with torch.cuda.device_of(q):
         return flash_forward(q, k, v, is_causal, scale)
 

@@ -6,6 +6,7 @@
 
 // Fragments across a step of queries
 constexpr int N = STEP / 8;
+static_assert(STAGES == 2 || !ASYNC, "a tile that is worked on must not be overwritten");
 static_assert(COLUMNS <= THREADS, "a thread for the lse and delta of each query of a tile");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_keys(const Attention args) {
@@ -16,40 +17,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_keys(const At
     int batch = batch_head / num_key_heads, key_head = batch_head % num_key_heads;
     int first = tile * ROWS + warp() * 16 * M;  // this warp's keys
 
-    unsigned k[M][D][4], v[M][D][4];
-    load_operand(k, args.k.rows(batch, key_head), args.k.token, first, args.num_keys, args.head_dim);
-    load_operand(v, args.v.rows(batch, key_head), args.v.token, first, args.num_keys, args.head_dim);
+    Operand k, v;
+    k.load(0, args.k.rows(batch, key_head), args.k.token, first, args.num_keys, args.head_dim);
+    v.load(1, args.v.rows(batch, key_head), args.v.token, first, args.num_keys, args.head_dim);
     float scale_log2 = args.scale * LOG2_E;
     float grad_k[M][2 * D][4], grad_v[M][2 * D][4];
     set_zero(grad_k);
     set_zero(grad_v);
 
-    Tile q_tile{shared_memory()}, grad_out_tile{shared_memory() + COLUMNS * Tile::CHUNKS};
-    float* lse_log2 = (float*)(shared_memory() + 2 * COLUMNS * Tile::CHUNKS);
-    float* delta = lse_log2 + COLUMNS;
+    // the tiles that come next are on their way while these are worked on; each stage has room for
+    // the log-sum-exp, in base 2, and the delta of its queries
     Copy q_copy, grad_out_copy;
+    float next_lse, next_delta;
+    float* numbers = (float*)(shared_memory() + STAGES * 2 * COLUMNS * Tile::CHUNKS);
     // under a causal mask no query before the first of these keys sees any of them
-    int begin = args.is_causal ? tile * ROWS / COLUMNS * COLUMNS : 0;
+    int begin = args.is_causal ? tile * ROWS / COLUMNS * COLUMNS : 0, stage = 0;
     // the queries of every head that shares these keys
     for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
         const unsigned short* queries = args.q.rows(batch, head);
         const unsigned short* grad_outs = args.grad_out.rows(batch, head);
         long long rows = ((long long)batch * args.num_heads + head) * args.num_queries;
-        q_copy.load(queries, args.q.token, begin, args.num_queries, args.head_dim);
-        grad_out_copy.load(grad_outs, args.grad_out.token, begin, args.num_queries, args.head_dim);
+        auto begin_copies = [&](int start, int to) {
+            q_copy.begin(tile_of(to, 0), queries, args.q.token, start, args.num_queries,
+                         args.head_dim);
+            grad_out_copy.begin(tile_of(to, 1), grad_outs, args.grad_out.token, start,
+                                args.num_queries, args.head_dim);
+            int query = start + threadIdx.x;
+            bool is_inside = threadIdx.x < COLUMNS && query < args.num_queries;
+            next_lse = is_inside ? args.lse[rows + query] : -INFINITE;
+            next_delta = is_inside ? args.delta[rows + query] : 0;
+        };
+        begin_copies(begin, stage);
         for (int start = begin; start < args.num_queries; start += COLUMNS) {
-            q_copy.store(q_tile);
-            grad_out_copy.store(grad_out_tile);
+            Tile q_tile = tile_of(stage, 0), grad_out_tile = tile_of(stage, 1);
+            float* lse_log2 = numbers + stage * 2 * COLUMNS;
+            float* delta = lse_log2 + COLUMNS;
+            q_copy.finish(q_tile);
+            grad_out_copy.finish(grad_out_tile);
             if (threadIdx.x < COLUMNS) {
-                int query = start + threadIdx.x;
-                bool is_inside = query < args.num_queries;
-                lse_log2[threadIdx.x] = weight_base(is_inside ? args.lse[rows + query] : -INFINITE);
-                delta[threadIdx.x] = is_inside ? args.delta[rows + query] : 0;
+                lse_log2[threadIdx.x] = weight_base(next_lse);
+                delta[threadIdx.x] = next_delta;
             }
             __syncthreads();
-            int next = start + COLUMNS;
-            q_copy.load(queries, args.q.token, next, args.num_queries, args.head_dim);
-            grad_out_copy.load(grad_outs, args.grad_out.token, next, args.num_queries, args.head_dim);
+            stage = next_stage(stage);
+            if (start + COLUMNS < args.num_queries) begin_copies(start + COLUMNS, stage);
 #pragma unroll
             for (int i = 0; i < COLUMNS; i += STEP) {
                 // all of these queries come before this warp's keys
@@ -79,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_keys(const At
                 to_operand(operand, grad_p);
                 multiply(grad_k, operand, q_tile, i);  // dK += dSᵀ Q
             }
-            __syncthreads();
+            if (STAGES == 1) __syncthreads();
         }
     }
 

@@ -3,6 +3,7 @@
 
 // Fragments across a step of keys
 constexpr int N = STEP / 8;
+static_assert(STAGES == 2 || !ASYNC, "a tile that is worked on must not be overwritten");
 
 // delta = rowsum(dO ∘ O). Sixteen lanes take a row, each one chunk of 8 numbers.
 extern "C" __global__ void __launch_bounds__(THREADS) row_dots(const Attention args) {
@@ -47,10 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_queries(const
         plain_end = min(end, first + 1);
     }
 
-    unsigned q[M][D][4], grad_out[M][D][4];
-    load_operand(q, args.q.rows(batch, head), args.q.token, first, args.num_queries, args.head_dim);
-    load_operand(grad_out, args.grad_out.rows(batch, head), args.grad_out.token, first,
-                 args.num_queries, args.head_dim);
+    Operand q, grad_out;
+    q.load(0, args.q.rows(batch, head), args.q.token, first, args.num_queries, args.head_dim);
+    grad_out.load(1, args.grad_out.rows(batch, head), args.grad_out.token, first, args.num_queries,
+                  args.head_dim);
     float lse_log2[R], delta[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -65,16 +66,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_queries(const
     set_zero(grad_q);
 
     // the tiles that come next are on their way while these are worked on
-    Tile k_tile{shared_memory()}, v_tile{shared_memory() + COLUMNS * Tile::CHUNKS};
     Copy k_copy, v_copy;
-    k_copy.load(keys, args.k.token, 0, args.num_keys, args.head_dim);
-    v_copy.load(values, args.v.token, 0, args.num_keys, args.head_dim);
-    for (int start = 0; start < end; start += COLUMNS) {
-        k_copy.store(k_tile);
-        v_copy.store(v_tile);
+    k_copy.begin(tile_of(0, 0), keys, args.k.token, 0, args.num_keys, args.head_dim);
+    v_copy.begin(tile_of(0, 1), values, args.v.token, 0, args.num_keys, args.head_dim);
+    for (int start = 0, stage = 0; start < end; start += COLUMNS, stage = next_stage(stage)) {
+        Tile k_tile = tile_of(stage, 0), v_tile = tile_of(stage, 1);
+        k_copy.finish(k_tile);
+        v_copy.finish(v_tile);
         __syncthreads();
-        k_copy.load(keys, args.k.token, start + COLUMNS, args.num_keys, args.head_dim);
-        v_copy.load(values, args.v.token, start + COLUMNS, args.num_keys, args.head_dim);
+        int next = start + COLUMNS, to = next_stage(stage);
+        if (next < end) {
+            k_copy.begin(tile_of(to, 0), keys, args.k.token, next, args.num_keys, args.head_dim);
+            v_copy.begin(tile_of(to, 1), values, args.v.token, next, args.num_keys, args.head_dim);
+        }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i += STEP) {
             if (start + i >= warp_end) break;
@@ -95,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) grad_queries(const
             to_operand(grad_scores, scores);
             multiply(grad_q, grad_scores, k_tile, i);  // dQ += dS K
         }
-        __syncthreads();
+        if (STAGES == 1) __syncthreads();
     }
 
     store_rows(grad_q, args.scale, args.grad_q.rows(batch, head), args.grad_q.token, first,

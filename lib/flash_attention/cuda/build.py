@@ -76,9 +76,13 @@ def nvrtc() -> ctypes.CDLL:
         RuntimeError: it is not installed.
     """
     major = (torch.version.cuda or "13").split(".")[0]
-    for name in _nvrtc_files(major):
+    for file in map(Path, _nvrtc_files(major)):
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(name)
+            if file.is_absolute():
+                # its second library, which it looks for by name and finds only once it is loaded
+                for second in file.parent.glob("libnvrtc-builtins.so*"):
+                    ctypes.CDLL(str(second))
+            return ctypes.CDLL(str(file))
     package = "nvidia-cuda-nvrtc" + ("-cu12" if major == "12" else "")
     raise RuntimeError(
         f"flash_attention_cuda needs NVRTC, the CUDA compiler, of CUDA {major}, and finds none: "
@@ -87,14 +91,14 @@ def nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_files(major: str) -> Iterator[str]:
-    """Yield where NVRTC may be: loaded or on the library path, a wheel, a toolkit."""
+    """Yield where NVRTC may be: a wheel, PyTorch's folder, the library path, a toolkit."""
     file = f"libnvrtc.so.{major}"
-    yield file
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for pattern in (f"cuda_nvrtc/lib/{file}", f"cu{major}/lib/{file}"):
             yield from map(str, Path(folder).glob(pattern))
     yield str(Path(torch.__file__).parent / "lib" / file)
+    yield file
     yield f"/usr/local/cuda/lib64/{file}"
 
 

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const Atte
         plain_end = min(end, first + 1);
     }
 
-    unsigned q[M][D][4];
-    load_operand(q, args.q.rows(batch, head), args.q.token, first, args.num_queries, args.head_dim);
+    Operand q;
+    q.load(0, args.q.rows(batch, head), args.q.token, first, args.num_queries, args.head_dim);
     float out[M][2 * D][4];
     set_zero(out);
     Softmax softmax;
@@ -82,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const Atte
     for (int r = 0; r < R; ++r) softmax.max[r] = -INFINITE, softmax.sum[r] = 0;
 
     // a tile of keys and one of values: one is on its way while the other is worked on
-    Tile k_tile{shared_memory()}, v_tile{shared_memory() + COLUMNS * Tile::CHUNKS};
+    Tile k_tile = tile_of(0, 0), v_tile = tile_of(0, 1);
     Copy copy;
-    copy.load(keys, args.k.token, 0, args.num_keys, args.head_dim);
-    copy.store(k_tile);
+    copy.begin(k_tile, keys, args.k.token, 0, args.num_keys, args.head_dim);
+    copy.finish(k_tile);
     __syncthreads();
     for (int start = 0; start < end; start += COLUMNS) {
-        copy.load(values, args.v.token, start, args.num_keys, args.head_dim);
+        copy.begin(v_tile, values, args.v.token, start, args.num_keys, args.head_dim);
         bool is_seen = start < warp_end;
         unsigned weights[M][N / 2][4];
         if (is_seen) {
@@ -99,12 +99,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const Atte
             softmax.update(scores, out, args.scale * LOG2_E);
             to_operand(weights, scores);
         }
-        copy.store(v_tile);
+        copy.finish(v_tile);
         __syncthreads();
 
-        copy.load(keys, args.k.token, start + COLUMNS, args.num_keys, args.head_dim);
+        copy.begin(k_tile, keys, args.k.token, start + COLUMNS, args.num_keys, args.head_dim);
         if (is_seen) multiply(out, weights, v_tile, 0);  // O += P V
-        copy.store(k_tile);
+        copy.finish(k_tile);
         __syncthreads();
     }
 

@@ -101,6 +101,20 @@ DEVICE float exp2_fast(float x) {
 
 DEVICE void store_shared(uint4* to, uint4 x) { *to = x; }
 
+#if ASYNC
+// Copy 16 bytes from memory, or zeros, past the registers, while the thread goes on.
+DEVICE void copy_async(uint4* to, const void* from, bool is_inside) {
+    unsigned address = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(address), "l"(from), "r"(is_inside ? 16 : 0)
+                 : "memory");
+}
+
+// Wait until all that this thread copies is there.
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#endif
+
 // The block's shared memory.
 DEVICE uint4* shared_memory() {
     extern __shared__ uint4 memory[];

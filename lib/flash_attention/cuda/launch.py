@@ -26,10 +26,14 @@ class Tiles:
     columns: int  # rows of a tile of the other matrices in shared memory
     step: int  # how many of those a warp takes at a time
     blocks: int  # on a multiprocessor at once, which limits registers
+    is_async: bool = False  # tiles are copied without registers, from sm_80 on
+    stages: int = 1  # pairs of tiles in shared memory
+    shared_operands: int = 0  # of the left ones, those in shared memory rather than registers
 
     def shared_bytes(self, dim: int) -> int:
-        """Two tiles of 16-bit numbers, and two float32 numbers for each of their rows."""
-        return 2 * self.columns * dim * 2 + 2 * self.columns * 4
+        """Of 16-bit tiles, and two float32 numbers for each of their rows; then of operands."""
+        stage = 2 * self.columns * dim * 2 + 2 * self.columns * 4
+        return self.stages * stage + self.shared_operands * self.rows * dim * 2
 
 
 # Chosen for a T4: 64 KiB of shared memory for all blocks of a multiprocessor, 255 registers for a
@@ -123,6 +127,9 @@ def constants(tiles: Tiles, dim: int, is_bfloat16: bool) -> dict[str, int]:
         "COLUMNS": tiles.columns,
         "STEP": tiles.step,
         "BLOCKS": tiles.blocks,
+        "ASYNC": int(tiles.is_async),
+        "STAGES": tiles.stages,
+        "ROWS_IN_SHARED": int(tiles.shared_operands > 0),
     }
 
 
@@ -148,8 +155,8 @@ def flash_forward(
     q, k, v = map(with_chunks, (q, k, v))
     out = empty_like_heads(q)
     kernel = load_kernel("forward", q)
-    arguments = _arguments(q, k, v, is_causal, scale, lse=lse, out=out)
-    kernel.launch(_blocks(q, kernel), arguments)
+    arguments = kernel_arguments(q, k, v, is_causal, scale, lse=lse, out=out)
+    kernel.launch(num_blocks(q, kernel), arguments)
     return _without_padding(out, head_dim), lse
 
 
@@ -179,7 +186,7 @@ def flash_backward(
         for grad in (grad_k, grad_v):
             grad[:, :, num_queries:].zero_()
         k, v, grad_k, grad_v = (x[:, :, :num_queries] for x in (k, v, grad_k, grad_v))
-    arguments = _arguments(
+    arguments = kernel_arguments(
         q,
         k,
         v,
@@ -196,18 +203,18 @@ def flash_backward(
     # delta of each query, then dQ, then dK with dV
     dots, queries, keys = (load_kernel(x, q) for x in ("row_dots", "grad_queries", "grad_keys"))
     dots.launch(-(-delta.numel() // (2 * dots.tiles.warps)), arguments)
-    queries.launch(_blocks(q, queries), arguments)
-    keys.launch(_blocks(k, keys), arguments)
+    queries.launch(num_blocks(q, queries), arguments)
+    keys.launch(num_blocks(k, keys), arguments)
     grad_q, grad_k, grad_v = (_without_padding(grad, head_dim) for grad in grads)
     return grad_q, grad_k, grad_v
 
 
-def _blocks(x: Tensor, kernel: Kernel) -> int:
+def num_blocks(x: Tensor, kernel: Kernel) -> int:
     """How many blocks compute a result like x."""
     return -(-x.shape[2] // kernel.tiles.rows) * x.shape[0] * x.shape[1]
 
 
-def _arguments(
+def kernel_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -218,6 +225,7 @@ def _arguments(
     delta: Tensor | None = None,
     **heads: Tensor,
 ) -> AttentionArguments:
+    """The kernels' argument; `heads` are out, grad_out, grad_q, grad_k and grad_v, as needed."""
     batch_size, num_heads, num_queries, head_dim = q.shape
     num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
     given = {"q": q, "k": k, "v": v, **heads}

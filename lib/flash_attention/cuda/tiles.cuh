@@ -3,7 +3,9 @@
 // Constants of a build: DIM, the head_dim padded to a multiple of 32; ROWS, the rows of the result
 // that a block of WARPS warps computes; COLUMNS, the rows of a tile of the other matrices, which
 // all warps share; STEP, how many of those a warp takes at a time; BLOCKS, the blocks that
-// should fit a multiprocessor at once, which limits registers.
+// should fit a multiprocessor at once, which limits registers; ASYNC, whether tiles are copied
+// without registers, which Turing cannot; STAGES, the pairs of tiles that shared memory holds;
+// ROWS_IN_SHARED, whether a block's own rows stay there rather than in registers.
 #pragma once
 #include <instructions.cuh>
 
@@ -74,49 +76,108 @@ struct Tile {
     }
 };
 
-// A tile on its way from memory to shared memory. Turing has no asynchronous copies, so that a
-// thread loads its chunks into registers, computes something, and stores them when they are there.
+// A tile on its way from memory to shared memory. Turing has no asynchronous copies: there, a thread
+// loads its chunks into registers, computes something, and stores them when they are there.
 struct Copy {
     static constexpr int COUNT = COLUMNS * DIM / 8 / THREADS;
     static_assert(COLUMNS * DIM / 8 == COUNT * THREADS, "each thread copies as much");
+#if !ASYNC
     uint4 chunks[COUNT];
+#endif
 
     // Rows from `first` on; zeros past the last row and the last column.
-    DEVICE void load(const unsigned short* rows, int stride, int first, int num_rows, int head_dim) {
+    DEVICE void begin(Tile tile, const unsigned short* rows, int stride, int first, int num_rows,
+                      int head_dim) {
         const unsigned short* start = rows + (long long)first * stride;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             int index = threadIdx.x + i * THREADS;
-            int row = index / Tile::CHUNKS, column = index % Tile::CHUNKS * 8;
-            bool is_inside = first + row < num_rows && column < head_dim;
-            chunks[i] = is_inside ? *(const uint4*)(start + row * stride + column) : uint4{0, 0, 0, 0};
+            int row = index / Tile::CHUNKS, chunk = index % Tile::CHUNKS;
+            const unsigned short* from = start + row * stride + 8 * chunk;
+            bool is_inside = first + row < num_rows && 8 * chunk < head_dim;
+#if ASYNC
+            copy_async(tile.at(row, chunk), from, is_inside);
+#else
+            chunks[i] = is_inside ? *(const uint4*)from : uint4{0, 0, 0, 0};
+#endif
         }
     }
 
-    DEVICE void store(Tile tile) const {
+    // Once all threads have passed the next barrier, the tile is there.
+    DEVICE void finish(Tile tile) const {
+#if ASYNC
+        wait_for_copies();
+#else
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             int index = threadIdx.x + i * THREADS;
             store_shared(tile.at(index / Tile::CHUNKS, index % Tile::CHUNKS), chunks[i]);
         }
+#endif
     }
 };
 
-// Rows of memory as the left operand of a matmul, straight into registers.
-DEVICE void load_operand(unsigned (&a)[M][D][4], const unsigned short* rows, int stride, int first,
-                         int num_rows, int head_dim) {
+// The first or second tile of a stage. With two stages, the tiles of one are on their way while those
+// of the other are worked on.
+static_assert(STAGES == 1 || STAGES == 2 && ASYNC, "registers hold the next tiles of a single stage");
+DEVICE Tile tile_of(int stage, int index) {
+    return {shared_memory() + (2 * stage + index) * COLUMNS * Tile::CHUNKS};
+}
+DEVICE int next_stage(int stage) { return STAGES == 2 ? 1 - stage : 0; }
+
+// A warp's own rows, the left operand of matmuls: in registers, or, if there is room, in shared
+// memory, which leaves more registers for results.
+struct Operand {
+#if ROWS_IN_SHARED
+    static_assert(ASYNC, "these rows come by asynchronous copies");
+    Tile tile;
+
+    // The index-th matrix that the block has rows of; they are there when the first tiles are.
+    DEVICE void load(int index, const unsigned short* rows, int stride, int first, int num_rows,
+                     int head_dim) {
+        tile = {shared_memory() + STAGES * (2 * Tile::CHUNKS * COLUMNS + COLUMNS / 2) +
+                (index * ROWS + warp() * 16 * M) * Tile::CHUNKS};
+        const unsigned short* start = rows + (long long)first * stride;
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-        int row = first + row_of(r);
-        const unsigned short* start = rows + (long long)row * stride;
-#pragma unroll
-        for (int n = 0; n < 2 * D; ++n) {
-            int column = column_of(2 * n);
-            bool is_inside = row < num_rows && column < head_dim;
-            a[r / 2][n / 2][n % 2 * 2 + r % 2] = is_inside ? *(const unsigned*)(start + column) : 0;
+        for (int i = lane(); i < 16 * M * Tile::CHUNKS; i += 32) {
+            int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
+            bool is_inside = first + row < num_rows && 8 * chunk < head_dim;
+            copy_async(tile.at(row, chunk), start + row * stride + 8 * chunk, is_inside);
         }
     }
-}
+
+    // Columns 16 k to 16 k + 15.
+    DEVICE void get(unsigned (&a)[M][4], int k) const {
+#pragma unroll
+        for (int m = 0; m < M; ++m) load_matrices(a[m], tile.block(16 * m, 2 * k));
+    }
+#else
+    unsigned registers[M][D][4];
+
+    DEVICE void load(int, const unsigned short* rows, int stride, int first, int num_rows,
+                     int head_dim) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+            int row = first + row_of(r);
+            const unsigned short* start = rows + (long long)row * stride;
+#pragma unroll
+            for (int n = 0; n < 2 * D; ++n) {
+                int column = column_of(2 * n);
+                bool is_inside = row < num_rows && column < head_dim;
+                registers[r / 2][n / 2][n % 2 * 2 + r % 2] =
+                    is_inside ? *(const unsigned*)(start + column) : 0;
+            }
+        }
+    }
+
+    DEVICE void get(unsigned (&a)[M][4], int k) const {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[m][i] = registers[m][k][i];
+    }
+#endif
+};
 
 // An accumulator, rounded to 16 bits, as the left operand of the next matmul.
 template <int N>
@@ -154,20 +215,22 @@ DEVICE void hide(float (&scores)[M][N][4], int first_row, int first_column, cons
 
 // c += a · tileᵀ, of 8 N rows of the tile from `first` on: scores, from queries and keys.
 template <int N>
-DEVICE void multiply_transposed(float (&c)[M][N][4], const unsigned (&a)[M][D][4], Tile tile,
-                                int first) {
+DEVICE void multiply_transposed(float (&c)[M][N][4], const Operand& operand, Tile tile, int first) {
 #pragma unroll
-    for (int k = 0; k < D; ++k)
+    for (int k = 0; k < D; ++k) {
+        unsigned a[M][4];
+        operand.get(a, k);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned b[4];
             load_matrices(b, tile.block(first + 8 * n, 2 * k));
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                multiply_add(c[m][n], a[m][k], b[0], b[2]);
-                multiply_add(c[m][n + 1], a[m][k], b[1], b[3]);
+                multiply_add(c[m][n], a[m], b[0], b[2]);
+                multiply_add(c[m][n + 1], a[m], b[1], b[3]);
             }
         }
+    }
 }
 
 // c += a · tile, of 16 K rows of the tile from `first` on: the output, from weights and values.

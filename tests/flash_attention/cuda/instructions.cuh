@@ -90,6 +90,8 @@ struct Fiber {
     unsigned pair[2];
     int distance;
     std::vector<uint4*> stores;
+    // asynchronous copies, to perform when the thread waits for them
+    std::vector<std::pair<uint4*, uint4>> copies;
     char* stack;
 };
 
@@ -216,7 +218,7 @@ inline void run_block() {
     int warps = fibers.size() / LANES;
     chunks.assign(memory.size(), Chunk());
     memset(memory.data(), 255, memory.size() * sizeof(uint4));
-    for (Fiber& fiber : fibers) fiber.state = READY, fiber.has_started = false, fiber.stores.clear();
+    for (Fiber& fiber : fibers) fiber.state = READY, fiber.has_started = false, fiber.stores.clear(), fiber.copies.clear();
     barriers = 1;
     while (true) {
         for (int i = 0; i < warps; ++i) {
@@ -304,6 +306,19 @@ inline void store_shared(uint4* to, uint4 x) {
     chunk.writer = warp, chunk.written = barriers;
     fibers[current].stores.push_back(to);
     *to = x;
+}
+
+// Until the thread has waited, what is there is neither the old nor the new.
+inline void copy_async(uint4* to, const void* from, bool is_inside) {
+    store_shared(to, {~0u, ~0u, ~0u, ~0u});
+    uint4 x = is_inside ? *(const uint4*)from : uint4{0, 0, 0, 0};
+    emulator::fibers[emulator::current].copies.push_back({to, x});
+}
+
+inline void wait_for_copies() {
+    std::vector<std::pair<uint4*, uint4>>& copies = emulator::fibers[emulator::current].copies;
+    for (auto [to, x] : copies) *to = x;
+    copies.clear();
 }
 
 inline uint4* shared_memory() { return emulator::memory.data(); }

@@ -264,23 +264,38 @@ def test_where_there_is_nothing_to_see_no_kernel_is_needed(case):
     assert not any(x.any() for x in launch.flash_backward(out, q, k, v, out, lse, False, 1.0))
 
 
-@NEEDS_COMPILER
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        # each warp computes 48 rows, which shows that 16 and 32 are no special cases
-        launch.Tiles(rows=192, warps=4, columns=32, step=32, blocks=1),
-        launch.Tiles(rows=32, warps=2, columns=16, step=16, blocks=1),
-        launch.Tiles(rows=64, warps=1, columns=32, step=16, blocks=1),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_kernels_are_right_in_any_tiles(emulated, monkeypatch, tiles, is_causal):
-    forward = dataclasses.replace(tiles, step=tiles.columns)
+TILES = [
+    # each warp computes 48 rows, which shows that 16 and 32 are no special cases
+    launch.Tiles(rows=192, warps=4, columns=32, step=32, blocks=1),
+    launch.Tiles(rows=32, warps=2, columns=16, step=16, blocks=1),
+    launch.Tiles(rows=64, warps=1, columns=32, step=16, blocks=1),
+    # as from sm_80 on
+    launch.Tiles(rows=32, warps=2, columns=32, step=16, blocks=1, is_async=True, stages=2),
+    launch.Tiles(
+        rows=64, warps=2, columns=32, step=32, blocks=1, is_async=True, stages=2, shared_operands=2
+    ),
+    launch.Tiles(
+        rows=64, warps=4, columns=32, step=16, blocks=1, is_async=True, stages=2, shared_operands=2
+    ),
+]
+
+
+def check_tiles(monkeypatch, tiles: launch.Tiles, case: Case) -> None:
+    forward = dataclasses.replace(tiles, step=tiles.columns, stages=1)
     monkeypatch.setitem(launch.TILES, ("forward", 32), forward)
     monkeypatch.setitem(launch.TILES, ("backward_queries", 32), tiles)
     monkeypatch.setitem(launch.TILES, ("backward_keys", 32), tiles)
-    case = Case(97, 130, 32, is_causal)
     assert_error_at_most_twice_pytorchs(attention.flash_attention, case, torch.float16)
+
+
+@NEEDS_COMPILER
+def test_tiles_that_are_copied_without_registers_give_the_same(emulated, monkeypatch):
+    check_tiles(monkeypatch, TILES[-2], Case(97, 130, 32, batch=1, key_heads=1))
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_kernels_are_right_in_any_tiles(emulated, monkeypatch, tiles, is_causal):
+    check_tiles(monkeypatch, tiles, Case(97, 130, 32, is_causal))
