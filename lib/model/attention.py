@@ -92,8 +92,8 @@ def attention(
         q: (batch, heads, queries, head_dim).
         k, v: (batch, heads, keys, head_dim). Fewer heads than q's are each shared by a group of
             neighboring heads of q (Ainslie et al. 2023, arXiv:2305.13245).
-        kernel: one of `ATTENTION_KERNELS`. The FlashAttention kernels support no mask but the
-            causal one; with a `mask`, `sdpa` runs instead.
+        kernel: one of `ATTENTION_KERNELS`, or `auto` for sdpa. The FlashAttention kernels support
+            no mask but the causal one; with a `mask`, `sdpa` runs instead.
         is_causal: query i sees keys 0 to i (aligned at the top left).
         mask: (queries, keys) or broadcastable to (batch, heads, queries, keys), bool: True where a
             query sees a key. Excludes `is_causal`.
@@ -107,7 +107,7 @@ def attention(
             are given, or `scale`, head_dim or the numbers of heads are out of range.
     """
     scale = _check(q, k, v, is_causal, mask, scale)
-    if mask is not None and kernel in FLASH_KERNELS:
+    if kernel == "auto" or (mask is not None and kernel in FLASH_KERNELS):
         kernel = "sdpa"
     if kernel == "sdpa" and not q.shape[1]:
         # without heads, PyTorch's kernel ends the process on some versions (2.11)

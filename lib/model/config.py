@@ -60,8 +60,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Apply RMSNorm to queries and keys in each head."""
 
-    attention_kernel: AttentionKernel = "sdpa"
-    """Implementation of attention."""
+    attention_kernel: Literal[AttentionKernel, "auto"] = "sdpa"
+    """Implementation of attention. `auto`: in training, the fastest on the device; else sdpa."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -72,7 +72,7 @@ class TrainConfig:
     On several GPUs of one host: `torchrun --nproc_per_node=2 -m lib train …`, with the same flags.
     """
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = ModelConfig(attention_kernel="auto")
     """The model."""
 
     optimizer: OptimizerConfig = OptimizerConfig()

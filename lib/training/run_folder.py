@@ -35,6 +35,7 @@ from lib.ddp.process_group import (
     rank,
     world_size,
 )
+from lib.model.fastest_attention import pick_attention_kernel
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.checkpoint import (
@@ -130,6 +131,9 @@ def _open_on_this_rank(config: TrainConfig) -> Run:
     hashes = {part: read_manifest(path).tokens_sha256 for part, path in paths.items()}
     hashes["tokenizer"] = tokenizer.sha256
     config = _with_vocab_size(config, tokenizer)
+    kernel = pick_attention_kernel(config.model, device, dtype)
+    model = dataclasses.replace(config.model, attention_kernel=kernel)
+    config = dataclasses.replace(config, model=model)
     run = Run(
         config=config,
         folder=config.output or run_folder(config, hashes, world_size()),

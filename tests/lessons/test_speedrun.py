@@ -46,7 +46,7 @@ def values(machine, **settings):
             {
                 "processes": 2,
                 "dtype": "float16",
-                "attention_kernel": "sdpa",
+                "attention_kernel": "auto",
                 "ddp_wrapper": "flashddp",
                 "low_precision_weights": False,
             },

@@ -178,4 +178,17 @@ FAULTS = [
         '            len(f"{length}")\n            if length > longest:\n',
         "tests/model/test_transformer.py::test_a_compiled_model_takes_any_length_once_it_has_seen_two",
     ),
+    # the slowest kernel is picked, or it is measured each time
+    Fault(
+        "lib/model/fastest_attention.py",
+        "best = min(times",
+        "best = max(times",
+        "tests/model/test_fastest_attention.py",
+    ),
+    Fault(
+        "lib/model/fastest_attention.py",
+        "if not path.is_file():",
+        "if True:",
+        "tests/model/test_fastest_attention.py",
+    ),
 ]
