@@ -3,8 +3,8 @@
 Kernels add in different orders, so no two runs stay equal to the last bit. In the end they may be
 as far apart as two seeds are; at first they must be closer.
 
-`python -m lib benchmark attention-training` trains a model of 4 layers on generated stories and
-writes attention_training.jsonl, .md and .png.
+`python -m lib benchmark attention-training` trains a model, of 4 layers by default, on generated
+stories and writes attention_training.jsonl, .md and .png.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import pandas as pd
 from lib.benchmarks.sections import Section, Table, to_rows, write_report
 from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import house_figure, save_figure
-from lib.core.hardware import local_results, pick_device
+from lib.core.hardware import DtypeName, local_results, pick_device
 from lib.core.records import Record
 from lib.core.settings import check, check_fields
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
-from lib.model.config import AttentionKernel, ModelConfig
+from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.loop import train
 from lib.training.metrics import read_metrics
@@ -62,6 +62,9 @@ class LossRun:
     vocab_size: int = 4096
     """Largest vocabulary."""
 
+    dtype: DtypeName = "auto"
+    """Dtype of activations and matmuls; with `float16` the loss is scaled."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTrainingConfig:
@@ -73,6 +76,15 @@ class AttentionTrainingConfig:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     """Seeds of the initial weights and the batches: a run of each kernel with each."""
 
+    preset: PresetName | None = None
+    """The model; None: 4 layers of width 512."""
+
+    steps: int | None = None
+    """Optimizer steps; None: 300."""
+
+    dtype: DtypeName = "auto"
+    """`auto`, `float32`, `bfloat16` or `float16`."""
+
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
@@ -83,10 +95,17 @@ class AttentionTrainingConfig:
         check_fields(self)
         for field in ("kernels", "seeds"):
             check(self, field, bool(getattr(self, field)), "at least one")
+        check(self, "steps", self.steps is None or self.steps > 0, "at least 1")
 
 
 def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()) -> list[Record]:
     """Train `run` with each kernel and seed; write records, tables and a figure."""
+    run = dataclasses.replace(
+        run,
+        model=model_preset(config.preset) if config.preset else run.model,
+        steps=config.steps or run.steps,
+        dtype=config.dtype,
+    )
     runs = [
         dataclasses.replace(
             run, model=dataclasses.replace(run.model, attention_kernel=kernel), seed=seed
@@ -123,6 +142,7 @@ def _train(run: LossRun, data: Path, folder: Path, device: str) -> dict[str, Any
         batch_size=run.batch_size,
         seed=run.seed,
         device=device,
+        dtype=run.dtype,
         eval_interval=0,
     )
     result = train(config)
@@ -187,8 +207,11 @@ def seed_of(record: Record) -> int:
 
 def write_training_report(records: Sequence[Record], output: Path) -> None:
     """Write attention_training.md and .png from records."""
+    run = records[0]["config"]
     parts: list[str | Table] = [
-        f"On {records[0]['device']}; losses in nats per token.",
+        f"On {records[0]['device']}: {run['steps']} steps of {run['model']['num_layers']} layers, "
+        f"width {run['model']['d_model']}, dtype {run.get('dtype', 'auto')}; losses in nats per "
+        "token.",
         Table(final_losses(records)),
         "How far apart two runs are that differ in one thing only, averaged over all pairs:",
         Table(differences(records)),

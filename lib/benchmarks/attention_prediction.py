@@ -1,0 +1,286 @@
+"""How fast a T4 should run the CUDA C++ attention kernels, from their machine code.
+
+Nobody needs a T4 for it. The main loop of each kernel is disassembled, and the cycles that its
+instructions take on each pipe of a multiprocessor are added up. The busiest pipe bounds the speed.
+The same model of the GPU at hand, which runs the code for a T4 too, is measured beside it: the
+share of its bound that a kernel reaches there is what the prediction expects on the T4.
+
+`python -m lib benchmark attention-prediction` measures where there is a GPU, needs `cuobjdump` and
+`ptxas` of a CUDA toolkit, and writes attention_prediction.jsonl and .md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lib.benchmarks.sections import Section, Table, write_report
+from lib.core.hardware import local_results, pick_device
+from lib.core.records import Record, append_record, new_record, read_records
+from lib.core.settings import check_fields, require
+from lib.flash_attention.cuda import launch
+from lib.flash_attention.cuda.build import build
+
+# The matmuls of a kernel, each 2 · rows · columns · head_dim FLOP.
+MATMULS = {"forward": 2, "grad_queries": 3, "grad_keys": 4}
+HEAD_DIMS = (64, 128)
+# Opcodes -> the pipe of a quarter of a multiprocessor that they occupy; the first match counts.
+PIPES = {
+    r"HMMA": "tensor",
+    r"MUFU|F2F|F2I|I2F": "special",
+    r"LDSM": "matrices from shared memory",
+    r"LDS|STS|LDG|STG|LDL|STL|SHFL": "memory",
+    r"FFMA|FMUL|FADD|IMAD": "fma",
+    r"BAR|BRA|BSSY|BSYNC|NOP|DEPBAR|U[A-Z]|WARPSYNC|R2UR|S2R|S2UR|CS2R": "none",
+    r".": "alu",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A GPU, as the model sees it."""
+
+    name: str
+    architecture: str
+    multiprocessors: int
+    gigahertz: float
+    peak: float  # TFLOP/s of float16 with float32 sums
+    cycles: dict[str, float]  # of a pipe, for an instruction of one warp on a quarter
+
+
+# Turing's white paper: a quarter has 16 lanes for float32 and integers each, 4 for special
+# functions, tensor cores of 128 multiply-adds a cycle (m16n8k8 has 1,024); the four quarters share
+# 16 units that load and store 4 bytes a cycle, and ldmatrix.x4 brings 512 bytes.
+T4 = Chip(
+    "T4",
+    "sm_75",
+    multiprocessors=40,
+    gigahertz=1.59,
+    peak=65.0,
+    cycles={
+        "tensor": 8.0,
+        "special": 8.0,
+        "matrices from shared memory": 32.0,
+        "memory": 8.0,
+        "fma": 2.0,
+        "alu": 2.0,
+        "none": 1.0,
+    },
+)
+# Measured on one by loops of a single instruction, with 16 warps on a multiprocessor.
+H200 = Chip(
+    "NVIDIA H200",
+    "sm_90",
+    multiprocessors=132,
+    gigahertz=1.98,
+    peak=989.4,
+    cycles={
+        "tensor": 4.0,
+        "special": 8.0,
+        "matrices from shared memory": 16.0,
+        "memory": 4.0,
+        "fma": 1.0,
+        "alu": 2.0,
+        "none": 1.0,
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPredictionConfig:
+    """A T4's speed on the CUDA C++ attention kernels, predicted from their machine code."""
+
+    device: str = "auto"
+    """A GPU of which the model is in this file measures the kernels too."""
+
+    output: Path = dataclasses.field(default_factory=local_results)
+    """Folder for records and table."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def predict_attention(config: AttentionPredictionConfig) -> list[Record]:
+    """Measure the kernels where there is a GPU; write the prediction; return the records."""
+    path = config.output / "attention_prediction.jsonl"
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        for case in kernel_cases():
+            append_record(
+                path, new_record(measure_kernel(*case, device), config=None, device=device)
+            )
+    measured = {
+        (r["figures"]["kernel"], r["figures"]["head_dim"]): r["figures"]["tflops"]
+        for r in read_records(path)
+        if r["device"] == H200.name
+    }
+    require(bool(measured), f"{path} must have a measurement of an {H200.name}, got none")
+    rows = [predict_kernel(*case, measured[case]) for case in kernel_cases()]
+    write_prediction(rows, config.output / "attention_prediction.md")
+    return read_records(path)
+
+
+def kernel_cases() -> list[tuple[str, int]]:
+    """The kernels and head sizes that are predicted."""
+    return [(kernel, dim) for dim in HEAD_DIMS for kernel in MATMULS]
+
+
+# From machine code to cycles
+
+
+def disassemble(kernel: str, dim: int, architecture: str) -> str:
+    """The machine code of a T4's kernel: compiled for it, or for `architecture` from its PTX."""
+    file = launch.FILES[kernel]
+    macros = launch.constants(launch.TILES[file, dim], dim, is_bfloat16=False)
+    require(bool(shutil.which("cuobjdump")), "cuobjdump must be on the PATH; it is part of CUDA")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        if architecture == T4.architecture:
+            cubin.write_bytes(build(file, macros, architecture))
+        else:
+            ptx.write_bytes(build(file, macros, "compute_75").rstrip(b"\0"))
+            command = ["ptxas", f"--gpu-name={architecture}", "-o", str(cubin), str(ptx)]
+            subprocess.run(command, check=True)
+        command = ["cuobjdump", "--dump-sass", "--function", kernel, str(cubin)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main_loop(code: str) -> Counter[str]:
+    """Count the opcodes that a warp runs in one round of the innermost loop with matmuls.
+
+    As in most rounds: without the part that hides scores at the edges, nor the one that rescales.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", code)
+    lines = [(int(address, 16), opcode, rest) for address, _, opcode, rest in found]
+    jumps = {}
+    for address, opcode, rest in lines:
+        if opcode.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)", rest)):
+            jumps[address] = int(target[1], 16)
+
+    def between(start: int, end: int) -> list[str]:
+        return [opcode for address, opcode, _ in lines if start <= address < end]
+
+    loops = [(to, at) for at, to in jumps.items() if to < at and _has("HMMA", between(to, at))]
+    start, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    counts: Counter[str] = Counter()
+    address_after_jump = start
+    for address, opcode, _ in lines:
+        if not start <= address <= end or address < address_after_jump:
+            continue
+        counts[opcode] += 1
+        target = jumps.get(address, 0)
+        is_optional = address < target <= end
+        # what is jumped over in most rounds has nothing that the others wait for
+        if is_optional and not _has("HMMA|LDSM|LDG|STS|BAR", between(address + 1, target)):
+            address_after_jump = target
+    return counts
+
+
+def _has(pattern: str, opcodes: list[str]) -> bool:
+    return any(re.match(pattern, opcode) for opcode in opcodes)
+
+
+def pipe_cycles(counts: Counter[str], chip: Chip) -> dict[str, float]:
+    """The cycles of each pipe, and of the scheduler, which issues one instruction a cycle."""
+    cycles: Counter[str] = Counter({"scheduler": sum(counts.values())})
+    for opcode, count in counts.items():
+        pipe = next(pipe for pattern, pipe in PIPES.items() if re.match(pattern, opcode))
+        cycles[pipe] += count * chip.cycles[pipe]
+    del cycles["none"]
+    return dict(cycles)
+
+
+def bound(kernel: str, dim: int, chip: Chip) -> dict[str, Any]:
+    """TFLOP/s that the busiest pipe allows, and the cycles of all pipes."""
+    cycles = pipe_cycles(main_loop(disassemble(kernel, dim, chip.architecture)), chip)
+    tiles = launch.TILES[launch.FILES[kernel], dim]
+    flops = 2 * MATMULS[kernel] * (tiles.rows // tiles.warps) * tiles.columns * dim
+    busiest = max(cycles, key=cycles.__getitem__)
+    quarters = 4 * chip.multiprocessors
+    tflops = flops / cycles[busiest] * quarters * chip.gigahertz / 1000
+    return {"tflops": tflops, "busiest": busiest, "cycles": cycles}
+
+
+def predict_kernel(kernel: str, dim: int, measured: float) -> dict[str, Any]:
+    """The bounds of both chips, what the H200 reaches, and what the T4 should."""
+    here, there = bound(kernel, dim, H200), bound(kernel, dim, T4)
+    share = measured / here["tflops"]
+    predicted = share * there["tflops"]
+    return {
+        "kernel": kernel,
+        "head_dim": dim,
+        "H200: bound": here["tflops"],
+        "bounded by": here["busiest"],
+        "measured": measured,
+        "share": share,
+        "T4: bound": there["tflops"],
+        "by": there["busiest"],
+        "predicted": predicted,
+        "of 65": predicted / T4.peak,
+        "cycles": there["cycles"],
+    }
+
+
+# Measuring and reporting
+
+
+def measure_kernel(kernel: str, dim: int, device: torch.device) -> dict[str, Any]:
+    """TFLOP/s of a T4's kernel on this GPU: 4 sequences of 4,096 tokens, width 2,048, no mask."""
+    import os
+
+    q, k, v, out, grad_out = (
+        torch.randn(4, 2048 // dim, 4096, dim, device=device, dtype=torch.float16) for _ in range(5)
+    )
+    scale = dim**-0.5
+    before = os.environ.get("WORKBOOK_CUDA_ARCHITECTURE")
+    os.environ["WORKBOOK_CUDA_ARCHITECTURE"] = "compute_75"
+    try:
+        _, lse = launch.flash_forward(q, k, v, False, scale)
+        ready = launch.load_kernel(kernel, q)
+    finally:
+        del os.environ["WORKBOOK_CUDA_ARCHITECTURE"]
+        if before is not None:
+            os.environ["WORKBOOK_CUDA_ARCHITECTURE"] = before
+    tensors = {"out": out}
+    if kernel != "forward":
+        grads = {f"grad_{name}": torch.empty_like(q) for name in "qkv"}
+        tensors |= {"grad_out": grad_out, **grads}
+    numbers = {"lse": lse, "delta": torch.zeros_like(lse)}
+    arguments = launch.kernel_arguments(q, k, v, False, scale, **numbers, **tensors)
+    blocks = launch.num_blocks(q, ready)
+    samples = []
+    for _ in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        ready.launch(blocks, arguments)
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end))
+    ms = sorted(samples[3:])[5]
+    flops = 2 * MATMULS[kernel] * q.numel() * k.shape[2]
+    return {"kernel": kernel, "head_dim": dim, "ms": ms, "tflops": flops / ms / 1e9}
+
+
+def write_prediction(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the tables."""
+    summary = [{key: value for key, value in row.items() if key != "cycles"} for row in rows]
+    details = [
+        {"kernel": row["kernel"], "head_dim": row["head_dim"], **row["cycles"]} for row in rows
+    ]
+    parts: list[str | Table] = [
+        "TFLOP/s of the code for a T4: the bound of the busiest pipe on an H200 and on a T4, what "
+        "the H200 reached, and that share of the T4's bound. A T4 that is held to 70 watts lowers "
+        f"its clock below the {T4.gigahertz} GHz of this table, and the speed with it.",
+        Table(summary),
+        "Cycles of a round of the main loop on a quarter of a T4's multiprocessor, for one warp:",
+        Table(details),
+    ]
+    write_report(path, [Section("A T4's speed, predicted from machine code", parts, level=1)])
