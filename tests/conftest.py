@@ -118,13 +118,12 @@ def run_in_interpreter(quiet_environment) -> Callable[..., None]:
     return run
 
 
-@pytest.fixture(scope="module")
-def quick_ranks() -> Iterator[None]:
-    """Ranks that `lib.ddp.launcher.launch` starts need not load torch first."""
-    from tests.ddp.rank_server import ranks_from_a_server
+@pytest.fixture(scope="session")
+def quick_ranks() -> None:
+    """Ranks that `lib.ddp.launcher.launch` starts need not load anything first."""
+    from tests.ddp.rank_server import start_server
 
-    with ranks_from_a_server():
-        yield
+    start_server()
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,20 @@ FAULTS = [
         'rank = max(failures, key=lambda r: failures[r]["time"])',
         "tests/ddp/test_launcher.py::test_the_rank_that_failed_first_is_the_cause",
     ),
+    # ranks outlive the process that launched them
+    Fault(
+        "lib/ddp/launcher.py",
+        "    threading.Thread(target=_end_with_parent, daemon=True).start()\n",
+        "",
+        "tests/ddp/test_launcher.py::test_ranks_end_with_the_process_that_launched_them",
+    ),
+    # ranks have the environment of the first launch
+    Fault(
+        "lib/ddp/launcher.py",
+        "    os.environ.clear()\n    os.environ.update(environment)\n",
+        "",
+        "tests/ddp/test_launcher.py::test_ranks_have_the_environment_of_each_launch",
+    ),
     # an earlier wrapper of the module averages the same gradients once more
     Fault(
         "lib/ddp/wrappers.py",

@@ -13,20 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lib.ddp import launcher
 from lib.ddp.launcher import WorkerError, launch
 from tests.ddp import workers
-from tests.ddp.rank_server import ranks_from_a_server
 
 ROOT = Path(__file__).resolve().parents[2]
 # Well below every timeout that is not the test's subject.
 SOON = 45
 
-
-@pytest.fixture
-def quick():
-    """Most tests need no rank that loads torch first."""
-    with ranks_from_a_server():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 
 def failure_of(how: str, *, world_size: int = 2, timeout: float = 60) -> WorkerError:
@@ -48,7 +43,7 @@ def test_results_come_in_order_and_each_rank_has_its_own_copy():
     ]
 
 
-def test_one_rank_has_a_group(quick):
+def test_one_rank_has_a_group():
     assert launch(workers.inside_init, 1, backend="gloo", timeout=60) == ["cpu"]
 
 
@@ -61,7 +56,7 @@ def test_one_rank_has_a_group(quick):
         ("is killed", "rank 1 of 2 was ended by SIGKILL"),
     ],
 )
-def test_the_rank_that_failed_first_is_the_cause(quick, how, words):
+def test_the_rank_that_failed_first_is_the_cause(how, words):
     error = failure_of(how)
     assert error.rank == 1
     assert words in str(error)
@@ -70,24 +65,24 @@ def test_the_rank_that_failed_first_is_the_cause(quick, how, words):
     )
 
 
-def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named(quick):
+def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named():
     error = failure_of("hangs", world_size=3, timeout=3)
     assert "longer than timeout = 3 s" in str(error)
     assert "not called by rank 1" in str(error)
 
 
-def test_a_rank_that_returned_too_early_is_named(quick):
+def test_a_rank_that_returned_too_early_is_named():
     assert "had returned by then: rank 1" in str(failure_of("returns early"))
 
 
-def test_a_failure_with_a_collective_open_ends_the_job_at_once(quick):
+def test_a_failure_with_a_collective_open_ends_the_job_at_once():
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 0 of 2 raised ValueError: open"):
         launch(workers.fail_with_collective_open, 2, backend="gloo", timeout=300)
     assert time.monotonic() - start < SOON
 
 
-def test_a_result_that_cannot_be_saved_is_an_error(quick):
+def test_a_result_that_cannot_be_saved_is_an_error():
     with pytest.raises(WorkerError, match=r"rank 0 of 1 raised .*lambda"):
         launch(workers.return_what_cannot_be_saved, 1, backend="gloo", timeout=60)
 
@@ -151,15 +146,35 @@ def test_an_interrupt_ends_ranks_that_are_starting_without_a_word(seconds):
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
-def test_a_worker_whose_parent_is_gone_ends_without_working(tmp_path):
-    code = "import sys; from pathlib import Path; from lib.ddp.launcher import _work; "
-    code += "_work(0, 1, Path(sys.argv[1]), 'gloo', 5.0, parent=1)"
-    command = [sys.executable, "-c", code, tmp_path]
-    assert subprocess.run(command, cwd=ROOT).returncode == 1
-    assert not list(tmp_path.iterdir())
+def test_ranks_end_with_the_process_that_launched_them(tmp_path):
+    code = "import sys; from lib.ddp.launcher import launch; from tests.ddp import workers; "
+    code += "launch(workers.write_pid_and_sleep, 2, sys.argv[1], backend='gloo')"
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
+    deadline = time.monotonic() + 2 * SOON
+    while len(files := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    alive = [int(file.stem) for file in files]
+    assert len(alive) == 2
+    while alive and time.monotonic() < deadline:
+        alive = [pid for pid in alive if Path(f"/proc/{pid}").exists()]
+        time.sleep(0.05)
+    assert not alive
 
 
-def test_arguments_that_one_rank_refuses_end_all_and_that_rank_says_why(quick):
+def test_ranks_have_the_environment_of_each_launch(monkeypatch):
+    for value in ("a", "b"):
+        monkeypatch.setenv("WORKBOOK_TEST", value)
+        assert launch(os.getenv, 1, "WORKBOOK_TEST", backend="gloo") == [value]
+
+
+def test_where_there_is_a_gpu_ranks_are_spawned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert launcher._start_method() == "spawn"
+
+
+def test_arguments_that_one_rank_refuses_end_all_and_that_rank_says_why():
     assert launch(workers.parsed, 2, backend="gloo", timeout=60) == [
         {"first": "exit 2, bogus is no flag\n", "second": "exit 2, ", "none": "a config, "},
         {

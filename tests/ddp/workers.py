@@ -100,6 +100,11 @@ def inside_init() -> str:
     return str(device)
 
 
+def write_pid_and_sleep(folder: str) -> None:
+    (Path(folder) / f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+
+
 def fail(how: str) -> None:
     """Rank 1 fails in the given way, and the others wait for it."""
     if process_group.rank() == 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lib.training.loop import train
-from tests.ddp.rank_server import LOADED
+from tests.ddp.rank_server import start_server
 from tests.training.runs import CONFIG, signals_at, tokenized
 
 
@@ -64,6 +64,5 @@ def processes():
     """Starts processes fast, from one that has torch loaded."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("needs a fork server")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
-    return context
+    start_server()
+    return multiprocessing.get_context("forkserver")
