@@ -392,6 +392,20 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
         unpacks=True,
     ),
+    "lessons ladder": Command(
+        "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
+        NoConfig,
+        "lib.lessons.flash_attention.ladder_triton:measure_ladder",
+        prints="{result}",
+        unpacks=True,
+    ),
+    "lessons timeline": Command(
+        "Record when each warpgroup of the Hopper attention kernel does what.",
+        NoConfig,
+        "lib.lessons.flash_attention.timeline_gluon:record_timeline",
+        prints="{result}",
+        unpacks=True,
+    ),
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,

@@ -243,9 +243,7 @@ def test_a_page_asks_nothing_of_the_network_and_complains_of_nothing(page):
 
 def test_a_page_has_at_most_a_megabyte_and_a_half(page):
     path = Path(unquote(urlsplit(page.tab.url).path))
-    # the posters of notebook 06 make its page larger
-    limit = 1.7e6 if path.stem == "06_flash_attention" else 1.5e6
-    assert path.stat().st_size <= limit
+    assert path.stat().st_size <= 1.5e6
 
 
 def test_every_picture_is_on_its_page_with_a_text(page):

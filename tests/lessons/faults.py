@@ -169,4 +169,18 @@ FAULTS = [
         "",
         TRAINING + "test_exercises.py::test_a_token_that_is_computed_again_is_refused",
     ),
+    # a kernel that visits hidden tiles passes
+    Fault(
+        "lib/lessons/flash_attention/exercises.py",
+        "if self.is_causal and loaded > seen:",
+        "if self.is_causal and loaded > 2 * seen:",
+        "tests/lessons/flash_attention/test_exercises.py -k two_loops",
+    ),
+    # a product of weights and values does not wait for its softmax
+    Fault(
+        "lib/lessons/flash_attention/schedule.py",
+        'needed.append((group, "softmax", tile))',
+        'needed.append((group, "scores", tile))',
+        "tests/lessons/flash_attention/test_explorers.py -k follow_an_order",
+    ),
 ]

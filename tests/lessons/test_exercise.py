@@ -24,11 +24,13 @@ from lib.tokenizer.bpe import merge_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# the room of a notebook's lesson -> its exercises; kernels need Triton, which is for Linux
+# lessons whose readers write kernels, which need Triton, which is for Linux
+KERNELS = ("triton", "flash_attention")
+# the room of a notebook's lesson -> its exercises
 TOPICS = {
     path.parent.name: importlib.import_module(f"lib.lessons.{path.parent.name}.exercises")
     for path in sorted((ROOT / "lib/lessons").glob("*/exercises.py"))
-    if path.parent.name != "triton" or importlib.util.find_spec("triton")
+    if path.parent.name not in KERNELS or importlib.util.find_spec("triton")
 }
 CHECKED = {
     name: value
@@ -56,7 +58,7 @@ EXERCISES = list(exercise_cells())
 
 def run(code: str, lesson: str) -> None:
     names = {"exercises": TOPICS[lesson], "merge_pair": merge_pair, "math": math, "torch": torch}
-    if lesson == "triton":
+    if lesson in KERNELS:
         names |= {"triton": importlib.import_module("triton")}
         names |= {"tl": importlib.import_module("triton.language")}
     # Triton reads the source of kernels

@@ -1,15 +1,41 @@
-"""Exercises of notebook 06: online softmax, a tile of queries, fragments, gradient of scores."""
+"""Exercises of notebook 06: online softmax, the kernels, fragments, delta, and a schedule.
+
+Kernels are run by Triton's interpreter, and compiled as well where there is a GPU. Their results
+are compared with PyTorch's. An access out of bounds, an element that two programs store, and a tile
+that the causal mask hides but that is loaded, are errors.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check
+from lib.lessons.exercise import (
+    Exercise,
+    Raised,
+    check,
+    difference,
+    edited,
+    report,
+    result_of,
+    verdict,
+)
+from lib.lessons.flash_attention import solutions_triton as solutions
+from lib.lessons.flash_attention.schedule import TILES, busy_share, draw_spans, run_order
+from lib.lessons.triton.exercises import Launch, compiled_words
+from lib.lessons.triton.recorder_triton import watch
+
+# head_dim, queries and keys in a tile, of the kernels that are checked.
+DIM, QUERIES, KEYS = 16, 32, 16
+KERNEL_TRIALS = 4
 
 
 def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
@@ -79,96 +105,324 @@ ONLINE_SOFTMAX = Exercise(
 )
 
 
-def _draw_query_tile(generator: random.Random, size: int) -> tuple:
-    head_dim = generator.randint(2, 4)
-    lengths = [n for n in range(1, 2 + size // 3) if n != head_dim]
-    num_queries = generator.choice(lengths)
-    first = generator.randint(0, 1 + size // 2)
-    num_keys = first + num_queries + generator.randint(0, 2)
-    q, k, v = (_draw_tensor(generator, n, head_dim) for n in (num_queries, num_keys, num_keys))
-    # some so large that their exponentials overflow float32
-    return q * generator.choice([1, 1, 1, 40]), k, v, first, generator.randint(1, 4)
+@dataclass(frozen=True)
+class KernelTask:
+    """A kernel to write, and how it is launched and checked."""
+
+    solution: Callable
+    """The solution, a function that `triton.jit` can be applied to."""
+
+    results: tuple[str, ...]
+    """Names of the tensors that it stores, which come last among its tensors."""
+
+    passing: str
+    """The tensor whose tiles pass by in its loop."""
+
+    is_causal: bool = True
+
+    sizes: Mapping[str, int] = field(default_factory=lambda: {"D": DIM, "BQ": QUERIES, "BK": KEYS})
+
+    def plan(self, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
+        """The launch on `tensors`, (heads, n, DIM) or (heads, n), and the results, full of NaN."""
+        heads, n, _ = tensors[0].shape
+        like = {"dtype": tensors[0].dtype, "device": tensors[0].device}
+        shapes = [(heads, n) if name == "lse" else (heads, n, DIM) for name in self.results]
+        stored = [torch.full(shape, math.nan, **like) for shape in shapes]
+        tile = self.sizes["BQ" if self.passing == "k" else "BK"]
+        arguments = (*tensors, *stored, n, DIM**-0.5)
+        return Launch(stored[0], (-(-n // tile), heads), arguments, dict(self.sizes)), stored
+
+    def tiles_seen(self, heads: int, n: int) -> int:
+        """How many tiles of the passing tensor all programs need: those with a visible pair."""
+        queries, keys = range(0, n, self.sizes["BQ"]), range(0, n, self.sizes["BK"])
+        last = [min(q + self.sizes["BQ"], n) - 1 for q in queries]
+        return heads * sum(not self.is_causal or key <= end for end in last for key in keys)
+
+    def run(self, kernel: Any, *tensors: Tensor) -> Tensor:
+        """The results side by side, (heads, n, all their columns).
+
+        Raises:
+            ValueError: a tile that the mask hides is loaded.
+        """
+        launch, stored = self.plan(*tensors)
+        run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
+        loaded, seen = len(run.of("load", self.passing)), self.tiles_seen(*tensors[0].shape[:2])
+        if self.is_causal and loaded > seen:
+            raise ValueError(
+                f"{loaded} tiles of {self.passing} are loaded; {seen} have a pair that is visible"
+            )
+        if torch.cuda.is_available() and hasattr(kernel, "fn"):
+            launch, stored = self.plan(*(x.cuda() for x in tensors))
+            kernel[launch.grid](*launch.arguments, **launch.options)
+        return side_by_side(*stored)
+
+    def describe(self, yours: Any, expected: Tensor) -> str:
+        """The first wrong value, by the name of its tensor, head and row."""
+        if isinstance(yours, Raised) or getattr(yours, "shape", None) != expected.shape:
+            return difference(yours, expected)
+        start, (heads, n, _) = 0, expected.shape
+        for name in self.results:
+            columns = 1 if name == "lse" else DIM
+            part = slice(start, start + columns)
+            start += columns
+            if words := difference(yours[..., part], expected[..., part]):
+                return f"{name}, ({heads} heads, {n} rows, {columns}): {words}"
+        return difference(yours, expected)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: int, tile: int) -> Tensor:
-    out = torch.zeros_like(q)
-    m, total = torch.full((len(q), 1), -math.inf), torch.zeros(len(q), 1)
-    query = first + torch.arange(len(q))[:, None]
-    for start in range(0, first + len(q), tile):
-        keys, values = k[start : start + tile], v[start : start + tile]
-        key = start + torch.arange(len(keys))
-        scores = q @ keys.T / math.sqrt(q.shape[1])
-        scores = scores.masked_fill(key > query, -math.inf)
-        new_max = torch.maximum(m, scores.amax(1, keepdim=True))
-        p, shrink = torch.exp(scores - new_max), torch.exp(m - new_max)
-        total = total * shrink + p.sum(1, keepdim=True)
-        out = out * shrink + p @ values
-        m = new_max
-    return out / total
+def side_by_side(*tensors: Tensor) -> Tensor:
+    """(heads, n, …) and (heads, n) joined along the last dimension."""
+    return torch.cat([x if x.ndim == 3 else x[..., None] for x in tensors], -1).cpu()
 
 
-ATTEND = Exercise(
-    attend,
-    _draw_query_tile,
+def kernel_exercise(
+    solve: Callable[..., Tensor],
+    task: KernelTask,
+    draw: Callable[[random.Random, int], tuple],
+    mistakes: Mapping[str, tuple[str, str]],
+) -> Exercise:
+    """An exercise whose answer is a kernel; `mistakes` are edits of its solution's source."""
+
+    def made(sentence: str, edit: tuple[str, str]) -> Callable:
+        def run(*tensors: Tensor) -> Tensor:
+            return task.run(edited(task.solution, *edit), *tensors)
+
+        run.__name__ = task.solution.__name__
+        return run
+
+    wrong = {sentence: made(sentence, edit) for sentence, edit in mistakes.items()}
+    return Exercise(
+        solve, draw, wrong, "core", trials=KERNEL_TRIALS, seconds=20, describe=task.describe
+    )
+
+
+def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
+    """Print the verdict on `kernel`; return it if it is right, else the solution's.
+
+    What the interpreter runs need not compile: a right kernel is also compiled for an A100.
+    """
+    import triton
+
+    def attempt(*tensors: Tensor) -> Tensor:
+        return task.run(kernel, *tensors)
+
+    attempt.__name__ = kernel.__name__
+    text = verdict(exercise, attempt)
+    report(text, kernel.__name__, exercise.tier)
+    if result_of(text) != "passed":
+        return triton.jit(task.solution)
+    launch, _ = task.plan(*exercise.draw(random.Random(0), 1))
+    print(compiled_words(kernel, launch))
+    return kernel
+
+
+def draw_heads(generator: random.Random, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v: first one head that fits a tile of keys, then two heads of several tiles."""
+    low, high = (2, KEYS) if size < 4 else (KEYS + 1, QUERIES) if size < 8 else (QUERIES + 1, 40)
+    heads, n = 1 if size < 4 else 2, generator.randint(low, high)
+    seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    q, k, v = torch.randn((3, heads, n, DIM), generator=seeded)
+    # in some trials so large that their exponentials overflow float32
+    return (q * 60 if 8 <= size < 12 else q), k, v
+
+
+def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """By PyTorch, all scores at once."""
+    scores = q @ k.mT * DIM**-0.5
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return side_by_side(*attention_and_lse(q, k, v, is_causal=False))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return side_by_side(*attention_and_lse(q, k, v, is_causal=True))
+
+
+STATE_MISTAKES = {
+    "the scale is missing": (") * scale  # (BQ, BK)", ")  # (BQ, BK)"),
+    "neither the sum nor the output so far is rescaled when the maximum grows": (
+        "tl.exp(m - new_m)",
+        "1.0",
+    ),
+    "the output so far is not rescaled when the maximum grows": ("out * shrink[:, None]", "out"),
+    "the sum so far is not rescaled when the maximum grows": ("l * shrink", "l"),
+    "the earlier sums are rescaled the wrong way round; the factor is exp(old maximum - new "
+    "maximum)": ("m - new_m)\n", "new_m - m)\n"),
+    "each tile's exponentials are relative to the tile's own maximum; use the maximum so far": (
+        "tl.maximum(m, tl.max(scores, 1))",
+        "tl.max(scores, 1)",
+    ),
+    "the new maximum is not kept for the next tile": ("        m = new_m\n", ""),
+    "no maximum is subtracted inside exp, so large scores overflow": (
+        "tl.exp(scores - new_m[:, None])",
+        "tl.exp(scores)",
+    ),
+    "the division by the sum at the end is missing": ("out / l[:, None]", "out"),
+    "lse lacks the maximum: it is m + log(l)": ("m + tl.log(l)", "tl.log(l)"),
+    "all programs work on the first head: use tl.program_id(1)": ("tl.program_id(1) * n", "0"),
+    "each program takes the first tile of queries: use tl.program_id(0)": (
+        "query, channel = tl.program_id(0) * BQ",
+        "query, channel = 0",
+    ),
+    "each step loads the first tile of keys": ("key = start + tl", "key = tl"),
+    "keys beyond the last are loaded; mask them": (
+        "k_ptr + k_rows, mask=key[:, None] < n",
+        "k_ptr + k_rows, mask=key[:, None] >= 0",
+    ),
+    "rows of the output beyond the last are stored; mask them": (
+        "out / l[:, None], mask=query[:, None] < n",
+        "out / l[:, None]",
+    ),
+}
+FORWARD_TASK = KernelTask(solutions.flash_forward, ("out", "lse"), "k", is_causal=False)
+FORWARD = kernel_exercise(
+    full_attention,
+    FORWARD_TASK,
+    draw_heads,
     {
-        "the scale is missing; divide by sqrt(head_dim)": (" / math.sqrt(q.shape[1])", ""),
-        "the scores are divided by head_dim, not its square root": (
-            "math.sqrt(q.shape[1])",
-            "q.shape[1]",
+        **STATE_MISTAKES,
+        "keys beyond the last have a score of 0, and exp(0) is 1; give them -inf": (
+            'tl.where(key[None, :] < n, scores, float("-inf"))',
+            "scores",
         ),
-        "the output so far is not rescaled when the maximum grows": ("out * shrink", "out"),
-        "the sum so far is not rescaled when the maximum grows": ("total * shrink", "total"),
-        "neither the sum nor the output so far is rescaled when the maximum grows "
-        "(if you do rescale them: the maximum before this tile must still be known there)": (
-            "torch.exp(m - new_max)",
-            "1",
-        ),
-        "the sum and the output so far are rescaled the wrong way round; the factor is exp(old "
-        "maximum - new maximum), at most 1": ("m - new_max", "new_max - m"),
-        "each tile's exponentials are relative to the tile's own maximum; use the maximum so far, "
-        "over all tiles": ("scores - new_max", "scores - scores.amax(1, keepdim=True)"),
-        "the new maximum is not kept for the next tile": ("        m = new_max\n", ""),
-        "the division by the sum at the end is missing": ("out / total", "out"),
-        "the weights are divided by the sum of their tile; divide once, at the end, by the whole "
-        "sum": ("total = total * shrink + p.sum", "total, p = 1, p / p.sum"),
-        "the output is divided by the sum so far in each tile; divide once, at the end": (
-            "m = new_max\n    return out / total",
-            "m, out = new_max, out / total\n    return out",
-        ),
-        "each tile has a softmax of its own, as if there were no other keys": (
-            "total * shrink + p.sum(1, keepdim=True)\n        out = out * shrink + p @ values",
-            "1\n        out = out + scores.softmax(1).nan_to_num() @ values",
-        ),
-        "no maximum is subtracted inside exp, so large scores overflow": (
-            "torch.exp(scores - new_max), torch.exp(m - new_max)",
-            "torch.exp(scores), 1",
-        ),
-        "there is no mask; within the tiles it reads, a query must not see keys that come after "
-        "its own": (".masked_fill(key > query, -math.inf)", ""),
-        "there is no mask, and later tiles of keys are read too": (
-            "    for start in range(0, first + len(q), tile):",
-            "    query = query + len(k)\n    for start in range(0, len(k), tile):",
-        ),
-        "masked scores become 0, and exp(0) is 1; use -inf": ("query, -math.inf", "query, 0.0"),
-        "the mask numbers queries from 0, not from `first`": ("first + torch", "torch"),
-        "the mask numbers each tile's keys from 0, not from its start": ("start + torch", "torch"),
+        "a last tile of fewer keys is left out": ("range(0, n, BK)", "range(0, n // BK * BK, BK)"),
+    },
+)
+CAUSAL_TASK = KernelTask(solutions.causal_forward, ("out", "lse"), "k")
+CAUSAL = kernel_exercise(
+    causal_attention,
+    CAUSAL_TASK,
+    draw_heads,
+    {
+        "the result is right, but tiles behind the diagonal are loaded too: let the loop end with "
+        "the last query of the tile": ("range(0, end, BK)", "range(0, n, BK)"),
+        "there is no mask": ("key[None, :] <= query[:, None]", "key[None, :] < n"),
         "a query does not see its own key; key j is visible if j ≤ i": (
-            "key > query",
-            "key >= query",
+            "key[None, :] <= query",
+            "key[None, :] < query",
         ),
-        "the loop ends before the diagonal; go on to the last query's own key, number first + "
-        "queries - 1": ("first + len(q),", "first,"),
-        "the loop reads only as many keys as there are queries; others come before them, so go on "
-        "to first + queries": ("first + len(q),", "len(q),"),
-        "the loop ends one key early; the last query sees its own": ("+ len(q)", "+ len(q) - 1"),
-        "a last tile of fewer keys is left out": (
-            "first + len(q),",
-            "(first + len(q)) // tile * tile,",
+        "the mask is turned around: it hides earlier keys": (
+            "key[None, :] <= query",
+            "key[None, :] >= query",
         ),
-        "the rows' maxima and sums have lost their last dimension; keepdim=True keeps it": (
-            "amax(1, keepdim=True)",
-            "amax(1)",
+        "masked scores become 0, and exp(0) is 1; use -inf": (
+            'scores, float("-inf"))',
+            "scores, 0.0)",
         ),
+        "the loop ends before the diagonal; it must go on to the tile's last query": (
+            "(tl.program_id(0) + 1) * BQ, n",
+            "tl.program_id(0) * BQ, n",
+        ),
+        "the loop ends one tile of keys behind the tile's first query, but tiles of queries may "
+        "be longer than those of keys": (
+            "(tl.program_id(0) + 1) * BQ, n",
+            "tl.program_id(0) * BQ + BK, n",
+        ),
+    },
+)
+
+
+def draw_for_backward(generator: random.Random, size: int) -> tuple[Tensor, ...]:
+    """q, k, v, dO, lse and delta, as the backward kernels get them."""
+    q, k, v = draw_heads(generator, size)
+    seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    # so large that weights are 0 and 1, gradients would be 0
+    q = q.clamp(-3, 3)
+    grad_out = torch.randn(q.shape, generator=seeded)
+    out, lse = attention_and_lse(q, k, v, is_causal=True)
+    return q, k, v, grad_out, lse, (grad_out * out).sum(-1)
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+    """dQ, dK and dV by autograd."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    return torch.autograd.grad(out, leaves, grad_out)
+
+
+def gradient_of_queries(q, k, v, grad_out, lse, delta) -> Tensor:
+    return gradients(q, k, v, grad_out)[0]
+
+
+def gradients_of_keys(q, k, v, grad_out, lse, delta) -> Tensor:
+    return side_by_side(*gradients(q, k, v, grad_out)[1:])
+
+
+QUERIES_TASK = KernelTask(solutions.backward_queries, ("grad_q",), "k")
+BACKWARD_QUERIES = kernel_exercise(
+    gradient_of_queries,
+    QUERIES_TASK,
+    draw_for_backward,
+    {
+        "delta is missing: dS is P ∘ (dP - delta)": (" - delta[:, None]", ""),
+        "lse is not subtracted: P is exp(score - lse)": (" - lse[:, None]", ""),
+        "there is no mask": ("key[None, :] <= query[:, None]", "key[None, :] < n"),
+        "a query does not see its own key": ("key[None, :] <= query", "key[None, :] < query"),
+        "tiles behind the diagonal are loaded too": ("range(0, end, BK)", "range(0, n, BK)"),
+        "the scores are not scaled": (") * scale  # (BQ, BK)", ")  # (BQ, BK)"),
+        "dQ is not scaled: S is scale · Q Kᵀ": ("grad_q * scale", "grad_q"),
+        "dP multiplies dO with the keys; it is dO Vᵀ": (
+            "tl.dot(grad_out, tl.trans(v)",
+            "tl.dot(grad_out, tl.trans(k)",
+        ),
+        "dS multiplies the values; dQ is dS K": (
+            "grad_scores.to(k.dtype), k,",
+            "grad_scores.to(k.dtype), v,",
+        ),
+        "the factor P is missing: dS is P ∘ (dP - delta)": ("p * (grad_p", "(grad_p"),
+        "each tile of keys overwrites dQ; add to it": ("grad_q += ", "grad_q = "),
+        "all programs work on the first head": ("tl.program_id(1) * n", "0"),
+    },
+)
+KEYS_TASK = KernelTask(solutions.backward_keys, ("grad_k", "grad_v"), "q")
+BACKWARD_KEYS = kernel_exercise(
+    gradients_of_keys,
+    KEYS_TASK,
+    draw_for_backward,
+    {
+        "delta is missing: dS is P ∘ (dP - delta)": (" - delta[None, :]", ""),
+        "delta belongs to queries, which are columns here: delta[None, :]": (
+            "grad_p - delta[None, :]",
+            "grad_p - tl.sum(delta) / BQ",
+        ),
+        "there is no mask": ("key[:, None] <= query[None, :]", "key[:, None] >= 0"),
+        "the mask is that of (queries, keys); these scores are (keys, queries)": (
+            "key[:, None] <= query[None, :]",
+            "key[:, None] >= query[None, :]",
+        ),
+        "tiles of queries before the diagonal are loaded too; none of them sees these keys": (
+            "range(first // BQ * BQ, n, BQ)",
+            "range(0, n, BQ)",
+        ),
+        "the loop starts behind the queries that see only a part of these keys": (
+            "range(first // BQ * BQ, n, BQ)",
+            "range((first + BQ) // BQ * BQ, n, BQ)",
+        ),
+        "the scores are not scaled": (") * scale  # (BK, BQ)", ")  # (BK, BQ)"),
+        "dK is not scaled: S is scale · Q Kᵀ": ("grad_k * scale", "grad_k"),
+        "dV is scaled; only S, and so dQ and dK, have the scale": (
+            "k_rows, grad_v,",
+            "k_rows, grad_v * scale,",
+        ),
+        "dP multiplies dO with the keys; it is V dOᵀ": (
+            "tl.dot(v, tl.trans(grad_out)",
+            "tl.dot(k, tl.trans(grad_out)",
+        ),
+        "dS multiplies dO; dK is dS Q": (
+            "grad_scores.to(q.dtype), q,",
+            "grad_scores.to(q.dtype), grad_out,",
+        ),
+        "dV multiplies the queries; it is P dO": (
+            "p.to(q.dtype), grad_out,",
+            "p.to(q.dtype), q,",
+        ),
+        "each tile of queries overwrites dV; add to it": ("grad_v += ", "grad_v = "),
+        "each tile of queries overwrites dK; add to it": ("grad_k += ", "grad_k = "),
     },
 )
 
@@ -294,14 +548,75 @@ GRAD_SCORES = Exercise(
 )
 
 
+# Of the time; what the tensor cores must be busy in a right schedule.
+BUSY = 0.85
+
+
+def _draw_nothing(generator: random.Random, size: int) -> tuple:
+    return ()
+
+
+def scheduled(schedule: Callable[[], str]) -> str:
+    """The words of a schedule in alphabetical order.
+
+    Raises:
+        ValueError: it cannot be done, or keeps the tensor cores busy for less than BUSY.
+    """
+    share = busy_share(run_order(order := schedule()))
+    if share < BUSY:
+        raise ValueError(f"tensor cores are busy {share:.0%} of the time; reach {BUSY:.0%}")
+    return " ".join(sorted(order.split()))
+
+
+def two_warpgroups() -> str:
+    words = ["A.S0", "B.S0"]
+    for tile in range(TILES):
+        for group in "AB":
+            following = [f"{group}.S{tile + 1}"] if tile + 1 < TILES else []
+            words += [*following, f"{group}.PV{tile}"]
+    return " ".join(words)
+
+
+def best_schedule() -> str:
+    return scheduled(two_warpgroups)
+
+
+def _scheduled_as(pattern: str) -> Callable[[], str]:
+    """The exercise done with `pattern`, the words of each tile, tile after tile."""
+
+    def best_schedule() -> str:
+        return scheduled(lambda: " ".join(pattern.format(i) for i in range(TILES)))
+
+    return best_schedule
+
+
+def idle_percent(attempt: Callable[[], str]) -> float:
+    """Of the time, of the tensor cores."""
+    schedule = getattr(attempt, "schedule", two_warpgroups)
+    return 100 * (1 - busy_share(run_order(schedule())))
+
+
+SCHEDULE = Exercise(
+    best_schedule,
+    _draw_nothing,
+    {
+        "each PV comes right after its own S, so that the tensor cores wait for each softmax; let "
+        "them do something of the other warpgroup in between": _scheduled_as(
+            "A.S{0} A.PV{0} B.S{0} B.PV{0}"
+        ),
+        "both warpgroups compute exponentials at the same time, and then both multiply; ask for "
+        "the next S before a PV": _scheduled_as("A.S{0} B.S{0} A.PV{0} B.PV{0}"),
+    },
+    "open",
+    trials=1,
+    measure=idle_percent,
+    unit="% idle",
+)
+
+
 def check_max_and_sum(attempt: Callable) -> None:
     """Check `max_and_sum(tiles)`: a list of (scores,) -> (2,), the maximum and the sum."""
     check(ONLINE_SOFTMAX, attempt)
-
-
-def check_attend(attempt: Callable) -> None:
-    """Check `attend(q, k, v, first, tile)`: (queries, d), twice (keys, d) -> (queries, d)."""
-    check(ATTEND, attempt)
 
 
 def check_multiply_add(attempt: Callable) -> None:
@@ -312,3 +627,40 @@ def check_multiply_add(attempt: Callable) -> None:
 def check_grad_scores(attempt: Callable) -> None:
     """Check `grad_scores(scores, v, out, lse, grad_out)` -> (queries, keys), the tile's dS."""
     check(GRAD_SCORES, attempt)
+
+
+def check_forward(kernel: Any) -> Any:
+    """Check `flash_forward`, all keys visible; return it if it is right, else the solution."""
+    return check_kernel(FORWARD, FORWARD_TASK, kernel)
+
+
+def check_causal(kernel: Any) -> Any:
+    """Check `causal_forward`, also by the tiles that it loads; return as `check_forward` does."""
+    return check_kernel(CAUSAL, CAUSAL_TASK, kernel)
+
+
+def check_backward_queries(kernel: Any) -> Any:
+    """Check `backward_queries`; return as `check_forward` does."""
+    return check_kernel(BACKWARD_QUERIES, QUERIES_TASK, kernel)
+
+
+def check_backward_keys(kernel: Any) -> Any:
+    """Check `backward_keys`; return as `check_forward` does."""
+    return check_kernel(BACKWARD_KEYS, KEYS_TASK, kernel)
+
+
+def check_schedule(schedule: Callable[[], str]) -> None:
+    """Check the order of matmuls that `schedule()` returns, and draw who works when."""
+
+    def attempt() -> str:
+        return scheduled(schedule)
+
+    attempt.__name__, attempt.schedule = schedule.__name__, schedule  # type: ignore[attr-defined]
+    check(SCHEDULE, attempt)
+    try:
+        spans = run_order(schedule())
+    except (NotImplementedError, ValueError):
+        # the verdict says so
+        return
+    draw_spans(plt.figure(figsize=(9.5, 3.6)), spans, "Your schedule")
+    plt.show()

@@ -1,4 +1,4 @@
-"""Widgets and helpers of notebook 06: online softmax tile by tile, kernel source, the interpreter.
+"""Widgets and helpers of notebook 06: online softmax tile by tile, kernel source, records.
 
 Where a slider cannot be moved, some of its pictures are shown instead (`lib.lessons.explorer`).
 """
@@ -6,16 +6,10 @@ Where a slider cannot be moved, some of its pictures are shown instead (`lib.les
 from __future__ import annotations
 
 import ast
-import importlib.util
 import math
 import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,16 +18,15 @@ from matplotlib.figure import Figure
 from lib.core.figures import BLUE, GRID, INK, SKY, VERMILLION
 from lib.core.files import ROOT
 from lib.lessons.explorer import explorer, picture
-from lib.lessons.flash_attention.figures import draw_timeline
+from lib.lessons.flash_attention.schedule import draw_spans, simulate
 from lib.lessons.show import show_excerpt
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
     from ipywidgets import VBox
-    from torch import Tensor
 
 
-# The arguments of `lib.lessons.flash_attention.figures.simulate` in `timeline_slider`.
+# The arguments of `lib.lessons.flash_attention.schedule.simulate` in `timeline_slider`.
 TIMELINES = {
     "one, step by step": {"warpgroups": 1, "tiles": 4, "runs_ahead": False},
     "one, asking ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
@@ -88,7 +81,7 @@ def softmax_stepper(scores: np.ndarray, values: np.ndarray, *, tile: int) -> VBo
     def draw(figure: Figure, tiles: int) -> None:
         draw_softmax_step(figure, scores, steps, tiles)
 
-    still = [(number,) for number in range(1, len(steps))]
+    still = [(1,), (2,), (len(steps) - 1,)]
     return explorer(picture(draw, width=9.5, height=3.6), tiles=range(len(steps)), still=still)
 
 
@@ -151,10 +144,10 @@ def timeline_slider() -> VBox:
     """A choice of schedules of the Hopper kernel: producer, warpgroups and tensor cores."""
 
     def draw(figure: Figure, warpgroups: str) -> None:
-        draw_timeline(figure, TIMELINES[warpgroups])
+        draw_spans(figure, simulate(**TIMELINES[warpgroups]), warpgroups.capitalize())
 
     names = list(TIMELINES)
-    still = [(name,) for name in names[1:]]
+    still = [(name,) for name in ("two, at will", "two, in turns")]
     return explorer(picture(draw, width=9.5, height=3.9), warpgroups=names, still=still)
 
 
@@ -177,55 +170,11 @@ def show_cuda(file: str, name: str, first: str, last: str) -> Markdown:
     return show_excerpt(text, path, name, first, last, language="cpp")
 
 
-def interpret(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, is_causal: bool = True
-) -> tuple[list[Tensor], float]:
-    """Run the Triton kernels in Triton's interpreter; RuntimeError where that is impossible.
-
-    It runs in a new process, since Triton decides at its import whether it interprets.
-
-    Args:
-        q, k, v, grad_out: (batch, heads, tokens, head_dim), float32 or float16; the interpreter
-            gets bfloat16 wrong.
-
-    Returns:
-        The output and the gradients of q, k and v, and the seconds that the kernels took.
-    """
-    import torch
-
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is not installed; it comes with PyTorch on Linux")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tensors.pt"
-        torch.save([x.detach().cpu() for x in (q, k, v, grad_out)], path)
-        code = f"from {__name__} import _interpret_file as run; run({str(path)!r}, {is_causal})"
-        changed = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ | changed,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}")[-500:])
-        return tuple(torch.load(path))
-
-
-def _interpret_file(path: str, is_causal: bool) -> None:
-    """Replace the inputs in the file at `path` by the results of `interpret`."""
-    import torch
-
-    from lib.flash_attention.triton_attention import flash_attention
-
-    *leaves, grad_out = torch.load(path)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    started = time.perf_counter()
-    out = flash_attention(*leaves, is_causal=is_causal)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    seconds = time.perf_counter() - started
-    torch.save([[out.detach(), *grads], seconds], path)
+def missing(*commands: str) -> None:
+    """Say what makes a record that is not there."""
+    print("Not measured yet. To make this record, on a GPU:")
+    for command in commands:
+        print(f"python -m lib {command} --output artifacts")
 
 
 def needed_row(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any]:

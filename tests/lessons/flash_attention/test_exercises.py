@@ -5,23 +5,26 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from lib.lessons.exercise import draw_inputs, verdict
-from lib.lessons.flash_attention.exercises import ATTEND, FRAGMENTS, GRAD_SCORES, ONLINE_SOFTMAX
+triton = pytest.importorskip("triton")
 
-CHECKED = {"online softmax": ONLINE_SOFTMAX, "attend": ATTEND, "gradient": GRAD_SCORES}
+from lib.lessons.exercise import draw_inputs, verdict  # noqa: E402
+from lib.lessons.flash_attention import exercises, ladder_triton, solutions_triton  # noqa: E402
+from lib.lessons.flash_attention.exercises import (  # noqa: E402
+    CAUSAL,
+    CAUSAL_TASK,
+    FRAGMENTS,
+    GRAD_SCORES,
+    ONLINE_SOFTMAX,
+)
+
+CHECKED = {"online softmax": ONLINE_SOFTMAX, "gradient": GRAD_SCORES}
 
 
 def max_and_sum(tiles):
     """All at once, from PyTorch's logarithm of the sum."""
     scores = torch.cat(tiles).double()
     return torch.stack([scores.max(), (scores.logsumexp(0) - scores.max()).exp()])
-
-
-def attend(q, k, v, first, tile):
-    visible = torch.ones(first + len(q), len(k), dtype=torch.bool).tril()[first:]
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], visible)[0]
 
 
 def grad_scores(scores, v, out, lse, grad_out):
@@ -48,7 +51,8 @@ def multiply_add(a, b, c):
 @pytest.mark.parametrize(
     ("exercise", "independent"),
     [
-        *((ONLINE_SOFTMAX, max_and_sum), (ATTEND, attend), (GRAD_SCORES, grad_scores)),
+        (ONLINE_SOFTMAX, max_and_sum),
+        (GRAD_SCORES, grad_scores),
         (FRAGMENTS, multiply_add),
     ],
     ids=[*CHECKED, "fragments"],
@@ -67,12 +71,6 @@ def test_expected_values_are_finite_and_the_first_inputs_small(exercise):
         assert all(tensor.numel() <= 16 for tensor in tensors)
 
 
-def test_queries_begin_before_at_and_behind_the_edge_of_a_tile():
-    drawn = [ATTEND.draw(random.Random(seed), 6) for seed in range(100)]
-    remainders = {(first % tile, (first + len(q)) % tile) for q, _, _, first, tile in drawn}
-    assert {(0, 0), (1, 0), (0, 1), (1, 2)} <= remainders
-
-
 def test_a_tile_of_keys_is_never_all_that_a_row_sees():
     for seed in range(50):
         scores, _, _, lse, _ = GRAD_SCORES.draw(random.Random(seed), 6)
@@ -88,3 +86,75 @@ def test_an_update_of_the_maximum_before_its_use_is_named():
         return torch.stack([m, total])
 
     assert "must still be known there" in verdict(ONLINE_SOFTMAX, attempt)
+
+
+def attempt_at(kernel):
+    return lambda *tensors: CAUSAL_TASK.run(kernel, *tensors)
+
+
+def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
+    assert verdict(CAUSAL, attempt_at(ladder_triton.mask_on_diagonal)).startswith("right")
+    text = verdict(CAUSAL, attempt_at(ladder_triton.every_tile))
+    assert "tiles of k are loaded" in text
+    assert "let the loop end with the last query of the tile" in text
+
+
+@pytest.mark.parametrize(("heads", "n", "tiles"), [(1, 16, 1), (1, 17, 2), (2, 40, 2 * 5)])
+def test_tiles_with_a_visible_pair_are_counted(heads, n, tiles):
+    assert CAUSAL_TASK.tiles_seen(heads, n) == tiles
+    seen = torch.ones(n, n).tril()
+    pairs = [rows.split(16, 1) for rows in seen.split(32)]
+    assert heads * sum(bool(tile.any()) for row in pairs for tile in row) == tiles
+
+
+def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_not(capsys):
+    kernel = triton.jit(solutions_triton.causal_forward)
+    assert exercises.check_causal(kernel) is kernel
+    words = capsys.readouterr().out
+    assert words.startswith("right")
+    assert "registers of each thread" in words
+    wrong = triton.jit(solutions_triton.flash_forward)
+    found = exercises.check_causal(wrong)
+    assert found.fn is solutions_triton.causal_forward
+    assert capsys.readouterr().out.startswith("not yet")
+
+
+def test_the_first_wrong_value_is_named_by_its_tensor():
+    task, expected = exercises.FORWARD_TASK, torch.zeros(1, 3, exercises.DIM + 1)
+    yours = expected.clone()
+    yours[0, 2, -1] = 1
+    assert "lse, (1 heads, 3 rows, 1): position (0, 2, 0): yours 1" in task.describe(
+        yours, expected
+    )
+    yours[0, 1, 4] = 2
+    assert "out, (1 heads, 3 rows, 16): position (0, 1, 4)" in task.describe(yours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["FORWARD", "CAUSAL", "BACKWARD_QUERIES", "BACKWARD_KEYS"])
+def test_compiled_kernels_pass_too(name):
+    task = {
+        "FORWARD": exercises.FORWARD_TASK,
+        "CAUSAL": CAUSAL_TASK,
+        "BACKWARD_QUERIES": exercises.QUERIES_TASK,
+        "BACKWARD_KEYS": exercises.KEYS_TASK,
+    }[name]
+    kernel = triton.jit(task.solution)
+    attempt = lambda *tensors: task.run(kernel, *tensors)  # noqa: E731
+    assert verdict(getattr(exercises, name), attempt).startswith("right")
+
+
+def test_another_good_schedule_is_right_and_says_how_long_tensor_cores_idle(capsys):
+    def best_schedule():
+        return (
+            "A.S0 A.S1 B.S0 A.PV0 A.S2 B.S1 B.PV0 A.PV1 "
+            "A.S3 B.S2 B.PV1 A.PV2 B.S3 B.PV2 A.PV3 B.PV3"
+        )
+
+    exercises.check_schedule(best_schedule)
+    assert capsys.readouterr().out.startswith("right: as expected\n  yours 13.5 % idle")
+
+
+def test_a_schedule_that_cannot_be_done_is_told_why(capsys):
+    exercises.check_schedule(lambda: "A.PV0 A.S0")
+    assert "A.S1 must be there once, found 0 times" in capsys.readouterr().out

@@ -9,18 +9,14 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
-import torch
 from matplotlib.figure import Figure
 
 from lib.benchmarks.attention_steps import NAMES, draw_steps
 from lib.flash_attention import reference
-from lib.flash_attention.hopper import launch
 from lib.lessons import show
-from lib.lessons.flash_attention import explorers
 from lib.lessons.flash_attention.explorers import (
     TIMELINES,
     draw_softmax_step,
-    interpret,
     needed_row,
     recorded_on_gpu,
     show_cuda,
@@ -29,14 +25,15 @@ from lib.lessons.flash_attention.explorers import (
     softmax_steps,
     timeline_slider,
 )
-from lib.lessons.flash_attention.figures import (
+from lib.lessons.flash_attention.figures import draw_peers, draw_visited_tiles, peer_speeds
+from lib.lessons.flash_attention.schedule import (
     STAGES,
     busy_share,
-    draw_timeline,
-    draw_visited_tiles,
+    draw_spans,
+    run_order,
     simulate,
 )
-from lib.model.attention import attention, scaled_dot_product_attention
+from lib.model.attention import scaled_dot_product_attention
 from tests.lessons.stored import stored_outputs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,11 +68,13 @@ def test_exponentials_are_drawn_for_the_keys_seen_and_shrink_with_a_new_maximum(
 
 
 @pytest.mark.parametrize(
-    "make_box",
-    [lambda: softmax_stepper(SCORES, VALUES, tile=3), timeline_slider],
+    ("make_box", "stills"),
+    [(lambda: softmax_stepper(SCORES, VALUES, tile=3), 4), (timeline_slider, 3)],
     ids=["softmax", "timeline"],
 )
-def test_each_position_of_a_slider_has_its_own_picture_also_where_it_cannot_be_moved(make_box):
+def test_each_position_of_a_slider_has_its_own_picture_some_also_where_it_cannot_be_moved(
+    make_box, stills
+):
     box = make_box()
     slider, view, _ = box.children
     seen = set()
@@ -85,7 +84,7 @@ def test_each_position_of_a_slider_has_its_own_picture_also_where_it_cannot_be_m
     assert len(seen) == len(slider.options)
     slider.index = 0
     outputs = stored_outputs(box)
-    assert sum("image/png" in output.data for output in outputs) == len(slider.options)
+    assert sum("image/png" in output.data for output in outputs) == stills
 
 
 SETTINGS = [*TIMELINES.values(), {"warpgroups": 3, "tiles": 5, "runs_ahead": True}]
@@ -129,13 +128,67 @@ def test_asking_ahead_more_warpgroups_and_turns_keep_the_tensor_cores_busy():
 
 
 def test_a_timeline_draws_all_work_and_says_how_busy_the_tensor_cores_are():
-    setting, figure = TIMELINES["two, in turns"], Figure()
-    draw_timeline(figure, setting)
+    spans, figure = simulate(**TIMELINES["two, in turns"]), Figure()
+    draw_spans(figure, spans, "Two, in turns")
     (axes,) = figure.axes
     rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["producer warp", "warpgroup 0", "warpgroup 1", "tensor cores"]
-    assert f"{busy_share(simulate(**setting)):.0%}" in axes.get_title()
+    assert rows == ["producer warp", "warpgroup A", "warpgroup B", "tensor cores"]
+    assert (
+        axes.get_title() == f"Two, in turns: tensor cores busy {busy_share(spans):.0%} of the time"
+    )
     assert len(axes.patches) == 4 * (2 + 3 * 2)
+
+
+TOGETHER = "A.S{0} B.S{0} A.PV{0} B.PV{0}"
+
+
+def test_tensor_cores_follow_an_order_and_wait_for_what_a_product_needs():
+    order = " ".join(TOGETHER.format(i) for i in range(4))
+    spans = {(s.who, s.what, s.tile): s for s in run_order(order)}
+    names = [(group, what) for what in ("scores", "values") for group in (0, 1)]
+    times = [spans[group, what, i] for i in range(4) for group, what in names]
+    assert all(a.end <= b.start for a, b in itertools.pairwise(times))
+    for group, tile in itertools.product((0, 1), range(4)):
+        softmax = spans[group, "softmax", tile]
+        assert spans[group, "scores", tile].end <= softmax.start
+        assert softmax.end <= spans[group, "values", tile].start
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("A.S3", ""), r"A\.S3 must be there once, found 0 times"),
+        (("A.S3", "A.S3 A.S3"), r"A\.S3 must be there once, found 2 times"),
+        (("A.S3", "A.S4"), r"no matmul is called 'A\.S4'"),
+        # values before scores; a third tile of scores; a ring whose slots B has not used yet
+        (("A.S0 B.S0 A.PV0", "A.PV0 A.S0 B.S0"), r"A\.PV0 waits forever"),
+        (("A.S0 B.S0", "A.S0 B.S0 A.S1 A.S2"), r"must be there once"),
+    ],
+)
+def test_an_order_that_cannot_be_done_is_told_why(change, message):
+    order = " ".join(TOGETHER.format(i) for i in range(4))
+    with pytest.raises(ValueError, match=message):
+        run_order(order.replace(*change))
+
+
+def test_a_warpgroup_has_room_for_two_tiles_of_scores():
+    others = "A.PV0 B.S0 B.PV0 A.PV1 B.S1 B.PV1 A.PV2 B.S2 B.PV2 A.S3 A.PV3 B.S3 B.PV3"
+    with pytest.raises(ValueError, match=r"A\.S2 waits forever"):
+        run_order(f"A.S0 A.S1 A.S2 {others}")
+
+
+def test_speeds_are_of_kernels_that_were_measured_and_each_is_a_line():
+    row = {"direction": "forward", "head_dim": 64, "mask": "causal", "queries": 8, "keys": 8}
+    rows = [row | {"kernel": "flash_attention_triton", "tflops": 3.0}]
+    rows += [row | {"kernel": "sdpa_cudnn", "tflops": 2.0}, row | {"kernel": "sdpa_flash"}]
+    rows += [row | {"kernel": "fa4", "tflops": 4.0, "keys": 9}]
+    rows += [row | {"kernel": "sdpa_cudnn", "tflops": 9.0, "mask": "full"}]
+    found = peer_speeds(rows, "forward", 64)
+    assert found == {"ours": {8: 3.0}, "cuDNN": {8: 2.0}}
+    figure = Figure()
+    draw_peers(figure, {"forward": found, "backward": found})
+    assert [axes.get_title() for axes in figure.axes] == ["forward", "backward"]
+    assert [line.get_label() for line in figure.axes[0].lines] == ["ours", "cuDNN"]
 
 
 @pytest.mark.parametrize(("queries", "keys", "tile"), [(8, 8, 2), (7, 9, 3), (5, 2, 4), (3, 9, 1)])
@@ -193,7 +246,6 @@ def test_every_piece_of_code_in_the_notebook_is_there_and_parses(source):
         "show_cuda": lambda *given: show_cuda(*given) and None,
         "show": show,
         "reference": reference,
-        "launch": launch,
         "scaled_dot_product_attention": scaled_dot_product_attention,
     }
     body = ast.parse(source).body
@@ -204,31 +256,6 @@ def test_every_piece_of_code_in_the_notebook_is_there_and_parses(source):
         code = markdown.data.split("```python\n")[1].removesuffix("\n```")
         # an excerpt may begin inside of a loop or function
         ast.parse("def f():\n" + "".join(f"    {line}\n" for line in code.split("\n")))
-
-
-def test_the_interpreter_gives_output_and_gradients_of_the_kernels():
-    pytest.importorskip("triton")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad_out = torch.randn(4, 1, 1, 17, 16, generator=generator).unbind()
-    found, seconds = interpret(q, k, v, grad_out)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, kernel="vectorized_torch")
-    right = [out, *torch.autograd.grad(out, leaves, grad_out)]
-    for a, b in zip(found, right):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert seconds > 0
-
-
-def test_an_error_in_the_interpreter_is_passed_on():
-    pytest.importorskip("triton")
-    with pytest.raises(RuntimeError, match=r"head_dim must be from 1 to 256, got 300"):
-        interpret(*[torch.zeros(1, 1, 4, 300)] * 4)
-
-
-def test_without_triton_the_interpreter_says_so(monkeypatch):
-    monkeypatch.setattr(explorers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="Triton is not installed"):
-        interpret(*[torch.zeros(1, 1, 4, 16)] * 4)
 
 
 def test_a_row_that_the_lesson_needs_is_found_or_named():

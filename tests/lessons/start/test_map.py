@@ -38,6 +38,7 @@ HOURS = {
     2: "(two|2) hours",
     2.5: "(two and a half|2½) hours",
     3: "(three|3) hours",
+    5: "(five|5) hours",
     3.5: "(three and a half|3½) hours",
     4: "(four|4) hours",
 }

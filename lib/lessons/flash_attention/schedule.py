@@ -1,0 +1,225 @@
+"""A model of who works when on one multiprocessor: producer, warpgroups, tensor cores.
+
+The unit of time is one matmul of a tile. `simulate` follows a policy of the Hopper kernel, and
+`run_order` an order that the reader writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lib.core.figures import BLUE, GRID, PAPER, PURPLE, VERMILLION
+from lib.profiling.trace import union
+
+# Ticks per unit of time; divisible by 2 and 3, so that shared work ends on a tick.
+TICKS = 12
+# How long each takes alone.
+MATMUL, SOFTMAX, LOAD = 1.0, 2.0, 0.5
+# Tiles of keys, and of values, that the ring in shared memory holds.
+STAGES = 2
+# Tiles of keys in `run_order`.
+TILES = 4
+# What a matmul reads.
+LOADED = {"scores": "load K", "values": "load V"}
+# What readers call the matmuls.
+SHORT = {"S": "scores", "PV": "values"}
+# (warpgroup or -1 for the producer, what, tile)
+Job = tuple[int, str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A piece of work in a schedule."""
+
+    who: int
+    """The warpgroup; -1 for the producer."""
+
+    what: str
+    """`load K`, `load V`, `scores`, `softmax` or `values`."""
+
+    tile: int
+    """The tile of keys, from 0."""
+
+    start: float
+    end: float
+
+
+def simulate(
+    warpgroups: int, tiles: int, *, runs_ahead: bool, in_turns: bool = False
+) -> list[Span]:
+    """Simulate a policy of the Hopper kernel.
+
+    With `in_turns` (ping-pong) the tensor cores serve one warpgroup after the other; without, all
+    that have issued a matmul share them, each more slowly. Exponentials are shared like that, too.
+    The producer loads a tile once all warpgroups have used the one `STAGES` before it.
+
+    Args:
+        warpgroups: each goes through all `tiles` of keys, for its own queries.
+        runs_ahead: whether a warpgroup issues the next tile's scores along with this tile's matmul
+            of probabilities and values, not after it.
+    """
+    issued: list[Job] = []
+
+    def choose(done: Mapping[Job, float]) -> list[Job]:
+        # each warpgroup issues what it can; its matmuls run in that order, once their tile is there
+        for group in range(warpgroups):
+            jobs = _next_matmuls(group, tiles, done, runs_ahead)
+            issued.extend(job for job in jobs if job not in issued)
+        waiting = [job for job in issued if job not in done]
+        heads = [next((j for j in waiting if j[0] == group), None) for group in range(warpgroups)]
+        ready = [job for job in heads if job and (-1, LOADED[job[1]], job[2]) in done]
+        return sorted(ready, key=issued.index)[: 1 if in_turns else None]
+
+    return _run(warpgroups, tiles, choose)
+
+
+def run_order(order: str) -> list[Span]:
+    """Let the tensor cores multiply in this order: `A.S0 B.S0 A.PV0 …`.
+
+    A and B are warpgroups, S0 the scores of tile 0, and PV0 its weights times values. A softmax
+    begins as soon as its scores are there. A warpgroup has room for two tiles of scores.
+
+    Raises:
+        ValueError: a matmul is unknown, missing or there twice, or waits forever.
+    """
+    words = order.split()
+    jobs = {
+        f"{name}.{short}{tile}": (group, what, tile)
+        for group, name in enumerate("AB")
+        for short, what in SHORT.items()
+        for tile in range(TILES)
+    }
+    for word in words:
+        if word not in jobs:
+            raise ValueError(f"no matmul is called {word!r}; the first is 'A.S0'")
+    for name in jobs:
+        if words.count(name) != 1:
+            raise ValueError(f"{name} must be there once, found {words.count(name)} times")
+
+    def choose(done: Mapping[Job, float]) -> list[Job]:
+        word = next((word for word in words if jobs[word] not in done), None)
+        if word is None:
+            return []
+        group, what, tile = jobs[word]
+        needed: list[Job] = [(-1, LOADED[what], tile)]
+        if what == "values":
+            needed.append((group, "softmax", tile))
+        elif tile >= 2:
+            needed.append((group, "values", tile - 2))
+        return [jobs[word]] if all(job in done for job in needed) else []
+
+    try:
+        return _run(2, TILES, choose)
+    except RuntimeError as error:
+        stuck = next(word for word in words if jobs[word] not in error.args[0])
+        raise ValueError(f"{stuck} waits forever for what comes later in this order") from None
+
+
+def _run(
+    warpgroups: int, tiles: int, choose: Callable[[Mapping[Job, float]], list[Job]]
+) -> list[Span]:
+    """Tick until all is done; `choose` says which matmuls share the tensor cores now.
+
+    Raises:
+        RuntimeError: nothing can go on; its argument is what is done.
+    """
+    began: dict[Job, float] = {}
+    left: dict[Job, float] = {}
+    done: dict[Job, float] = {}
+    loads: list[Job] = [(-1, f"load {x}", i) for i in range(tiles) for x in "KV"]
+    groups, now = range(warpgroups), 0
+    while len(done) < 2 * tiles + 3 * tiles * warpgroups:
+        heads = choose(done)
+        sums = [(g, "softmax", i) for g in groups for i in range(tiles) if _is_next(g, i, done)]
+        loading = [job for job in loads if job not in done][:1]
+        loading = [job for job in loading if _has_room(job, groups, done)]
+        if not (heads or sums or loading):
+            raise RuntimeError(done)
+        # one tick, shared by all jobs of a kind
+        for jobs, length in ((heads, MATMUL), (sums, SOFTMAX), (loading, LOAD)):
+            for job in jobs:
+                began.setdefault(job, now / TICKS)
+                left[job] = left.get(job, length) - 1 / TICKS / len(jobs)
+        now += 1
+        for job in (*heads, *sums, *loading):
+            if left[job] < 1e-9:
+                done[job] = now / TICKS
+    return [Span(*job, began[job], end) for job, end in done.items()]
+
+
+def _next_matmuls(group: int, tiles: int, done: Mapping, runs_ahead: bool) -> list[Job]:
+    """The matmuls that a warpgroup has issued by now."""
+    jobs = []
+    for i in range(tiles):
+        before = done.get((group, "softmax", i - 1))
+        if not runs_ahead:
+            before = done.get((group, "values", i - 1))
+        elif (group, "values", i - 2) not in done and i >= 2:
+            before = None
+        if i == 0 or before is not None:
+            jobs.append((group, "scores", i))
+        if (group, "softmax", i) in done:
+            jobs.append((group, "values", i))
+    # the next tile's scores come first
+    return sorted(jobs, key=lambda job: (job[2] + (job[1] == "values") * 1.5, job[1]))
+
+
+def _is_next(group: int, tile: int, done: Mapping) -> bool:
+    """Whether a warpgroup computes the exponentials of `tile` now."""
+    is_first = tile == 0 or (group, "softmax", tile - 1) in done
+    return is_first and (group, "scores", tile) in done and (group, "softmax", tile) not in done
+
+
+def _has_room(job: Job, groups: Sequence[int], done: Mapping) -> bool:
+    """Whether the ring has a free slot for a load."""
+    reader = {"load K": "scores", "load V": "values"}[job[1]]
+    old = job[2] - STAGES
+    return old < 0 or all((group, reader, old) in done for group in groups)
+
+
+def busy_share(spans: Sequence[Span]) -> float:
+    """The share of the time in which the tensor cores multiply."""
+    busy = union([(span.start, span.end) for span in spans if span.what in LOADED])
+    return float(np.diff(busy).sum() / max(span.end for span in spans))
+
+
+def draw_spans(
+    figure: Figure, spans: Sequence[Span], title: str, unit: str = "1 = one matmul of a tile, alone"
+) -> None:
+    """Draw rows of the producer, if it is there, the warpgroups and the tensor cores.
+
+    The title says how busy the tensor cores are.
+    """
+    groups = sorted({span.who for span in spans} - {-1})
+    has_loads = any(span.who < 0 for span in spans)
+    axes = figure.subplots()
+    colors = (BLUE, VERMILLION, PURPLE)
+    rows = [*(["producer warp"] if has_loads else []), *(f"warpgroup {'ABC'[g]}" for g in groups)]
+    rows.append("tensor cores")
+    lane, name = 0.8 / len(groups), {"scores": "S", "values": "PV", "softmax": "softmax "}
+    for span in spans:
+        color = GRID if span.who < 0 else colors[span.who]
+        row, height = has_loads + span.who, 0.8
+        if span.what in LOADED:
+            height = lane
+            row = len(rows) - 1 + (span.who - (len(groups) - 1) / 2) * lane
+        elif span.who < 0:
+            # two lanes, so that neighboring labels do not touch
+            row, height = (-0.2 if span.what == "load K" else 0.2), 0.4
+        style = {"color": color, "edgecolor": PAPER, "linewidth": 0.8}
+        # the matmul with the values is paler than the scores
+        style["alpha"] = 0.55 if span.what == "values" else 1.0
+        axes.barh(row, span.end - span.start, height, span.start, **style)
+        text = f"{name.get(span.what, span.what[-1])}{span.tile}"
+        ink = "#222222" if span.who < 0 or span.what == "values" else "white"
+        middle = (span.start + span.end) / 2
+        axes.text(middle, row, text, ha="center", va="center", fontsize=8.5, color=ink)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, max(span.end for span in spans)))
+    axes.set(xlabel=f"time ({unit})", ylabel="worker")
+    axes.grid(visible=False)
+    axes.set_title(f"{title}: tensor cores busy {busy_share(spans):.0%} of the time")
