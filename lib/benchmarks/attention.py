@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import math
 import re
@@ -39,19 +40,22 @@ from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
 from lib.training.step import numerics
 
-# PyTorch's own: FlexAttention, compiled, and each backend that `sdpa` chooses from.
+# PyTorch's own: FlexAttention, compiled, and each backend that `sdpa` chooses from (`sdpa_flash` is
+# FlashAttention-2). FlashAttention-4, in two modes, if the package flash-attn-4 is installed.
 BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
-PEERS = ("flex_attention", *BACKENDS)
+FLASH_ATTENTION_4 = ("fa4", "fa4_deterministic")
+PEERS = ("flex_attention", *FLASH_ATTENTION_4, *BACKENDS)
 SWEEP_KERNELS = (*ATTENTION_KERNELS, *PEERS)
 GPU_ONLY = (
     "flash_attention_triton",
     "flash_attention_cuda",
     "flex_attention",
+    *FLASH_ATTENTION_4,
     "sdpa_cudnn",
     "sdpa_efficient",
 )
@@ -105,6 +109,9 @@ class AttentionBenchmarkConfig:
 
     targets: bool = False
     """Measure the additional cases that the table of targets needs (GPU only)."""
+
+    cuda_graphs: bool = False
+    """Replay each call from a CUDA graph, so that the host does not count (GPU only)."""
 
     dtype: DtypeName = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto`: the shortest that is fast on the device."""
@@ -165,7 +172,8 @@ class AttentionCase:
     q is (batch_size, heads, queries, head_dim); k and v are (batch_size, heads, keys, head_dim).
     With `is_causal`, query i attends to keys 0 to i. The `direction` is `forward`, or `backward`:
     the gradients of q, k and v from that of the output. Each kernel is called `warmup` times and
-    sampled at most `samples` times, in about `max_seconds` for all.
+    sampled at most `samples` times, in about `max_seconds` for all. With `in_graph` a call is the
+    replay of a CUDA graph; without, Python launches the kernels.
     """
 
     queries: int
@@ -180,6 +188,7 @@ class AttentionCase:
     warmup: int
     samples: int
     max_seconds: float
+    in_graph: bool = False
 
     @property
     def is_square(self) -> bool:
@@ -247,7 +256,10 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     for kernel in config.kernels:
         require(kernel in SWEEP_KERNELS, f"kernels must be among {known}, got {kernel!r}")
     require(on_gpu or not config.targets, f"targets must be False without a GPU, got {device}")
-    kernels = config.kernels or [k for k in SWEEP_KERNELS if on_gpu or k not in GPU_ONLY]
+    require(
+        on_gpu or not config.cuda_graphs, f"cuda_graphs must be False without a GPU, got {device}"
+    )
+    kernels = config.kernels or [k for k in SWEEP_KERNELS if _runs_here(k, on_gpu)]
     tiers = [tuple(map(int, tier.split(":"))) for tier in config.custom_tiers]
     tiers = tiers or (GPU_TIERS if on_gpu else CPU_TIERS)
     head_dims, _, _ = GPU_SIZES if on_gpu else CPU_SIZES
@@ -255,6 +267,15 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     axes = (config.head_dims or head_dims, config.masks, directions)
     cases = _combine(config, device, kernels, tiers, *axes)
     return cases + (target_cases(config, device) if config.targets else [])
+
+
+def _runs_here(kernel: str, on_gpu: bool) -> bool:
+    """Whether the device runs a kernel, and its package is installed."""
+    is_installed = kernel not in FLASH_ATTENTION_4 or (
+        # the package of FlashAttention-2 has the same name and lacks `cute`
+        importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    )
+    return bool(is_installed) and (on_gpu or kernel not in GPU_ONLY)
 
 
 def target_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[AttentionCase]:
@@ -302,6 +323,7 @@ def _combine(
             warmup=config.warmup,
             samples=config.iters,
             max_seconds=config.max_seconds,
+            in_graph=config.cuda_graphs,
         )
         cases.append(case)
     return cases
@@ -328,7 +350,8 @@ def measure_case(case: AttentionCase, *, device: torch.device, seed: int = 0) ->
         for group in groups(case, device):
             fitting = [kernel for kernel in group if _fits_memory(case, kernel, device)]
             results |= {kernel: {"status": "oom", "was_tried": False} for kernel in group}
-            candidates = {name: functools.partial(_prepare, name, case, inputs) for name in fitting}
+            prepare = _prepare_graph if case.in_graph else _prepare
+            candidates = {name: functools.partial(prepare, name, case, inputs) for name in fitting}
             results |= measure_right(case, candidates, device)
     return {"kernels": {kernel: results[kernel] for kernel in case.kernels}}
 
@@ -423,6 +446,23 @@ def _prepare(
     return run, figures
 
 
+def _prepare_graph(
+    kernel: str, case: AttentionCase, inputs: tuple[Tensor, ...]
+) -> tuple[Function, dict[str, Any]]:
+    """As `_prepare`; the function replays a CUDA graph of a call."""
+    # a backward pass runs in the stream of the forward pass, which must be that of the recording
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run, figures = _prepare(kernel, case, inputs)
+        for _ in range(case.warmup):
+            run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay, figures
+
+
 def _fits_memory(case: AttentionCase, kernel: str, device: torch.device) -> bool:
     """Whether the scores of a naive kernel fit; on a CPU the system might kill this process.
 
@@ -460,6 +500,8 @@ def named_attention(kernel: str, case: AttentionCase, device: torch.device) -> A
     """The function of q, k and v called `kernel`, with the mask of `case`."""
     if kernel == "flex_attention":
         return flex_attention(case, device)
+    if kernel in FLASH_ATTENTION_4:
+        return flash_attention_4(case, deterministic=kernel == "fa4_deterministic")
     if kernel not in BACKENDS:
         return functools.partial(attention, kernel=kernel, is_causal=case.is_causal)
 
@@ -480,6 +522,20 @@ def flex_attention(case: AttentionCase, device: torch.device) -> Attention:
         block_mask = create_block_mask(lambda b, h, query, key: query >= key, *size, device=device)
     compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return functools.partial(compiled, block_mask=block_mask)
+
+
+def flash_attention_4(case: AttentionCase, *, deterministic: bool) -> Attention:
+    """FlashAttention-4; `deterministic` adds dQ in one order, the default in any."""
+    from flash_attn.cute import flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # it takes and returns (batch, tokens, heads, head_dim)
+        tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+        out = flash_attn_func(*tokens_first, causal=case.is_causal, deterministic=deterministic)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(1, 2)
+
+    return attend
 
 
 def error_of_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> float:

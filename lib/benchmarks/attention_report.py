@@ -94,7 +94,13 @@ def attention_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
             kernels = {kernel: {"status": figures["status"]} for kernel in config["kernels"]}
         case = {key: value for key, value in config.items() if key != "kernels"}
         mask = "causal" if config["is_causal"] else "full"
-        case |= {"mask": mask, "case": case_name(config), "flops": figures["flops"]}
+        # records made before there was the setting lack it
+        case |= {
+            "mask": mask,
+            "in_graph": config.get("in_graph", False),
+            "case": case_name(config),
+            "flops": figures["flops"],
+        }
         for kernel, measured in kernels.items():
             memory = measured.get("peak_memory_bytes")
             row = {**case, "kernel": kernel, "median_ms": None, **measured}
@@ -110,6 +116,7 @@ def case_name(config: Mapping[str, Any]) -> str:
         f"{config['direction']}, {'causal' if config['is_causal'] else 'full'}, "
         f"{config['queries']:,} × {config['keys']:,}, head_dim {config['head_dim']}, "
         f"{config['dtype']}, {config['batch_size']} × {config['heads']} heads"
+        f"{', in a CUDA graph' if config.get('in_graph') else ''}"
     )
 
 
@@ -122,11 +129,12 @@ def case_line(record: Record) -> str:
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the sweep: of the most common dtype and tokens × heads × head_dim."""
+    """The rows of the sweep: of the most common dtype, tokens × heads × head_dim, and launch."""
 
     def size(row: Row) -> tuple:
         longest = max(row["queries"], row["keys"])
-        return row["dtype"], row["batch_size"] * row["heads"] * row["head_dim"] * longest
+        size = row["batch_size"] * row["heads"] * row["head_dim"] * longest
+        return row["dtype"], size, row.get("in_graph", False)
 
     (most, _), *_ = Counter(map(size, rows)).most_common(1)
     return [row for row in rows if size(row) == most]
@@ -148,6 +156,9 @@ def _direction_sections(direction: str, rows: Sequence[Row]) -> list[Section]:
     frame["queries × keys"] = [f"{row['queries']:,} × {row['keys']:,}" for row in rows]
     frame["batch × heads"] = [f"{row['batch_size']} × {row['heads']}" for row in rows]
     case = ["head_dim", "mask", "dtype", "queries × keys", "batch × heads"]
+    if any(row["in_graph"] for row in rows):
+        frame["launched by"] = ["a CUDA graph" if row["in_graph"] else "Python" for row in rows]
+        case.append("launched by")
 
     def spread(values: pd.Series) -> pd.DataFrame:
         """A row for each case and a column for each kernel, both in the order of the records."""
@@ -163,6 +174,7 @@ def _direction_sections(direction: str, rows: Sequence[Row]) -> list[Section]:
     times = spread(frame["median_ms"].where(is_ok)).astype(float)
     ours = times[[kernel for kernel in OURS if kernel in times]].bfill(axis=1)
     flex, sdpa = times.filter(regex="^flex_"), times.filter(regex="^sdpa")
+    fa4 = times.filter(regex="^fa4")
     sections = [Section(direction.capitalize())]
     tables = {"TFLOP/s": "tflops", "Time (ms)": "median_ms", "Peak memory (GB)": "peak_memory_gb"}
     for title, figure in tables.items():
@@ -170,6 +182,8 @@ def _direction_sections(direction: str, rows: Sequence[Row]) -> list[Section]:
         if figure == "tflops" and ours.shape[1]:
             table["ours / Flex"] = flex.min(axis=1) / ours.iloc[:, 0]
             table["ours / best SDPA"] = sdpa.min(axis=1) / ours.iloc[:, 0]
+            if fa4.shape[1]:
+                table["ours / FA4"] = fa4.min(axis=1) / ours.iloc[:, 0]
         sections.append(Section(title, [Table(table.reset_index())], level=3))
     return sections
 
@@ -342,6 +356,8 @@ STYLES = {
     "sdpa_efficient": (SKY, True),
     "sdpa_math": (ORANGE, False),
     "flex_attention": (PURPLE, False),
+    "fa4": (PURPLE, True),
+    "fa4_deterministic": (ORANGE, True),
 }
 # Most lengths that the bars of one panel show.
 MOST_LENGTHS = 5

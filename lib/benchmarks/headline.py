@@ -120,8 +120,14 @@ TOKENIZERS = (
     "MB_per_s",
     "MB/s",
 )
-KERNELS = ("kernel", "flash_attention_triton", ("sdpa_", "flex_"), "tflops", "TFLOP/s")
-CAUSAL = {"queries": 4096, "keys": 4096, "is_causal": True, "dtype": "bfloat16"}
+KERNELS = ("kernel", "flash_attention_triton", ("sdpa_", "flex_", "fa4"), "tflops", "TFLOP/s")
+CAUSAL = {
+    "queries": 4096,
+    "keys": 4096,
+    "is_causal": True,
+    "dtype": "bfloat16",
+    "in_graph": False,
+}
 COMPARISONS = (
     Comparison(
         "tokenizer, training on an English dictionary",

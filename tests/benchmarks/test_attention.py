@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -72,7 +74,9 @@ def test_all_lengths_have_the_same_tokens_times_width(gpu_with_bfloat16):
     for case in cases:
         longest = max(case.queries, case.keys)
         assert case.batch_size * case.heads * case.head_dim * longest == 16384 * 2048
-        assert (case.dtype, case.kernels) == ("bfloat16", SWEEP_KERNELS)
+        assert (case.dtype, case.in_graph) == ("bfloat16", False)
+        # FlashAttention-4 if it is installed
+        assert {*SWEEP_KERNELS} - {*case.kernels} in (set(), {"fa4", "fa4_deterministic"})
 
 
 @pytest.mark.parametrize("sizes", [(6, 6), (3, 7), (7, 3), (1, 5), (5, 1)], ids=str)
@@ -282,6 +286,7 @@ def test_a_kernel_alone_that_takes_long_is_timed_once(max_seconds, samples):
     [
         ({"kernels": ("fast",)}, "kernels must be among scaled_dot_prod_attention.* got 'fast'"),
         ({"targets": True}, "targets must be False without a GPU, got cpu"),
+        ({"cuda_graphs": True}, "cuda_graphs must be False without a GPU, got cpu"),
         ({"dtype": "float8"}, 'dtype .*"float8"'),
     ],
 )
@@ -291,10 +296,38 @@ def test_a_request_beyond_the_device_is_named(changes, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_flash_attention_4_is_asked_for_where_it_is_installed(monkeypatch):
+    found = {"flash_attn"}
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name in found or None)
+    # the package of that name is FlashAttention-2
+    assert not benchmark._runs_here("fa4", on_gpu=True)
+    found.add("flash_attn.cute")
+    assert benchmark._runs_here("fa4", on_gpu=True)
+    assert not benchmark._runs_here("fa4", on_gpu=False)
+
+
+def test_flash_attention_4_gets_tokens_first(monkeypatch):
+    def flash_attn_func(q, k, v, *, causal, deterministic):
+        seen.append((causal, deterministic))
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2), None
+
+    seen: list[tuple[bool, bool]] = []
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    case = dataclasses.replace(CASE, kernels=benchmark.FLASH_ATTENTION_4)
+    rows = measure_case(case, device=CPU)["kernels"]
+    assert [row["status"] for row in rows.values()] == ["ok", "ok"]
+    assert set(seen) == {(True, False), (True, True)}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("sizes", [(256, 256), (128, 384), (384, 128)], ids=str)
-def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction):
+def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction, in_graph):
     dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
     case = dataclasses.replace(
         CASE,
@@ -304,10 +337,11 @@ def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction):
         direction=direction,
         dtype=dtype,
         kernels=SWEEP_KERNELS,
+        in_graph=in_graph,
     )
     rows = measure_case(case, device=CUDA)["kernels"]
     refused = {name for name, row in rows.items() if row["status"] == "unsupported"}
-    assert refused <= {"sdpa_cudnn", "sdpa_flash", "flex_attention"}
+    assert refused <= {"sdpa_cudnn", "sdpa_flash", "flex_attention", "fa4", "fa4_deterministic"}
     for name in set(rows) - refused:
         assert rows[name]["status"] == "ok", (name, rows[name])
         assert rows[name]["peak_memory_bytes"] > 0

@@ -9,6 +9,7 @@ from lib.benchmarks.attention import SWEEP_KERNELS, AttentionCase
 from lib.benchmarks.attention_report import (
     LONG,
     STYLES,
+    _direction_sections,
     attention_rows,
     main_rows,
     newest_records,
@@ -159,6 +160,22 @@ def test_remarks_count_what_the_compiler_replaced():
     record_["figures"]["kernels"]["vectorized_torch_compiled"]["became_sdpa"] = True
     (line,) = remarks(attention_rows([record_]))
     assert "in 1 of 1 cases" in line
+
+
+def test_replays_of_cuda_graphs_are_cases_of_their_own():
+    times = {OURS: 1.0, "fa4": 0.5}
+    records = [record(1024, times), record(1024, times | {"fa4": 2.0}, in_graph=True)]
+    # as they were before the setting
+    del records[0]["config"]["in_graph"]
+    rows = attention_rows(newest_records(records))
+    assert [row["in_graph"] for row in rows] == [False, False, True, True]
+    assert len({row["case"] for row in rows}) == 2
+    speeds = _direction_sections("forward", rows)[1].to_markdown()
+    eager, graph = (line for line in speeds.splitlines() if "1,024 ×" in line)
+    assert "Python" in eager
+    assert "a CUDA graph" in graph
+    assert "0.500" in eager.split("|")[-2]
+    assert "2" in graph.split("|")[-2]
 
 
 def test_each_kernel_has_a_style_of_its_own():
