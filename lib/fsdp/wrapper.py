@@ -84,11 +84,13 @@ class FSDP(GradientSync, nn.Module):
         prefetch: gather the next block while one runs.
         reset: draws the parameters of one module, for those on device "meta" (default: the
             module's `reset_parameters`); called in the order of `modules()`, on all ranks alike.
+            Needed where modules share parameters, or a module draws those of others, as
+            `TransformerLM` does with tied embeddings.
         device: where parameters on "meta" are made.
 
     Raises:
         ValueError: modules or settings differ between ranks; blocks overlap; a module on "meta"
-            cannot be drawn.
+            cannot be drawn, or needs a `reset` that is not given.
     """
 
     def __init__(
@@ -534,6 +536,26 @@ def _facts(
     return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
 
 
+def _check_drawn_by_modules(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters on "meta" that not only their own module initializes."""
+    places = places_of(module)
+    for name, param in named.items():
+        shares = len(places[id(param)])
+        require(
+            shares == 1 or not param.is_meta,
+            f"reset must be given, to draw {name}: {shares} modules share it, and the "
+            "reset_parameters() of each may draw it differently",
+        )
+    for part in module.modules():
+        is_container = hasattr(part, "reset_parameters") and not part._parameters
+        on_meta = [n for n, param in part.named_parameters() if param.is_meta]
+        if is_container and on_meta:
+            raise ValueError(
+                f"reset must be given, to draw {on_meta[0]}: {type(part).__name__}."
+                "reset_parameters() may draw it differently than its own module does"
+            )
+
+
 @torch.no_grad()
 def _draw(
     fsdp: FSDP,
@@ -550,6 +572,8 @@ def _draw(
         for index, name in enumerate(flat.names)
     }
     drawn: set[int] = set()
+    if reset is None:
+        _check_drawn_by_modules(fsdp.module, named)
     for name, part in fsdp.module.named_modules():
         own = {key: param for key, param in part._parameters.items() if param is not None}
         if not any(param.is_meta and id(param) not in drawn for param in own.values()):

@@ -19,7 +19,8 @@ from lib.ddp.process_group import (
 from lib.ddp.simulated_network import simulated_group
 from lib.fsdp import FSDP, checkpoint_activations
 from lib.fsdp.language_model import FSDPShards
-from lib.model.transformer import Embedding, Linear
+from lib.model.config import ModelConfig
+from lib.model.transformer import Embedding, Linear, TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
@@ -349,6 +350,17 @@ def check_parameters_on_meta_are_drawn_one_module_at_a_time() -> None:
     model.finish_gradient_synchronization()
     message = message_of(lambda: FSDP(NoReset(), device=current_device()))
     assert "the module must have reset_parameters()" in message, message
+    tied = make("meta")
+    tied.append(Linear(4, 9, device="meta"))
+    tied[4].weight = tied[0].weight
+    message = message_of(lambda: FSDP(tied, device=current_device()))
+    assert "reset must be given, to draw 0.weight: 2 modules share it" in message, message
+    FSDP(tied, reset=reset(generator), device=current_device())
+    # its embedding is drawn anew because it is also the head
+    shape = ModelConfig(9, 4, 8, 1, 2, 8, tied_embeddings=True)
+    model = TransformerLM(shape, device="meta", draw=False)
+    message = message_of(lambda: FSDP(model, device=current_device()))
+    assert "to draw token_embeddings.weight: TransformerLM.reset_parameters()" in message
 
 
 class NoReset(nn.Module):

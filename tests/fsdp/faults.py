@@ -39,6 +39,20 @@ FAULTS = [
         "self._enter(block, step=0)",
         WRAPPER,
     ),
+    # a shared matrix on "meta" is drawn by the first of its modules
+    Fault(
+        "lib/fsdp/wrapper.py",
+        "shares == 1 or not param.is_meta,",
+        "True,",
+        WRAPPER,
+    ),
+    # a tied model on "meta" gets an embedding with the scale of one that is not tied
+    Fault(
+        "lib/fsdp/wrapper.py",
+        "if is_container and on_meta:",
+        "if False:",
+        WRAPPER,
+    ),
     # each rank's norm of its own shards
     Fault(
         "lib/fsdp/wrapper.py",

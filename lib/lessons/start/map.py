@@ -58,7 +58,8 @@ STOPS = (
     Stop(
         "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 1.5, "1", GREEN
     ),
-    Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "every\npart", 1.5, "1", GREEN),
+    Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "sharded\nstate", 1.5, "1", GREEN),
+    Stop("09_fsdp", "FSDP", "everything is sharded", "every\npart", 2.5, "1", GREEN),
     Stop("10_speedrun", "Speedrun", "everything, timed", "a trained model", 0.5, "1"),
 )
 COLUMNS = 3
@@ -227,6 +228,13 @@ def _shards(axes: Axes, color: str) -> None:
     axes.bar(range(4), 1, bottom=[3, 2, 1, 0], color=color)
 
 
+def _slices(axes: Axes, color: str) -> None:
+    for rank in range(4):
+        axes.bar(range(4), 1, bottom=rank, color="white", edgecolor=color)
+        axes.bar(rank, 1, bottom=3 - rank, color=color)
+        axes.bar(rank, 1, bottom=(4 - rank) % 4, color=color, alpha=0.4)
+
+
 def _stopwatch(axes: Axes, color: str) -> None:
     axes.pie(
         [1, 5],
@@ -239,5 +247,6 @@ def _stopwatch(axes: Axes, color: str) -> None:
 
 
 PICTURES: tuple[Callable[[Axes, str], None], ...] = (
-    _start, _tokens, _layers, _loss, _timeline, _programs, _tiles, _ranks, _shards, _stopwatch,
+    _start, _tokens, _layers, _loss, _timeline, _programs, _tiles, _ranks, _shards, _slices,
+    _stopwatch,
 )  # fmt: skip

@@ -1,0 +1,529 @@
+"""Exercises of notebook 09: shards of gradients, ZeRO-3 of an MLP, clipping, orders of a step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import random
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.ddp.launcher import WorkerError, launch
+from lib.lessons.exercise import Exercise, check, report, verdict
+from lib.lessons.fsdp.orders import Costs, Event, play
+from lib.lessons.fsdp.ranks import Threads, run_on_threads, train_alone, train_attempt
+
+# Whole numbers, of which sums are exact in any order.
+SMALLEST, LARGEST = -4, 5
+
+
+def _whole_numbers(generator: random.Random, *shape: int) -> Tensor:
+    count = math.prod(shape)
+    values = [float(generator.randrange(SMALLEST, LARGEST)) for _ in range(count)]
+    return torch.tensor(values).view(shape)
+
+
+# Exercise 1
+
+
+def _draw_gradients(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 4)
+    length = ranks * generator.randint(1, 2 + size // 3) + generator.choice([0, 0, 1])
+    return ([_whole_numbers(generator, length) for _ in range(ranks)],)
+
+
+def reduce_scatter(gradients: Sequence[Tensor]) -> Tensor:
+    ranks, count = len(gradients), len(gradients[0])
+    length = -(-count // ranks)
+    padded = torch.zeros(ranks * length)
+    padded[:count] = sum(gradients) / ranks
+    return padded.view(ranks, length)
+
+
+REDUCE_SCATTER = Exercise(
+    reduce_scatter,
+    _draw_gradients,
+    {
+        "a slice is the sum over the ranks; divide it by their number": (
+            "sum(gradients) / ranks",
+            "sum(gradients)",
+        ),
+        "each rank gets a slice of its own gradient; it is the mean over all ranks": (
+            "padded[:count] = sum(gradients) / ranks",
+            "padded[:count] = torch.cat(\n"
+            "        [gradients[r][r * length : (r + 1) * length] for r in range(ranks)]\n"
+            "    )",
+        ),
+        "elements are dealt to the ranks one by one; a slice is contiguous": (
+            "padded.view(ranks, length)",
+            "padded.view(length, ranks).T",
+        ),
+        "the last elements are cut off; pad to a multiple of the ranks": (
+            "-(-count // ranks)",
+            "count // ranks\n    count = ranks * length\n"
+            "    gradients = [gradient[:count] for gradient in gradients]",
+        ),
+        "the padding comes first; it belongs to the end": ("padded[:count]", "padded[-count:]"),
+    },
+)
+
+
+# Exercise 2
+
+
+def _draw_mlp(generator: random.Random, size: int) -> tuple:
+    ranks, d_model, d_ff = 2, 2, generator.choice([2, 4, 6])
+    rows = generator.randint(1, 2)
+    whole = _whole_numbers(generator, 2 * d_model * d_ff)
+    x = _whole_numbers(generator, ranks, rows, d_model)
+    return x, whole, _whole_numbers(generator, ranks, rows, d_model), d_ff
+
+
+def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dict[str, Any]]:
+    """A function that runs `attempt` on two ranks, and counts what they send.
+
+    What forward gathered is overwritten before backward begins.
+
+    Args:
+        attempt: `attempt(x, shard, d_ff, ranks)` -> output, backward.
+    """
+
+    @functools.wraps(attempt)
+    def played(x: Tensor, whole: Tensor, grad_y: Tensor, d_ff: int) -> dict[str, Any]:
+        def job(ranks: Threads) -> dict[str, Any]:
+            shard = whole.chunk(ranks.count)[ranks.number].clone()
+            y, backward = attempt(x[ranks.number], shard, d_ff, ranks)
+            found = {"y": y.tolist()}
+            ranks.poison()
+            grad_x, grad_shard = backward(grad_y[ranks.number])
+            found |= {"grad_x": grad_x.tolist(), "grad_shard": grad_shard.tolist()}
+            return found | ranks.calls
+
+        found = run_on_threads(job, len(x))
+        return {f"{key} of rank {r}": one[key] for r, one in enumerate(found) for key in one}
+
+    return played
+
+
+@on_threads
+def sharded_mlp(x: Tensor, shard: Tensor, d_ff: int, ranks: Threads) -> tuple[Tensor, Callable]:
+    def matrices():
+        w1, w2 = ranks.all_gather(shard).chunk(2)
+        return w1.view(d_ff, -1), w2.view(-1, d_ff)
+
+    # forward
+    w1, w2 = matrices()
+    h = x @ w1.T
+    y = h.relu() @ w2.T
+    del w1, w2
+
+    def backward(grad_y):
+        w1, w2 = matrices()
+        grad_h = (grad_y @ w2) * (h > 0)
+        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()
+        whole = torch.cat([grad_w1.flatten(), grad_w2.flatten()])
+        return grad_h @ w1, ranks.reduce_scatter(whole) / ranks.count
+
+    return y, backward
+
+
+SHARDED_MLP = Exercise(
+    sharded_mlp,
+    _draw_mlp,
+    {
+        "the gradient of the shard is a sum over the ranks; divide it by their number": (
+            "ranks.reduce_scatter(whole) / ranks.count",
+            "ranks.reduce_scatter(whole)",
+        ),
+        "the gradient of the shard is this rank's own; reduce-scatter it": (
+            "ranks.reduce_scatter(whole) / ranks.count",
+            "whole.chunk(ranks.count)[ranks.number]",
+        ),
+        "backward uses the matrices of forward, which are gone by then; gather them again": (
+            "        w1, w2 = matrices()\n        grad_h",
+            "        grad_h",
+        ),
+        "backward keeps a copy of forward's matrices; a rank must not hold them in between": (
+            "    del w1, w2\n\n    def backward(grad_y):\n        w1, w2 = matrices()\n",
+            "    w1, w2 = w1.clone(), w2.clone()\n\n    def backward(grad_y):\n",
+        ),
+        "each matrix is gathered by itself; both are in one shard, and one message brings them": (
+            "    w1, w2 = matrices()\n    h = x @ w1.T\n    y = h.relu() @ w2.T",
+            "    h = x @ matrices()[0].T\n    y = h.relu() @ matrices()[1].T",
+        ),
+        "the ReLU is missing in backward: where h was not above 0, no gradient passes": (
+            " * (h > 0)",
+            "",
+        ),
+        "the gradient of W2 takes h before its ReLU": ("grad_y.T @ h.relu()", "grad_y.T @ h"),
+        "the gradients are packed in the other order than the matrices": (
+            "[grad_w1.flatten(), grad_w2.flatten()]",
+            "[grad_w2.flatten(), grad_w1.flatten()]",
+        ),
+    },
+    tier="core",
+    trials=40,
+)
+
+
+# Exercise 3
+
+
+def _draw_norm(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 4)
+    shards = _whole_numbers(generator, ranks, 1 + size)
+    shards[0, 0], shards[1, 0] = 3.0, 4.0
+    vector = _whole_numbers(generator, 3)
+    vector[0] = 5.0
+    norm = (shards.square().sum() + vector.square().sum()).sqrt().item()
+    # mostly clipped, now and then below the limit
+    return shards, vector, norm * generator.choice([0.25, 0.5, 0.9, 2.0])
+
+
+def clipping(attempt: Callable) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """A function that clips on ranks with `attempt(shard, vector, max_norm, ranks)`."""
+
+    @functools.wraps(attempt)
+    def played(shards: Tensor, vector: Tensor, max_norm: float) -> Tensor:
+        def job(ranks: Threads) -> Tensor:
+            parts = attempt(shards[ranks.number].clone(), vector.clone(), max_norm, ranks)
+            return torch.cat([torch.as_tensor(part).reshape(-1) for part in parts])
+
+        return torch.stack(run_on_threads(job, len(shards)))
+
+    return played
+
+
+@clipping
+def clip(shard: Tensor, vector: Tensor, max_norm: float, ranks: Threads) -> tuple[Tensor, Tensor]:
+    square = ranks.all_reduce(shard.square().sum())
+    norm = (square + vector.square().sum()).sqrt()
+    factor = min(1.0, max_norm / norm)
+    return factor * shard, factor * vector
+
+
+CLIP = Exercise(
+    clip,
+    _draw_norm,
+    {
+        "each rank takes the norm of its own shard; then they scale differently": (
+            "ranks.all_reduce(shard.square().sum())",
+            "shard.square().sum()",
+        ),
+        "norms are added up over the ranks; add their squares": (
+            "ranks.all_reduce(shard.square().sum())",
+            "ranks.all_reduce(shard.norm()).square()",
+        ),
+        "the vector counts once for each rank; all have the same one": (
+            "ranks.all_reduce(shard.square().sum())\n    norm = (square + vector.square().sum())",
+            "ranks.all_reduce(shard.square().sum() + vector.square().sum())\n    norm = square",
+        ),
+        "the vector is left out of the norm": (" + vector.square().sum()", ""),
+        "the vector is not scaled": ("factor * vector", "vector"),
+        "the root is missing: the norm is the root of the sum of squares": (".sqrt()", ""),
+        "gradients below the limit are scaled up; leave them alone": ("min(1.0, ", "float("),
+    },
+    tier="core",
+    trials=60,
+)
+
+
+# Exercise 4
+
+
+def _draw_blocks(generator: random.Random, size: int) -> tuple:
+    compute, network = generator.choice([2.0, 4.0]), generator.choice([0.5, 1.0, 2.0, 8.0])
+    blocks = generator.randint(2, 3 + size // 4)
+    return blocks, Costs.equal(
+        blocks, forward=compute, backward=2 * compute, gather=network, reduce=network
+    )
+
+
+def timed(attempt: Callable) -> Callable[[int, Costs], dict[str, Any]]:
+    """A function that plays the order given by `attempt(blocks)` on a clock.
+
+    An order that is as fast as the solution's and holds no more is as right.
+    """
+
+    @functools.wraps(attempt)
+    def played(blocks: int, costs: Costs) -> dict[str, Any]:
+        best, found = play(prefetching(blocks), costs), play(attempt(blocks), costs)
+        return {
+            "what is wrong": found.fault,
+            "blocks gathered at once": max(found.most, best.most),
+            "milliseconds": max(round(found.ms, 6), round(best.ms, 6)),
+        }
+
+    return played
+
+
+def prefetching(blocks: int) -> list[Event]:
+    """The order of `lib.fsdp.FSDP`."""
+    events: list[Event] = [("gather", 0)]
+    # forward
+    for block in range(blocks):
+        if block + 1 < blocks:
+            events.append(("gather", block + 1))
+        events.append(("forward", block))
+        if block + 1 < blocks:
+            events.append(("free", block))
+    # backward
+    for block in reversed(range(blocks)):
+        if block > 0:
+            events.append(("gather", block - 1))
+        events += [("backward", block), ("reduce", block), ("free", block)]
+    return events
+
+
+@timed
+def order(blocks: int) -> list[Event]:
+    events = [("gather", 0)]
+    # forward
+    for block in range(blocks):
+        if block + 1 < blocks:
+            events.append(("gather", block + 1))
+        events.append(("forward", block))
+        if block + 1 < blocks:
+            events.append(("free", block))
+    # backward
+    for block in reversed(range(blocks)):
+        if block > 0:
+            events.append(("gather", block - 1))
+        events += [("backward", block), ("reduce", block), ("free", block)]
+    return events
+
+
+ORDER = Exercise(
+    order,
+    _draw_blocks,
+    {
+        "in forward a block is gathered only once the one before has run; gather it before that": (
+            '            events.append(("gather", block + 1))\n        events.append(("forward", '
+            "block))\n",
+            '            pass\n        events.append(("forward", block))\n'
+            '        if block + 1 < blocks:\n            events.append(("gather", block + 1))\n',
+        ),
+        "in backward a block is gathered only once the one before has run; gather it before that": (
+            '            events.append(("gather", block - 1))\n        events += [("backward", '
+            'block), ("reduce", block), ("free", block)]',
+            '            pass\n        events += [("backward", block), ("reduce", block)]\n'
+            '        events += [("free", block)]\n'
+            '        if block > 0:\n            events.append(("gather", block - 1))',
+        ),
+        "nothing is freed in forward": (
+            '            events.append(("free", block))',
+            "            pass",
+        ),
+        "gradients are sent only after the whole backward pass": (
+            '("reduce", block), ("free", block)]\n',
+            '("free", block)]\n    events += [("reduce", b) for b in range(blocks)]\n',
+        ),
+        "backward runs from the first block to the last": (
+            "in reversed(range(blocks)):\n        if block > 0:",
+            "in range(blocks):\n        if block > 0:",
+        ),
+        "the last block is freed after forward, and needed again at once": (
+            '        if block + 1 < blocks:\n            events.append(("free", block))',
+            '        events.append(("free", block))\n        if block + 1 == blocks:\n'
+            '            events.append(("gather", block))',
+        ),
+    },
+    tier="core",
+    trials=40,
+)
+
+
+# Exercise 5
+
+
+def _draw_stack(generator: random.Random, size: int) -> tuple:
+    layers = generator.randint(2, 8 + 3 * size)
+    return layers, generator.choice([1, 2, 3]), generator.choice([1, 2, 4, 12])
+
+
+def weighing(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
+    """A function that weighs the size given by `attempt(layers, boundary, inside)`.
+
+    Another size that keeps as little is as right.
+    """
+
+    @functools.wraps(attempt)
+    def played(layers: int, boundary: int, inside: int) -> dict[str, Any]:
+        def kept(size: int) -> int:
+            return math.ceil(layers / size) * boundary + size * inside
+
+        size = attempt(layers, boundary, inside)
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"the size must be an int, got {size!r}")
+        if not 1 <= size <= layers:
+            raise ValueError(f"the size must be between 1 and {layers}, got {size}")
+        return {"bytes kept": kept(size)}
+
+    return played
+
+
+@weighing
+def best_size(layers: int, boundary: int, inside: int) -> int:
+    def kept(size):
+        return -(-layers // size) * boundary + size * inside
+
+    return min(range(1, layers + 1), key=kept)
+
+
+BEST_SIZE = Exercise(
+    best_size,
+    _draw_stack,
+    {
+        "the size is √L whatever a layer keeps; weigh a boundary against an inside": (
+            "min(range(1, layers + 1), key=kept)",
+            "min(layers, max(1, round(layers**0.5)))",
+        ),
+        "the number of segments is returned, not the layers in one": (
+            "min(range(1, layers + 1), key=kept)",
+            "-(-layers // min(range(1, layers + 1), key=kept))",
+        ),
+        "boundary and inside are mixed up": (
+            "-(-layers // size) * boundary + size * inside",
+            "-(-layers // size) * inside + size * boundary",
+        ),
+        "every layer is a checkpoint of its own": ("min(range(1, layers + 1), key=kept)", "1"),
+        "one checkpoint around everything keeps everything again in backward": (
+            "min(range(1, layers + 1), key=kept)",
+            "layers",
+        ),
+    },
+)
+
+
+# Exercise 6
+
+
+def _draw_uneven(generator: random.Random, size: int) -> tuple:
+    blocks = 2 + generator.randint(1, 2 + size // 3)
+    sizes = [generator.choice([1, 1, 2, 4]) for _ in range(blocks)]
+    limit = max(a + b for a, b in itertools.pairwise(sizes)) + generator.choice([0, 2])
+    return sizes, limit
+
+
+def _uneven_costs(sizes: Sequence[int]) -> Costs:
+    # sending takes as long as the parameters of a block, computing 2 and 4
+    gather = tuple(float(size) for size in sizes)
+    return Costs(gather, (2.0,) * len(sizes), (4.0,) * len(sizes), gather)
+
+
+def limited(attempt: Callable) -> Callable[[Sequence[int], int], dict[str, Any]]:
+    """A function that plays the order of `attempt(sizes, limit)`: what is wrong, and the room."""
+
+    @functools.wraps(attempt)
+    def played(sizes: Sequence[int], limit: int) -> dict[str, Any]:
+        found = play(attempt(sizes, limit), _uneven_costs(sizes), sizes)
+        return {"what is wrong": found.fault, "within the limit": found.most <= limit}
+
+    return played
+
+
+@limited
+def fast_order(sizes: Sequence[int], limit: int) -> list[Event]:
+    blocks = len(sizes)
+    # the passes in the order in which blocks run: 0, 1, …, last, last, …, 1, 0
+    runs = [("forward", b) for b in range(blocks)]
+    runs += [("backward", b) for b in reversed(range(blocks))]
+    events, held, wanted = [], set(), 0
+    for index, (kind, block) in enumerate(runs):
+        # as far ahead as there is room; the last block stays between its two runs
+        wanted = max(wanted, index)
+        while wanted < len(runs):
+            ahead = runs[wanted][1]
+            is_needed_later = any(b == ahead for _, b in runs[index:wanted])
+            if not is_needed_later and ahead not in held:
+                if sum(sizes[b] for b in held) + sizes[ahead] > limit:
+                    break
+                held.add(ahead)
+                events.append(("gather", ahead))
+            elif is_needed_later and ahead != blocks - 1:
+                break
+            wanted += 1
+        events.append((kind, block))
+        if kind == "backward":
+            events.append(("reduce", block))
+        if kind == "backward" or block < blocks - 1:
+            events.append(("free", block))
+            held.discard(block)
+    return events
+
+
+def _milliseconds(played: Callable) -> float:
+    """The time of a fixed case, by the clock of `play`."""
+    sizes = [4, 1, 1, 2, 1, 1, 1, 4]
+    return play(played.__wrapped__(list(sizes), 8), _uneven_costs(sizes), sizes).ms  # type: ignore[attr-defined]
+
+
+FAST_ORDER = Exercise(
+    fast_order,
+    _draw_uneven,
+    {
+        "more is gathered at once than the limit allows": ("> limit", "> limit + 10**6"),
+        "blocks are not freed once they have run": (
+            '            events.append(("free", block))\n            held.discard(block)',
+            "            pass",
+        ),
+        "gradients are never sent": (
+            '            events.append(("reduce", block))',
+            "            pass",
+        ),
+    },
+    tier="open",
+    trials=40,
+    measure=_milliseconds,
+    unit="ms",
+)
+
+
+def check_reduce_scatter(attempt: Callable) -> None:
+    """Check `reduce_scatter(gradients)` -> each rank's slice of the mean, (ranks, length)."""
+    check(REDUCE_SCATTER, attempt)
+
+
+def check_sharded_mlp(attempt: Callable) -> None:
+    """Check `sharded_mlp(x, shard, d_ff, ranks)`, and run a right one on two processes."""
+    text = verdict(SHARDED_MLP, on_threads(attempt))
+    if text.startswith("right"):
+        text += f"\n  {_on_processes(attempt)}"
+    report(text, attempt.__name__, SHARDED_MLP.tier)
+
+
+def _on_processes(attempt: Callable, steps: int = 3) -> str:
+    """Train with an attempt on two processes; say how it compares with one."""
+    source = textwrap.dedent(inspect.getsource(attempt)).removeprefix("@on_threads\n")
+    try:
+        found = launch(train_attempt, 2, source, attempt.__name__, steps, backend="gloo")
+    except WorkerError as error:
+        return f"but on two processes: {str(error).splitlines()[0]}"
+    difference = max((one - train_alone(12, 2, steps)).abs().max().item() for one in found)
+    return f"on two processes, after {steps} steps: off by {difference:.1g} from one process"
+
+
+def check_clip(attempt: Callable) -> None:
+    """Check `clip(shard, vector, max_norm, ranks)` -> both, clipped by the norm of all."""
+    check(CLIP, clipping(attempt))
+
+
+def check_order(attempt: Callable) -> None:
+    """Check `order(blocks)` -> events of a step, played on a clock."""
+    check(ORDER, timed(attempt))
+
+
+def check_best_size(attempt: Callable) -> None:
+    """Check `best_size(layers, boundary, inside)` -> layers in a checkpoint."""
+    check(BEST_SIZE, weighing(attempt))
+
+
+def check_fast_order(attempt: Callable) -> None:
+    """Check `fast_order(sizes, limit)` -> events of a step, and time them."""
+    check(FAST_ORDER, limited(attempt))

@@ -1,0 +1,120 @@
+"""Steps of `lib.fsdp.FSDP` with real matmuls on a simulated network, for notebook 09."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp.costs import Link
+from lib.ddp.process_group import mean_over_ranks, world_size
+from lib.ddp.simulated_network import Network, SimulatedGroup, simulated_group
+from lib.fsdp import FSDP, checkpoint_activations
+
+# An all-gather takes this part of a block's forward pass.
+SHARE = 0.8
+
+
+class Stack(nn.Module):
+    """Residual blocks of two matrices each."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width, bias=False),
+                nn.ReLU(),
+                nn.Linear(4 * width, width, bias=False),
+            )
+            for _ in range(blocks)
+        )
+        self.around_block: Callable = lambda index, block, x: block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x + self.around_block(index, block, x)
+        return x
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What `time_steps` found; milliseconds are medians on rank 0."""
+
+    computing_ms: float
+    """A step of one rank that sends nothing, while the other does the same."""
+
+    gather_ms: float
+    """One all-gather of a block on this network, as predicted."""
+
+    prefetch_ms: float
+    just_in_time_ms: float
+    gathers: int
+    """All-gathers of a step."""
+
+    gathers_checkpointed: int
+    """The same, where each block is a checkpoint."""
+
+
+def time_steps(blocks: int, width: int, tokens: int, samples: int) -> Steps:
+    """Time steps with and without prefetching; all ranks of a job call it."""
+    x = torch.randn(tokens, width, requires_grad=True)
+    plain = Stack(blocks, width)
+    dist.barrier()
+    computing = _median_ms(lambda: _backward(plain, x), samples)
+    # all ranks must have the same network
+    block_ms = mean_over_ranks(computing) / 3 / blocks
+    num_bytes = 4 * 8 * width**2
+    bandwidth_gbs = num_bytes / world_size() / (SHARE * block_ms * 1e6)
+    network = Network(Link(0.0, bandwidth_gbs))
+    group = simulated_group(network)
+
+    def milliseconds(**options: bool) -> float:
+        model = FSDP(Stack(blocks, width), group=group, **options)  # type: ignore[arg-type]
+        return _median_ms(lambda: _step(model, x), samples)
+
+    return Steps(
+        computing_ms=computing,
+        gather_ms=network.collective_ms("all_gather", num_bytes, world_size()),
+        prefetch_ms=milliseconds(),
+        just_in_time_ms=milliseconds(prefetch=False),
+        gathers=_gathers(Stack(blocks, width), x, group),
+        gathers_checkpointed=_gathers(_checkpointed(Stack(blocks, width)), x, group),
+    )
+
+
+def _backward(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.zero_grad()
+
+
+def _step(model: FSDP, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+
+
+def _median_ms(step: Callable[[], None], samples: int) -> float:
+    times = []
+    for _ in range(samples + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    # the first one warms up
+    return statistics.median(times[1:])
+
+
+def _checkpointed(stack: Stack) -> Stack:
+    stack.around_block = checkpoint_activations()
+    return stack
+
+
+def _gathers(stack: Stack, x: Tensor, group: SimulatedGroup) -> int:
+    model, before = FSDP(stack, group=group), len(group.transfers)
+    _step(model, x)
+    return sum(transfer.kind == "all_gather" for transfer in group.transfers[before:])

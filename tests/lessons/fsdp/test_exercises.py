@@ -1,0 +1,109 @@
+"""The exercises of notebook 09 on ranks; their mistakes: test_exercise.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from lib.ddp.launcher import launch
+from lib.lessons.ddp.ranks import in_turn
+from lib.lessons.exercise import verdict
+from lib.lessons.fsdp import ranks as lesson_ranks
+from lib.lessons.fsdp.exercises import (
+    CLIP,
+    REDUCE_SCATTER,
+    SHARDED_MLP,
+    check_sharded_mlp,
+    clipping,
+    on_threads,
+    sharded_mlp,
+)
+from lib.lessons.fsdp.ranks import Processes, run_on_threads, train_alone
+from lib.lessons.fsdp.stack import time_steps
+from lib.lessons.fsdp.toys import batch, mlp
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+def collectives(ranks) -> list[torch.Tensor]:
+    part = torch.arange(4.0) + 10 * ranks.number
+    return [ranks.all_gather(part), ranks.reduce_scatter(part), ranks.all_reduce(part)]
+
+
+def collectives_of_processes() -> list[torch.Tensor]:
+    return collectives(Processes())
+
+
+def test_threads_get_from_collectives_what_processes_get():
+    on_processes = launch(collectives_of_processes, 2, backend="gloo")
+    on_threads = run_on_threads(collectives, 2)
+    for one, other in zip(on_processes, on_threads):
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def test_the_reduce_scatter_of_the_exercise_is_that_of_ranks_with_padding():
+    gradients = [torch.arange(6.0), torch.arange(6.0) ** 2, torch.ones(6)]
+    slices = run_on_threads(lambda r: r.reduce_scatter(gradients[r.number]) / 3, 3)
+    assert torch.equal(REDUCE_SCATTER.solve(gradients), torch.stack(slices))
+    assert REDUCE_SCATTER.solve([torch.ones(4)] * 3).tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_clipping_on_ranks_is_that_of_pytorch():
+    shards, vector = torch.randn(3, 5), torch.randn(4)
+    params = [nn.Parameter(torch.zeros(5)) for _ in range(3)] + [nn.Parameter(torch.zeros(4))]
+    for param, grad in zip(params, [*shards, vector]):
+        param.grad = grad.clone()
+    nn.utils.clip_grad_norm_(params, 1.0)
+    expected = torch.stack([torch.cat([p.grad, params[3].grad]) for p in params[:3]])
+    torch.testing.assert_close(CLIP.solve(shards, vector, 1.0), expected)
+
+
+def test_a_rank_that_leaves_a_collective_out_is_named():
+    def attempt(shard, vector, max_norm, ranks):
+        if ranks.number == 0:
+            ranks.all_reduce(shard)
+        return shard, vector
+
+    lesson_ranks.PATIENCE, patience = 0.1, lesson_ranks.PATIENCE
+    try:
+        text = verdict(CLIP, clipping(attempt))
+    finally:
+        lesson_ranks.PATIENCE = patience
+    assert "another rank failed, or did not call this collective" in text
+
+
+def test_what_forward_gathered_is_gone_in_backward():
+    def attempt(x, shard, d_ff, ranks):
+        w1, w2 = ranks.all_gather(shard).chunk(2)
+        w1, w2 = w1.view(d_ff, -1), w2.view(-1, d_ff)
+
+        def backward(grad_y):
+            return grad_y @ w2 @ w1, shard
+
+        return (x @ w1.T).relu() @ w2.T, backward
+
+    assert "nan" in verdict(SHARDED_MLP, on_threads(attempt))
+
+
+def test_a_right_answer_trains_on_two_processes_as_one_does(capsys):
+    check_sharded_mlp(sharded_mlp.__wrapped__)
+    text = capsys.readouterr().out
+    assert text.startswith("right")
+    assert "on two processes, after 3 steps: off by" in text
+    assert float(text.split("off by ")[1].split()[0]) < 1e-6
+    assert (train_alone(12, 2, 3) - train_alone(12, 2, 0)).abs().max() > 1e-2
+
+
+def test_steps_of_the_stack_are_timed_and_their_messages_counted():
+    for one in launch(in_turn, 2, [(time_steps, (3, 16, 8, 1))], backend="gloo"):
+        steps = one[0]
+        assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
+        assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
+        assert steps.just_in_time_ms > 0
+
+
+def test_ranks_have_sequences_of_their_own():
+    whole = batch(1, 0, 3)
+    assert torch.equal(torch.cat([batch(1, r, r + 1) for r in range(3)], dim=1), whole)
+    assert not torch.equal(batch(1, 0, 1), batch(1, 1, 2))
+    assert not torch.equal(batch(1, 0, 1), batch(2, 0, 1))
+    assert sum(param.numel() for param in mlp().parameters()) == 384
