@@ -6,13 +6,20 @@
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# What takes seconds to load and has no part in any fault: processes that run tests are copies of
+# one that has loaded it.
+LOADED = ["hypothesis", "matplotlib.pyplot", "nbformat", "numba", "pandas", "pytest", "torch"]
+TIME_LIMIT = 600
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Fault:
 
         Raises:
             ValueError: `old` does not occur exactly once.
-            RuntimeError: no test ran.
+            RuntimeError: no test ran, or not to its end.
         """
         text = (root / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1:
@@ -41,10 +48,10 @@ class Fault:
             )
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder)
+            # Numba would not see that a function it has compiled calls another one by now
+            without = shutil.ignore_patterns("*.nbi", "*.nbc")
             for name in ("lib", "tests"):
-                shutil.copytree(
-                    root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
-                )
+                shutil.copytree(root / name, copy / name, ignore=without)
             for name in (
                 "pyproject.toml",
                 "artifacts",
@@ -55,19 +62,37 @@ class Fault:
             ):
                 (copy / name).symlink_to(root / name)
             (copy / self.file).write_text(text.replace(self.old, self.new), encoding="utf-8")
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-            done = subprocess.run(
-                [*command, "-m", "not gpu and not slow", *self.test.split()],
-                cwd=copy,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)},
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
+            context = get_context("forkserver")
+            context.set_forkserver_preload(LOADED)
+            process = context.Process(target=run_tests, args=(copy, self.test.split()))
+            process.start()
+            process.join(TIME_LIMIT)
+            process.kill()
+            process.join()
+            output = (copy / "output.txt").read_text(encoding="utf-8")
         # 1: a test failed; 2: a file cannot even be imported, which a fault in a constant may cause
-        if done.returncode in (0, 1, 2):
-            return done.returncode > 0
-        raise RuntimeError(f"{self.test} ran no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        if process.exitcode in (0, 1, 2):
+            return process.exitcode > 0
+        raise RuntimeError(f"{self.test} ended with {process.exitcode}:\n{output[-4000:]}")
+
+
+def run_tests(root: Path, tests: list[str]) -> NoReturn:
+    """Run `tests` of the workbook at `root` in this process, which has loaded nothing of another's.
+
+    Exits with pytest's code; what it prints is in output.txt.
+    """
+    with (root / "output.txt").open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("lib", "tests")]:
+        del sys.modules[name]
+    sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    os.environ["PYTHONPATH"] = str(root)
+    os.chdir(root)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:nbval"]
+    code = pytest.main([*options, "-m", "not gpu and not slow", *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def main(paths: list[str]) -> int:
