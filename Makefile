@@ -42,6 +42,8 @@ ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_P
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
 PYTEST := OMP_NUM_THREADS=1 $(GUARD) $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
+# From the last, which start processes and take longest, to the first.
+NOTEBOOK_FILES := $(shell ls -r notebooks/[0-9][0-9]_*.ipynb 2>/dev/null)
 
 .PHONY: help run lab exercises test test-all test-gpu lint format notebooks clean
 .DEFAULT_GOAL := help
@@ -59,17 +61,17 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/00_start_here.ipynb
 
 test: lint ## check everything that needs no GPU and little time
-	@$(PYTEST) -n 2 --dist loadfile -m 'not serial and not gpu and not slow'
-	@$(PYTEST) -m 'serial and not gpu and not slow' || [ $$? -eq 5 ]
+	@$(PYTEST) -p no:nbval -n 2 --dist loadfile -m 'not serial and not gpu and not slow'
+	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' || [ $$? -eq 5 ]
 	@rm -rf artifacts/small/artifacts
-	@$(if $(wildcard notebooks/*.ipynb),WORKBOOK_SMALL=1 $(PYTEST) -n 2 --dist loadfile --nbval-lax \
-		--nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks)
+	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder \
+		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOK_FILES))
 
 test-all: test ## the same and the slow tests
-	@$(PYTEST) -m 'slow and not gpu' || [ $$? -eq 5 ]
+	@$(PYTEST) -p no:nbval -m 'slow and not gpu' || [ $$? -eq 5 ]
 
 test-gpu: $(TEST_READY) ## the tests that need a CUDA device
-	@$(PYTEST) -m gpu
+	@$(PYTEST) -p no:nbval -m gpu
 
 exercises: $(RUN_READY) ## list which exercises are solved, and write that as JSON
 	@$(PY) -m lib exercises $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))

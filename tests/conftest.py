@@ -105,9 +105,10 @@ def run_in_interpreter(quiet_environment) -> Callable[..., None]:
     pytest.importorskip("triton")
 
     def run(*files: str) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+        # nbval takes a second to load
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
         done = subprocess.run(
-            [*command, "-k", "kernel and not interpreter"],
+            [*command, *files, "-k", "kernel and not interpreter"],
             cwd=ROOT,
             env=quiet_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,

@@ -1,6 +1,7 @@
 """`lib` is a list of rooms: a file imports its own room or rooms below, and there is no circle."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -62,7 +63,10 @@ def imported(path: Path) -> set[str]:
     return {name for name in names if name.split(".")[0] == "lib"}
 
 
-IMPORTS = {name: imported(path) for name, path in FILES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each module of `lib` imports; read once, and only by the process that tests it."""
+    return {name: imported(path) for name, path in FILES.items()}
 
 
 def test_every_room_is_listed_and_only_doors_lie_beside_them():
@@ -77,12 +81,12 @@ def test_every_room_is_listed_and_only_doors_lie_beside_them():
 def test_a_room_imports_only_itself_and_rooms_below(name):
     below = ROOMS[ROOMS.index(name) :]
     for module in (module for module in FILES if room(module) == name):
-        upward = {other for other in IMPORTS[module] if room(other) not in below}
+        upward = {other for other in imports()[module] if room(other) not in below}
         assert not upward, f"{module} imports {upward}, which is not below {name}"
 
 
 def test_there_is_no_circle():
-    tuple(graphlib.TopologicalSorter(IMPORTS).static_order())
+    tuple(graphlib.TopologicalSorter(imports()).static_order())
 
 
 def test_an_upward_import_is_seen(tmp_path):
@@ -114,7 +118,7 @@ def test_a_face_is_short_and_loads_nothing():
         lines = path.read_text(encoding="utf-8").splitlines()
         code = [line for line in lines if line.strip() and not line.startswith('"""')]
         assert len(lines) <= 15 or len(code) <= 15, f"{name} has {len(lines)} lines"
-        assert IMPORTS[name] == set(), f"{name} imports {IMPORTS[name]}"
+        assert imports()[name] == set(), f"{name} imports {imports()[name]}"
 
 
 IN_COPIES = """
