@@ -32,7 +32,7 @@ import nbformat
 from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import provenance
 from lib.core.settings import check, check_fields, require
-from lib.publish.cells import FIRST_CELL
+from lib.publish.cells import FIRST_CELL, METADATA
 from lib.publish.run_notebooks import Job, find_notebooks, plan
 
 TITLE = "Training workbook"
@@ -56,6 +56,55 @@ mounts = [path for depth in ("*", "*/*", "*/*/*") for path in Path("{INPUT}").gl
 sys.path.insert(0, str(next(path for path in mounts if (path / "bundle.json").exists())))
 %load_ext lib.lessons.notebook"""
 
+# The kernel that times attention: its name, its text, its cells after the first.
+ATTENTION = "attention_on_t4"
+ATTENTION_TEXT = """\
+# Attention on a T4
+
+Times `flash_attention_cuda`, whose tensor-core instructions are a T4's, against every backend of
+PyTorch's attention and against Triton, forward and backward, on each GPU. A folder for each GPU in
+the output holds the record, `attention_sweep.jsonl`, and its tables."""
+ATTENTION_CELLS = (
+    """\
+from pathlib import Path
+
+import torch
+
+from lib.benchmarks.attention import AttentionBenchmarkConfig, benchmark_attention
+from lib.lessons.notebook import small
+
+kernels = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math")
+if torch.cuda.is_available():
+    kernels = ("flash_attention_cuda", *kernels)
+devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+sizes = {
+    "custom_tiers": ("128:128",) if small() else ("1024:1024", "4096:4096", "16384:16384"),
+    "head_dims": (64,) if small() else (64, 128),
+    "tokens": 128 if small() else 16384,
+    "width": 64 if small() else 2048,
+    "backward": True,
+}
+folders = [Path(device.replace(":", "_")) for device in devices]
+for device, folder in zip(devices, folders):
+    config = AttentionBenchmarkConfig(kernels=kernels, device=device, output=folder, **sizes)
+    benchmark_attention(config)""",
+    """\
+# Triton's kernels apart: nobody has run them on a T4 before.
+if torch.cuda.is_available():
+    both = ("flash_attention_cuda", "flash_attention_triton")
+    config = AttentionBenchmarkConfig(kernels=both, output=Path("triton"), **sizes)
+    try:
+        benchmark_attention(config)
+    except Exception as error:
+        print("flash_attention_triton does not run here:", error)""",
+    """\
+from IPython.display import Markdown, display
+
+for folder in folders:
+    report = folder / "attention_sweep_report.md"
+    display(Markdown(report.read_text(encoding="utf-8")))""",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class KaggleBuildConfig:
@@ -72,6 +121,9 @@ class KaggleBuildConfig:
 
     dataset: str = "training-workbook"
     """The dataset's name in its address."""
+
+    attention: bool = True
+    """Add a kernel that times the attention kernels on each GPU and writes the record."""
 
     accelerator: str = "NvidiaTeslaT4"
     """Kaggle's name of the machine: this one has two T4 GPUs. Empty: no GPU."""
@@ -127,13 +179,18 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
     write_dataset(output / "dataset", root)
     for job in jobs:
         write_kernel(output / "kernels" / job.name, job, config)
+    names = [job.name for job in jobs]
+    if config.attention:
+        names.append(ATTENTION)
+        notebook = new_attention_notebook()
+        write_notebook(output / "kernels" / ATTENTION, ATTENTION, notebook, config)
     leaks = find_leaks(output)
     require(not leaks, f"the bundle must hold nothing private, got {'; '.join(leaks)}")
     if config.verify:
-        for job in jobs:
-            print(f"running {job.name} as Kaggle would", flush=True)
-            seconds, written = check_kernel(output, job.name, config.dataset)
-            print(f"{job.name} runs there: {seconds:.0f} s, and leaves {len(written)} files")
+        for name in names:
+            print(f"running {name} as Kaggle would", flush=True)
+            seconds, written = check_kernel(output, name, config.dataset)
+            print(f"{name} runs there: {seconds:.0f} s, and leaves {len(written)} files")
     # last, since `push` takes no bundle without it
     describe_dataset(output / "dataset", config)
     return output
@@ -180,6 +237,23 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
             if cell.source == FIRST_CELL:
                 cell.source = KAGGLE_FIRST_CELL
     _insert_sizes(content.cells, job.parameters)
+    write_notebook(folder, job.name, content, config)
+
+
+def new_attention_notebook() -> nbformat.NotebookNode:
+    """A notebook that times the attention kernels, PyTorch's too, on each GPU there is."""
+    v4 = nbformat.v4
+    cells = [
+        v4.new_markdown_cell(ATTENTION_TEXT),
+        *(v4.new_code_cell(source) for source in (KAGGLE_FIRST_CELL, *ATTENTION_CELLS)),
+    ]
+    return v4.new_notebook(cells=cells, metadata=nbformat.from_dict(METADATA))
+
+
+def write_notebook(
+    folder: Path, name: str, content: nbformat.NotebookNode, config: KaggleBuildConfig
+) -> None:
+    """Write the notebook `name`, and Kaggle's metadata for it."""
     has_gpu = bool(config.accelerator)
     # for uploading the file in the browser
     content.metadata["kaggle"] = {
@@ -190,13 +264,13 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
         "sourceType": "notebook",
     }
     folder.mkdir(parents=True)
-    nbformat.write(content, folder / job.source.name)
-    title = f"Workbook {job.name.replace('_', ' ')}"
+    nbformat.write(content, folder / f"{name}.ipynb")
+    title = f"Workbook {name.replace('_', ' ')}"
     owner = config.user or NOBODY
     about = {
         "id": f"{owner}/{title.lower().replace(' ', '-')}",
         "title": title,
-        "code_file": job.source.name,
+        "code_file": f"{name}.ipynb",
         "language": "python",
         "kernel_type": "notebook",
         "is_private": True,

@@ -41,7 +41,7 @@ def workbook(tmp_path, make_notebook):
 
 
 def built(root, tmp_path, **settings):
-    settings = {"verify": False, "output": tmp_path / "bundle"} | settings
+    settings = {"verify": False, "attention": False, "output": tmp_path / "bundle"} | settings
     return build(KaggleBuildConfig(**settings), root=root)
 
 
@@ -253,6 +253,20 @@ def test_addresses_and_committed_notebooks_hold_nothing_private():
     assert list(kaggle.leaks_in(harmless)) == []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         assert list(kaggle.leaks_in(path.read_text(encoding="utf-8"))) == [], path.name
+
+
+def test_a_kernel_times_attention_on_each_gpu(workbook, tmp_path):
+    bundle = built(workbook("steps"), tmp_path, attention=True)
+    assert {path.name for path in (bundle / "kernels").iterdir()} == {"10_try", kaggle.ATTENTION}
+    _, kernel = metadata_of(bundle, kaggle.ATTENTION)
+    assert kernel["machine_shape"] == "NvidiaTeslaT4"
+    assert kernel["id"].endswith("/workbook-attention-on-t4")
+    notebook = nbformat.read(bundle / "kernels" / kaggle.ATTENTION / kernel["code_file"], 4)
+    text, first, *cells = (cell.source for cell in notebook.cells)
+    assert first == kaggle.KAGGLE_FIRST_CELL
+    for cell in cells:
+        compile(cell, "cell", "exec")
+    assert "flash_attention_cuda" in text
 
 
 def test_the_real_bundle_holds_nothing_private_and_the_model(tmp_path):
