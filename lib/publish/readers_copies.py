@@ -1,7 +1,8 @@
 """The reader's copies of the notebooks, in `work/`: made once, and updated without losing answers.
 
 `python -m lib notebooks copy`, which `make lab` runs first. The reader works
-on these copies alone, so nothing in a reader's session needs git.
+on these copies alone, so nothing in a reader's session needs git. They have no outputs: those would
+give away what the reader is asked to guess.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ def update_copies(root: Path = ROOT) -> int:
         if not is_new and origin.get("notebook") == _sha256(content):
             continue
         try:
-            new = with_ids(_parse(content).cells, (), {})
+            fresh = nbformat.writes(_without_outputs(content)).encode() + b"\n"
+            new = with_ids(_without_outputs(content).cells, (), {})
         except ValueError as error:
             print(f"notebooks/{source.name}: is no notebook and is not copied ({error})")
             continue
         known = {cell.id: _key(cell) for cell in new}
         before = None if is_new else copy.read_bytes()
-        if before in (None, content) or origin.get("copy") == _sha256(before):
-            write_atomically(copy, content)
-            untouched = _sha256(content)
+        if before in (None, fresh) or origin.get("copy") == _sha256(before):
+            write_atomically(copy, fresh)
+            untouched = _sha256(fresh)
             made += is_new
-            if before not in (None, content):
+            if before not in (None, fresh):
                 print(f"work/{source.name}: replaced by the new version; you had not changed it")
         else:
             # from now on the copy has something of the reader's
@@ -98,6 +100,19 @@ def _parse(content: bytes) -> NotebookNode:
     # nbformat raises whatever comes up
     except Exception as error:
         raise ValueError(f"{error!r:.100}") from error
+    return notebook
+
+
+def _without_outputs(content: bytes) -> NotebookNode:
+    """Read a notebook as it is before anything has run.
+
+    Raises:
+        ValueError: it is no notebook.
+    """
+    notebook = _parse(content)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
     return notebook
 
 

@@ -106,8 +106,8 @@ FAULTS = [
     # a full disk leaves part of a copy, which then counts as the reader's
     Fault(
         "lib/publish/readers_copies.py",
-        "write_atomically(copy, content)",
-        "copy.write_bytes(content)",
+        "write_atomically(copy, fresh)",
+        "copy.write_bytes(fresh)",
         f"{COPIES}::test_a_full_disk_leaves_no_part_of_a_copy",
     ),
     # a report goes over whatever is in its folder, answers too

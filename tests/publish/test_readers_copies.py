@@ -64,6 +64,22 @@ def test_copies_are_made_once_and_then_left_alone(book, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_copies_have_no_outputs_that_give_answers_away(book, is_changed):
+    if is_changed:
+        change(book / "work/01_one.ipynb", answer)
+
+    def run(cells):
+        set_source(PARAMETERS, "steps = 5")(cells)
+        measured = [new_output("stream", text="measured: 15.3")]
+        cells[PARAMETERS].update(outputs=measured, execution_count=2)
+
+    change(book / "notebooks/01_one.ipynb", run)
+    update_copies(book)
+    copied = cells_of(book)[PARAMETERS]
+    assert (copied.source, copied.outputs, copied.execution_count) == ("steps = 5", [], None)
+
+
 def test_a_copy_that_was_not_changed_is_replaced(book, capsys):
     change(book / "notebooks/01_one.ipynb", set_source(PROSE, "Better text."))
     update_copies(book)

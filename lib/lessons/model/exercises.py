@@ -54,6 +54,10 @@ CROSS_ENTROPY = Exercise(
     _draw_logits,
     {
         "large logits overflow in exp; subtract the row's maximum first": _overflowing_softmax,
+        "the maximum is that of all logits; in other rows, exp may become 0. Subtract each row's": (
+            "logits.amax(-1, keepdim=True)",
+            "logits.max()",
+        ),
         "large logits overflow inside the sum; subtract the row's maximum first": (
             "logits - logits.amax(-1, keepdim=True)",
             "logits",
@@ -356,6 +360,10 @@ ROTATE = Exercise(
             "a * sin + b * cos",
             "a * sin - b * cos",
         ),
+        "a is overwritten before b is computed, which needs the old one": (
+            "    rotated = (a * cos - b * sin, a * sin + b * cos)",
+            "    a = a * cos - b * sin\n    rotated = (a, a * sin + b * cos)",
+        ),
         "the exponent is -i / head_dim; pair i has -2i / head_dim": (
             "torch.arange(0, head_dim, 2)",
             "torch.arange(head_dim // 2)",
@@ -425,6 +433,10 @@ BILL = Exercise(
         "the norms have FLOPs of matmuls; 6 goes with each weight of a matrix": (
             "6 * (matrices + head)",
             "6 * (matrices + head + norms)",
+        ),
+        "all parameters count 6 FLOPs; an embedding is a lookup, and norms are no matmuls": (
+            "6 * (matrices + head)",
+            "6 * (matrices + 2 * head + norms)",
         ),
         "the head has no FLOPs; it is a matmul like any other": (
             "6 * (matrices + head)",
@@ -508,7 +520,10 @@ def aimed(attempt: Callable) -> Callable[[Tensor], dict[str, Any]]:
             raise ValueError(f"query and key must each be ({head_dim},), got {shapes}")
         rms = max(x.square().mean().sqrt().item() for x in (query, key))
         weights = weights_by_distance(query, key, frequencies)
-        on_previous = "the most, but less than half"
+        worst = weights[weights[:, 1].argmin()].clone()
+        worst[1] = 0
+        next_best = "one beside it" if worst.argmax() <= 2 else "one further back"
+        on_previous = f"the most, but less than half; {next_best} comes next"
         if weights[:, 1].min() > 0.5:
             on_previous = "more than half"
         elif (weights.argmax(-1) != 1).any():
@@ -547,6 +562,11 @@ PREVIOUS_TOKEN_HEAD = Exercise(
         "narrow heads fail alone; give long arrows to three or more of the fastest pairs, as slow "
         "ones hardly tell neighbors apart": _wrong_head(
             "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] * pairs"
+        ),
+        "arrows are too short to tell neighbors apart; drop the slow pairs, and make the fast ones "
+        "as long as allowed": _wrong_head(
+            "[1.0] * 4 + [0.0] * (pairs - 4))\n    size *= MOST_RMS",
+            "[1.0] * pairs)\n    size *= 1",
         ),
         "one or two pairs are too few; the fastest comes around after 6.28 tokens": _wrong_head(
             "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] + [0.0] * (pairs - 1)"

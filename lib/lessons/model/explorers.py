@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def rope_slider() -> VBox:
     """A slider that moves a key, and a query `distance` tokens after it, through a text."""
     show = picture(draw_rotation, width=8.4, height=3.5)
-    return explorer(show, position=range(33), still=[(3,), (20,)])
+    return explorer(show, position=range(33), still=[(3,), (13,)])
 
 
 def draw_rotation(
@@ -82,7 +82,10 @@ def scale_slider() -> VBox:
 
 
 def draw_scale(figure: Figure, head_dim: int) -> None:
-    """Draw as bars the attention weights of a random query for 16 random keys."""
+    """Draw as bars the attention weights of a random query for 16 random keys.
+
+    The slope is the derivative of the largest weight with respect to its own score.
+    """
     num_keys = 16
     generator = np.random.default_rng(0)
     query = generator.standard_normal(head_dim)
@@ -95,7 +98,8 @@ def draw_scale(figure: Figure, head_dim: int) -> None:
         axes.bar(range(1, num_keys + 1), weights, color=color)
         axes.set(ylim=(0, 1.02), xlabel="key, largest weight first")
         axes.set_title(f"softmax of {title}", fontsize=11)
-        text = f"head_dim {head_dim}\nlargest weight {weights[0]:.2f}"
+        slope = weights[0] * (1 - weights[0])
+        text = f"head_dim {head_dim}\nlargest weight {weights[0]:.2f}\nits slope {slope:.2f}"
         axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top", color=BLACK)
         axes.grid(visible=False, axis="x")
     all_axes[0].set_ylabel("attention weight")

@@ -47,7 +47,7 @@ def show_sharing() -> HTML:
 def _svg(width: int, height: int, words: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{html.escape(words)}" style="width:{min(width, 830)}px;max-width:none">'
+        f'aria-label="{html.escape(words)}" style="width:{min(width, 780)}px;max-width:none">'
         f'<style>{STYLE}</style><defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
         f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{FRAME}"/>'
         f'</marker></defs><rect width="{width}" height="{height}" rx="10" fill="#FBFAF7" '
@@ -232,7 +232,7 @@ def show_scores_by_distance(lines: Mapping[str, Any]) -> None:
     for name, scores in lines.items():
         axes.plot(scores, marker="", label=name)
     axes.set(xlabel="distance of query and key (tokens)", ylabel="size of score ÷ that at 0")
-    axes.set_title("What falls with distance is one special case")
+    axes.set_title("Only vectors that point the same way lose with distance")
     axes.legend()
     plt.show()
 
@@ -249,7 +249,7 @@ def show_stream(lines: Mapping[str, Sequence[float]]) -> None:
 
 
 def show_training(curves: Mapping[str, Sequence[float]], levels: Mapping[str, float]) -> None:
-    """Show training losses, averaged over 20 steps, above horizontal lines for other models."""
+    """Show training losses, each the mean of 20 steps, beside the losses of other models."""
     _, axes = plt.subplots(figsize=(7, 3.6))
     for color, (name, losses) in zip(COLORS, curves.items()):
         width = min(20, len(losses))
@@ -257,10 +257,11 @@ def show_training(curves: Mapping[str, Sequence[float]], levels: Mapping[str, fl
         axes.plot(np.arange(width, len(losses) + 1), smooth, marker="", label=name, color=color)
     for name, loss in levels.items():
         axes.axhline(loss, color=BLACK, linestyle="--", linewidth=1, marker="")
-        axes.text(0.99, loss, name, va="bottom", ha="right", transform=axes.get_yaxis_transform())
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Training")
-    if len(curves) > 1:
-        axes.legend()
+        at_edge = {"va": "center", "transform": axes.get_yaxis_transform()}
+        axes.text(1.01, loss, f"{name} {loss:.2f}", **at_edge)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title("Training loss, mean of 20 steps; dashed: held out")
+    axes.legend()
     plt.show()
 
 

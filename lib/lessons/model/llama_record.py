@@ -69,7 +69,7 @@ class LlamaLogits:
 def read_logits(name: str) -> LlamaLogits:
     """Read the recorded logits of `trained` or `grouped`, and print who computed them."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    print("transformers {transformers}, torch {torch}, {date}".format(**record))
+    print("recorded with transformers {transformers}, torch {torch}, {date}".format(**record))
     return LlamaLogits(**record[name])
 
 

@@ -47,9 +47,9 @@ class Stop:
 
 STOPS = (
     Stop("00_start_here", "Start here", "a story, token by token", "raw text", 0.5, "½"),
-    Stop("01_tokenizer", "Tokenizer", "BPE: text to numbers", "token\narrays", 2.5, "½", BLUE),
-    Stop("02_model", "Model", "a Transformer", "model", 2.5, "1", BLUE),
-    Stop("03_training", "Training", "the loop, and its floor", "training\nstep", 3, "1", BLUE),
+    Stop("01_tokenizer", "Tokenizer", "BPE: text to numbers", "token\narrays", 3.5, "½", BLUE),
+    Stop("02_model", "Model", "a Transformer", "model", 4, "1", BLUE),
+    Stop("03_training", "Training", "the loop, and its floor", "training\nstep", 4.5, "1", BLUE),
     Stop(
         "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 2.5, "1", VERMILLION
     ),

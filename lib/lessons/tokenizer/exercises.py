@@ -358,7 +358,39 @@ CHOOSE_TOKENS = Exercise(
 )
 
 
-# 5. Encode from ranks alone, as tiktoken does
+# 5. The vocabulary that suits a model
+
+
+def _draw_curve(generator: random.Random, size: int) -> tuple:
+    sizes = generator.sample([2**n for n in range(8, 18)], k=1 + size // 2)
+    exponent = generator.uniform(0.05, 0.3)
+    curve = {V: round(V**exponent, 2) for V in sizes}
+    return curve, 10_000 * generator.randint(1, 1000), generator.choice([64, 128, 512, 2048])
+
+
+def best_vocabulary(bytes_per_token: Mapping[int, float], N: int, d: int) -> int:
+    return min(bytes_per_token, key=lambda V: (N + V * d) / bytes_per_token[V])
+
+
+BEST_VOCABULARY = Exercise(
+    best_vocabulary,
+    _draw_curve,
+    {
+        "the head is left out; it has V * d weights": ("(N + V * d)", "N"),
+        "the smallest always wins: a token costs N + V * d, to be divided by the bytes that it "
+        "stands for": (
+            " / bytes_per_token[V]",
+            "",
+        ),
+        "this is the size at which a byte costs most": ("min(", "max("),
+        "this is the lowest cost; return the size that has it": lambda curve, N, d: min(
+            2 * (N + V * d) / B for V, B in curve.items()
+        ),
+    },
+)
+
+
+# 6. Encode from ranks alone, as tiktoken does
 
 AWKWARD = (
     *("The", " cat", " sat", " on", " the", " mat", "'s", "'ll", " 2026", "3.14", "def f(x):"),
@@ -383,6 +415,15 @@ class Ranks(dict):
 
     def __deepcopy__(self, memo: dict) -> Ranks:
         return self
+
+
+def _longest_tokens(data: bytes, ranks: Collection[bytes]) -> list[bytes]:
+    """Cut off the longest token that fits, from left to right."""
+    tokens = []
+    while data:
+        tokens.append(next(data[:end] for end in range(len(data), 0, -1) if data[:end] in ranks))
+        data = data[len(tokens[-1]) :]
+    return tokens
 
 
 def encode(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> list[int]:
@@ -414,6 +455,13 @@ ENCODE = Exercise(
         "tokens are built from left to right; the lowest rank comes first, wherever it is": (
             "min(known, key=ranks.get)",
             "known[0]",
+        ),
+        "the longest token that fits is taken, from left to right; begin with single bytes, and "
+        "merge as the ranks say": (
+            "split_pretokens(piece):\n            parts = [bytes([byte]) for byte in pretoken"
+            ".encode()]\n            while True:",
+            "[piece]:\n            parts = _longest_tokens(pretoken.encode(), ranks)"
+            "\n            while False:",
         ),
         "the special token is encoded as ordinary text": ("if piece in special:", "if False:"),
         "without special tokens, the text falls apart: an empty pattern fits everywhere": (
@@ -447,7 +495,7 @@ ENCODE = Exercise(
 )
 
 
-# 6. The bug in a stream's cuts
+# 7. The bug in a stream's cuts
 
 
 class CountingStream(io.BytesIO):
@@ -549,6 +597,11 @@ def check_split_gpt4(attempt: Callable) -> None:
 def check_train(attempt: Callable) -> None:
     """Check `train(counts, num_merges)`: {bytes: count} -> list of pairs of bytes; and time it."""
     check(TRAIN, attempt)
+
+
+def check_best_vocabulary(attempt: Callable) -> None:
+    """Check `best_vocabulary(bytes_per_token, N, d)`, from {V: bytes per token} -> V."""
+    check(BEST_VOCABULARY, attempt)
 
 
 def check_encode(attempt: Callable) -> None:

@@ -6,11 +6,7 @@ of `Tokenizer`. Needs Numba.
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,9 +31,6 @@ from lib.tokenizer.compiled_scan import (
     store_word,
 )
 from lib.tokenizer.compiled_words import find_entry, first_entry, pretoken_key
-
-if TYPE_CHECKING:
-    from IPython.display import Markdown
 
 
 @compiled
@@ -151,19 +144,3 @@ def compiled_rungs(tokenizer: Tokenizer) -> dict[str, Callable[[str], np.ndarray
         "7. look ahead": encode_ordinary,
     }
     return {name: encoder_of(kernel, compiled_tokenizer) for name, kernel in kernels.items()}
-
-
-def show_diff(before: Callable, after: Callable) -> Markdown:
-    """Show how the code of `after` differs from that of `before`."""
-    from IPython.display import Markdown
-
-    old, new = (
-        textwrap.dedent(inspect.getsource(getattr(function, "py_func", function))).splitlines()
-        for function in (before, after)
-    )
-    lines = [
-        line
-        for line in difflib.unified_diff(old, new, n=2, lineterm="")
-        if not line.startswith(("---", "+++"))
-    ]
-    return Markdown("```diff\n" + "\n".join(lines) + "\n```")

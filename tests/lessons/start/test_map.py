@@ -41,6 +41,7 @@ HOURS = {
     5: "(five|5) hours",
     3.5: "(three and a half|3½) hours",
     4: "(four|4) hours",
+    4.5: "(four and a half|4½) hours",
 }
 # Of a figure and of a table, in an output.
 SIGNS = ("image/png|<svg|<img", r"\|--|\| --|<table")

@@ -23,13 +23,6 @@ def test_each_step_gives_the_ids_of_the_readable_encoder_cold_and_warm(tokenizer
             assert encode(text).tolist() == tokenizer.encode(text), name
 
 
-def test_a_diff_shows_the_lines_that_change_and_two_around_them():
-    diff = ladder.show_diff(ladder.encode_by_character, ladder.encode_by_window).data
-    assert "-        after = pretoken_end(data, start, end, classes)" in diff
-    assert "+        after, base, ends = next_pretoken(" in diff
-    assert "return n" not in diff
-
-
 def test_the_ladder_names_each_speed_and_its_gain(monkeypatch):
     monkeypatch.setattr(plt, "show", lambda: None)
     figures.show_ladder({"slow": 2.0, "fast": 5.0}, title="")
@@ -43,3 +36,14 @@ def test_rungs_are_measured_by_the_bytes_of_their_own_text():
         {"a": lambda text: np.sort(np.arange(10_000)), "b": len}, {"a": "é" * 10, "b": "é"}, 2
     )
     assert speeds["b"] > 0 < speeds["a"]
+
+
+def test_recorded_speeds_have_a_row_for_each_encoder_with_the_fastest_first(capsys):
+    rows = figures.recorded_speeds("encode")
+    assert set(rows[0]) == {"encoder", *figures.TEXTS.values()}
+    assert {"lib, compiled", "lib, readable", "tiktoken, by document"} <= {
+        r["encoder"] for r in rows
+    }
+    speeds = [row["English dictionary"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "encode" in capsys.readouterr().out
