@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import shutil
 from functools import partial
 
@@ -85,6 +86,8 @@ def test_error_is_at_most_twice_pytorchs(kernel, case, dtype):
 def test_error_on_a_gpu_is_at_most_twice_pytorchs(kernel, dtype):
     if kernel == "flash_attention_cuda" and dtype == torch.float32:
         pytest.skip("16-bit numbers only")
+    if dtype == torch.bfloat16 and os.environ.get("WORKBOOK_CUDA_ARCHITECTURE") == "compute_75":
+        pytest.skip("a T4 has no bfloat16")
     for case in (CASES[1], CASES[2]):
         assert_error_at_most_twice_pytorchs(
             partial(attention, kernel=kernel), case, dtype, "cuda", roundings=2

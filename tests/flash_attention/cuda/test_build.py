@@ -16,10 +16,12 @@ from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
 
 NVCC = shutil.which("nvcc")
 NEEDS_NVCC = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-# Registers and shared memory of a T4's multiprocessor.
-REGISTERS, SHARED_BYTES = 65536, 64 << 10
+# Of a multiprocessor: registers, and bytes of shared memory of a T4 and of an A100.
+REGISTERS, SHARED_BYTES = 65536, {True: 64 << 10, False: 164 << 10}
+# What a block of any chip from sm_80 on may have of these.
+BLOCK_SHARED_BYTES = 99 << 10
 # A few numbers that are kept beside registers cost nothing that one could measure.
-SPILLED_BYTES = 48
+SPILLED_BYTES = 96
 
 
 def has_nvrtc() -> bool:
@@ -30,7 +32,7 @@ def has_nvrtc() -> bool:
 
 def resources(folder: Path, file: str, dim: int, architecture: str, is_bfloat16: bool) -> list:
     """Registers and spilled bytes of each kernel in a file, by the assembler's own report."""
-    macros = launch.constants(launch.TILES[file, dim], dim, is_bfloat16)
+    macros = launch.constants(launch.pick_tiles(file, dim, architecture), dim, is_bfloat16)
     options = [f"-D{name}={value}" for name, value in macros.items()]
     options += ["-I", str(build.SOURCES), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
     source = str(build.SOURCES / f"{file}.cu")
@@ -41,8 +43,11 @@ def resources(folder: Path, file: str, dim: int, architecture: str, is_bfloat16:
 
 
 def check_resources(folder: Path, file: str, dim: int, *chip: str | bool) -> None:
-    tiles, kernels = launch.TILES[file, dim], [k for k, f in launch.FILES.items() if f == file]
-    assert tiles.blocks * tiles.shared_bytes(dim) <= SHARED_BYTES
+    tiles = launch.pick_tiles(file, dim, chip[0])
+    kernels = [kernel for kernel, source in launch.FILES.items() if source == file]
+    assert tiles.shared_bytes(dim) <= BLOCK_SHARED_BYTES
+    # beside a kibibyte of the system in each block, from sm_80 on
+    assert tiles.blocks * tiles.shared_bytes(dim) <= SHARED_BYTES[chip[0] == "sm_75"]
     found = resources(folder, file, dim, *chip)
     assert len(found) == len(kernels)
     for registers, spilled in found:
@@ -94,6 +99,14 @@ def test_what_is_compiled_stays_until_source_options_or_compiler_change(compiled
     assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 5"
     (sources / "tiles.cuh").write_text("// another")
     assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 6"
+
+
+def test_a_t4_has_tiles_of_its_own():
+    assert launch.pick_tiles("forward", 64, "compute_75") == launch.TILES["forward", 64]
+    for architecture in ("sm_80", "sm_90", "sm_120", "compute_90"):
+        tiles = launch.pick_tiles("forward", 64, architecture)
+        assert tiles == launch.AMPERE_TILES["forward", 64]
+        assert tiles.is_async
 
 
 def test_without_a_folder_to_write_to_kernels_are_compiled_again(compiled, monkeypatch, tmp_path):

@@ -149,6 +149,38 @@ def test_the_kernels_run_inside_a_cuda_graph(gpu):
     assert out.equal(right)
 
 
+def check_like_cs336(device: str, is_causal: bool) -> None:
+    """The tests of Stanford's CS336, assignment 2: float32 inputs, results to a hundredth.
+
+    Autocast is the adapter. The expected numbers are those of the formula.
+    """
+    case = Case(128, 128, 64, is_causal, heads=1, key_heads=1, batch=4)
+    q, k, v, grad_out = (x.squeeze(1) for x in make_inputs(case, torch.float32, device))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.autocast(device, torch.float16):
+        out = attention.FlashAttentionCUDA.apply(*leaves, is_causal)
+    wide = [x.detach().double().unsqueeze(1).requires_grad_() for x in (q, k, v)]
+    right, lse = formula(*wide, case)
+    saved = [x for x in out.grad_fn.saved_tensors if x.shape == q.shape[:2]]
+    assert len(saved) == 1
+    gradients = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+    rights = torch.autograd.grad(right, wide, grad_out.double().unsqueeze(1))
+    pairs = [(out, right), (saved[0], lse), *zip(gradients, rights)]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.double(), theirs.squeeze(1), rtol=1e-2, atol=1e-2)
+
+
+@NEEDS_COMPILER
+def test_cs336s_tests_pass_emulated(emulated):
+    check_like_cs336(emulated, True)
+
+
+@GPU
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cs336s_tests_pass_on_a_gpu(gpu, is_causal):
+    check_like_cs336(gpu, is_causal)
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize("head_dim", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_no_bank_of_shared_memory_is_asked_twice_at_once(emulated, head_dim):
