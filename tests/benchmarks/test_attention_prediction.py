@@ -45,15 +45,23 @@ def test_cycles_are_of_the_pipe_that_an_instruction_occupies():
     }
 
 
-def test_a_t4_is_expected_to_reach_the_same_share_of_its_bound(monkeypatch):
-    bounds = {"NVIDIA H200": 500.0, "T4": 60.0}
-    monkeypatch.setattr(
-        prediction,
-        "bound",
-        lambda kernel, dim, chip: {"tflops": bounds[chip.name], "busiest": "tensor", "cycles": {}},
-    )
-    row = prediction.predict_kernel("forward", 64, 250.0)
-    assert (row["share"], row["predicted"], row["of 65"]) == (0.5, 30, 30 / 65)
+def test_one_share_of_the_sum_predicts_all_kernels_on_both_chips():
+    def code(chip: prediction.Chip, tensor: float, alu: float) -> prediction.Round:
+        cycles = {"scheduler": 10.0, "tensor": tensor, "alu": alu}
+        return prediction.Round(chip, 10**6, cycles)
+
+    here = {("a", 64): code(prediction.H200, 100, 100), ("b", 64): code(prediction.H200, 300, 100)}
+    there = {("a", 64): code(prediction.T4, 400, 0), ("b", 64): code(prediction.T4, 300, 300)}
+    # one takes 0.7 of the sum of its pipes and the other 0.9: 0.8 on average
+    measured = {
+        case: here[case].tflops(share * here[case].sum) for case, share in zip(here, (0.7, 0.9))
+    }
+    first, second = prediction.predict(here, there, measured)
+    assert first["predicted / measured"] == pytest.approx(0.7 / 0.8)
+    assert second["predicted / measured"] == pytest.approx(0.9 / 0.8)
+    # no faster than the busiest pipe
+    assert first["predicted "] == there["a", 64].tflops(400)
+    assert second["predicted "] == pytest.approx(there["b", 64].tflops(0.8 * 600))
 
 
 def test_a_t4s_tensor_cores_at_their_bound_reach_its_datasheet():
