@@ -120,13 +120,14 @@ def test_a_wrong_argument_is_named(options, words):
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, multiprocessing
+from multiprocessing import forkserver
 from lib.ddp.launcher import launch
 from tests.ddp import workers
 
 def interrupt():
-    while not multiprocessing.active_children():
+    while not (forkserver._forkserver._forkserver_pid or multiprocessing.active_children()):
         time.sleep(0.001)
-    # by now Python runs in the rank, and imports
+    # by now Python runs in the server of ranks or in the rank, and imports
     time.sleep(float(sys.argv[1]))
     os.killpg(0, signal.SIGINT)
 
