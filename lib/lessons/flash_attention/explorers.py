@@ -174,7 +174,7 @@ def missing(*commands: str) -> None:
     """Say what makes a record that is not there."""
     print("Not measured yet. To make this record, on a GPU:")
     for command in commands:
-        print(f"python -m lib {command} --output artifacts")
+        print(f"python -m lib {command}")
 
 
 def needed_row(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any]:

@@ -236,6 +236,12 @@ def runs_on(rung: Rung, device: torch.device) -> bool:
     return is_hopper or rung.runs_on != HOPPER
 
 
+def need_hopper() -> None:
+    """ValueError where there is no Hopper GPU."""
+    if not (torch.cuda.is_available() and runs_on(LADDER[-1], torch.device("cuda"))):
+        raise ValueError("this needs a Hopper GPU (compute capability 9.0)")
+
+
 def run_rung(rung: Rung, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by this version: (batch, heads, tokens, head_dim), contiguous, 16-bit on a
     Hopper GPU."""
@@ -272,7 +278,11 @@ def measure_ladder(path: Path = RECORDS) -> Path:
     """Measure all versions and their peers on the same inputs, interleaved; append to `path`.
 
     FlashAttention-4 is among the peers if it is installed.
+
+    Raises:
+        ValueError: there is no Hopper GPU.
     """
+    need_hopper()
     from lib.benchmarks.attention import make_inputs, measure_right
     from lib.benchmarks.attention_steps import corners, ladder, largest_error, steps_case
 

@@ -21,6 +21,7 @@ from lib.core.figures import BLUE, GREY, GRID, ORANGE, PAPER, SKY
 from lib.core.files import ROOT
 from lib.core.records import Record, append_record, new_record, read_records
 from lib.flash_attention.hopper import forward, launch
+from lib.lessons.flash_attention.ladder_triton import need_hopper
 
 RECORDS = ROOT / "artifacts/attention_timeline.jsonl"
 # (batch, heads, tokens, head_dim)
@@ -129,7 +130,12 @@ def stamps(q: Tensor, k: Tensor, v: Tensor, schedule: launch.Schedule, kernel: A
 
 
 def record_timeline(path: Path = RECORDS) -> Path:
-    """Record the schedules of versions 7 and 8 of the ladder, on a Hopper GPU; append to `path`."""
+    """Record the schedules of versions 7 and 8 of the ladder; append to `path`.
+
+    Raises:
+        ValueError: there is no Hopper GPU.
+    """
+    need_hopper()
     q, k, v = torch.randn(3, *SHAPE, device="cuda", dtype=torch.bfloat16)
     kernel, tuned = stamped_kernel(), launch.forward_schedule(SHAPE[3])
     for is_ordered in (False, True):

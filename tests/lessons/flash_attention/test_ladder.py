@@ -94,3 +94,10 @@ def test_each_part_of_a_step_is_a_bar():
     assert "at will" in axes.get_title()
     bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches[:4]]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bars))
+
+
+@pytest.mark.parametrize("command", [ladder_triton.measure_ladder, timeline_gluon.record_timeline])
+def test_without_a_hopper_gpu_a_recording_says_so(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="this needs a Hopper GPU"):
+        command(tmp_path / "records.jsonl")
