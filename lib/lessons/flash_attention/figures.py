@@ -106,6 +106,7 @@ KERNELS = {
     "flash_attention_triton": "ours",
     "sdpa_cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4, repeatable",
     "sdpa_flash": "FlashAttention-2",
     "flex_attention": "FlexAttention",
 }

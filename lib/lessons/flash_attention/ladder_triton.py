@@ -10,9 +10,10 @@ artifacts/attention_ladder.jsonl.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
-import importlib.util
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -253,10 +254,12 @@ def run_rung(rung: Rung, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         return scaled_dot_product_attention(q, k, v, mask=hidden)
     heads, out, grid, arguments = _launch(q, k, v)
-    triton.jit(rung.source)[grid](
-        *heads, *out, *arguments, BQ=64, BK=64, num_warps=4, **rung.launch
-    )
+    _jitted(rung.source)[grid](*heads, *out, *arguments, BQ=64, BK=64, num_warps=4, **rung.launch)
     return out[0].view_as(q)
+
+
+# Making one takes milliseconds, longer than the kernels themselves.
+_jitted = functools.cache(triton.jit)
 
 
 def watch_rung(rung: Rung, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Run]:
@@ -283,7 +286,7 @@ def measure_ladder(path: Path = RECORDS) -> Path:
         ValueError: there is no Hopper GPU.
     """
     need_hopper()
-    from lib.benchmarks.attention import make_inputs, measure_right
+    from lib.benchmarks.attention import flash_attention_4, make_inputs, measure_right
     from lib.benchmarks.attention_steps import corners, ladder, largest_error, steps_case
 
     device = torch.device("cuda")
@@ -299,12 +302,9 @@ def measure_ladder(path: Path = RECORDS) -> Path:
 
     functions = {rung.step: lambda rung=rung: (run_rung(rung, q, k, v),) for rung in LADDER}
     peers = {name: step for name, (_, step) in ladder(case, inputs).items() if name in PEERS}
-    if importlib.util.find_spec("flash_attn"):
-        from flash_attn.cute import flash_attn_func
-
-        # (batch, tokens, heads, head_dim)
-        turned = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        peers["fa4"] = lambda: (flash_attn_func(*turned, causal=True)[0].transpose(1, 2),)
+    with contextlib.suppress(ImportError):
+        fa4 = flash_attention_4(case, deterministic=False)
+        peers["fa4"] = lambda: (fa4(q, k, v),)
     candidates = {
         name: lambda function=function: prepare(function)
         for name, function in {**functions, **peers}.items()

@@ -28,6 +28,8 @@ RECORDS = ROOT / "artifacts/attention_timeline.jsonl"
 SHAPE = (4, 32, 4096, 64)
 # Steps of the loop that are noted, and the stamps of a step.
 NOTED, STAMPS = 12, 5
+# Of the tensor cores of a multiprocessor, in 16 bits.
+FLOPS_A_CLOCK = 4096
 # What a warpgroup does between a stamp and the next one; from the last it waits for its turn.
 PARTS = ("orders products", "waits for scores", "softmax", "waits for weights × values")
 COLORS = (BLUE, GREY, ORANGE, SKY)
@@ -104,8 +106,10 @@ def stamped_kernel() -> Any:
     return vars(module)["forward_kernel"]
 
 
-def stamps(q: Tensor, k: Tensor, v: Tensor, schedule: launch.Schedule, kernel: Any) -> Tensor:
-    """(warpgroups, NOTED, STAMPS) int64 clocks of the first program, from 0 on."""
+def stamps(
+    q: Tensor, k: Tensor, v: Tensor, schedule: launch.Schedule, kernel: Any
+) -> list[list[list[int]]]:
+    """For each warpgroup of the first program, the clocks of each step that it did, from 0 on."""
     out, rows = torch.empty_like(q), q[..., 0].numel()
     noted = schedule.warpgroups * NOTED * STAMPS
     lse = torch.zeros(rows + noted, device=q.device)
@@ -125,8 +129,21 @@ def stamps(q: Tensor, k: Tensor, v: Tensor, schedule: launch.Schedule, kernel: A
     expected, _ = launch.flash_forward(q, k, v, True, q.shape[3] ** -0.5, schedule=schedule)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     clocks = lse[rows:].view(torch.int32).cpu().long().view(schedule.warpgroups, NOTED, STAMPS)
-    # the clock has 32 bits
-    return (clocks - clocks[0, 0, 0]) % 2**32
+    return from_zero(clocks.tolist())
+
+
+def from_zero(clocks: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Clocks of 32 bits from the earliest on, without the steps that a warpgroup did not do.
+
+    A warpgroup lets the first tiles pass that only others see; their stamps are 0.
+    """
+    done = [[step for step in group if any(step)] for group in clocks]
+    origin = done[0][0][0]
+    signed = [
+        [[(x - origin + 2**31) % 2**32 - 2**31 for x in step] for step in group] for group in done
+    ]
+    first = min(x for group in signed for step in group for x in step)
+    return [[[x - first for x in step] for step in group] for group in signed]
 
 
 def record_timeline(path: Path = RECORDS) -> Path:
@@ -140,7 +157,7 @@ def record_timeline(path: Path = RECORDS) -> Path:
     kernel, tuned = stamped_kernel(), launch.forward_schedule(SHAPE[3])
     for is_ordered in (False, True):
         clocks = stamps(q, k, v, tuned._replace(is_ordered=is_ordered), kernel)
-        figures = {"is_ordered": is_ordered, "clocks": clocks.tolist()}
+        figures = {"is_ordered": is_ordered, "clocks": clocks}
         config = dict(zip(("batch_size", "heads", "tokens", "head_dim"), SHAPE))
         append_record(path, new_record(figures, config=config, device="cuda"))
     return path
@@ -161,6 +178,19 @@ def shares(record: Record) -> Mapping[str, float]:
             for name, start, end in zip(found, step, (*step[1:], following[0])):
                 found[name] += (end - start) / total
     return found
+
+
+def mean_step(record: Record) -> float:
+    """Clocks of a step of the loop, in the mean of all warpgroups."""
+    groups = record["figures"]["clocks"]
+    return sum((g[-1][0] - g[0][0]) / (len(g) - 1) for g in groups) / len(groups)
+
+
+def busy_share(record: Record) -> float:
+    """The share of the time in which the tensor cores multiply, if they do so at their peak."""
+    head_dim, warpgroups = record["config"]["head_dim"], len(record["figures"]["clocks"])
+    flops = warpgroups * 4 * launch.ROWS * launch.forward_schedule(head_dim).keys * head_dim
+    return flops / FLOPS_A_CLOCK / mean_step(record)
 
 
 def draw_recorded(figure: Figure, record: Record, first: int = 4, steps: int = 4) -> None:

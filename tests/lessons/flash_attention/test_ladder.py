@@ -86,6 +86,21 @@ def test_shares_of_a_timeline_are_times_between_stamps():
     assert list(shares.values()) == pytest.approx([0.1, 0.2, 0.4, 0.05, 0.25])
 
 
+def test_clocks_start_at_the_first_stamp_also_where_32_bits_run_over_and_a_step_is_missing():
+    before, after = 2**32 - 10, 5
+    clocks = [[[0] * 5, [before] * 5], [[before + 4] * 5, [after] * 5]]
+    signed = [[[x - 2**32 if x > 2**31 else x for x in step] for step in g] for g in clocks]
+    for given in (clocks, signed):
+        assert timeline_gluon.from_zero(given) == [[[0] * 5], [[4] * 5, [15] * 5]]
+
+
+def test_tensor_cores_are_busy_for_their_products_at_the_peak():
+    record = timeline(True) | {"config": {"head_dim": 64}}
+    # three warpgroups, 64 queries, 128 keys
+    assert timeline_gluon.mean_step(record) == 100
+    assert timeline_gluon.busy_share(record) == 3 * 4 * 64 * 128 * 64 / 4096 / 100
+
+
 def test_each_part_of_a_step_is_a_bar():
     figure = Figure()
     timeline_gluon.draw_recorded(figure, timeline(False))
