@@ -1,4 +1,4 @@
-"""Figures of a profile: time by category, host and device, and memory over a step."""
+"""Figures of a profile: time by category, a step as a timeline, and memory over a step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from lib.core.figures import (
 from lib.profiling.trace import CATEGORIES, Span, Trace, category_of
 
 TIME_COLORS = dict(zip(CATEGORIES, COLORS))
+# Of boxes with a name in them.
+BOX = "#CFE6F4"
 MEMORY_COLORS = {
     "parameters": BLUE,
     "optimizer state": SKY,
@@ -65,31 +67,10 @@ def save_time_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> Pat
         return save_figure(figure, path)
 
 
-def draw_host_and_device(axes: Axes, steps: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw how long the host dispatches and the GPU is busy, in two lanes per step.
-
-    `steps` maps a name to the figures of a record of `python -m lib profile` on a GPU.
-    """
-    lanes = []
-    for row, (name, figures) in enumerate(steps.items()):
-        label = (lambda text: text) if row == 0 else (lambda text: None)
-        host, gpu = 2.5 * row, 2.5 * row + 1
-        axes.barh(host, figures["dispatch_ms"], color=SKY, label=label("host dispatches"))
-        busy, idle = figures["busy_ms"], figures["idle_ms"]
-        axes.barh(gpu, busy, color=BLUE, label=label("GPU busy"))
-        style = {"color": GRID, "edgecolor": INK, "hatch": "///", "linewidth": 0}
-        axes.barh(gpu, idle, left=busy, **style, label=label("GPU idle"))
-        lanes += [(host, f"{name}: host"), (gpu, "GPU")]
-    axes.set_yticks(*zip(*lanes))
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set(xlabel="time in a step (ms), each kind added up", ylabel="host or GPU")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
 def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float | None = None):
     """Draw a step as a timeline: ranges of the code, launches and waits of the host, GPU kernels.
 
+    Ranges inside those of the code, such as the blocks and the loss, have a lane of their own.
     Without kernels, as on a CPU, the last lane shows operators instead, inner ones on top of those
     that call them.
 
@@ -107,22 +88,28 @@ def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float |
         axes.broken_barh(shown, (y - height / 2, height), facecolors=color, linewidth=0)
 
     # lane by lane, from above: the outermost ranges below that of the whole step
-    width = (window[1] - window[0]) / 1e3
-    for number, span in enumerate(_phases_of(trace.ranges)):
-        bars([span], 0, 0.8, (SKY, GRID)[number % 2])
-        left = max(span.start - origin, window[0]) / 1e3
-        right = min(span.end - origin, window[1]) / 1e3
-        if right - left > 0.011 * width * len(span.name):
-            axes.text((left + right) / 2, 0, span.name, ha="center", va="center", fontsize=9)
+    phases = _phases_of(trace.ranges)
     lanes = ["code"]
+    _draw_ranges(axes, phases, 0, origin, window)
+    inside = [part for phase in phases for part in _phases_of(_within(phase, trace.ranges))]
+    if inside:
+        _draw_ranges(axes, inside, len(lanes), origin, window)
+        lanes.append("inside")
     if trace.kernels:
         waits = [call for call in trace.calls if "Synchronize" in call.name]
         bars([call for call in trace.calls if "Launch" in call.name], len(lanes), 0.6, INK)
         bars(waits, len(lanes), 0.6, VERMILLION)
         lanes.append("host launches")
+    # kernels of the step before have no call here that launched them
+    launched = {call.correlation for call in trace.calls}
+    earlier = [span for span in trace.kernels if span.correlation not in launched]
+    bars(earlier, len(lanes), 0.8, GRID)
+    if earlier:
+        axes.plot([], [], "s", color=GRID, label="launched before this step")
     found = {category: [] for category in CATEGORIES}
     for span in work:
-        found[category_of(span.name)].append(span)
+        if not trace.kernels or span.correlation in launched:
+            found[category_of(span.name)].append(span)
     for category, spans in found.items():
         # views, and operators that only call others, do no work of their own
         if spans and (trace.kernels or category != "other"):
@@ -133,6 +120,27 @@ def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float |
     axes.set(xlim=(window[0] / 1e3, window[1] / 1e3), ylim=(len(lanes) - 0.5, -0.5))
     axes.set(xlabel="time (ms)", ylabel="")
     axes.grid(visible=False, axis="y")
+
+
+def _draw_ranges(
+    axes: Axes, ranges: Sequence[Span], lane: int, origin: float, window: tuple[float, float]
+) -> None:
+    """Draw ranges as boxes, each with its name where there is room for it; times in µs."""
+    width = (window[1] - window[0]) / 1e3
+    for span in ranges:
+        left = max(span.start - origin, window[0]) / 1e3
+        right = min(span.end - origin, window[1]) / 1e3
+        if right <= left:
+            continue
+        style = {"facecolors": BOX, "edgecolor": "white", "linewidth": 0.8}
+        axes.broken_barh([(left, right - left)], (lane - 0.4, 0.8), **style)
+        if right - left > 0.011 * width * len(span.name):
+            axes.text((left + right) / 2, lane, span.name, ha="center", va="center", fontsize=9)
+
+
+def _within(phase: Span, ranges: Sequence[Span]) -> list[Span]:
+    """Return the ranges inside `phase`, itself included."""
+    return [span for span in ranges if phase.start <= span.start and span.end <= phase.end]
 
 
 def _phases_of(ranges: Sequence[Span]) -> list[Span]:

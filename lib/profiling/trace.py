@@ -112,9 +112,9 @@ def parse_trace(events: Iterable[dict[str, Any]]) -> Trace:
 def step_events(events: Iterable[dict[str, Any]], step: str) -> list[dict[str, Any]]:
     """Return the events of one step that a drawing needs, with times in µs from its start.
 
-    Of several steps, the middle one. Kept are ranges, kernels launched in the step, and calls of
-    CUDA; operators only where there are no kernels. The result is small enough to commit, and
-    Perfetto reads it, too.
+    Of several steps, the middle one. Kept are ranges, calls of CUDA, kernels launched in the step
+    and those launched before that still run in it; operators only where there are no kernels. The
+    result is small enough to commit, and Perfetto reads it, too.
 
     Raises:
         ValueError: there is no range called `step`.
@@ -133,7 +133,11 @@ def step_events(events: Iterable[dict[str, Any]], step: str) -> list[dict[str, A
 
     inside = [e for e in events if start <= float(e["ts"]) < end and KINDS[e["cat"]] != "kernel"]
     launched = {correlation(e) for e in inside if KINDS[e["cat"]] == "call"} - {None}
-    kernels = [e for e in events if KINDS[e["cat"]] == "kernel" and correlation(e) in launched]
+    on_gpu = [event for event in events if KINDS[event["cat"]] == "kernel"]
+    kernels = [event for event in on_gpu if correlation(event) in launched]
+    # the host runs ahead: when it begins a step, the GPU may still be busy with the one before
+    first = min((float(event["ts"]) for event in kernels), default=start)
+    kernels += [e for e in on_gpu if start < float(e["ts"]) + float(e["dur"]) <= first]
     unwanted = "operator" if kernels else None
     kept = [*(e for e in inside if KINDS[e["cat"]] != unwanted), *kernels]
     return [

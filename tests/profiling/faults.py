@@ -104,8 +104,8 @@ FAULTS = [
     # kernels that run late are lost from their step
     Fault(
         "lib/profiling/trace.py",
-        'KINDS[e["cat"]] == "kernel" and correlation(e) in launched]',
-        'KINDS[e["cat"]] == "kernel" and start <= float(e["ts"]) < end]',
+        "on_gpu if correlation(event) in launched]",
+        'on_gpu if start <= float(event["ts"]) < end]',
         "tests/profiling/test_trace.py",
     ),
     # the median sample stands for what a machine can reach

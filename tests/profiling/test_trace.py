@@ -93,7 +93,8 @@ LAGGING = [
 
 def test_a_step_is_cut_out_with_the_kernels_that_it_launched():
     step = parse_trace(step_events(LAGGING, "training step"))
-    assert [(span.name, span.start) for span in step.kernels] == [("sgemm", 40)]
+    # and the one of the step before, which still runs when this one begins
+    assert [(span.name, span.start) for span in step.kernels] == [("sgemm", -11), ("sgemm", 40)]
     assert [(span.name, span.start) for span in step.calls] == [
         ("cudaLaunchKernel", 2),
         ("cudaDeviceSynchronize", 20),
@@ -107,6 +108,15 @@ def test_a_step_is_cut_out_with_the_kernels_that_it_launched():
         step_events(LAGGING, "another")
 
 
+def test_what_is_inside_a_part_of_the_code_has_a_lane_of_its_own():
+    inside = event("user_annotation", "loss", 25, 4)
+    with house_figure() as (_, axes):
+        draw_trace(axes, parse_trace(step_events([*LAGGING, inside], "training step")))
+        lanes = [label.get_text() for label in axes.get_yticklabels()]
+        assert lanes == ["code", "inside", "host launches", "GPU"]
+        assert [text.get_text() for text in axes.texts] == ["forward", "forward", "loss"]
+
+
 def test_a_timeline_has_a_lane_for_code_host_and_device():
     with house_figure() as (_, axes):
         draw_trace(axes, parse_trace(step_events(LAGGING, "training step")))
@@ -114,11 +124,15 @@ def test_a_timeline_has_a_lane_for_code_host_and_device():
         assert lanes == ["code", "host launches", "GPU"]
         boxes = [path.get_extents() for c in axes.collections for path in c.get_paths()]
         edges = sorted((round(box.x0, 4), round(box.x1, 4)) for box in boxes)
-    # forward twice, a launch, a wait and a kernel, in ms
-    assert edges == [(0.001, 0.01), (0.002, 0.003), (0.011, 0.02), (0.02, 0.028), (0.04, 0.045)]
+    # a kernel of the step before, forward twice, a launch, a wait and a kernel, in ms
+    assert edges == [
+        *((-0.011, 0.004), (0.001, 0.01), (0.002, 0.003)),
+        *((0.011, 0.02), (0.02, 0.028), (0.04, 0.045)),
+    ]
     with house_figure() as (_, axes):
         draw_trace(axes, parse_trace(step_events(LAGGING, "training step")), end_ms=0.005)
-        assert sum(len(c.get_paths()) for c in axes.collections) == 2
+        assert sum(len(c.get_paths()) for c in axes.collections) == 3
+        assert "launched before this step" in axes.get_legend_handles_labels()[1]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Exercises of notebook 04: timing, idle time, a hidden wait, rooflines, memory, fewer passes."""
+"""Exercises of notebook 04: timing, a hidden wait, rooflines, traces, memory, a whole step."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import random
 import statistics
 import time
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lib.lessons.exercise import Exercise, check, edited
+from lib.lessons.exercise import Exercise, check, difference, edited
 from lib.lessons.profiling.simulated import Kernel, ToyGPU, ToyTrainer, kernels_of
-from lib.lessons.profiling.stacks import judged, peak_share, plain
-
-Spans = Sequence[tuple[int, int]]
+from lib.lessons.profiling.stacks import Run, Stack, judged, peak_share, plain
+from lib.model.config import ModelConfig
+from lib.model.costs import num_parameters
+from lib.profiling.roofline import Limits
+from lib.profiling.trace import category_of
 
 
 def _draw_timing(generator: random.Random, size: int) -> tuple:
@@ -94,94 +95,7 @@ TIME_RUNS = Exercise(
 )
 
 
-def _draw_intervals(generator: random.Random, size: int) -> tuple:
-    start = generator.randint(0, 20)
-    end = start + 20 + 10 * size
-    kernels = []
-    for _ in range(1 + size):
-        # some before the window or behind it
-        first = generator.randint(start - 20, end + 5)
-        kernels.append((first, first + generator.randint(1, 15)))
-    if generator.random() < 0.5:
-        # one inside another, and two that touch
-        first, last = kernels[0]
-        kernels += [(first, last + 12), (last + 12, last + 13)]
-    generator.shuffle(kernels)
-    return kernels, start, end
-
-
-def idle_time(kernels: Spans, start: int, end: int) -> int:
-    idle, reached = 0, start
-    for first, last in sorted(kernels):
-        idle += max(0, min(first, end) - reached)
-        reached = max(reached, last)
-    return idle + max(0, end - reached)
-
-
-def _all_but_clipped_durations(kernels: Spans, start: int, end: int) -> int:
-    inside = [max(0, min(last, end) - max(first, start)) for first, last in kernels]
-    return end - start - sum(inside)
-
-
-def _inner_gaps(kernels: Spans, start: int, end: int) -> int:
-    first, last = min(kernels)[0], max(last for _, last in kernels)
-    return idle_time(kernels, max(start, first), min(end, last))
-
-
-def _gaps_of_neighbors(kernels: Spans, start: int, end: int) -> int:
-    return sum(max(0, b[0] - a[1]) for a, b in itertools.pairwise(sorted(kernels)))
-
-
-IDLE_TIME = Exercise(
-    idle_time,
-    _draw_intervals,
-    {
-        "durations are subtracted from the window: where kernels overlap, that counts twice, and "
-        "some reach out of the window": (
-            lambda kernels, start, end: end - start - sum(last - first for first, last in kernels)
-        ),
-        "where kernels overlap, the same time is counted twice": _all_but_clipped_durations,
-        "the kernels are taken as they come; sort them by their start first": (
-            "sorted(kernels)",
-            "kernels",
-        ),
-        "each gap is measured from the end of the kernel before; "
-        "measure it from the furthest end so far": ("max(reached, last)", "last"),
-        "the gap before the first kernel is missing": (
-            "reached = 0, start",
-            "reached = 0, max(start, min(kernels)[0])",
-        ),
-        "the gap after the last kernel is missing": (" + max(0, end - reached)", ""),
-        "only gaps between kernels count; those at both ends of the window are missing": (
-            _inner_gaps
-        ),
-        "a kernel runs up to the end of its pair, not through it": (
-            "max(reached, last)",
-            "max(reached, last + 1)",
-        ),
-        "the gap after the last kernel is negative where a kernel reaches out of the window": (
-            "max(0, end - reached)",
-            "end - reached",
-        ),
-        "the gap before a kernel after the window goes on beyond the window's end": (
-            "min(first, end)",
-            "first",
-        ),
-        "kernels that reach out of the window are skipped; their part inside it counts": (
-            "sorted(kernels)",
-            "sorted(k for k in kernels if start <= k[0] and k[1] <= end)",
-        ),
-        "each kernel is compared with the next one alone: the window's two ends are missing, and "
-        "one kernel may lie inside another": _gaps_of_neighbors,
-        "the busy time is returned; the idle time is the rest of the window": (
-            "idle + max(0, end - reached)",
-            "end - start - idle - max(0, end - reached)",
-        ),
-    },
-)
-
-
-# 3. The hidden .item()
+# 2. The hidden .item()
 
 
 def train(gpu: ToyTrainer, batches: Sequence[int]) -> tuple[float, float]:
@@ -208,8 +122,8 @@ def watched(loop: Callable) -> Callable[[list[int]], dict[str, Any]]:
     def run(batches: list[int]) -> dict[str, Any]:
         gpu = ToyTrainer()
         result = loop(gpu, batches)
-        values = [float(value) for value in result] if isinstance(result, tuple) else result
-        return {"mean and largest": values, "waits before the last launch": gpu.early_waits}
+        found = list(result) if isinstance(result, tuple) else result
+        return {"mean and largest": found, "waits before the last step": gpu.early_waits}
 
     return run
 
@@ -229,8 +143,8 @@ TRAIN = Exercise(
     watched(train),
     _draw_batches,
     {
-        "something inside the loop needs a loss's number on the host: a comparison, `.item()`, "
-        "`float()` or a format": watched(slow_train),
+        "something inside the loop needs a loss's number on the host, of this step or the one "
+        "before: a comparison, `.item()`, `float()` or a format": watched(slow_train),
         "the mean is a sum; divide by the number of batches": watched(
             edited(train, " / len(values)", "")
         ),
@@ -242,7 +156,7 @@ TRAIN = Exercise(
 )
 
 
-# 4. A roofline of the block's backward pass
+# 3. A roofline of the block's backward pass
 
 
 def backward_roofline(
@@ -275,12 +189,33 @@ def backward_roofline(
     }
 
 
+def _norm_and_sum_twice(*arguments: Any) -> dict[str, tuple[int, int, str]]:
+    costs = backward_roofline(*arguments)
+    for name in ("RMSNorm", "residual sum"):
+        flops, moved, limit = costs[name]
+        costs[name] = flops, 2 * moved, limit
+    return costs
+
+
 def _draw_block(generator: random.Random, size: int) -> tuple:
     heads, head_dim = generator.randint(1, 1 + size // 2), 8 * generator.randint(1, 8)
     d, f = heads * head_dim, 8 * generator.randint(1, 8 * size)
     sizes = generator.randint(1, size), generator.randint(2, 40 * size)
     ridge = generator.choice([3.5, 12.5, 50.5, 180.5])
     return *sizes, d, heads, f, generator.choice([2, 4]), ridge
+
+
+def with_tuples(attempt: Callable) -> Callable:
+    """Return `attempt` with lists in its result made tuples, so that both are right."""
+
+    @functools.wraps(attempt)
+    def run(*arguments: Any) -> Any:
+        found = attempt(*arguments)
+        if not isinstance(found, dict):
+            return found
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+    return run
 
 
 BACKWARD_ROOFLINE = Exercise(
@@ -312,6 +247,9 @@ BACKWARD_ROOFLINE = Exercise(
             "linear(d, 2 * f)",
             "linear(d, f)",
         ),
+        "RMSNorm and the residual sum are counted twice, as a block has two; count one of each": (
+            _norm_and_sum_twice
+        ),
         "the gate moves three tensors of width f; its backward reads three and writes two": (
             "5 * e * tokens * f",
             "3 * e * tokens * f",
@@ -336,27 +274,41 @@ BACKWARD_ROOFLINE = Exercise(
 # 5. Three traces
 
 
-def diagnose(kernels: Sequence[Kernel], ridge: float) -> str:
+def diagnose(kernels: Sequence[Kernel]) -> str:
     span = kernels[-1].end - kernels[0].start
     busy = sum(kernel.end - kernel.start for kernel in kernels)
     if busy < span / 2:
         return "launch-bound"
-    right = [kernel for kernel in kernels if kernel.flops / kernel.num_bytes > ridge]
-    in_products = sum(kernel.end - kernel.start for kernel in right)
-    return "compute-bound" if in_products > busy / 2 else "memory-bound"
+    right = [kernel for kernel in kernels if category_of(kernel.name) in ("matmul", "attention")]
+    in_matmuls = sum(kernel.end - kernel.start for kernel in right)
+    return "compute-bound" if in_matmuls > busy / 2 else "memory-bound"
+
+
+# Names that kernels have in the recorded steps.
+MATMUL, ATTENTION = "nvjet_sm90_tst_128x64_64x8_1x2_h_bz_NNT", "cudnn_..._sdpa_sm90_flash_fprop"
+CHAIN = ("vectorized_elementwise_kernel", "reduce_kernel", "_swiglu_kernel", "adamw_kernel")
 
 
 def _draw_trace(generator: random.Random, size: int) -> tuple:
-    ridge = generator.choice([10.5, 40.5, 180.5])
-    short, long = generator.choice([((2, 30), 100), ((20, 90), 10), ((20, 90), 10)])
-    costs = []
+    begin = generator.choice([0, 1000, 250_000])
+    if generator.random() < 0.2:
+        # exactly half: of the time busy, or of the busy time in matmuls
+        gap = generator.choice([0, 20])
+        names = (MATMUL, generator.choice(CHAIN))
+        return (
+            [
+                Kernel(begin, begin + 10, names[0]),
+                Kernel(begin + gap + 10, begin + gap + 20, names[1]),
+            ],
+        )
+    short, launch_us = generator.choice([((2, 30), 100), ((20, 90), 10), ((20, 90), 10)])
+    work = []
     for _ in range(2 + size):
-        moved = generator.randint(1, 50) * 1000
-        intensity = generator.choice([0.25, 1, 5, ridge * 1.5, ridge * 4])
-        costs.append((generator.randint(*short), moved * intensity, moved))
+        name = generator.choice([MATMUL, ATTENTION, *CHAIN[: generator.randint(1, 4)]])
+        work.append((generator.randint(*short), name))
     # many short ones or a few long ones may be compute-bound, so count time, not kernels
-    costs[0] = (costs[0][0] * generator.choice([1, 4, 8]), *costs[0][1:])
-    return kernels_of(costs, long), ridge
+    work[0] = (work[0][0] * generator.choice([1, 4, 8]), work[0][1])
+    return (kernels_of(work, launch_us, begin),)
 
 
 DIAGNOSE = Exercise(
@@ -364,20 +316,27 @@ DIAGNOSE = Exercise(
     _draw_trace,
     {
         "kernels are counted; add up their time": (
-            "    in_products = sum(kernel.end - kernel.start for kernel in right)",
-            "    in_products, busy = len(right), len(kernels)",
+            "    in_matmuls = sum(kernel.end - kernel.start for kernel in right)",
+            "    in_matmuls, busy = len(right), len(kernels)",
         ),
         "the gaps are never looked at; a GPU that idles more than half of the time is "
         "launch-bound": ("busy < span / 2", "False"),
-        "memory and compute are swapped: above the ridge, arithmetic is the limit": (
-            '"compute-bound" if in_products > busy / 2 else "memory-bound"',
-            '"memory-bound" if in_products > busy / 2 else "compute-bound"',
+        "memory and compute are swapped: matmuls and attention wait for arithmetic": (
+            '"compute-bound" if in_matmuls > busy / 2 else "memory-bound"',
+            '"memory-bound" if in_matmuls > busy / 2 else "compute-bound"',
         ),
-        "all FLOPs over all bytes decide; one large matmul then hides kernels that take longer": (
-            "    in_products = sum(kernel.end - kernel.start for kernel in right)",
-            "    moved = sum(kernel.num_bytes for kernel in kernels)\n"
-            "    total = sum(kernel.flops for kernel in kernels)\n"
-            "    in_products = busy if total / moved > ridge else 0",
+        "the time runs from 0; it starts with the first kernel": (" - kernels[0].start\n", "\n"),
+        "attention is not counted; fused, it is right of the ridge like the matmuls": (
+            'in ("matmul", "attention")',
+            '== "matmul"',
+        ),
+        "a GPU that is busy for exactly half of the time is called launch-bound; it takes less": (
+            "busy < span / 2",
+            "busy <= span / 2",
+        ),
+        "matmuls that take exactly half of the busy time decide; it takes more than half": (
+            "in_matmuls > busy / 2",
+            "in_matmuls >= busy / 2",
         ),
     },
     "core",
@@ -397,8 +356,32 @@ def _checkpoint_everything(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     return checkpoint(functools.partial(plain, blocks), x, use_reentrant=False)
 
 
+def _two_halves(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    half = len(blocks) // 2
+    for part in (blocks[:half], blocks[half:]):
+        x = checkpoint(functools.partial(plain, part), x, use_reentrant=False)
+    return x
+
+
+def _every_second(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for index, block in enumerate(blocks):
+        x = block(x) if index % 2 else checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def _late_binding(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(lambda y: block(y), x, use_reentrant=False)  # noqa: B023
+    return x
+
+
 def _draw_stack(generator: random.Random, size: int) -> tuple:
-    return generator.choice([8, 9, 10]), generator.choice([16, 24]), generator.randrange(1000)
+    sizes = generator.choice([8, 10, 12]), generator.choice([16, 24]), generator.randrange(1000)
+    return (Stack(*sizes),)
+
+
+def _describe_run(yours: Any, expected: Run) -> str:
+    return yours.problem() if isinstance(yours, Run) else difference(yours, expected)
 
 
 FORWARD = Exercise(
@@ -408,6 +391,13 @@ FORWARD = Exercise(
         "nothing is checkpointed": judged(plain),
         "the whole stack is one checkpoint, so that the backward pass rebuilds everything at once; "
         "use smaller segments": judged(_checkpoint_everything),
+        "the stack is two checkpoints, and the backward pass rebuilds half of it at once; use "
+        "smaller segments": judged(_two_halves),
+        "only every second block is in a checkpoint; the others keep everything": judged(
+            _every_second
+        ),
+        "the function given to the checkpoint looks `block` up when it runs again, and by then the "
+        "loop has moved on; pass the block itself": judged(_late_binding),
         "x is detached, so that no gradient reaches the blocks before": judged(
             edited(forward, "checkpoint(block, x,", "checkpoint(block, x.detach(),")
         ),
@@ -415,6 +405,7 @@ FORWARD = Exercise(
     "core",
     trials=4,
     seconds=20,
+    describe=_describe_run,
     measure=peak_share,
     unit="% of the peak without checkpoints",
 )
@@ -465,6 +456,8 @@ def _draw_update(generator: random.Random, size: int) -> tuple:
     count = generator.choice([1, 7, 1000, 40_000])
     p, g, m = (torch.randn(count, generator=torch_generator) for _ in range(3))
     v = torch.rand(count, generator=torch_generator)
+    # a weight that has had no gradient for long: only epsilon keeps its update finite
+    g[-1] = v[-1] = 0
     return p, g, m, v, generator.choice([0.1, 0.5])
 
 
@@ -479,6 +472,10 @@ ADAMW = Exercise(
         "the weights move towards the gradient; the sign is wrong": updated(
             edited(adamw, "value=-lr", "value=lr")
         ),
+        "epsilon is added under the root; add it to the root": updated(
+            edited(adamw, "d.sqrt().add_(1e-8)", "d.add(1e-8).sqrt_()")
+        ),
+        "epsilon is missing": updated(edited(adamw, ".add_(1e-8)", "")),
         "the root is missing below the fraction": updated(edited(adamw, "d.sqrt()", "d.clone()")),
         "only the first tile is updated": updated(edited(adamw, "p.split(tile)", "[p[:tile]]")),
     },
@@ -489,14 +486,84 @@ ADAMW = Exercise(
 )
 
 
+# 7. A whole step
+
+
+def step_ms(
+    c: ModelConfig,
+    tokens: int,
+    e: int,
+    block_ms: float,
+    limits: Limits,
+    host_ms: float,
+    on_gpu: bool,
+) -> float:
+    def matmul_ms(m, k, n):
+        moved = e * (m * k + k * n + m * n)
+        return 1e3 * max(2 * m * k * n / limits.flops_per_s, moved / limits.bytes_per_s)
+
+    d, vocab = c.d_model, c.vocab_size
+    head = matmul_ms(tokens, d, vocab) + matmul_ms(tokens, vocab, d) + matmul_ms(vocab, tokens, d)
+    update = 1e3 * 28 * num_parameters(c) / limits.bytes_per_s
+    device = c.num_layers * block_ms + head + update
+    return max(device, host_ms) if on_gpu else device + host_ms
+
+
+def _draw_step(generator: random.Random, size: int) -> tuple:
+    heads = generator.randint(1, 4)
+    c = ModelConfig(
+        vocab_size=generator.randint(50, 5000),
+        context_length=64,
+        d_model=16 * heads,
+        num_layers=generator.randint(2, 12),
+        num_heads=heads,
+        d_ff=64,
+    )
+    limits = Limits(generator.choice([1e11, 1e12]), generator.choice([2e10, 1e11]))
+    device_ms = step_ms(c, 100, 4, 1.0, limits, 0.0, False)
+    host_ms = round(device_ms * generator.choice([0.2, 0.6, 1.5, 3]), 3)
+    rest = (generator.choice([2, 4]), 0.25 * generator.randint(1, 8), limits, host_ms)
+    return (c, generator.randint(20, 400), *rest, generator.random() < 0.5)
+
+
+STEP_MS = Exercise(
+    step_ms,
+    _draw_step,
+    {
+        "the head has only its forward matmul; two more follow in the backward pass": (
+            " + matmul_ms(tokens, vocab, d) + matmul_ms(vocab, tokens, d)",
+            "",
+        ),
+        "one block is counted; there are c.num_layers of them": (
+            "c.num_layers * block_ms",
+            "block_ms",
+        ),
+        "the update moves seven numbers of e bytes; AdamW's are float32 whatever e is": (
+            "28 * num",
+            "7 * e * num",
+        ),
+        "host and device are added up on a GPU, too; there they work at the same time": (
+            "max(device, host_ms) if on_gpu else device + host_ms",
+            "device + host_ms",
+        ),
+        "the longer of host and device counts on a CPU, too; there one core does both, in turn": (
+            "max(device, host_ms) if on_gpu else device + host_ms",
+            "max(device, host_ms)",
+        ),
+        "the update is missing": (" + head + update", " + head"),
+        "the head is missing": (" + head + update", " + update"),
+        "seconds and milliseconds are mixed: FLOPs over FLOP/s are seconds": (
+            "return 1e3 * max(2",
+            "return max(2",
+        ),
+    },
+    "core",
+)
+
+
 def check_time_runs(attempt: Callable) -> None:
     """Check `time_runs(gpu, warmup, samples)` -> the median of a run's ms; `gpu` is a `ToyGPU`."""
     check(TIME_RUNS, attempt)
-
-
-def check_idle_time(attempt: Callable) -> None:
-    """Check `idle_time(kernels, start, end)` -> the time in which no kernel runs."""
-    check(IDLE_TIME, attempt)
 
 
 def check_train(attempt: Callable) -> None:
@@ -507,12 +574,13 @@ def check_train(attempt: Callable) -> None:
 def check_backward_roofline(attempt: Callable) -> None:
     """Check `backward_roofline(batch, length, d, heads, f, e, ridge)` -> name: (FLOPs, bytes,
     "arithmetic" or "memory")."""
-    check(BACKWARD_ROOFLINE, attempt)
+    check(BACKWARD_ROOFLINE, with_tuples(attempt))
 
 
-def check_diagnose(attempt: Callable) -> None:
-    """Check `diagnose(kernels, ridge)` -> "launch-bound", "memory-bound" or "compute-bound"."""
-    check(DIAGNOSE, attempt)
+def check_diagnose(attempt: Callable) -> Callable:
+    """Check `diagnose(kernels)` -> "launch-bound", "memory-bound" or "compute-bound"; return it
+    if it is right, or else the solution."""
+    return check(DIAGNOSE, attempt)
 
 
 def check_forward(attempt: Callable) -> None:
@@ -523,3 +591,9 @@ def check_forward(attempt: Callable) -> None:
 def check_adamw(attempt: Callable) -> None:
     """Check `adamw(p, g, m, v, lr)`, which changes p, m and v in place; show how long it takes."""
     check(ADAMW, updated(attempt))
+
+
+def check_step_ms(attempt: Callable) -> Callable:
+    """Check `step_ms(c, tokens, e, block_ms, limits, host_ms, on_gpu)` -> ms; return it if it is
+    right, or else the solution."""
+    return check(STEP_MS, attempt)

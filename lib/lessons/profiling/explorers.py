@@ -93,7 +93,7 @@ def show_trace(trace: Trace, *, title: str) -> None:
     """Show a trace as a timeline."""
     from lib.profiling.figures import draw_trace
 
-    _, axes = plt.subplots(figsize=(9, 2.2))
+    _, axes = plt.subplots(figsize=(9, 2.6))
     draw_trace(axes, trace)
     axes.set_title(title)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=5)

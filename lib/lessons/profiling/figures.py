@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from lib.core.figures import BLUE, INK, ORANGE, SKY, VERMILLION
+from lib.core.figures import BLUE, GREEN, GREY, PURPLE, SKY, VERMILLION
 from lib.lessons.profiling.simulated import Kernel, ToyTrainer, draw_loop
 from lib.lessons.show import show_svg
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from IPython.display import HTML
 
     from lib.profiling.measurement import Measurement
+
+# Of kernels by name; none of these means a kind of work elsewhere in the notebook.
+TRACE_COLORS = (GREEN, PURPLE, SKY, VERMILLION)
 
 
 @dataclass(frozen=True)
@@ -121,14 +126,23 @@ def show_samples(times_ms: Sequence[float], *, title: str, measurement: Measurem
 
 
 def show_lines(
-    lines: Mapping[str, Mapping[float, float]], *, title: str, xlabel: str, ylabel: str, dots=()
+    lines: Mapping[str, Mapping[float, float]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    ticks: Sequence[float] | None = None,
 ) -> None:
-    """Show name -> {x: y} on logarithmic axes; those named in `dots` as points without a line."""
+    """Show name -> {x: y} on logarithmic axes; `ticks`: where the x-axis is labelled."""
     _, axes = plt.subplots(figsize=(7, 3.4))
     for name, points in lines.items():
-        axes.loglog(list(points), list(points.values()), "o" if name in dots else "-", label=name)
+        axes.loglog(list(points), list(points.values()), "o-", label=name)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     plain_log_ticks(axes.yaxis)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if ticks is not None:
+        axes.set_xticks(ticks)
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.legend()
     plt.show()
 
@@ -148,26 +162,38 @@ def show_loop(trainer: ToyTrainer, *, title: str) -> None:
     plt.show()
 
 
-def show_traces(traces: Mapping[str, tuple[Sequence[Kernel], float]], ridge: float) -> None:
-    """Show traces, name -> (kernels, µs of a launch), each on its own time axis.
+def short(name: str, width: int = 36) -> str:
+    """A kernel's name without its C++ namespaces and template arguments, cut to `width`.
 
-    Kernels right of the ridge (arithmetic is their limit) are darker than those left of it.
+    >>> short("void at::native::vectorized_elementwise_kernel<4, at::native::AddOp<float>>(int)")
+    'vectorized_elementwise_kernel'
     """
-    figure, panels = plt.subplots(nrows=len(traces), figsize=(9, 1.45 * len(traces)))
-    for axes, (name, (kernels, launch_us)) in zip(np.atleast_1d(panels), traces.items()):
-        for index, kernel in enumerate(kernels):
-            is_right = kernel.flops / kernel.num_bytes > ridge
-            launch = (index * launch_us, launch_us)
-            thin = {"edgecolor": "white", "linewidth": 0.3}
-            axes.broken_barh([launch], (-0.3, 0.6), facecolors=INK, **thin)
-            color = BLUE if is_right else ORANGE
-            span = (kernel.start, kernel.end - kernel.start)
-            axes.broken_barh([span], (0.7, 0.6), facecolors=color, edgecolor="white")
-        for label, color in (("right of the ridge", BLUE), ("left of the ridge", ORANGE)):
-            axes.plot([], [], "s", color=color, label=f"kernel {label}")
-        axes.set_yticks([0, 1], ["host launches", "GPU"])
-        axes.set(ylim=(1.5, -0.5), title=f"Trace {name}", ylabel="")
+    name = re.sub(r"^void |\(anonymous namespace\)::", "", name)
+    name = re.split(r"[<(]", name)[0].rpartition("::")[2]
+    return name if len(name) <= width else f"{name[: width - 1]}…"
+
+
+def show_traces(traces: Mapping[str, Sequence[Kernel]], *, named: int = 4) -> None:
+    """Show traces, name -> kernels, each on its own time axis, and the names that take longest.
+
+    Colors tell names apart and mean nothing else; names beyond the first `named` are grey.
+    """
+    _, panels = plt.subplots(nrows=len(traces), figsize=(9, 1.75 * len(traces)))
+    for axes, (title, kernels) in zip(np.atleast_1d(panels), traces.items()):
+        origin = kernels[0].start
+        spent: Counter[str] = Counter()
+        for kernel in kernels:
+            spent[short(kernel.name)] += kernel.end - kernel.start
+        colors = dict(zip([name for name, _ in spent.most_common(named)], TRACE_COLORS))
+        for name in spent:
+            spans = [(k.start - origin, k.end - k.start) for k in kernels if short(k.name) == name]
+            bars = {"facecolors": colors.get(name, GREY), "edgecolor": "white", "linewidth": 0.3}
+            axes.broken_barh(spans, (-0.4, 0.8), **bars)
+        for name, color in colors.items():
+            axes.plot([], [], "s", color=color, label=f"{spent[name]:,.0f} µs {name}")
+        axes.set_yticks([0], ["GPU"])
+        axes.set(ylim=(0.5, -0.5), title=f"Trace {title}", ylabel="")
         axes.grid(visible=False, axis="y")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     axes.set_xlabel("time (µs)")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     plt.show()

@@ -9,30 +9,30 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from matplotlib import pyplot as plt
 
 from lib.core.files import ROOT
 from lib.core.records import Record, read_records
-from lib.lessons.profiling.simulated import Kernel, kernels_of
+from lib.lessons.profiling.simulated import Kernel
 
 if TYPE_CHECKING:
-    from IPython.display import Image
-
     from lib.profiling.roofline import Limits, MeasuredOperation
+    from lib.profiling.trace import Trace
 
 ARTIFACTS = ROOT / "artifacts"
 PROFILES = ARTIFACTS / "profile_h200"
 # The folder of a profile -> what the notebook calls it.
 PROFILE_NAMES = {
-    "matrix_eager": "matrix, eager",
+    "matrix_eager": "matrix, launched one by one",
     "matrix_graph": "matrix, one CUDA graph",
-    "eager": "gpt2-124m, eager",
-    "compiled": "gpt2-124m, compiled",
-    "compiled_graph": "gpt2-124m, compiled, one CUDA graph",
-    "eager_textbook": "gpt2-124m, eager, naive attention",
+    "eager": "gpt2-124m, launched one by one",
+    "eager_textbook": "gpt2-124m, naive attention",
 }
+# The trace's name -> the profile that it is taken from; one block of its forward pass.
+ANONYMOUS = {"A": "eager_textbook", "B": "matrix_eager", "C": "eager"}
 # The figures that identify a record among those of one benchmark run.
 IDENTITY = ("task", "model", "candidate", "name", "size", "numbers", "tokens")
 
@@ -60,19 +60,6 @@ def newest_records(path: str | os.PathLike) -> list[Record]:
     return list(newest.values())
 
 
-def first_steps() -> list[dict[str, Any]]:
-    """The first training step beside later ones, eager and compiled."""
-    names = {"all": "compiled, one CUDA graph", "none of these": "eager"}
-    rows = []
-    for record in (records := newest_records(ARTIFACTS / "training_benchmark.jsonl")):
-        figures = record["figures"]
-        if figures["candidate"] in names and figures.get("first_step_s"):
-            row = {"model": figures["model"], "step": names[figures["candidate"]]}
-            row |= {"first (ms)": 1e3 * figures["first_step_s"], "later (ms)": figures["median_ms"]}
-            rows.append(row)
-    return _placed(rows, records)
-
-
 def calls() -> list[dict[str, Any]]:
     """Matmuls on a GPU: when the call returns, and when the result is there."""
     rows = []
@@ -83,7 +70,9 @@ def calls() -> list[dict[str, Any]]:
             returned, done = figures["returned_ms"], figures["done_ms"]
             row |= {"the call returns (ms)": returned, "the result is there (ms)": done}
             flops = 2e-9 * figures["size"] ** 3
-            rows.append(row | {"TFLOP/s by the first": flops / returned, "really": flops / done})
+            rows.append(
+                row | {"TFLOP/s, read too early": flops / returned, "TFLOP/s, really": flops / done}
+            )
     return _placed(rows, records)
 
 
@@ -111,72 +100,62 @@ class Profile:
 
 
 def profiles() -> dict[str, Profile]:
-    """The profiled steps by name (see PROFILE_NAMES)."""
+    """The profiled steps by folder (see PROFILE_NAMES)."""
     found = {}
     for folder, name in PROFILE_NAMES.items():
         figures = json.loads((PROFILES / folder / "summary.json").read_text())["figures"]
         times = (figures["wall_ms"], figures["busy_ms"], figures["dispatch_ms"])
         counts = round(figures["kernels"]), round(figures["launches"])
-        found[name] = Profile(name, *times, *counts)
+        found[folder] = Profile(name, *times, *counts)
     return found
 
 
-def show_gpu_timelines(*folders: str, zoom_ms: float | None = None) -> None:
-    """Show recorded steps as timelines, all on the same time axis; `zoom_ms`: only the first ms.
-
-    Of a profile without a recorded timeline, host and GPU are shown added up.
-    """
-    from lib.profiling.figures import draw_host_and_device, draw_trace
+@cache
+def recorded_trace(folder: str) -> Trace:
+    """One step of a recorded profile, kernel by kernel."""
     from lib.profiling.trace import read_trace
 
+    return read_trace(PROFILES / folder / "step.json.gz")
+
+
+def show_gpu_timelines(*folders: str, start_ms: float = 0, end_ms: float | None = None) -> None:
+    """Show recorded steps as timelines on the same time axis, all of it or a part."""
+    from lib.profiling.figures import draw_trace
+
     records = {name: json.loads((PROFILES / name / "summary.json").read_text()) for name in folders}
-    place = place_of(next(iter(records.values())))
-    if not all((PROFILES / name / "step.json.gz").is_file() for name in folders):
-        figures = {PROFILE_NAMES[name]: record["figures"] for name, record in records.items()}
-        _, axes = plt.subplots(figsize=(9, 1 + len(folders)))
-        draw_host_and_device(axes, figures)
-        axes.set_title(f"Training steps, {place}")
-        plt.show()
-        return
-    longest = zoom_ms or max(record["figures"]["wall_ms"] for record in records.values())
+    last = end_ms or max(record["figures"]["wall_ms"] for record in records.values())
     figure, panels = plt.subplots(
-        nrows=len(folders), figsize=(9, 1.7 * len(folders)), squeeze=False
+        nrows=len(folders), figsize=(9, 0.7 + 1.7 * len(folders)), squeeze=False
     )
     labels: dict[str, Any] = {}
     for axes, name in zip(panels[:, 0], folders):
-        draw_trace(axes, read_trace(PROFILES / name / "step.json.gz"), end_ms=longest)
-        axes.set_title(PROFILE_NAMES[name])
+        draw_trace(axes, recorded_trace(name), start_ms=start_ms, end_ms=last)
+        place = f"{place_of(records[name])}, under the profiler"
+        axes.set_title(f"{PROFILE_NAMES[name]} ({place})", fontsize=11)
         labels |= dict(zip(*reversed(axes.get_legend_handles_labels())))
-    figure.suptitle(f"{place}, under the profiler", fontsize=10)
+    for axes in panels[:-1, 0]:
+        axes.set_xlabel("")
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=6)
     plt.show()
 
 
-def memory_picture() -> Image:
-    """The memory of a recorded training step of gpt2-124m over time."""
-    from IPython.display import Image
-
-    record = json.loads((PROFILES / "eager/summary.json").read_text())
-    figures = record["figures"]
-    parts = figures["peak_bytes_by_category"]
-    words = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts.items())
-    alt = f"Memory over a step of gpt2-124m on {place_of(record)}. At the peak: {words}."
-    return Image((PROFILES / "eager/memory.png").read_bytes(), retina=True, alt=alt)
-
-
-def graph_gains() -> list[dict[str, Any]]:
-    """Training steps with and without a CUDA graph."""
-    names = {"all": "one CUDA graph", "without CUDA graph": "launched one by one"}
+def ways_to_launch() -> list[dict[str, Any]]:
+    """Training steps without the profiler: plain PyTorch, compiled, and compiled as one graph."""
+    names = {
+        "none of these": "plain PyTorch (ms)",
+        "without CUDA graph": "compiled (ms)",
+        "all": "compiled, one CUDA graph (ms)",
+    }
     found: dict[str, dict[str, Any]] = {}
     for record in (records := newest_records(ARTIFACTS / "training_benchmark.jsonl")):
         figures = record["figures"]
         if figures["candidate"] in names:
-            row = found.setdefault(figures["model"], {"model": figures["model"]})
-            row[f"{names[figures['candidate']]} (ms)"] = figures["median_ms"]
-    rows = [
-        row | {"times faster": row["launched one by one (ms)"] / row["one CUDA graph (ms)"]}
-        for row in found.values()
-    ]
+            row = found.setdefault(figures["model"], {})
+            row[names[figures["candidate"]]] = figures["median_ms"]
+            if figures["candidate"] == "all":
+                row["its first step (ms)"] = 1e3 * figures["first_step_s"]
+    order = [*names.values(), "its first step (ms)"]
+    rows = [{"model": model} | {key: row[key] for key in order} for model, row in found.items()]
     return _placed(rows, records)
 
 
@@ -190,38 +169,17 @@ def block_on_gpu() -> tuple[Limits, list[MeasuredOperation], str]:
     return *points_of(records), f"a block of {asked['model']}, {sizes}, {place_of(records[-1])}"
 
 
-def anonymous_traces() -> dict[str, tuple[list[Kernel], float]]:
-    """Three traces, name -> (kernels, µs of a launch), from recorded times of an H200's kernels.
-
-    A and C: the recorded block, in order, with naive attention or with fused attention and with the
-    norms, the rotation and the gate fused, which are taken to reach their roof. B: the latter with
-    a thousandth of the tokens, where no kernel is shorter than the recorded shortest one.
-    """
-    from lib.profiling.roofline import NAIVE
-
-    limits, points, _ = block_on_gpu()
-    launch_us = 14.0
-    shortest_us = min(sizes_on_gpu().values())
-    chains = ("RMSNorm", "RoPE", "SiLU and gate")
-    naive, fused, short = [], [], []
-    for point in points:
-        cost, recorded_us = point.cost, 1e3 * point.median_ms
-        least_us = 1e3 * limits.least_ms(cost)
-        naive += [] if point.name == "attention, fused" else [(recorded_us, *_work(cost))]
-        if point.name not in NAIVE:
-            us = least_us if point.name in chains else recorded_us
-            fused.append((us, *_work(cost)))
-            small = replace(cost, flops=cost.flops // 1000, num_bytes=cost.num_bytes // 30)
-            short.append((max(shortest_us, us / 1000), *_work(small)))
-    return {
-        "A": (kernels_of(naive, launch_us), launch_us),
-        "B": (kernels_of(short, launch_us, repeats=2), launch_us),
-        "C": (kernels_of(fused, launch_us), launch_us),
-    }
-
-
-def _work(cost: Any) -> tuple[float, float]:
-    return cost.flops, cost.num_bytes
+def anonymous_traces() -> dict[str, list[Kernel]]:
+    """Three recorded stretches, name -> kernels: those of a block in the middle, forward."""
+    traces = {}
+    for name, folder in ANONYMOUS.items():
+        trace = recorded_trace(folder)
+        blocks = [span for span in trace.ranges if span.name.startswith("block ")]
+        block = blocks[len(blocks) // 2]
+        launched = {c.correlation for c in trace.calls if block.start <= c.start < block.end}
+        inside = [kernel for kernel in trace.kernels if kernel.correlation in launched]
+        traces[name] = [Kernel(k.start, k.end, k.name) for k in inside]
+    return traces
 
 
 def _steps(kernel: str = "sdpa") -> list[Record]:
@@ -238,7 +196,7 @@ def peak_memory() -> list[dict[str, Any]]:
         found = {r["config"]["seq_len"]: r["figures"] for r in _of_model(_steps(kernel), "small")}
         row = {"attention": name}
         row |= {f"{n:,} tokens (GB)": found[n]["peak_memory_gb"] for n in sorted(found)}
-        rows.append(row | {"the last, by formula (GB)": found[max(found)]["predicted_memory_gb"]})
+        rows.append(row | {"1,024, by formula (GB)": found[max(found)]["predicted_memory_gb"]})
     return _placed(rows, _steps(), "small, 4 sequences, bfloat16")
 
 
@@ -246,8 +204,26 @@ def _of_model(records: Iterable[Record], model: str) -> list[Record]:
     return [record for record in records if record["config"]["model"] == model]
 
 
-def predicted_steps() -> list[dict[str, Any]]:
-    """Training steps at the longest context beside the sum of their operations' least times."""
+def launch_bound_steps() -> list[dict[str, Any]]:
+    """Training steps of four sizes with few and with many tokens, and what they launch."""
+    rows = []
+    for record in (records := _steps()):
+        asked, figures = record["config"], record["figures"]
+        if asked["seq_len"] == 256:
+            row = {"model": asked["model"], "launches": figures["launches"]}
+            rows.append(row | {"4 × 256 tokens (ms)": figures["median_ms"]})
+        elif asked["seq_len"] == 1024:
+            row = next(row for row in rows if row["model"] == asked["model"])
+            row["4 × 1,024 tokens (ms)"] = figures["median_ms"]
+    return _placed(rows, records, "bfloat16, plain PyTorch, without the profiler")
+
+
+def predicted_steps(launch_ms: float) -> list[dict[str, Any]]:
+    """Training steps of 4 × 1,024 tokens beside the two times that they cannot undercut.
+
+    Args:
+        launch_ms: what the host takes to launch one operator.
+    """
     from lib.model.config import model_preset
     from lib.profiling.roofline import predicted_ms
 
@@ -257,11 +233,14 @@ def predicted_steps() -> list[dict[str, Any]]:
         asked, figures = record["config"], record["figures"]
         if asked["seq_len"] == 1024 and figures["status"] == "ok":
             shape = replace(model_preset(asked["model"]), context_length=1024)
-            least = predicted_ms(shape, asked["batch_size"], 1024, limits, element_bytes=2)
-            row = {"model": asked["model"], "by its roof (ms)": least}
-            row |= {"measured (ms)": figures["median_ms"], "MFU": figures["mfu"]}
-            rows.append(row | {"measured, to predicted": figures["median_ms"] / least})
-    return _placed(rows, records, "4 × 1,024 tokens, bfloat16, eager")
+            device = predicted_ms(shape, asked["batch_size"], 1024, limits, element_bytes=2)
+            host = launch_ms * figures["launches"]
+            row = {"model": asked["model"], "the host launches (ms)": host}
+            row |= {"the GPU, by its roof (ms)": device, "the longer (ms)": max(host, device)}
+            row |= {"measured (ms)": figures["median_ms"]}
+            row |= {"measured / the longer": figures["median_ms"] / max(host, device)}
+            rows.append(row | {"MFU": f"{figures['mfu']:.0%}"})
+    return _placed(rows, records, "4 × 1,024 tokens, bfloat16, plain PyTorch")
 
 
 def _placed(rows: list[dict[str, Any]], records: list[Record], words: str = "") -> list[dict]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,14 +81,18 @@ class ToyGPU:
 class ToyTrainer:
     """A training loop's GPU: steps are launched, and a loss is a number that stays on the device.
 
-    `load` takes the host 2 ms, a launch 1 ms; a step takes the device 4 ms. Whatever needs the
-    number of a loss on the host waits for it: `item()`, `float()`, a comparison, formatting.
+    `load` takes the host 2 ms, a launch 1 ms; a step takes the device 4 ms. Sums and quotients of
+    losses, and `maximum` of two, are launched, too. Whatever needs the number of a loss on the host
+    waits for it: `item()`, `float()`, a comparison, formatting.
     """
 
     now: int = 0
     busy_until: int = 0
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Kind (load, launch, wait, step), start and end in ms."""
+
+    last_step: int = 0
+    """When the host began to launch the last step, in ms."""
 
     def load(self, batch: int) -> int:
         """Prepare a batch on the host."""
@@ -98,7 +101,12 @@ class ToyTrainer:
 
     def step(self, batch: int) -> ToyLoss:
         """Launch a training step; return its loss, on the device."""
+        self.last_step = self.now
         return self._launch("step", 4, (batch * 37) % 11 + batch / 8)
+
+    def maximum(self, a: ToyLoss, b: ToyLoss) -> ToyLoss:
+        """Launch the larger of two losses; it stays on the device."""
+        return self._launch("sum", 0, max(a.value, b.value))
 
     def wait_until(self, ready: int) -> None:
         """Let the host wait for the device."""
@@ -108,8 +116,7 @@ class ToyTrainer:
     @property
     def early_waits(self) -> int:
         """How often the host waited before it had launched its last step."""
-        last = max((start for kind, start, _ in self.spans if kind == "launch"), default=0)
-        return sum(kind == "wait" and start < last for kind, start, _ in self.spans)
+        return sum(kind == "wait" and start < self.last_step for kind, start, _ in self.spans)
 
     def _host(self, kind: str, duration: int) -> None:
         self.spans.append((kind, self.now, self.now + duration))
@@ -130,6 +137,9 @@ class ToyLoss:
     trainer: ToyTrainer
     value: float
     ready: int
+
+    def __repr__(self) -> str:
+        return "a loss that is still on the device"
 
     def item(self) -> float:
         """Wait for the number, and return it."""
@@ -177,18 +187,19 @@ def draw_loop(axes: Axes, trainer: ToyTrainer) -> None:
 
 
 class Kernel(NamedTuple):
-    """A kernel of a trace: when it ran, in µs, and what it computed and moved."""
+    """A kernel of a trace: when it ran, in µs, and its name."""
 
     start: float
     end: float
-    flops: float
-    num_bytes: float
+    name: str
 
 
 def kernels_of(
-    costs: Sequence[tuple[float, float, float]], launch_us: float, repeats: int = 1
+    work: Sequence[tuple[float, str]], launch_us: float, begin_us: float = 0
 ) -> list[Kernel]:
-    """Return the kernels of (µs, FLOPs, bytes) launched one after another, `repeats` times."""
-    costs = list(itertools.chain.from_iterable(itertools.repeat(costs, repeats)))
-    launches = simulate([cost[0] for cost in costs], launch_us)
-    return [Kernel(at.start, at.end, *cost[1:]) for at, cost in zip(launches, costs)]
+    """Return the kernels of (µs, name) launched one after another, the first at `begin_us`."""
+    launches = simulate([us for us, _ in work], launch_us)
+    return [
+        Kernel(begin_us + at.start, begin_us + at.end, name)
+        for at, (_, name) in zip(launches, work)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -73,31 +73,64 @@ def plain(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     return functools.reduce(lambda x, block: block(x), blocks, x)
 
 
-def judged(forward: Callable) -> Callable[[int, int, int], dict[str, Any]]:
+@dataclass(frozen=True)
+class Stack:
+    """The sizes of a stack of blocks."""
+
+    blocks: int
+    width: int
+    seed: int
+
+    def __repr__(self) -> str:
+        return f"{self.blocks} blocks of width {self.width}, x"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the exercise asks of a forward and backward pass."""
+
+    has_same_gradients: bool
+    most_runs: int
+    """How often the block that runs most often runs."""
+
+    too_much: int
+    """0: at most half of a plain loop's peak; else its percentage, to the nearest 5."""
+
+    percent: float = field(compare=False)
+    """The peak, of a plain loop's."""
+
+    def problem(self) -> str:
+        """The first thing that is wrong, as a sentence."""
+        if not self.has_same_gradients:
+            return "the gradients are not those of a plain loop"
+        if self.most_runs > 2:
+            return f"a block runs {self.most_runs} times, at most 2 are allowed"
+        if self.too_much:
+            return f"the peak is {self.percent:.0f}% of a plain loop's, at most 50% is allowed"
+        return "no block runs again in the backward pass: was its input kept?"
+
+
+def judged(forward: Callable) -> Callable[[Stack], Run]:
     """Return `forward` as a function of a stack's sizes, with what the exercise asks of it."""
 
     @functools.wraps(forward)
-    def run(num_blocks: int, width: int, seed: int) -> dict[str, Any]:
-        blocks = make_stack(num_blocks, width, seed)
-        x = torch.linspace(-1, 1, 64 * width).view(64, width).requires_grad_()
-        runs = [0] * num_blocks
+    def run(stack: Stack) -> Run:
+        blocks = make_stack(stack.blocks, stack.width, stack.seed)
+        x = torch.linspace(-1, 1, 64 * stack.width).view(64, stack.width).requires_grad_()
+        runs = [0] * stack.blocks
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(
                 lambda module, args, index=index: runs.__setitem__(index, runs[index] + 1)
             )
         inputs = [x, *blocks.parameters()]
         expected = _gradients(plain([*blocks], x), inputs)
-        runs[:] = [0] * num_blocks
+        runs[:] = [0] * stack.blocks
         found = _gradients(forward(blocks, x), inputs)
         same = [b is not None and torch.allclose(a, b, rtol=1e-4) for a, b in zip(expected, found)]
-        most, is_rerun = max(runs), max(runs) > 1
-        small = peak_bytes(forward, blocks, x) <= peak_bytes(plain, blocks, x) / 2
-        return {
-            "same gradients": all(same),
-            "peak memory": "at most half" if small else "more than half",
-            "a block runs": "at most twice" if most <= 2 else f"up to {most} times",
-            "blocks run again in the backward pass": is_rerun,
-        }
+        most_runs = max(runs)
+        percent = 100 * peak_bytes(forward, blocks, x) / peak_bytes(plain, blocks, x)
+        too_much = 0 if percent <= 50 else 5 * round(percent / 5)
+        return Run(all(same), most_runs, too_much, percent)
 
     return run
 

@@ -138,7 +138,7 @@ def what_runs_here(machine: Machine) -> list[dict[str, str]]:
     rows = [
         ("tokenizer", "01", tokenizer),
         ("model and training", "02, 03", models),
-        ("torch.compile", "04, 10", compiled),
+        ("torch.compile", "10", compiled),
         ("profiles of a GPU", "04", profiles),
         ("kernels in Triton", "05, 06", triton),
         ("data parallelism, sharding", "07 to 09", parallel),

@@ -51,7 +51,7 @@ STOPS = (
     Stop("02_model", "Model", "a Transformer", "model", 4, "1", BLUE),
     Stop("03_training", "Training", "the loop, and its floor", "training\nstep", 4.5, "1", BLUE),
     Stop(
-        "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 2.5, "1", VERMILLION
+        "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 3.5, "1", VERMILLION
     ),
     Stop("05_triton", "Triton", "your first GPU kernels", "kernels", 3, "½", VERMILLION),
     Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 5, "1", VERMILLION),

@@ -1,11 +1,12 @@
 """The exercises of notebook 04 against independent answers; their mistakes: test_exercise.py."""
 
 import dataclasses
-import random
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lib.lessons.exercise import verdict
 from lib.lessons.profiling.exercises import (
@@ -13,7 +14,7 @@ from lib.lessons.profiling.exercises import (
     BACKWARD_ROOFLINE,
     DIAGNOSE,
     FORWARD,
-    IDLE_TIME,
+    STEP_MS,
     TIME_RUNS,
     TRAIN,
     loop_ms,
@@ -21,12 +22,15 @@ from lib.lessons.profiling.exercises import (
     train,
     updated,
     watched,
+    with_tuples,
 )
-from lib.lessons.profiling.records import anonymous_traces, block_on_gpu
+from lib.lessons.profiling.records import anonymous_traces
 from lib.lessons.profiling.simulated import ToyGPU, ToyTrainer
-from lib.lessons.profiling.stacks import judged, make_stack, peak_bytes
+from lib.lessons.profiling.stacks import Stack, judged, make_stack, peak_bytes
 from lib.model.config import ModelConfig
-from lib.profiling.roofline import backward_costs
+from lib.model.costs import num_parameters
+from lib.profiling.roofline import backward_costs, predicted_ms
+from lib.profiling.trace import category_of
 
 
 def time_runs(gpu, warmup, samples):
@@ -40,11 +44,6 @@ def time_runs(gpu, warmup, samples):
         times.append(gpu.clock() - start)
     times = sorted(times[warmup:])
     return (times[(samples - 1) // 2] + times[samples // 2]) / 2
-
-
-def idle_time(kernels, start, end):
-    """Second by second: drawn times are whole numbers."""
-    return sum(not any(a <= t < b for a, b in kernels) for t in range(start, end))
 
 
 def train_with_numbers_at_the_end(gpu, batches):
@@ -78,15 +77,15 @@ def backward_roofline(batch, length, d, heads, f, e, ridge):
     }
 
 
-def diagnose(kernels, ridge):
-    """Microsecond by microsecond of the window, on a fine grid."""
-    spent = {"arithmetic": 0.0, "memory": 0.0}
-    for start, end, flops, moved in kernels:
-        spent["arithmetic" if flops > ridge * moved else "memory"] += end - start
-    window = kernels[-1][1] - kernels[0][0]
-    if 2 * sum(spent.values()) < window:
+def diagnose(kernels):
+    """By category, from the whole busy time."""
+    spent = Counter()
+    for start, end, name in kernels:
+        spent[category_of(name)] += end - start
+    if 2 * spent.total() < max(k.end for k in kernels) - min(k.start for k in kernels):
         return "launch-bound"
-    return "compute-bound" if spent["arithmetic"] > spent["memory"] else "memory-bound"
+    others = spent.total() - spent["matmul"] - spent["attention"]
+    return "compute-bound" if others < spent.total() / 2 else "memory-bound"
 
 
 class Recompute(torch.autograd.Function):
@@ -109,8 +108,6 @@ class Recompute(torch.autograd.Function):
 
 
 def two_at_a_time(blocks, x):
-    from torch.utils.checkpoint import checkpoint
-
     for first in range(0, len(blocks), 2):
         x = checkpoint(nn.Sequential(*blocks[first : first + 2]), x, use_reentrant=False)
     return x
@@ -123,16 +120,27 @@ def adamw(p, g, m, v, lr):
     p -= lr * (m / (v.sqrt() + 1e-8) + 0.01 * p)
 
 
+def step_ms(c, tokens, e, block_ms, limits, host_ms, on_gpu):
+    """That of `lib`, with the time of its blocks replaced by the given one."""
+    c = dataclasses.replace(c, context_length=tokens)
+    deeper = dataclasses.replace(c, num_layers=c.num_layers + 1)
+    here, below = (predicted_ms(m, 1, tokens, limits, element_bytes=e) for m in (c, deeper))
+    weights = num_parameters(deeper) - num_parameters(c)
+    of_a_block = below - here - 28e3 * weights / limits.bytes_per_s
+    device_ms = here + c.num_layers * (block_ms - of_a_block)
+    return max(device_ms, host_ms) if on_gpu else device_ms + host_ms
+
+
 @pytest.mark.parametrize(
     ("exercise", "independent"),
     [
         (TIME_RUNS, time_runs),
-        (IDLE_TIME, idle_time),
         (TRAIN, watched(train_with_numbers_at_the_end)),
         (BACKWARD_ROOFLINE, backward_roofline),
         (DIAGNOSE, diagnose),
         (FORWARD, judged(two_at_a_time)),
         (ADAMW, updated(adamw)),
+        (STEP_MS, step_ms),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -168,19 +176,51 @@ def test_a_clock_read_too_late_is_named():
     assert "no time passes" in verdict(TIME_RUNS, attempt)
 
 
-def test_kernels_lie_before_and_behind_the_window_too():
-    drawn = [IDLE_TIME.draw(random.Random(seed), 3) for seed in range(100)]
-    assert any(first > end for kernels, _, end in drawn for first, _ in kernels)
-    assert any(last < start for kernels, start, _ in drawn for _, last in kernels)
+def test_launches_after_the_last_step_may_wait():
+    def attempt(gpu, batches):
+        losses = [gpu.step(gpu.load(batch)) for batch in batches]
+        largest = max(loss.item() for loss in losses)
+        return (sum(losses) / len(losses)).item(), largest
+
+    assert verdict(TRAIN, watched(attempt), seed=0).startswith("right")
 
 
-def test_durations_clipped_to_the_window_are_named():
-    def attempt(kernels, start, end):
-        inside = [(max(a, start), min(b, end)) for a, b in kernels if b > start and a < end]
-        return end - start - sum(b - a for a, b in inside)
+def test_the_larger_loss_may_be_found_on_the_device():
+    def attempt(gpu, batches):
+        largest = total = None
+        for batch in batches:
+            loss = gpu.step(gpu.load(batch))
+            largest = loss if largest is None else gpu.maximum(largest, loss)
+            total = loss if total is None else total + loss
+        return (total / len(batches)).item(), largest.item()
 
-    text = verdict(IDLE_TIME, attempt)
-    assert "It looks as if where kernels overlap, the same time is counted twice" in text
+    assert verdict(TRAIN, watched(attempt), seed=0).startswith("right")
+
+
+def test_a_loss_that_was_not_read_is_no_number():
+    text = verdict(TRAIN, watched(lambda gpu, batches: (gpu.step(gpu.load(1)),) * 2), seed=0)
+    assert "a loss that is still on the device" in text
+
+
+def test_lists_are_as_right_as_tuples():
+    def attempt(*arguments):
+        return {name: [*row] for name, row in backward_roofline(*arguments).items()}
+
+    assert verdict(BACKWARD_ROOFLINE, with_tuples(attempt), seed=0).startswith("right")
+
+
+def test_too_much_memory_is_told_as_a_number():
+    text = verdict(FORWARD, judged(lambda blocks, x: checkpoint_halves(blocks, x)), seed=0)
+    assert "blocks of width" in text
+    assert "% of a plain loop's, at most 50% is allowed" in text
+    assert "It looks as if the stack is two checkpoints" in text
+
+
+def checkpoint_halves(blocks, x):
+    half = len(blocks) // 2
+    for part in (blocks[:half], blocks[half:]):
+        x = checkpoint(nn.Sequential(*part), x, use_reentrant=False)
+    return x
 
 
 @pytest.mark.parametrize(
@@ -211,8 +251,7 @@ def test_a_loop_that_waits_in_each_step_takes_longer():
 
 
 def test_the_three_traces_are_of_three_kinds():
-    ridge = block_on_gpu()[0].ridge
-    found = {name: diagnose(kernels, ridge) for name, (kernels, _) in anonymous_traces().items()}
+    found = {name: diagnose(kernels) for name, kernels in anonymous_traces().items()}
     assert found == {"A": "memory-bound", "B": "launch-bound", "C": "compute-bound"}
 
 
@@ -232,7 +271,7 @@ def test_the_peak_of_a_stack_counts_what_is_alive_at_once():
     # a block keeps at least its input and tanh of four times its width
     assert peak_bytes(plain, blocks, x) >= 8 * 5 * x.nbytes
     assert peak_bytes(recomputed, blocks, x) < peak_bytes(plain, blocks, x) / 2
-    assert judged(recomputed)(8, 16, 0) == judged(two_at_a_time)(8, 16, 0)
+    assert judged(recomputed)(Stack(8, 16, 0)) == judged(two_at_a_time)(Stack(8, 16, 0))
 
 
 def test_an_update_that_returns_something_is_told_to_work_in_place():

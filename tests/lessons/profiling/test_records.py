@@ -1,8 +1,6 @@
 """Tables and pictures of notebook 04 from committed records."""
 
-import gzip
-import json
-import shutil
+from functools import partial
 
 import pytest
 from matplotlib import pyplot as plt
@@ -10,6 +8,8 @@ from matplotlib import pyplot as plt
 from lib.core.records import append_record
 from lib.lessons.profiling import figures, records
 from lib.lessons.profiling.records import newest_records
+from lib.profiling.trace import edges, union
+from lib.profiling.trace import total as trace_total
 
 
 def record(device="GPU A", **values):
@@ -32,11 +32,11 @@ def test_of_records_for_the_same_thing_the_last_stays(tmp_path):
 @pytest.mark.parametrize(
     ("rows_of", "count", "word"),
     [
-        (records.first_steps, 4, "one CUDA graph"),
         (records.calls, 3, "4,096 × 4,096"),
-        (records.graph_gains, 2, "times faster"),
+        (records.ways_to_launch, 2, "one CUDA graph"),
+        (records.launch_bound_steps, 4, "launches"),
         (records.peak_memory, 2, "naive"),
-        (records.predicted_steps, 4, "MFU"),
+        (partial(records.predicted_steps, 0.04), 4, "MFU"),
     ],
 )
 def test_a_table_names_its_machine_and_has_its_rows(rows_of, count, word, capsys):
@@ -63,24 +63,36 @@ def drawn(monkeypatch):
     plt.close("all")
 
 
-def test_a_recorded_step_is_drawn_from_its_trace_and_without_one_added_up(
-    drawn, tmp_path, monkeypatch
-):
-    shutil.copytree(records.PROFILES / "eager", tmp_path / "eager")
-    monkeypatch.setattr(records, "PROFILES", tmp_path)
-    path = tmp_path / "eager/step.json.gz"
-    path.unlink(missing_ok=True)
-    records.show_gpu_timelines("eager")
-    times = {"ph": "X", "pid": 1, "tid": 2, "dur": 5}
-    events = [
-        times | {"cat": "user_annotation", "name": "training step", "ts": 0, "dur": 20},
-        times | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1},
-        times | {"cat": "kernel", "name": "sgemm", "ts": 9},
-    ]
-    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    records.show_gpu_timelines("eager")
-    lanes = [[t.get_text() for t in f.axes[0].get_yticklabels()] for f in drawn]
-    assert lanes == [["gpt2-124m, eager: host", "GPU"], ["code", "host launches", "GPU"]]
+@pytest.mark.parametrize("folder", records.PROFILE_NAMES)
+def test_a_recorded_trace_has_the_kernels_and_launches_of_its_summary(folder):
+    trace, profile = records.recorded_trace(folder), records.profiles()[folder]
+    launched = {call.correlation for call in trace.calls}
+    own = [kernel for kernel in trace.kernels if kernel.correlation in launched]
+    assert len(own) == pytest.approx(profile.kernels, abs=1)
+    busy_ms = trace_total(union(edges(own))) / 1e3
+    assert busy_ms == pytest.approx(profile.busy_ms, rel=0.02)
+    size = (records.PROFILES / folder / "step.json.gz").stat().st_size
+    assert size < 300_000
+
+
+def test_recorded_steps_are_drawn_on_one_time_axis_or_a_part_of_it(drawn):
+    records.show_gpu_timelines("matrix_eager", "matrix_graph")
+    records.show_gpu_timelines("matrix_eager", start_ms=10, end_ms=12)
+    whole, part = drawn
+    first, second = (axes.get_xlim() for axes in whole.axes)
+    assert first == second
+    assert first[1] == pytest.approx(records.profiles()["matrix_eager"].step_ms)
+    assert part.axes[0].get_xlim() == (10, 12)
+    lanes = [label.get_text() for label in whole.axes[0].get_yticklabels()]
+    assert lanes == ["code", "inside", "host launches", "GPU"]
+
+
+def test_traces_are_drawn_with_the_names_that_take_longest(drawn):
+    figures.show_traces(records.anonymous_traces(), named=2)
+    texts = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in drawn[0].axes]
+    assert [len(names) for names in texts] == [2, 2, 2]
+    assert "elementwise_kernel" in texts[0][0]
+    assert all("nvjet" in names[0] for names in texts[1:])
 
 
 def test_the_memory_hierarchy_names_each_level_and_its_ridge():
