@@ -155,6 +155,20 @@ FAULTS = [
         "if not in_validation(text := tell(draws)):",
         TRAINING + "test_floor.py::test_the_stories_are_those_of_the_validation_split",
     ),
+    # a block computes before its parameters have come
+    Fault(
+        "lib/lessons/fsdp/orders.py",
+        "start = max(self.now, self.arrival[block])",
+        "start = self.now",
+        "tests/lessons/fsdp/test_orders.py",
+    ),
+    # backward may use what forward gathered
+    Fault(
+        "lib/lessons/fsdp/exercises.py",
+        "            ranks.poison()\n",
+        "",
+        "tests/lessons/fsdp/test_exercises.py",
+    ),
     # a broken run is healthy
     Fault(
         "lib/lessons/training/broken.py",
