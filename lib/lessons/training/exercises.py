@@ -240,7 +240,51 @@ LOOP = Exercise(
 )
 
 
-# 3. Broken runs
+# 3. The bits of a story
+
+
+def _draw_choices(generator: random.Random, size: int) -> tuple:
+    choices = []
+    for _ in range(generator.randint(0, 1 + size // 2)):
+        options = generator.choices(["she", "he", "Zip", "cave"], k=generator.randint(1, 12))
+        choices.append((options, generator.choice(options)))
+    return (choices,)
+
+
+def story_bits(choices: Sequence[tuple[list, Any]]) -> float:
+    return sum(math.log2(len(options) / options.count(shown)) for options, shown in choices)
+
+
+STORY_BITS = Exercise(
+    story_bits,
+    _draw_choices,
+    {
+        "these are nats; bits need log2": ("math.log2", "math.log"),
+        "every side counts as the only one that would have shown this": (
+            "options.count(shown)",
+            "1",
+        ),
+        "every different text counts as equally likely; count the sides that show the same": (
+            "len(options) / options.count(shown)",
+            "len(set(options))",
+        ),
+        "this is the number of sides that show the same; the share of them is what counts": (
+            "len(options) / options.count(shown)",
+            "options.count(shown)",
+        ),
+        "the sign is wrong; what is certain has 0 bits, and all else more": (
+            "sum(math.log2",
+            "sum(-math.log2",
+        ),
+        "these are the bits of a mean choice; those of a story are the sum": (
+            "for options, shown in choices)",
+            "for options, shown in choices) / max(1, len(choices))",
+        ),
+    },
+)
+
+
+# 4. Broken runs
 
 
 def diagnose() -> dict[str, str]:
@@ -299,7 +343,7 @@ BROKEN_RUNS = Exercise(
 )
 
 
-# 4. The same hash
+# 5. The same hash
 
 
 def _draw_runs(generator: random.Random, size: int) -> tuple:
@@ -323,6 +367,18 @@ def resume(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
     run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]
     run.step, run.order = saved["step"], saved["order"]
     run.generator.setstate(saved["generator"])
+    run.train(after)
+    return run.weights
+
+
+def _resume_by_reference(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
+    run = make_run()
+    run.train(before)
+    saved = dict(vars(run))
+    run.train(1)
+
+    run = make_run()
+    vars(run).update(saved)
     run.train(after)
     return run.weights
 
@@ -373,6 +429,8 @@ RESUME = Exercise(
             'run.weights = saved["weights"]',
         ),
         "the mean of the squares starts at zero": ('saved["square"]', "run.square"),
+        "nothing is copied: tensors, generator and order are those of the run, which goes on and "
+        "changes them": _resume_by_reference,
         "the tensors saved are those of the run, which goes on and changes them; clone them": (
             '"weights": run.weights.clone(),\n        "mean": run.mean.clone(),\n'
             '        "square": run.square.clone()',
@@ -404,7 +462,7 @@ RESUME = Exercise(
 )
 
 
-# 5. Top-p
+# 6. Top-p
 
 
 def _draw_top_p(generator: random.Random, size: int) -> tuple:
@@ -484,7 +542,7 @@ TOP_P = Exercise(
 )
 
 
-# 6. The KV cache
+# 7. The KV cache
 
 
 def _draw_prompt(generator: random.Random, size: int) -> tuple:
@@ -558,7 +616,7 @@ DECODE = Exercise(
 )
 
 
-# 7. A budget of tokens
+# 8. A budget of tokens
 
 PLAIN_SETTINGS = {
     "batch_size": 32,
@@ -606,6 +664,11 @@ def check_top_p(attempt: Callable) -> None:
 def check_train(attempt: Callable) -> None:
     """Check `train(model, batches, rates, accumulate, max_norm)` -> the loss before each update."""
     check(LOOP, rounded(attempt))
+
+
+def check_story_bits(attempt: Callable) -> None:
+    """Check `story_bits(choices)`: a list of (options, shown) -> bits."""
+    check(STORY_BITS, attempt)
 
 
 def check_diagnose(attempt: Callable) -> None:
