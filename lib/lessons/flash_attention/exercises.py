@@ -125,9 +125,8 @@ class KernelTask:
     def plan(self, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
         """The launch on `tensors`, (heads, n, DIM) or (heads, n), and the results, full of NaN."""
         heads, n, _ = tensors[0].shape
-        like = {"dtype": tensors[0].dtype, "device": tensors[0].device}
-        shapes = [(heads, n) if name == "lse" else (heads, n, DIM) for name in self.results]
-        stored = [torch.full(shape, math.nan, **like) for shape in shapes]
+        shapes = [(heads, n, DIM)[: 2 if name == "lse" else 3] for name in self.results]
+        stored = [tensors[0].new_full(shape, math.nan) for shape in shapes]
         tile = self.sizes["BQ" if self.passing == "k" else "BK"]
         arguments = (*tensors, *stored, n, DIM**-0.5)
         return Launch(stored[0], (-(-n // tile), heads), arguments, dict(self.sizes)), stored

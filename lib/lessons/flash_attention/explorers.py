@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 # The arguments of `lib.lessons.flash_attention.schedule.simulate` in `timeline_slider`.
-TIMELINES = {
+TIMELINES: dict[str, dict[str, Any]] = {
     "one, step by step": {"warpgroups": 1, "tiles": 4, "runs_ahead": False},
     "one, asking ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
     "two, at will": {"warpgroups": 2, "tiles": 4, "runs_ahead": True},

@@ -190,7 +190,9 @@ def diff(number: int) -> list[str]:
     old, new = LADDER[number - 2].text(), rung.text()
     plain = [[line.strip() for line in lines] for lines in (old, new)]
     changed = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, *plain, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in difflib.SequenceMatcher(
+        a=plain[0], b=plain[1], autojunk=False
+    ).get_opcodes():
         if kind != "equal":
             changed += [f"-{line}" for line in old[a:b]] + [f"+{line}" for line in new[c:d]]
     return changed + [f"+{line}" for line in _switched_on(rung)]
@@ -215,8 +217,9 @@ def _switched_on(rung: Rung) -> list[str]:
     flag = {"hopper_persistent": "HAS_WORK_LIST", "hopper_ordered": "IS_ORDERED"}.get(rung.step)
     text = (HOPPER_FILES / "blocks.py").read_text(encoding="utf-8")
     found = []
-    for function in ast.walk(ast.parse(text)):
-        for node in function.body if flag and isinstance(function, ast.FunctionDef) else ():
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    for function in functions if flag else ():
+        for node in function.body:
             if isinstance(node, ast.If) and ast.unparse(node.test) == f"CONFIG.{flag}":
                 body = text.splitlines()[node.lineno - 1 : node.end_lineno]
                 found += [f"# {function.name}", *textwrap.dedent("\n".join(body)).splitlines()]
@@ -294,8 +297,7 @@ def measure_ladder(path: Path = RECORDS) -> Path:
     inputs = make_inputs(case, device, seed=0)
     q, k, v, _ = (x.detach() for x in inputs)
     exact = [corners(x).float() for x in (q, k, v)]
-    hidden = torch.ones(SHAPE[2], SHAPE[2], dtype=torch.bool, device=device).tril()
-    expected = (scaled_dot_product_attention(*exact, mask=hidden),)
+    expected = (run_rung(LADDER[0], exact[0], exact[1], exact[2]),)
 
     def prepare(function: Callable[[], tuple[Tensor]]) -> tuple[Callable, dict[str, Any]]:
         return function, {"error": largest_error(function(), expected)}
