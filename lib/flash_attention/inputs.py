@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 from lib.core.hardware import runs_triton
@@ -36,15 +37,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: they do not fit together, or are not supported.
         NotImplementedError: a forward-mode derivative (jvp) is requested.
     """
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k and v must be (batch, heads, tokens, head_dim), {shapes}")
+        raise ValueError(f"q, k and v must be (batch, heads, tokens, head_dim), {_shapes(q, k, v)}")
     if k.shape != v.shape:
-        raise ValueError(f"v must have the shape of k, {shapes}")
+        raise ValueError(f"v must have the shape of k, {_shapes(q, k, v)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must have one batch size and one head_dim, {shapes}")
+        raise ValueError(
+            f"q, k and v must have one batch size and one head_dim, {_shapes(q, k, v)}"
+        )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"heads of q must be divisible by heads of k and v, {shapes}")
+        raise ValueError(f"heads of q must be divisible by heads of k and v, {_shapes(q, k, v)}")
     if not 1 <= q.shape[3] <= 256:
         raise ValueError(f"head_dim must be from 1 to 256, got {q.shape[3]}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
@@ -56,12 +58,28 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
         )
     # PyTorch silently drops the tangents of an operator that has no formula for them
-    if not torch.compiler.is_compiling() and any(
-        unpack_dual(x).tangent is not None for x in (q, k, v)
+    if (
+        not torch.compiler.is_compiling()
+        and forward_ad._current_level >= 0
+        and any(unpack_dual(x).tangent is not None for x in (q, k, v))
     ):
         raise NotImplementedError(
             "forward-mode derivatives (jvp) are not supported; take the kernel sdpa, or backward"
         )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def is_called_eagerly(*tensors: Tensor) -> bool:
+    """Whether nothing traces or transforms the call: the tensors can go straight to a kernel."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
@@ -81,6 +99,8 @@ def strides(**tensors: Tensor) -> dict[str, int]:
 
 def empty_like_heads(x: Tensor) -> Tensor:
     """An empty tensor like x, (batch, heads, tokens, head_dim), in memory tokens first if x is."""
+    if x.is_contiguous():
+        return torch.empty_like(x)
     batch, heads, tokens, head_dim = x.shape
     if x.stride(1) <= x.stride(2):
         return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)

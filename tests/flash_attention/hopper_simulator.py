@@ -35,7 +35,8 @@ import torch
 LIB = Path(__file__).resolve().parents[2] / "lib"
 # in the order in which they import one another
 FILES = [
-    f"flash_attention/hopper/{name}.py" for name in ("blocks", "forward", "backward", "launch")
+    f"flash_attention/hopper/{name}.py"
+    for name in ("blocks", "forward", "backward", "backward_fused", "launch")
 ]
 # modules whose names are defined here, or in the files above
 REPLACED = ("triton", "lib.flash_attention.hopper")
@@ -208,6 +209,8 @@ class Barrier:
     def arrive(self, new_bytes: int = 0) -> None:
         me = this()
         me.pause()
+        for tile, what in me.missing.items():
+            check(what == "wait for the copy", f"{tile.name} is announced before a {what}")
         me.known[me] += 1
         self.update(1, new_bytes, me.known)
 
@@ -264,6 +267,9 @@ class Tile:
         check(self not in me.missing, f"{self.name} is written before a {me.missing.get(self)}")
         self.begin_write()
         self.array[:] = x
+        # matmuls of others may read it once they have waited for a barrier that comes after
+        self.copies += 1
+        me.known[self] = self.copies
         me.missing[self] = "fence"
 
 
@@ -341,6 +347,8 @@ class Matmul:
 class Pointer:
     """Pointers into the memory of a tensor, from its first element to its last."""
 
+    dtype = SimpleNamespace(element_ty=None)
+
     def __init__(self, array: np.ndarray, offsets=0):
         self.array, self.offsets = array, offsets
 
@@ -362,6 +370,12 @@ class Pointer:
         offsets = self.offsets[mask]
         check(np.isnan(self.array[offsets]).all(), "numbers are written twice")
         self.array[offsets] = x[mask]
+
+    def add(self, x: Value) -> None:
+        self.checked(True)
+        check(not np.isnan(self.array[self.offsets]).any(), "added to what was never written")
+        check(np.unique(self.offsets).size == self.offsets.size, "two threads add at one address")
+        self.array[self.offsets] += x
 
     def checked(self, mask) -> np.ndarray:
         offsets = np.asarray(self.offsets)
@@ -464,6 +478,14 @@ class Kernel:
         return launch
 
 
+def add_fours(instructions, constraints, operands: list, **settings) -> None:
+    """`red` of four numbers for each block of 8 columns (`add_instructions` in the library)."""
+    pointers, *fours = operands
+    blocks = 512 * np.arange(pointers.offsets.shape[2]).reshape(1, 1, -1, 1)
+    for place, x in enumerate(fours):
+        (pointers + (blocks + place)).add(x)
+
+
 class Language(SimpleNamespace):
     """NumPy's functions under Triton's names; layouts are None."""
 
@@ -501,6 +523,8 @@ NAMES = {
         cast=lambda x, dtype: x,
         convert_layout=lambda x, layout: x,
         broadcast=lambda *xs: [value(x) for x in np.broadcast_arrays(*xs)],
+        permute=lambda x, order: value(np.transpose(x, order)),
+        inline_asm_elementwise=add_fours,
         split=lambda x: (x[..., 0], x[..., 1]),
         join=lambda a, b: value(np.stack([a, b], -1)),
     ),

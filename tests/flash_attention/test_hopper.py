@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,9 +30,18 @@ from tests.flash_attention.test_tiles import (
     resources,
 )
 
-KERNELS = ("forward_kernel", "backward_queries_kernel", "backward_keys_kernel")
+KERNELS = (
+    "forward_kernel",
+    "backward_queries_kernel",
+    "backward_keys_kernel",
+    "backward_fused_kernel",
+)
+# These have no matmul.
+HELPERS = ("prepare_backward_kernel", "finish_queries_kernel")
 # Bytes that a thread may spill: for dK and dV with head_dim 128, and for the others
 MAX_SPILLED = {True: 120, False: 16}
+# and in the fused kernel, by head_dim: mostly addresses, which are the same for all threads
+MAX_SPILLED_FUSED = {64: 64, 128: 320}
 # what the former may spill in addition if lengths are uneven or gradients rotated back
 MAX_SPILLED_FURTHER = 24
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
@@ -61,7 +71,7 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
         def __getitem__(self, grid):
             return lambda **arguments: found.update({self.name: arguments})
 
-    for name in KERNELS:
+    for name in KERNELS + HELPERS:
         replace(hopper, name, Recorder(name))
     # fewer than there are items of work
     replace(hopper, "_multiprocessors", lambda device: 2)
@@ -69,10 +79,11 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
     dtype = {name: dtype for dtype, name in DTYPES.items()}[job["dtype"]]
     head_dim, length = job["head_dim"], 384 + job.get("is_uneven", False)
     is_persistent = job.get("is_persistent", True)
-    first, *others = (
+    first, fused, *others = (
         schedule._replace(is_persistent=is_persistent)
         for schedule in (
             hopper.forward_schedule(head_dim),
+            hopper.fused_schedule(head_dim),
             *hopper.backward_schedules(head_dim),
         )
     )
@@ -83,6 +94,7 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
     hopper.flash_backward(
         out, q, q, q, out, lse, *mask_and_scale, schedules=tuple(others), angles=angles
     )
+    hopper.fused_backward(out, q, q, q, out, lse, *mask_and_scale, schedule=fused, angles=angles)
     return found
 
 
@@ -103,6 +115,7 @@ def compile_one(job: dict) -> dict:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from lib.flash_attention.hopper import launch as hopper
+    from lib.flash_attention.hopper.direct import DirectLaunch
 
     function = getattr(hopper, job["kernel"])
     with pytest.MonkeyPatch.context() as patch:
@@ -120,6 +133,14 @@ def compile_one(job: dict) -> dict:
         GluonASTSource(function, signature, constants, divisible),
         target=GPUTarget("cuda", 90, 32),
         options={key: arguments[key] for key in ("num_warps", "maxnreg")},
+    )
+    # raises if this Triton passes parameters in another way
+    DirectLaunch(
+        SimpleNamespace(
+            src=compiled.src, asm=compiled.asm, metadata=compiled.metadata, function=None
+        ),
+        (1,),
+        arguments,
     )
     matmuls = compiled.asm["ptx"].count("wgmma.mma_async")
     return job | resources(compiled) | {"matmuls": matmuls}
@@ -139,6 +160,8 @@ def assert_all_fit(compiled: list[dict]) -> None:
         is_largest = row["kernel"] == "backward_keys_kernel" and row["head_dim"] == 128
         further = row.get("has_rope", False) or row.get("is_uneven", False)
         most = MAX_SPILLED[is_largest] + MAX_SPILLED_FURTHER * (is_largest and further)
+        if row["kernel"] == "backward_fused_kernel":
+            most = MAX_SPILLED_FUSED[row["head_dim"]] + MAX_SPILLED_FURTHER * further
         assert row["stack"] <= most, row
         assert row["matmuls"] > 0, row
 
@@ -150,6 +173,7 @@ def test_the_tightest_kernels_fit_the_chip(quiet_environment):
         ("forward_kernel", 64),
         ("backward_queries_kernel", 64),
         ("backward_keys_kernel", 128),
+        ("backward_fused_kernel", 128),
     ]
     wanted = [job for job in jobs() if (job["kernel"], job["head_dim"]) in tightest]
     assert_all_fit(compile_all(wanted, quiet_environment, __file__))
@@ -182,8 +206,10 @@ def launched(hopper, monkeypatch):
 
 
 def test_a_program_for_each_item_when_not_persistent(launched):
-    assert not any(x["CONFIG"].HAS_WORK_LIST for x in launched(is_persistent=False).values())
-    assert all(x["CONFIG"].HAS_WORK_LIST for x in launched().values())
+    for is_persistent in (True, False):
+        arguments = launched(is_persistent=is_persistent)
+        lists = {arguments[kernel]["CONFIG"].HAS_WORK_LIST for kernel in KERNELS}
+        assert lists == {is_persistent}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -194,6 +220,7 @@ def test_a_launch_has_every_argument_of_the_kernel(hopper, launched, kernel, has
     assert set(arguments) == {*names, "num_warps", "maxnreg"}
     # dQ, dK and dV only
     assert (has_rope and kernel != "forward_kernel") == arguments["CONFIG"].HAS_ROPE
+    assert arguments["CONFIG"].HEAD_DIM == 64
 
 
 def test_an_upstream_gradient_at_any_address_is_taken(launched, monkeypatch, hopper):
@@ -247,7 +274,10 @@ def scheduled(hopper, forward, backward):
         @staticmethod
         def backward(ctx, grad_out):
             tensors = (grad_out, *ctx.saved_tensors)
-            grads = hopper.flash_backward(*tensors, *ctx.settings, schedules=backward)
+            if isinstance(backward, hopper.Schedule):
+                grads = hopper.fused_backward(*tensors, *ctx.settings, schedule=backward)
+            else:
+                grads = hopper.flash_backward(*tensors, *ctx.settings, schedules=backward)
             return *grads, None, None
 
     return lambda q, k, v, *, is_causal, scale: Scheduled.apply(q, k, v, is_causal, scale)
@@ -267,8 +297,9 @@ BACKWARD = {
     ],
     128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, 1), (2, 64, 3, False, False))],
 }
+FUSED = {64: [(2, 64, 3, False, True, 2), (2, 64, 2, False, False)], 128: [(2, 64, 2)]}
 SCHEDULES = [(d, s, None) for d in FORWARD for s in FORWARD[d]]
-SCHEDULES += [(d, None, s) for d in BACKWARD for s in BACKWARD[d]]
+SCHEDULES += [(d, None, s) for d in BACKWARD for s in (*BACKWARD[d], *FUSED[d])]
 TUNED = [
     Case(1, 300, 64),
     Case(300, 1, 128),
@@ -278,6 +309,13 @@ TUNED = [
     Case(90, 1000, 128, heads=4),
     Case(1000, 90, 64, heads=4, key_heads=1),
     Case(1000, 90, 128, False),
+]
+# In wider tiles.
+NARROW = [
+    Case(193, 191, 32, heads=4, key_heads=1),
+    Case(150, 150, 40, False),
+    Case(300, 200, 80, heads=4, key_heads=2),
+    Case(257, 257, 96),
 ]
 # each width with one mask: half as much to compile
 ON_FORMS = pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)], ids=str)
@@ -303,11 +341,11 @@ def ours(kernels, case: Case):
 @pytest.mark.parametrize(("head_dim", "forward", "backward"), SCHEDULES, ids=str)
 @pytest.mark.usefixtures("kernels")
 def test_every_schedule_is_right(hopper, head_dim, forward, backward):
-    attention = scheduled(
-        hopper,
-        forward and hopper.Schedule(*forward),
-        backward and tuple(hopper.Schedule(*schedule) for schedule in backward),
-    )
+    if backward and isinstance(backward[0], tuple):
+        backward = tuple(hopper.Schedule(*schedule) for schedule in backward)
+    elif backward:
+        backward = hopper.Schedule(*backward)
+    attention = scheduled(hopper, forward and hopper.Schedule(*forward), backward)
     for sizes in [(450, 450), (130, 700), (700, 130), (1, 1)]:
         # more items than an H200 has multiprocessors, and some rows in the last tiles
         case = Case(*sizes, head_dim, heads=6, key_heads=3, batch=12)
@@ -323,6 +361,43 @@ def test_the_tuned_kernels_are_right(hopper, case, dtype, monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     attention = scheduled(hopper, None, None)
     assert_error_at_most_twice_pytorchs(attention, case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NARROW, ids=str)
+@pytest.mark.usefixtures("kernels")
+def test_other_head_sizes_are_right_in_wider_tiles(hopper, case, monkeypatch):
+    monkeypatch.setattr(hopper, "HEAD_DIMS", (case.head_dim,))
+    hopper._layouts_fit.cache_clear()
+    for backward in (None, hopper.fused_schedule(case.head_dim)):
+        attention = scheduled(hopper, None, backward)
+        assert_error_at_most_twice_pytorchs(attention, case, torch.bfloat16, "cuda")
+    hopper._layouts_fit.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TUNED, ids=str)
+@pytest.mark.usefixtures("kernels")
+def test_the_fused_kernel_is_right(hopper, case, monkeypatch):
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    attention = scheduled(hopper, None, hopper.fused_schedule(case.head_dim))
+    assert_error_at_most_twice_pytorchs(attention, case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+def test_calls_of_one_layout_launch_again_what_the_first_launched(hopper, kernels, monkeypatch):
+    monkeypatch.setattr(hopper, "_remembered", {})
+    case = Case(200, 130, 128, heads=4, key_heads=2)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    attention = ours(kernels, case)
+    first = with_gradients(attention, inputs)
+    known = dict(hopper._remembered)
+    assert [len(launches) for launches in known.values()] == [1, 2]
+    monkeypatch.setattr(hopper, "_launch", None)
+    # elsewhere in memory
+    again = with_gradients(attention, [x.detach().clone().requires_grad_() for x in inputs])
+    assert all(a.equal(b) for a, b in zip(first, again))
+    assert hopper._remembered == known
 
 
 @pytest.mark.gpu

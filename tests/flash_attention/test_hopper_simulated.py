@@ -17,7 +17,7 @@ from tests.flash_attention.hopper_simulator import KernelError, simulated
 
 SIZES = [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (193, 191), (256, 256), (64, 129)]
 LONGEST = 400
-# narrower than on a GPU, for speed
+# narrower than the tiles, which then end in zeros
 HEAD_DIM = 16
 SCALE = 0.3
 
@@ -35,8 +35,9 @@ def assert_forward_is_right(case: Case, kernels: SimpleNamespace, schedule: tupl
 
 
 def assert_backward_is_right(
-    case: Case, kernels: SimpleNamespace, schedules: tuple[tuple, tuple], is_rotated: bool = False
+    case: Case, kernels: SimpleNamespace, schedules: tuple[tuple, ...], is_rotated: bool = False
 ) -> None:
+    """Two schedules are those of the two kernels, one that of the fused one."""
     *leaves, grad_out = make_inputs(case, torch.float64)
     angles = torch.zeros(max(case.queries, case.keys), HEAD_DIM // 2, dtype=torch.float64)
     if is_rotated:
@@ -44,15 +45,16 @@ def assert_backward_is_right(
     q, k, v = rotated(leaves[0], angles), rotated(leaves[1], angles), leaves[2]
     out, lse = formula(q, k, v, case)
     right = torch.autograd.grad(out, leaves, grad_out)
+    tensors = (grad_out, *(x.detach() for x in (q, k, v, out, lse)))
+    settings = {"angles": (angles.cos(), angles.sin()) if is_rotated else None}
+    of_kernels = tuple(kernels.Schedule(*schedule) for schedule in schedules)
     with new_memory_is_nan():
-        grads = kernels.flash_backward(
-            grad_out,
-            *(x.detach() for x in (q, k, v, out, lse)),
-            case.is_causal,
-            SCALE,
-            schedules=tuple(kernels.Schedule(*schedule) for schedule in schedules),
-            angles=(angles.cos(), angles.sin()) if is_rotated else None,
-        )
+        if len(schedules) == 1:
+            settings |= {"schedule": of_kernels[0]}
+            grads = kernels.fused_backward(*tensors, case.is_causal, SCALE, **settings)
+        else:
+            settings |= {"schedules": of_kernels}
+            grads = kernels.flash_backward(*tensors, case.is_causal, SCALE, **settings)
     for ours, theirs in zip(grads, right):
         assert_close(ours, theirs)
 
@@ -111,10 +113,18 @@ def test_backward(seed, is_causal, warpgroups, is_persistent):
     assert_backward_is_right(case, kernels, (of_queries, of_keys))
 
 
+@of_seeds(2, slow=40)
+def test_fused_backward(seed, is_causal, warpgroups, is_persistent):
+    rng, case, kernels = drawn(seed, is_causal)
+    schedule = (2, 64, rng.choice([2, 3, 4]), False, is_persistent, rng.choice([0, 1, 2]))
+    assert_backward_is_right(case, kernels, (schedule,))
+
+
+@pytest.mark.parametrize("schedules", [((3, 64, 4), (2, 64, 4)), ((2, 64, 2),)], ids=str)
 @pytest.mark.parametrize(("sizes", "is_causal"), [((70, 150), True), ((150, 70), False)], ids=str)
-def test_gradients_are_rotated_back_by_the_angles_of_rope(sizes, is_causal):
+def test_gradients_are_rotated_back_by_the_angles_of_rope(sizes, is_causal, schedules):
     case = Case(*sizes, HEAD_DIM, is_causal, scale=SCALE)
-    assert_backward_is_right(case, simulated(0), ((3, 64, 4), (2, 64, 4)), is_rotated=True)
+    assert_backward_is_right(case, simulated(0), schedules, is_rotated=True)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +195,9 @@ PLANTED = {
         "more bytes than expected|is read before the wait",
     ),
     "what was written is copied without a fence": (
-        "    fence_async_shared()\n",
-        "",
-        "copied before a fence",
+        "    tile.store(x.to(tile.dtype))\n    fence_async_shared()\n",
+        "    tile.store(x.to(tile.dtype))\n",
+        "copied before a fence|announced before a fence",
     ),
     "a tile is written while it is copied": (
         "    tma.store_wait(0)\n    barrier()\n",
@@ -198,6 +208,21 @@ PLANTED = {
         "(step ^ 1 if PART == 0 else step) & 1",
         "step & 1",
         r"_attend_partition 0 waits for turns\[0\]",
+    ),
+    "dS is read before the other warpgroup has written it": (
+        "    mbarrier.wait(args.grad_scores_full.index(step % 2), step // 2 & 1)\n",
+        "",
+        r"grad_scores_tiles\[\d\] is read before the wait",
+    ),
+    "dS is announced without a fence": (
+        "store(grad_scores)\n    fence_async_shared()\n",
+        "store(grad_scores)\n",
+        r"grad_scores_tiles\[\d\] is announced before a fence",
+    ),
+    "dS of two steps shares a tile": (
+        "number = step % 2 * 2",
+        "number = 0",
+        r"grad_scores_tiles\[\d\] is (written|read) before the wait",
     ),
     "rows past the last are written": (
         "gl.store(lse_ptrs, lse, row < args.sizes.num_queries)",
@@ -216,6 +241,7 @@ def test_faults_put_into_the_source_are_found(fault):
             kernels = simulated(seed, [(old, new)] if fault else [], multiprocessors=3)
             assert_forward_is_right(FULL, kernels, SCHEDULES[0])
             assert_backward_is_right(FULL, kernels, SCHEDULES[1])
+            assert_backward_is_right(FULL, kernels, ((2, 64, 3),))
 
     if not fault:
         run_all()

@@ -24,6 +24,7 @@ from lib.flash_attention.hopper.blocks import (
     first_query,
     first_query_tile,
     left_operand,
+    load_queries,
     make_ring,
     num_key_tiles_seen,
     num_own_items,
@@ -32,6 +33,7 @@ from lib.flash_attention.hopper.blocks import (
     store_tile,
     tile_and_head,
     two_matmuls,
+    unrotate,
     visible_keys,
     wait_until_empty,
     wait_until_full,
@@ -288,6 +290,8 @@ def _grad_queries(
     offsets = gl.expand_dims(gl.cast(row, gl.int64) * args.out_token, 1)
     offsets = offsets + gl.expand_dims(column, 0)
     is_inside = gl.expand_dims(row < num_queries, 1)
+    if CONFIG.HEAD_DIM < DIM:
+        is_inside = is_inside & (gl.expand_dims(column, 0) < CONFIG.HEAD_DIM)
     out = gl.load(args.out_ptr + start + offsets, is_inside, other=0.0)  # (64, DIM)
     row = first + gl.arange(0, ROWS, SCORES_ROW)
     lse_ptrs = args.lse_ptr + gl.cast(batch_head, gl.int64) * num_queries + row
@@ -355,23 +359,10 @@ def _grad_queries(
     mbarrier.arrive(args.k_ring.empty.index(slot))
     grad_q = acc * args.scale  # (64, DIM)
     if CONFIG.HAS_ROPE:
-        grad_q = _unrotate(grad_q, first, args.cos_ptr, args.sin_ptr, num_queries, OUT)
+        grad_q = unrotate(
+            grad_q, first, args.cos_ptr, args.sin_ptr, num_queries, OUT, CONFIG.HEAD_DIM
+        )
     store_tile(args.grad_q_desc, [batch, head, first, 0], args.grad_q_tiles.index(PART), grad_q)
-
-
-@gluon.jit
-def _unrotate(x, first, cos_ptr, sin_ptr, num_rows, LAYOUT: gl.constexpr):
-    """The gradient of 64 rows before RoPE, from that after it; pairs are neighbours."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    even, odd = gl.split(gl.reshape(x, [ROWS, HALF, 2]))  # (64, HALF) each
-    PAIRS: gl.constexpr = even.type.layout
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS)), 1)
-    offsets = row * HALF + gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, PAIRS)), 0)
-    start = gl.cast(first, gl.int64) * HALF
-    cos = gl.load(cos_ptr + start + offsets, first + row < num_rows, other=0.0)
-    sin = gl.load(sin_ptr + start + offsets, first + row < num_rows, other=0.0)
-    unrotated = gl.join(even * cos + odd * sin, odd * cos - even * sin)  # (64, HALF, 2)
-    return gl.convert_layout(gl.reshape(unrotated, [ROWS, 2 * HALF]), LAYOUT)
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "padded"])
@@ -496,23 +487,8 @@ def _load_for_keys(args, CONFIG: gl.constexpr):
             head = key_head * sizes.group + member
             for query_tile in range(first_tile, num_query_tiles):
                 slot = wait_until_empty(args.q_ring, step, CONFIG)
-                _load_queries(args, batch, head, query_tile, slot)
+                load_queries(args, batch, head, query_tile, slot)
                 step += 1
-
-
-@gluon.jit
-def _load_queries(args, batch, head, query_tile, slot):
-    """Load 64 rows of q and dO, with their log-sum-exp and -delta."""
-    full = args.q_ring.full.index(slot)
-    mbarrier.expect(full, 2 * args.q_desc.block_type.nbytes + 2 * args.lse_desc.block_type.nbytes)
-    rows = [batch, head, query_tile * ROWS, 0]
-    tma.async_copy_global_to_shared(args.q_desc, rows, full, args.q_tiles.index(slot))
-    tma.async_copy_global_to_shared(args.grad_out_desc, rows, full, args.grad_out_tiles.index(slot))
-    first = (batch * args.sizes.heads + head) * args.padded + query_tile * ROWS
-    tma.async_copy_global_to_shared(args.lse_desc, [first], full, args.lse_tiles.index(slot))
-    tma.async_copy_global_to_shared(
-        args.minus_delta_desc, [first], full, args.minus_delta_tiles.index(slot)
-    )
 
 
 @gluon.jit
@@ -557,7 +533,9 @@ def _grad_keys_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
 
         grad_k = grad_k * args.scale
         if CONFIG.HAS_ROPE:
-            grad_k = _unrotate(grad_k, first, args.cos_ptr, args.sin_ptr, sizes.num_keys, OUT)
+            grad_k = unrotate(
+                grad_k, first, args.cos_ptr, args.sin_ptr, sizes.num_keys, OUT, CONFIG.HEAD_DIM
+            )
         rows = [batch_head // key_heads, batch_head % key_heads, first, 0]
         store_tile(args.grad_v_desc, rows, grad_tile, grad_v)
         store_tile(args.grad_k_desc, rows, grad_tile, grad_k)

@@ -63,6 +63,9 @@ class Config(NamedTuple):
     HAS_ROPE: bool = False
     """Rotate the gradients of q and k back by their positions."""
 
+    HEAD_DIM: int = 0
+    """Columns of q, k and v. Tiles are wider if it is neither 64, 128 nor 256: zeros fill them."""
+
 
 class Sizes(NamedTuple):
     """The sizes of one call, which are not compiled in."""
@@ -247,6 +250,21 @@ def load_tile(desc, coordinates, full, tile):
 
 
 @gluon.jit
+def load_queries(args, batch, head, query_tile, slot):
+    """Load 64 rows of q and dO, with their log-sum-exp and -delta."""
+    full = args.q_ring.full.index(slot)
+    mbarrier.expect(full, 2 * args.q_desc.block_type.nbytes + 2 * args.lse_desc.block_type.nbytes)
+    rows = [batch, head, query_tile * ROWS, 0]
+    tma.async_copy_global_to_shared(args.q_desc, rows, full, args.q_tiles.index(slot))
+    tma.async_copy_global_to_shared(args.grad_out_desc, rows, full, args.grad_out_tiles.index(slot))
+    first = (batch * args.sizes.heads + head) * args.padded + query_tile * ROWS
+    tma.async_copy_global_to_shared(args.lse_desc, [first], full, args.lse_tiles.index(slot))
+    tma.async_copy_global_to_shared(
+        args.minus_delta_desc, [first], full, args.minus_delta_tiles.index(slot)
+    )
+
+
+@gluon.jit
 def store_tile(desc, coordinates, tile, x):
     """Start the copy of x to global memory by way of a tile in shared memory."""
     # the previous copy out of the tile must be done
@@ -281,3 +299,23 @@ def two_matmuls(a, b, c, d, LAYOUT: gl.constexpr):
     first = warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
     second = warpgroup_mma(c, d.permute((1, 0)), zeros, use_acc=False, is_async=True)
     return first, second
+
+
+@gluon.jit
+def unrotate(x, first, cos_ptr, sin_ptr, num_rows, LAYOUT: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The gradient of 64 rows before RoPE, from that after it; pairs are neighbours."""
+    HALF: gl.constexpr = HEAD_DIM // 2
+    WIDTH: gl.constexpr = x.shape[1] // 2
+    even, odd = gl.split(gl.reshape(x, [ROWS, WIDTH, 2]))  # (64, WIDTH) each
+    PAIRS: gl.constexpr = even.type.layout
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS)), 1)
+    column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, PAIRS)), 0)
+    offsets = row * HALF + column
+    is_inside = first + row < num_rows
+    if HALF < WIDTH:
+        is_inside = is_inside & (column < HALF)
+    start = gl.cast(first, gl.int64) * HALF
+    cos = gl.load(cos_ptr + start + offsets, is_inside, other=0.0)
+    sin = gl.load(sin_ptr + start + offsets, is_inside, other=0.0)
+    unrotated = gl.join(even * cos + odd * sin, odd * cos - even * sin)  # (64, WIDTH, 2)
+    return gl.convert_layout(gl.reshape(unrotated, [ROWS, 2 * WIDTH]), LAYOUT)

@@ -4,7 +4,8 @@ One warp copies tiles into rings in shared memory (TMA). Two or three warpgroups
 there, each for 64 queries, or 64 keys, of its own. Matmuls are asynchronous: a warpgroup issues
 those of the next tile and computes exponentials while they run; the other warpgroups fill the gaps
 that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
-one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
+one order and results repeat to the bit; `fused_backward` makes all three in one kernel, without
+that. The kernels are written in Gluon, Triton's language with
 explicit layouts, shared memory and barriers.
 
 Programs are persistent: one on each multiprocessor, for many tiles. Under a causal mask the last
@@ -21,15 +22,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lib.core.settings import require
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
+from lib.flash_attention.hopper.backward_fused import (
+    backward_fused_kernel,
+    finish_queries_kernel,
+    prepare_backward_kernel,
+)
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
+from lib.flash_attention.hopper.direct import DirectLaunch
 from lib.flash_attention.hopper.forward import forward_kernel
-from lib.flash_attention.inputs import empty_like_heads
+from lib.flash_attention.inputs import empty_like_heads, strides
 
 # Rows of a warpgroup's matmul.
 ROWS = 64
@@ -43,7 +51,17 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
+# Columns of q, k and v that the kernels are used for. They are written for other multiples of 8
+# too, in tiles with zeros past the last column, but have only been simulated with these.
+HEAD_DIMS = (64, 128)
+# Bytes: addresses of tensors are multiples of it.
+ALIGNMENT = 16
+# Calls that are remembered (`_repeat`); more are no loss, as each takes some KB.
+MAX_REMEMBERED = 4096
 Size = tuple[int, int, int, int]
+Grads = tuple[Tensor, Tensor, Tensor]
+# A kernel, its grid, and its arguments by name.
+Launch = tuple[Any, tuple[int], dict[str, Any]]
 
 
 class Schedule(NamedTuple):
@@ -86,45 +104,65 @@ class Work(NamedTuple):
 
 def forward_schedule(head_dim: int) -> Schedule:
     """The forward schedule for this head_dim, tuned on an H200."""
-    if head_dim == 64:
+    if tile_width(head_dim) == 64:
         return Schedule(3, 128, 3, is_ordered=True)
     return Schedule(2, 128, 2, kept=1)
 
 
 def backward_schedules(head_dim: int) -> tuple[Schedule, Schedule]:
     """The schedules of dQ, and of dK and dV, for this head_dim, tuned on an H200."""
-    if head_dim == 64:
+    if tile_width(head_dim) == 64:
         return Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4, kept=2)
     return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
 
 
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile: zeros fill those past the last of q, k and v."""
+    return 64 if head_dim <= 64 else 128
+
+
 def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:
-    """Whether the kernels take these tensors: 16-bit, head_dim 64 or 128, on a Hopper GPU.
+    """Whether the kernels take these tensors: 16-bit, of HEAD_DIMS, on a Hopper GPU.
 
     Each row of a head must start at a multiple of 16 bytes, also in gradients to be written. The
     shapes must have passed `lib.flash_attention.inputs.check_qkv`.
     """
+    tensors = (q, k, v, *grads)
     return (
         q.is_cuda
         and torch.version.cuda is not None
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[3] in (64, 128)
         and _multiprocessors(q.device) > 0
-        and k.shape[2] > 0
-        and q.numel() > 0
-        and q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS < 2**31
-        and all(map(can_be_copied, (q, k, v, *grads)))
+        and not any(x.data_ptr() % ALIGNMENT for x in tensors)
+        and _layouts_fit(q.dtype, *((x.shape, x.stride()) for x in tensors))
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _layouts_fit(dtype: torch.dtype, *layouts: tuple[Size, Size]) -> bool:
+    """Whether the kernels take a dtype, and these shapes and strides of q, k, v and gradients."""
+    (batch, num_heads, num_queries, head_dim), num_keys = layouts[0][0], layouts[1][0][2]
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and head_dim in HEAD_DIMS
+        and num_keys > 0
+        and batch * num_heads * num_queries > 0
+        and batch * num_heads * _num_tiles(num_queries, ROWS) * ROWS < 2**31
+        and all(_strides_fit(*layout) for layout in layouts)
     )
 
 
 def can_be_copied(x: Tensor) -> bool:
     """Whether a tensor map can describe x (CUDA driver API, cuTensorMapEncodeTiled)."""
-    strides = [stride for stride, size in zip(x.stride(), x.shape) if size > 1]
+    return x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride())
+
+
+def _strides_fit(shape: Size, strides: Size) -> bool:
+    """Whether a tensor map can describe a tensor of 2-byte numbers at an aligned address."""
+    used = [stride for stride, size in zip(strides, shape) if size > 1]
     return (
-        x.data_ptr() % 16 == 0
-        and x.stride(3) == 1
-        and all(0 < stride < 2**38 for stride in strides)
-        and all(stride % 8 == 0 for stride in strides[:-1])
+        strides[3] == 1
+        and all(0 < stride < 2**38 for stride in used)
+        and all(stride % 8 == 0 for stride in used[:-1])
     )
 
 
@@ -138,21 +176,26 @@ def flash_forward(
     schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `flash_forward` in `lib.flash_attention.triton_attention`, for what `supports` accepts."""
-    schedule = schedule or forward_schedule(q.shape[3])
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
+    key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
+    addresses = _addresses(q_desc=q, k_desc=k, v_desc=v, out_desc=out, lse_ptr=lse)
+    if _repeat(key, q.device, addresses):
+        return out, lse
+    schedule = schedule or forward_schedule(q.shape[3])
     work = _queries_work(q.shape, k.shape, schedule, is_causal)
     is_even = k.shape[2] % schedule.keys == 0
     grid, settings = _launch_settings(q, k, work, schedule, is_causal, is_even, min_stages=2)
-    forward_kernel[grid](
-        q_desc=_descriptor(q, ROWS),
-        k_desc=_descriptor(k, schedule.keys),
-        v_desc=_descriptor(v, schedule.keys),
-        out_desc=_descriptor(out, ROWS),
-        lse_ptr=lse,
-        scale=scale,
+    arguments = {
+        "q_desc": _descriptor(q, ROWS),
+        "k_desc": _descriptor(k, schedule.keys),
+        "v_desc": _descriptor(v, schedule.keys),
+        "out_desc": _descriptor(out, ROWS),
+        "lse_ptr": lse,
+        "scale": scale,
         **settings,
-    )
+    }
+    _launch(key, q.device, (forward_kernel, grid, arguments))
     return out, lse
 
 
@@ -167,73 +210,295 @@ def flash_backward(
     scale: float,
     *,
     schedules: tuple[Schedule, Schedule] | None = None,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    grads: Grads | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """As `flash_backward` in `lib.flash_attention.triton_attention`, for what `supports` accepts.
 
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
         grads: the tensors to write; `can_be_copied` must hold for each.
     """
+    call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
+    key = ("backward", schedules, *call.key())
+    if not _repeat(key, q.device, call.addresses()):
+        for_queries, for_keys = schedules or backward_schedules(q.shape[3])
+        _launch(key, q.device, _queries_launch(call, for_queries), _keys_launch(call, for_keys))
+    return call.grads
+
+
+def fused_schedule(head_dim: int) -> Schedule:
+    """The schedule of the fused backward kernel for this head_dim."""
+    if tile_width(head_dim) == 64:
+        return Schedule(2, 64, 3, kept=2)
+    return Schedule(2, 64, 2)
+
+
+def fused_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    schedule: Schedule | None = None,
+    grads: Grads | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> Grads:
+    """As `flash_backward`, in one kernel of five matmuls; the last bits of dQ differ between calls.
+
+    The kernel holds a tile of keys and adds each tile of queries' part of dQ to float32 sums, in
+    the order in which multiprocessors come to it. Nothing calls this function by default: at
+    head_dim 64 it is as fast as the other two kernels, and at 128 it has not been timed.
+    """
+    call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
+    key = ("fused", schedule, *call.key())
+    sums = lse.new_empty(len(call.for_rows) // 2 * tile_width(q.shape[3]))
+    if not _repeat(key, q.device, call.addresses() | {"sums_ptr": sums.data_ptr()}):
+        schedule = schedule or fused_schedule(q.shape[3])
+        prepare, finish = _helper_launches(call, sums)
+        _launch(key, q.device, prepare, _fused_launch(call, sums, schedule), finish)
+    return call.grads
+
+
+class BackwardCall(NamedTuple):
+    """The tensors and settings of a backward pass."""
+
+    grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grads: Grads
+
+    for_rows: Tensor
+    """Of each row of each tile of queries the log-sum-exp in base 2; then of each -delta."""
+
+    angles: tuple[Tensor, Tensor]
+    """Cosines and sines; any tensors if there is nothing to rotate back."""
+
+    has_rope: bool
+    is_causal: bool
+    scale: float
+
+    def key(self) -> tuple:
+        """What decides, with the schedules, which kernels are launched and with which numbers."""
+        layouts = _layouts(self.q, self.k, self.v, self.grad_out, self.out, *self.grads)
+        return self.is_causal, self.scale, self.has_rope, layouts
+
+    def addresses(self) -> dict[str, int]:
+        """Where the tensors lie, by the names of the kernels' arguments."""
+        q, k, grad_out = (x.data_ptr() for x in (self.q, self.k, self.grad_out))
+        grad_q, grad_k, grad_v = (x.data_ptr() for x in self.grads)
+        cos, sin = (x.data_ptr() for x in self.angles)
+        lse_log2 = self.for_rows.data_ptr()
+        minus_delta = lse_log2 + self.for_rows.nbytes // 2
+        return {
+            "q_desc": q,
+            "k_desc": k,
+            "k_half_desc": k,
+            "v_desc": self.v.data_ptr(),
+            "grad_out_desc": grad_out,
+            "grad_out_ptr": grad_out,
+            "grad_q_desc": grad_q,
+            "grad_q_ptr": grad_q,
+            "grad_k_desc": grad_k,
+            "grad_v_desc": grad_v,
+            "out_ptr": self.out.data_ptr(),
+            "lse_ptr": self.lse.data_ptr(),
+            "lse_log2_ptr": lse_log2,
+            "lse_desc": lse_log2,
+            "minus_delta_ptr": minus_delta,
+            "minus_delta_desc": minus_delta,
+            "cos_ptr": cos,
+            "sin_ptr": sin,
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that kernels with matmuls share, apart from those of `_launch_settings`."""
+        return {
+            "q_desc": _descriptor(self.q, ROWS),
+            "grad_out_desc": _descriptor(self.grad_out, ROWS),
+            **self.rope(),
+            "padded": _num_tiles(self.q.shape[2], ROWS) * ROWS,
+            "scale": self.scale,
+        }
+
+    def rope(self) -> dict[str, Tensor]:
+        """The arguments for rotating back."""
+        return dict(zip(("cos_ptr", "sin_ptr"), self.angles))
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp in base 2, and -delta."""
+        lse_log2, minus_delta = self.for_rows.chunk(2)
+        return lse_log2, minus_delta
+
+
+def _backward_call(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    grads: Grads | None,
+    angles: tuple[Tensor, Tensor] | None,
+) -> BackwardCall:
+    """A backward pass, with copies of what the kernels cannot address, and memory for results."""
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     out = out if out.stride(3) == 1 else out.contiguous()
     if not can_be_copied(grad_out):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-    for_queries, for_keys = schedules or backward_schedules(q.shape[3])
-    q_desc, grad_out_desc, grad_q_desc, k_desc, v_desc, grad_k_desc, grad_v_desc = (
-        _descriptor(x, ROWS) for x in (q, grad_out, grads[0], k, v, *grads[1:])
-    )
-    # the second kernel reads whole tiles of these, so the first writes them past the last query
-    padded = _num_tiles(q.shape[2], ROWS) * ROWS
-    lse_log2, minus_delta = lse.new_empty(2, lse.shape[0] * lse.shape[1] * padded)
+    # whole tiles of these are read, so rows past the last query are written too
+    rows = q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS
+    for_rows = lse.new_empty(2 * rows)
     # without angles the kernels do not read these pointers
-    cos, sin = angles or (lse, lse)
-    shared = {"cos_ptr": cos, "sin_ptr": sin, "padded": padded, "scale": scale}
-    has_rope = angles is not None
+    settings = (angles or (lse, lse), angles is not None, is_causal, scale)
+    return BackwardCall(grad_out, q, k, v, out, lse, grads, for_rows, *settings)
 
-    # dQ, -delta and the log-sum-exp in base 2
-    work = _queries_work(q.shape, k.shape, for_queries, is_causal)
-    is_even = k.shape[2] % for_queries.keys == 0
+
+def _queries_launch(call: BackwardCall, schedule: Schedule) -> Launch:
+    """The kernel for dQ, -delta and the log-sum-exp in base 2."""
+    q, k, out = call.q, call.k, call.out
+    work = _queries_work(q.shape, k.shape, schedule, call.is_causal)
+    is_even = k.shape[2] % schedule.keys == 0
     grid, settings = _launch_settings(
-        q, k, work, for_queries, is_causal, is_even, has_rope=has_rope, min_stages=3
+        q, k, work, schedule, call.is_causal, is_even, has_rope=call.has_rope, min_stages=3
     )
-    backward_queries_kernel[grid](
-        q_desc=q_desc,
-        k_desc=_descriptor(k, for_queries.keys),
-        v_desc=_descriptor(v, for_queries.keys),
-        grad_out_desc=grad_out_desc,
-        grad_q_desc=grad_q_desc,
-        out_ptr=out,
-        lse_ptr=lse,
-        lse_log2_ptr=lse_log2,
-        minus_delta_ptr=minus_delta,
-        out_batch=out.stride(0),
-        out_head=out.stride(1),
-        out_token=out.stride(2),
-        **shared,
+    lse_log2, minus_delta = call.rows()
+    arguments = {
+        **call.arguments(),
+        "k_desc": _descriptor(k, schedule.keys),
+        "v_desc": _descriptor(call.v, schedule.keys),
+        "grad_q_desc": _descriptor(call.grads[0], ROWS),
+        "out_ptr": out,
+        "lse_ptr": call.lse,
+        "lse_log2_ptr": lse_log2,
+        "minus_delta_ptr": minus_delta,
+        **strides(out=out),
         **settings,
-    )
+    }
+    return backward_queries_kernel, grid, arguments
 
-    # dK and dV
-    work = _keys_work(q.shape, k.shape, for_keys, is_causal)
+
+def _keys_launch(call: BackwardCall, schedule: Schedule) -> Launch:
+    """The kernel for dK and dV."""
+    q, k = call.q, call.k
+    work = _keys_work(q.shape, k.shape, schedule, call.is_causal)
     is_even = q.shape[2] % ROWS == 0
     grid, settings = _launch_settings(
-        q, k, work, for_keys, is_causal, is_even, has_rope=has_rope, min_stages=2
+        q, k, work, schedule, call.is_causal, is_even, has_rope=call.has_rope, min_stages=2
     )
-    backward_keys_kernel[grid](
-        q_desc=q_desc,
-        k_desc=k_desc,
-        v_desc=v_desc,
-        grad_out_desc=grad_out_desc,
-        lse_desc=_row_descriptor(lse_log2),
-        minus_delta_desc=_row_descriptor(minus_delta),
-        grad_k_desc=grad_k_desc,
-        grad_v_desc=grad_v_desc,
-        **shared,
+    lse_log2, minus_delta = call.rows()
+    arguments = {
+        **call.arguments(),
+        "k_desc": _descriptor(k, ROWS),
+        "v_desc": _descriptor(call.v, ROWS),
+        "lse_desc": _row_descriptor(lse_log2),
+        "minus_delta_desc": _row_descriptor(minus_delta),
+        "grad_k_desc": _descriptor(call.grads[1], ROWS),
+        "grad_v_desc": _descriptor(call.grads[2], ROWS),
         **settings,
+    }
+    return backward_keys_kernel, grid, arguments
+
+
+def _fused_launch(call: BackwardCall, sums: Tensor, schedule: Schedule) -> Launch:
+    """The kernel for dK, dV and the sums of dQ."""
+    # masks are there for lengths of any kind
+    _, grid, arguments = _keys_launch(call, schedule)
+    arguments["CONFIG"] = arguments["CONFIG"]._replace(IS_EVEN=False)
+    half = _descriptor(call.k, ROWS, tile_width(call.k.shape[3]) // 2)
+    return backward_fused_kernel, grid, {**arguments, "k_half_desc": half, "sums_ptr": sums}
+
+
+def _helper_launches(call: BackwardCall, sums: Tensor) -> tuple[Launch, Launch]:
+    """The kernels before the fused one and after it."""
+    q, out, grad_out, grad_q = call.q, call.out, call.grad_out, call.grads[0]
+    tiles = _num_tiles(q.shape[2], ROWS)
+    grid = (q.shape[0] * q.shape[1] * tiles,)
+    lse_log2, minus_delta = call.rows()
+    shared = {
+        "sums_ptr": sums,
+        "heads": q.shape[1],
+        "num_queries": q.shape[2],
+        "padded": tiles * ROWS,
+        "DIM": tile_width(q.shape[3]),
+        "HEAD_DIM": q.shape[3],
+        "num_warps": 4,
+    }
+    before = {
+        "out_ptr": out,
+        "grad_out_ptr": grad_out,
+        "lse_ptr": call.lse,
+        "lse_log2_ptr": lse_log2,
+        "minus_delta_ptr": minus_delta,
+        **strides(out=out, grad_out=grad_out),
+    }
+    after = {
+        "grad_q_ptr": grad_q,
+        **strides(grad_q=grad_q),
+        **call.rope(),
+        "scale": call.scale,
+        "HAS_ROPE": call.has_rope,
+    }
+    return (
+        (prepare_backward_kernel, grid, {**before, **shared}),
+        (finish_queries_kernel, grid, {**after, **shared}),
     )
-    return grads
+
+
+def _layouts(*tensors: Tensor) -> tuple:
+    """What decides, with the settings, which kernels are launched and with which numbers."""
+    return tensors[0].dtype, *((x.shape, x.stride()) for x in tensors)
+
+
+# The launches of each call that has been made: its settings and layouts -> one for each kernel.
+_remembered: dict[tuple, list[DirectLaunch]] = {}
+
+
+def _addresses(**tensors: Tensor) -> dict[str, int]:
+    return {name: x.data_ptr() for name, x in tensors.items()}
+
+
+def _repeat(key: tuple, device: torch.device, addresses: dict[str, int]) -> bool:
+    """Launch again what a call with this `key` launched, at other addresses; False at first.
+
+    Args:
+        addresses: of the tensors, by the names of the kernels' arguments.
+    """
+    launches = _remembered.get((key, device, _multiprocessors(device)))
+    if not launches or any(address % ALIGNMENT for address in addresses.values()):
+        return False
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    for launch in launches:
+        launch(stream, addresses)
+    return True
+
+
+def _launch(key: tuple, device: torch.device, *kernels: Launch) -> None:
+    """Launch kernels by way of Triton, which compiles them first; remember how for `_repeat`."""
+    compiled = [function[grid](**arguments) for function, grid, arguments in kernels]
+    # while a CUDA graph is recorded there may be no work list yet
+    if None in compiled or torch.cuda.is_current_stream_capturing():
+        return
+    if len(_remembered) >= MAX_REMEMBERED:
+        _remembered.clear()
+    try:
+        launches = [
+            DirectLaunch(kernel, grid, arguments)
+            for kernel, (_, grid, arguments) in zip(compiled, kernels)
+        ]
+    except ValueError:
+        # another Triton, which passes parameters in another way
+        launches = []
+    _remembered[key, device, _multiprocessors(device)] = launches
 
 
 def _launch_settings(
@@ -274,6 +539,7 @@ def _launch_settings(
         HAS_WORK_LIST=work_list is not None,
         IS_ORDERED=schedule.is_ordered,
         HAS_ROPE=has_rope,
+        HEAD_DIM=q.shape[3],
     )
     grid = (num_items if work_list is None else programs,)
     return grid, {
@@ -346,12 +612,17 @@ def _multiprocessors(device: torch.device) -> int:
     return properties.multi_processor_count if properties.major == 9 else 0
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Copies of (rows, head_dim) tiles of (batch, heads, tokens, head_dim); zeros past the end."""
-    block = [1, 1, rows, x.shape[3]]
+def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Copies of (rows, columns) tiles of (batch, heads, tokens, head_dim); zeros past the end.
+
+    By default tiles are as wide as `tile_width` says.
+    """
+    columns = columns or tile_width(x.shape[3])
     # PyTorch allows any stride in a dimension of size 1
     strides = [stride if size > 1 else 8 for stride, size in zip(x.stride(), x.shape)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, _layout(128, 16, 4))
+    # rows of 64 bytes, or parts of them of 128, are swizzled
+    layout = _layout(min(128, 2 * columns), 16, 4)
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, columns], layout)
 
 
 def _row_descriptor(x: Tensor) -> TensorDescriptor:

@@ -1,0 +1,136 @@
+"""Direct launches: the driver gets each parameter, at the addresses of this call."""
+
+import ctypes
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+try:
+    from lib.flash_attention.hopper import direct, launch
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+X, ROWS = torch.zeros(2, 3, 70, 64, dtype=torch.bfloat16), torch.zeros(420)
+ARGUMENTS = {
+    "q_desc": launch._descriptor(X, 64),
+    "k_desc": launch._descriptor(X, 128),
+    "lse_ptr": ROWS,
+    "out_ptr": X,
+    "work_list_ptr": torch.zeros(5, dtype=torch.int32),
+    "heads": 3,
+    "scale": 0.25,
+    "CONFIG": None,
+}
+KINDS = ("tensordesc<a>", "tensordesc<b>", "*fp32", "*bf16", "*i32", "i32", "fp32", "constexpr")
+DESCRIPTOR = [".align 64 .b8 x[128]", *[".u32 x"] * 4, *[".u64 x"] * 4]
+PARAMETERS = [*DESCRIPTOR, *DESCRIPTOR, *[".u64 .ptr .global .align 1 x"] * 3]
+PARAMETERS += [".u32 x", ".f32 x", *[".u64 .ptr .global .align 1 x"] * 2]
+ADDRESSES = {"q_desc": 0x1000, "k_desc": 0x2000, "lse_ptr": 0x3000, "out_ptr": 0x4000}
+
+
+def kernel_of(parameters: list[str]) -> SimpleNamespace:
+    """What Triton returns of a launch, with these parameters in its PTX."""
+    metas = [{"block_size": [1, 1, rows, 64], "swizzle": 3, "elem_type": 10} for rows in (64, 128)]
+    lines = ", ".join(f".param {x}" for x in parameters)
+    return SimpleNamespace(
+        function=77,
+        src=SimpleNamespace(signature=dict(zip(ARGUMENTS, KINDS))),
+        asm={"ptx": f".visible .entry kernel({lines}) {{ }}"},
+        metadata=SimpleNamespace(name="kernel", num_warps=12, shared=999, tensordesc_meta=metas),
+    )
+
+
+def read(address: int, kind: type):
+    return kind.from_address(address).value
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The launches that the driver was asked for: settings, and values of all parameters."""
+    found = []
+
+    def encode(place, dtype, rank, address, shape, strides, block, *rest):
+        # the address and the box stand for the map
+        ctypes.c_uint64.from_address(place).value = address
+        ctypes.c_uint64.from_address(place + 8).value = block[1]
+        assert (dtype, rank, list(shape), list(strides)) == (
+            9,
+            4,
+            [64, 70, 3, 2],
+            [128, 128 * 70, 128 * 210],
+        )
+        return 0
+
+    def run(*arguments):
+        *settings, parameters, _ = arguments
+        sizes = direct.parameter_bytes(kernel_of(PARAMETERS).asm["ptx"])
+        kinds = {128: ctypes.c_uint64, 8: ctypes.c_uint64, 4: ctypes.c_int32}
+        values = [read(at, kinds[size]) for at, size in zip(parameters, sizes)]
+        boxes = [read(parameters[i] + 8, ctypes.c_uint64) for i in (0, 9)]
+        values[22] = read(parameters[22], ctypes.c_float)
+        found.append((settings, values, boxes))
+        return 0
+
+    fake = SimpleNamespace(cuTensorMapEncodeTiled=encode, cuLaunchKernel=run)
+    monkeypatch.setattr(direct, "driver", lambda: fake)
+    return found
+
+
+def test_the_driver_gets_every_parameter_at_the_addresses_of_the_call(calls):
+    again = direct.DirectLaunch(kernel_of(PARAMETERS), (40,), ARGUMENTS)
+    again(5, ADDRESSES)
+    again(6, ADDRESSES | {"k_desc": 0x9000, "out_ptr": 0x8000})
+    shape = [2, 3, 70, 64, 13440, 4480, 64, 1]
+    work_list = ARGUMENTS["work_list_ptr"].data_ptr()
+    rest = [work_list, 3, 0.25, 0, 0]
+    (settings, values, boxes), (later_settings, later, _) = calls
+    assert settings == [77, 40, 1, 1, 384, 1, 1, 999, 5]
+    assert later_settings[-1] == 6
+    assert values == [0x1000, *shape, 0x2000, *shape, 0x3000, 0x4000, *rest]
+    assert later == [0x1000, *shape, 0x9000, *shape, 0x3000, 0x8000, *rest]
+    assert boxes == [64, 128]
+
+
+def test_a_tensor_that_comes_back_to_its_address_has_its_map_already(calls, monkeypatch):
+    again = direct.DirectLaunch(kernel_of(PARAMETERS), (40,), ARGUMENTS)
+    again(5, ADDRESSES)
+    monkeypatch.setattr(direct, "make_map", None)
+    monkeypatch.setattr(direct.driver(), "cuTensorMapEncodeTiled", None)
+    again(5, ADDRESSES)
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.usefixtures("calls")
+def test_it_keeps_no_tensor_in_memory():
+    tensors = [torch.zeros_like(X) for _ in range(3)]
+    descriptors = {f"{x}_desc": launch._descriptor(tensors[i], 64) for i, x in enumerate("qk")}
+    arguments = ARGUMENTS | descriptors | {"out_ptr": tensors[2]}
+    again = direct.DirectLaunch(kernel_of(PARAMETERS), (40,), arguments)
+    again(5, ADDRESSES)
+    left = [weakref.ref(x) for x in tensors]
+    del tensors, descriptors, arguments
+    gc.collect()
+    assert not any(x() is not None for x in left)
+
+
+@pytest.mark.parametrize(
+    "parameters", [PARAMETERS[:-1], [*PARAMETERS, ".u32 x"], [".u64 x", *PARAMETERS[1:]]]
+)
+def test_other_parameters_than_expected_are_refused(parameters):
+    with pytest.raises(ValueError, match="parameters of kernel are not as expected"):
+        direct.DirectLaunch(kernel_of(parameters), (1,), ARGUMENTS)
+
+
+def test_a_refused_launch_is_an_error_and_one_without_a_context_is_tried_again(calls, monkeypatch):
+    again = direct.DirectLaunch(kernel_of(PARAMETERS), (1,), ARGUMENTS)
+    codes, entered = [direct.NO_CONTEXT, 0, 700], []
+    monkeypatch.setattr(direct.driver(), "cuLaunchKernel", lambda *arguments: codes.pop(0))
+    monkeypatch.setattr(direct, "enter_context", entered.append)
+    again(5, ADDRESSES)
+    assert entered == [ROWS.device]
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with code 700"):
+        again(5, ADDRESSES)
