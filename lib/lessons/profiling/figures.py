@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axis import Axis
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from lib.core.figures import BLUE, GREEN, GREY, PURPLE, SKY, VERMILLION
 from lib.lessons.profiling.simulated import Kernel, ToyTrainer, draw_loop
@@ -139,7 +139,7 @@ def show_lines(
         axes.loglog(list(points), list(points.values()), "o-", label=name)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     plain_log_ticks(axes.yaxis)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if ticks is not None:
         axes.set_xticks(ticks)
         axes.xaxis.set_minor_locator(NullLocator())
