@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +191,11 @@ def _has(pattern: str, opcodes: list[str]) -> bool:
 
 def pipe_cycles(counts: Counter[str], chip: Chip) -> dict[str, float]:
     """The cycles of each pipe, and of the scheduler, which issues one instruction a cycle."""
-    cycles: Counter[str] = Counter({"scheduler": sum(counts.values())})
+    cycles = defaultdict(float, scheduler=float(sum(counts.values())))
     for opcode, count in counts.items():
         pipe = next(pipe for pattern, pipe in PIPES.items() if re.match(pattern, opcode))
         cycles[pipe] += count * chip.cycles[pipe]
-    del cycles["none"]
-    return dict(cycles)
+    return {pipe: total for pipe, total in cycles.items() if pipe != "none"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,10 +117,11 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
+        q, k, v, out, lse = ctx.saved_tensors
         is_causal, scale, precision = ctx.settings
         with torch.cuda.device_of(grad_out):
             grads = flash_backward(
-                grad_out, *ctx.saved_tensors, is_causal, scale, precision=precision
+                grad_out, q, k, v, out, lse, is_causal, scale, precision=precision
             )
         return *grads, None, None, None
 

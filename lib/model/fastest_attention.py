@@ -11,15 +11,17 @@ import torch
 from lib.core.files import lock_file, write_atomically
 from lib.flash_attention.cuda.build import SOURCES, cache_folder
 from lib.model.attention import attention
-from lib.model.config import ModelConfig
+from lib.model.config import AttentionKernel, ModelConfig
 
 # Triton emits no tensor-core instructions for the chips that are asked about here.
-CANDIDATES = ("sdpa", "flash_attention_cuda")
+CANDIDATES: tuple[AttentionKernel, ...] = ("sdpa", "flash_attention_cuda")
 BATCH_SIZE, WARMUP, SAMPLES = 8, 3, 10
 log = logging.getLogger(__name__)
 
 
-def pick_attention_kernel(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+def pick_attention_kernel(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionKernel:
     """Return the model's attention kernel; where that is `auto`, the best one for the device.
 
     On a CUDA GPU before Ampere, such as a T4, in float16: the fastest of CANDIDATES, forward and
@@ -43,7 +45,7 @@ def pick_attention_kernel(model: ModelConfig, device: torch.device, dtype: torch
     return best
 
 
-def attention_times(model: ModelConfig, device: torch.device) -> dict[str, float]:
+def attention_times(model: ModelConfig, device: torch.device) -> dict[AttentionKernel, float]:
     """Milliseconds of causal attention in float16, forward and backward, with each candidate."""
     sizes = (model.num_heads, model.context_length, model.head_dim)
     sources = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))
@@ -62,7 +64,7 @@ def attention_times(model: ModelConfig, device: torch.device) -> dict[str, float
         return _measure(sizes, device)
 
 
-def _measure(sizes: tuple[int, int, int], device: torch.device) -> dict[str, float]:
+def _measure(sizes: tuple[int, int, int], device: torch.device) -> dict[AttentionKernel, float]:
     """As `attention_times`, with num_heads, context_length and head_dim."""
     options: dict = {"device": device, "dtype": torch.float16}
     q, k, v = (torch.randn(BATCH_SIZE, *sizes, **options).requires_grad_() for _ in range(3))
@@ -71,7 +73,7 @@ def _measure(sizes: tuple[int, int, int], device: torch.device) -> dict[str, flo
     def both_passes(kernel: str) -> None:
         torch.autograd.grad(attention(q, k, v, kernel=kernel), (q, k, v), grad_out)
 
-    times: dict[str, float] = {}
+    times: dict[AttentionKernel, float] = {}
     for kernel in CANDIDATES:
         try:
             times[kernel] = _median_ms(partial(both_passes, kernel), device)

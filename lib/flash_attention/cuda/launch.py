@@ -56,20 +56,25 @@ TILES = {
 }
 # On chips from sm_80 on: the fastest of those tried on an H200, each within the 99 KiB of shared
 # memory that a block has on every such chip.
-AMPERE = {"is_async": True, "stages": 2}
 AMPERE_TILES = {
     ("forward", 32): Tiles(128, 4, 64, 64, blocks=3, is_async=True),
     ("forward", 64): Tiles(128, 4, 64, 64, blocks=2, is_async=True, shared_operands=1),
     ("forward", 96): Tiles(128, 4, 32, 32, blocks=2, is_async=True, shared_operands=1),
     ("forward", 128): Tiles(128, 4, 32, 32, blocks=2, is_async=True, shared_operands=1),
-    ("backward_queries", 32): Tiles(128, 4, 64, 32, blocks=2, **AMPERE),
-    ("backward_queries", 64): Tiles(128, 4, 64, 16, blocks=2, **AMPERE),
-    ("backward_queries", 96): Tiles(64, 4, 32, 32, blocks=2, **AMPERE),
-    ("backward_queries", 128): Tiles(128, 8, 64, 32, blocks=1, **AMPERE),
-    ("backward_keys", 32): Tiles(128, 4, 64, 32, blocks=2, **AMPERE),
-    ("backward_keys", 64): Tiles(128, 4, 64, 32, blocks=2, **AMPERE, shared_operands=2),
-    ("backward_keys", 96): Tiles(64, 4, 32, 32, blocks=2, **AMPERE, shared_operands=2),
-    ("backward_keys", 128): Tiles(64, 4, 32, 32, blocks=2, **AMPERE, shared_operands=2),
+    ("backward_queries", 32): Tiles(128, 4, 64, 32, blocks=2, is_async=True, stages=2),
+    ("backward_queries", 64): Tiles(128, 4, 64, 16, blocks=2, is_async=True, stages=2),
+    ("backward_queries", 96): Tiles(64, 4, 32, 32, blocks=2, is_async=True, stages=2),
+    ("backward_queries", 128): Tiles(128, 8, 64, 32, blocks=1, is_async=True, stages=2),
+    ("backward_keys", 32): Tiles(128, 4, 64, 32, blocks=2, is_async=True, stages=2),
+    ("backward_keys", 64): Tiles(
+        128, 4, 64, 32, blocks=2, is_async=True, stages=2, shared_operands=2
+    ),
+    ("backward_keys", 96): Tiles(
+        64, 4, 32, 32, blocks=2, is_async=True, stages=2, shared_operands=2
+    ),
+    ("backward_keys", 128): Tiles(
+        64, 4, 32, 32, blocks=2, is_async=True, stages=2, shared_operands=2
+    ),
 }
 # A kernel -> the source file that it is in.
 FILES = {

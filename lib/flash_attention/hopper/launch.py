@@ -156,7 +156,7 @@ def can_be_copied(x: Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride())
 
 
-def _strides_fit(shape: Size, strides: Size) -> bool:
+def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor map can describe a tensor of 2-byte numbers at an aligned address."""
     used = [stride for stride, size in zip(strides, shape) if size > 1]
     return (
