@@ -104,7 +104,7 @@ def flash_attention(
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The operator below for eager calls: PyTorch takes 0.7 ms of the host to get through that."""
+    """The operator below for eager calls, as that takes 0.2 ms more of the host for both passes."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal: bool, scale: float, precision: str) -> Tensor:
