@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -181,10 +181,10 @@ def show_traces(traces: Mapping[str, Sequence[Kernel]], *, named: int = 4) -> No
     _, panels = plt.subplots(nrows=len(traces), figsize=(9, 1.75 * len(traces)))
     for axes, (title, kernels) in zip(np.atleast_1d(panels), traces.items()):
         origin = kernels[0].start
-        spent: Counter[str] = Counter()
+        spent: dict[str, float] = defaultdict(float)
         for kernel in kernels:
             spent[short(kernel.name)] += kernel.end - kernel.start
-        colors = dict(zip([name for name, _ in spent.most_common(named)], TRACE_COLORS))
+        colors = dict(zip(sorted(spent, key=lambda name: -spent[name])[:named], TRACE_COLORS))
         for name in spent:
             spans = [(k.start - origin, k.end - k.start) for k in kernels if short(k.name) == name]
             bars = {"facecolors": colors.get(name, GREY), "edgecolor": "white", "linewidth": 0.3}
