@@ -222,7 +222,9 @@ def test_float16_is_measured_with_the_loss_scaled_as_in_training(monkeypatch):
         step.loss_scale.fill_(scale)
         fn()
     assert gradients[0].any()
-    torch.testing.assert_close(gradients[1], 1024 * gradients[0], rtol=0.02, atol=0.01)
+    # not element by element: unscaled, the smallest gradients underflow
+    error = (gradients[1] - 1024 * gradients[0]).norm() / gradients[1].norm()
+    assert error < 0.02
 
 
 def test_compiled_cases_are_marked_and_compiled_once_for_each_length(tmp_path, monkeypatch):

@@ -109,7 +109,9 @@ def test_a_bare_loop_multiplies_into_the_same_memory(monkeypatch):
 
 def test_the_default_is_the_step_of_the_tiny_pipeline():
     tiny = from_json(PipelineConfig, TINY)
-    shape = dataclasses.replace(tiny.train.model, vocab_size=tiny.corpus.vocab_size)
+    # which `auto` is on a CPU
+    settings = {"vocab_size": tiny.corpus.vocab_size, "attention_kernel": "sdpa"}
+    shape = dataclasses.replace(tiny.train.model, **settings)
     assert shape == model_preset("tiny")
     assert (tiny.train.batch_size,) == BATCH_SIZES
     assert tiny.train.gradient_accumulation_steps == 1

@@ -21,6 +21,7 @@ def draw_line(figure: Figure, **values) -> None:
 
 
 def test_each_move_shows_another_picture():
+    open_before = plt.get_fignums()
     box = explorer(picture(draw_line), width=[1, 2, 3], height={"low": 1, "high": 9})
     width, height, view, _ = box.children
     seen = {view.outputs[0]["data"]["image/png"]}
@@ -29,7 +30,7 @@ def test_each_move_shows_another_picture():
         seen.add(view.outputs[0]["data"]["image/png"])
     assert len(seen) == 4
     assert all(base64.b64decode(png).startswith(b"\x89PNG") for png in seen)
-    assert not plt.get_fignums()
+    assert plt.get_fignums() == open_before
 
 
 def test_a_lone_slider_follows_the_hand_and_several_wait_until_let_go():

@@ -561,7 +561,7 @@ PREVIOUS_TOKEN_HEAD = Exercise(
         ),
         "narrow heads fail alone; give long arrows to three or more of the fastest pairs, as slow "
         "ones hardly tell neighbors apart": _wrong_head(
-            "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] * pairs"
+            "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] * (pairs // 4) + [0.0] * (pairs - pairs // 4)"
         ),
         "arrows are too short to tell neighbors apart; drop the slow pairs, and make the fast ones "
         "as long as allowed": _wrong_head(

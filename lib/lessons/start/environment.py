@@ -141,7 +141,7 @@ def what_runs_here(machine: Machine) -> list[dict[str, str]]:
         ("torch.compile", "10", compiled),
         ("profiles of a GPU", "04", profiles),
         ("kernels in Triton", "05, 06", triton),
-        ("data parallelism, sharding", "07 to 09", parallel),
+        ("data parallelism, sharding", "07, 08, 09", parallel),
         ("speedrun", "10", speedrun),
     ]
     return [dict(zip(("part", "notebook", "runs"), row)) for row in rows]
