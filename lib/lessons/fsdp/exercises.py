@@ -7,7 +7,9 @@ import inspect
 import itertools
 import math
 import random
+import re
 import textwrap
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from lib.lessons.fsdp.ranks import Threads, run_on_threads, train_alone, train_a
 
 # Whole numbers, of which sums are exact in any order.
 SMALLEST, LARGEST = -4, 5
+# Weights after training on two processes, from those of one process.
+MOST_OFF = 1e-4
 
 
 def _whole_numbers(generator: random.Random, *shape: int) -> Tensor:
@@ -494,19 +498,45 @@ def check_sharded_mlp(attempt: Callable) -> None:
     """Check `sharded_mlp(x, shard, d_ff, ranks)`, and run a right one on two processes."""
     text = verdict(SHARDED_MLP, on_threads(attempt))
     if text.startswith("right"):
-        text += f"\n  {_on_processes(attempt)}"
+        text = _on_processes(attempt, text)
     report(text, attempt.__name__, SHARDED_MLP.tier)
 
 
-def _on_processes(attempt: Callable, steps: int = 3) -> str:
-    """Train with an attempt on two processes; say how it compares with one."""
-    source = textwrap.dedent(inspect.getsource(attempt)).removeprefix("@on_threads\n")
+def _on_processes(attempt: Callable, text: str, steps: int = 3) -> str:
+    """Train with a right attempt on two processes; return the verdict `text` with what came out."""
+    source = _source_with_helpers(attempt)
     try:
         found = launch(train_attempt, 2, source, attempt.__name__, steps, backend="gloo")
     except WorkerError as error:
-        return f"but on two processes: {str(error).splitlines()[0]}"
+        first = str(error).splitlines()[0]
+        return (
+            f"not yet: {text.removeprefix('right: ')}; on two processes {first}"
+            "\n  The processes get this function, and functions and modules of the notebook that it"
+            " uses; anything else belongs inside it."
+        )
     difference = max((one - train_alone(12, 2, steps)).abs().max().item() for one in found)
-    return f"on two processes, after {steps} steps: off by {difference:.1g} from one process"
+    result = f"on two processes, after {steps} steps: off by {difference:.1g} from one process"
+    if not difference < MOST_OFF:
+        return f"not yet: {text.removeprefix('right: ')}; {result}"
+    return f"{text}\n  {result}"
+
+
+def _source_with_helpers(attempt: Callable) -> str:
+    """The source of a function, and of the functions and modules of its notebook that it uses."""
+    sources: dict[str, str] = {}
+    wanted = [attempt]
+    while wanted:
+        function = wanted.pop()
+        source = textwrap.dedent(inspect.getsource(function)).removeprefix("@on_threads\n")
+        sources[function.__name__] = source
+        # any word of it may be a name of the notebook
+        for name in sorted({*re.findall(r"\w+", source)} - sources.keys()):
+            value = function.__globals__.get(name)
+            if isinstance(value, types.ModuleType):
+                sources[name] = f"import {value.__name__} as {name}\n"
+            elif isinstance(value, types.FunctionType) and value.__module__ == attempt.__module__:
+                wanted.append(value)
+    return "\n".join(sources.values())
 
 
 def check_clip(attempt: Callable) -> None:

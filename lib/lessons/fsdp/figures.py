@@ -28,7 +28,7 @@ def show_orders(steps: Mapping[str, Played]) -> None:
             if span.end - span.start > 0.015 * end:
                 axes.text(middle, LANES[span.lane], span.block, ha="center", va="center")
         axes.set_yticks(list(LANES.values()), list(LANES))
-        axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end), ylabel="lane")
+        axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end))
         axes.grid(visible=False, axis="y")
         axes.set_title(f"{name}: {step.ms:.3g} ms", fontsize=11)
     grid[-1, 0].set_xlabel("time from the start of the step (ms)")

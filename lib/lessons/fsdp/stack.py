@@ -18,6 +18,8 @@ from lib.fsdp import FSDP, checkpoint_activations
 
 # An all-gather takes this part of a block's forward pass.
 SHARE = 0.8
+# A bandwidth at which messages take no time.
+INSTANT_GBS = 1e9
 
 
 class Stack(nn.Module):
@@ -53,6 +55,9 @@ class Steps:
 
     prefetch_ms: float
     just_in_time_ms: float
+    instant_ms: float
+    """With prefetching, where messages take no time: computing, and what FSDP itself does."""
+
     gathers: int
     """All-gathers of a step."""
 
@@ -73,7 +78,7 @@ def time_steps(blocks: int, width: int, tokens: int, samples: int) -> Steps:
     network = Network(Link(0.0, bandwidth_gbs))
     group = simulated_group(network)
 
-    def milliseconds(**options: bool) -> float:
+    def milliseconds(group: SimulatedGroup = group, **options: bool) -> float:
         model = FSDP(Stack(blocks, width), group=group, **options)  # type: ignore[arg-type]
         return _median_ms(lambda: _step(model, x), samples)
 
@@ -82,6 +87,7 @@ def time_steps(blocks: int, width: int, tokens: int, samples: int) -> Steps:
         gather_ms=network.collective_ms("all_gather", num_bytes, world_size()),
         prefetch_ms=milliseconds(),
         just_in_time_ms=milliseconds(prefetch=False),
+        instant_ms=milliseconds(simulated_group(Network(Link(0.0, INSTANT_GBS)))),
         gathers=_gathers(Stack(blocks, width), x, group),
         gathers_checkpointed=_gathers(_checkpointed(Stack(blocks, width)), x, group),
     )
