@@ -190,6 +190,13 @@ FAULTS = [
         "if self.is_causal and loaded > 2 * seen:",
         "tests/lessons/flash_attention/test_exercises.py -k two_loops",
     ),
+    # a kernel that compiles for float32 only passes
+    Fault(
+        "lib/lessons/flash_attention/exercises.py",
+        "x.bfloat16() if x.ndim == 3 else x for x",
+        "x for x",
+        "tests/lessons/flash_attention/test_exercises.py -k 16_bits",
+    ),
     # a product of weights and values does not wait for its softmax
     Fault(
         "lib/lessons/flash_attention/schedule.py",

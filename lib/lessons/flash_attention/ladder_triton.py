@@ -42,7 +42,8 @@ HOPPER_FILES = ROOT / "lib/flash_attention/hopper"
 STEPS = ROOT / "artifacts/attention_steps.jsonl"
 # (batch, heads, tokens, head_dim) that is measured.
 SHAPE = (4, 32, 4096, 64)
-PEERS = {"cudnn": "cuDNN", "fa4": "FlashAttention-4"}
+# Beside the ladder; the second step of version 6 is a third warpgroup.
+PEERS = {"hopper": "(6, with two warpgroups)", "cudnn": "cuDNN", "fa4": "FlashAttention-4"}
 
 
 def every_tile(
@@ -319,9 +320,10 @@ def measure_ladder(path: Path = RECORDS) -> Path:
 
 
 def recorded_ladder() -> tuple[list[dict[str, Any]], str]:
-    """(version, what it runs on, TFLOP/s, gain over the one before; then peers), the newest record.
+    """(version, what it runs on, TFLOP/s, gain; then peers), the newest record.
 
-    What has no record is "not measured". The second value says where it was measured.
+    What has no record is "not measured", and gain is over the last version that has one. The second
+    value says where it was measured.
     """
     from lib.lessons.profiling.records import place_of
 
@@ -341,7 +343,7 @@ def recorded_ladder() -> tuple[list[dict[str, Any]], str]:
         speed = steps.get(rung.step, {}).get("tflops")
         row = {"version": rung.name, "runs on": rung.runs_on, "TFLOP/s": speed or "not measured"}
         rows.append(row | {"gain": speed / before if speed and before else None})
-        before = speed
+        before = speed or before
     for step, name in PEERS.items():
         if speed := steps.get(step, {}).get("tflops"):
             rows.append({"version": name, "runs on": HOPPER, "TFLOP/s": speed, "gain": None})

@@ -84,8 +84,11 @@ def run_order(order: str) -> list[Span]:
     begins as soon as its scores are there. A warpgroup has room for two tiles of scores.
 
     Raises:
+        TypeError: `order` is not a string.
         ValueError: a matmul is unknown, missing or there twice, or waits forever.
     """
+    if not isinstance(order, str):
+        raise TypeError(f"the order must be one string, found {type(order).__name__}")
     words = order.split()
     jobs = {
         f"{name}.{short}{tile}": (group, what, tile)

@@ -172,7 +172,7 @@ def shares(record: Record) -> Mapping[str, float]:
     """What a warpgroup does -> its share of the time from the first noted step to the last."""
     clocks = record["figures"]["clocks"]
     total = sum(steps[-1][0] - steps[0][0] for steps in clocks)
-    found = dict.fromkeys((*PARTS, "waits for its turn"), 0.0)
+    found = dict.fromkeys((*PARTS, "rest of the loop, and its turn"), 0.0)
     for steps in clocks:
         for step, following in itertools.pairwise(steps):
             for name, start, end in zip(found, step, (*step[1:], following[0])):

@@ -54,7 +54,7 @@ STOPS = (
         "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 3.5, "1", VERMILLION
     ),
     Stop("05_triton", "Triton", "your first GPU kernels", "kernels", 3, "½", VERMILLION),
-    Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 5, "1", VERMILLION),
+    Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 7, "1", VERMILLION),
     Stop(
         "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 1.5, "1", GREEN
     ),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lib.lessons.exercise import Exercise, check, edited, report, result_of, verdict
 from lib.lessons.triton import solutions_triton as solutions
-from lib.lessons.triton.compile_triton import compile_for
+from lib.lessons.triton.compile_triton import Compiled, compile_for
 from lib.lessons.triton.figures import show_run
 from lib.lessons.triton.recorder_triton import Run, watch, watched
 
@@ -109,14 +109,22 @@ def check_kernel(
 
 def compiled_words(kernel: Any, launch: Launch) -> str:
     """Whether `kernel` compiles for an A100, and how many registers it takes."""
-    names = [name for name in inspect.signature(kernel.fn).parameters if name not in launch.options]
-    kinds = {Tensor: "*fp32", int: "i32", float: "fp32"}
-    types = {name: kinds[type(value)] for name, value in zip(names, launch.arguments)}
     try:
-        made = compile_for(80, kernel, types, **launch.options)
+        made = compile_launch(kernel, launch)
     except Exception as error:
         return f"  but it does not compile: {' '.join(str(error).split()[-40:])}"
     return f"  compiled for an A100, it takes {made.registers} registers of each thread"
+
+
+def compile_launch(kernel: Any, launch: Launch) -> Compiled:
+    """`kernel` for an A100, for arguments of the types that `launch` has."""
+    tensors = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+    names = [name for name in inspect.signature(kernel.fn).parameters if name not in launch.options]
+    types = {
+        name: tensors[x.dtype] if isinstance(x, Tensor) else "i32" if isinstance(x, int) else "fp32"
+        for name, x in zip(names, launch.arguments)
+    }
+    return compile_for(80, kernel, types, **launch.options)
 
 
 def floats(generator: random.Random, *shape: int, scale: float = 1.0) -> Tensor:

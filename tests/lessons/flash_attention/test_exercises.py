@@ -1,8 +1,12 @@
 """The exercises of notebook 06 against independent answers; their mistakes: test_exercise.py."""
 
+import ast
 import math
 import random
+import runpy
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 
@@ -158,3 +162,86 @@ def test_another_good_schedule_is_right_and_says_how_long_tensor_cores_idle(caps
 def test_a_schedule_that_cannot_be_done_is_told_why(capsys):
     exercises.check_schedule(lambda: "A.PV0 A.S0")
     assert "A.S1 must be there once, found 0 times" in capsys.readouterr().out
+
+
+NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/06_flash_attention.ipynb"
+
+
+def cell_with(words: str) -> int:
+    """The number of the one code cell with `words`."""
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    (found,) = [i for i, c in enumerate(cells) if c.cell_type == "code" and words in c.source]
+    return found
+
+
+def slopes_of_the_notebook() -> dict:
+    """What the cell that checks gradients defines."""
+    cell = nbformat.read(NOTEBOOK, as_version=4).cells[cell_with("def slopes")]
+    body = [node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef)]
+    names = {"torch": torch}
+    exec(compile(ast.Module(body, []), "cell", "exec"), names)
+    return names
+
+
+def spoil(number: int, change):
+    """Causal attention whose gradient of input `number` is `change` of the right one."""
+
+    class Spoiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.save_for_backward(*inputs)
+            return exercises.attention_and_lse(*inputs, is_causal=True)[0]
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            with torch.enable_grad():
+                found = list(exercises.gradients(*ctx.saved_tensors, grad_out))
+            found[number] = change(found[number])
+            return tuple(found)
+
+    return Spoiled.apply
+
+
+CHANGES = {
+    "zero": torch.zeros_like,
+    "5% too large": lambda x: 1.05 * x,
+    "the sign": lambda x: -x,
+    "a tile is missing": lambda x: torch.cat([x[:, :-3], torch.zeros_like(x[:, -3:])], 1),
+}
+
+
+@pytest.mark.parametrize("number", range(3), ids=["dQ", "dK", "dV"])
+def test_slopes_accept_right_gradients_and_refuse_wrong_ones(number):
+    names = slopes_of_the_notebook()
+    generator = torch.Generator().manual_seed(1)
+    *inputs, grad_out = torch.randn((4, 2, 19, exercises.DIM), generator=generator).unbind()
+    right = names["slopes"](spoil(number, lambda x: x), inputs, grad_out)
+    assert names["agree"](right)
+    for name, change in CHANGES.items():
+        wrong = names["slopes"](spoil(number, change), inputs, grad_out)
+        assert not names["agree"](wrong), name
+
+
+def test_the_schedule_is_asked_for_before_the_pictures_that_show_one():
+    assert cell_with("check_schedule(") < cell_with("timeline_slider()")
+
+
+@pytest.mark.parametrize(
+    "edit", [("p.to(v.dtype)", "p"), ("(BQ, D), tl.float32", "(BQ, D), tl.float16")]
+)
+def test_a_kernel_that_does_not_compile_for_16_bits_is_not_right(edit, tmp_path, capsys):
+    # Triton compiles what is in a file
+    file = tmp_path / "wrong_kernels.py"
+    source = Path(solutions_triton.__file__).read_text(encoding="utf-8")
+    file.write_text(source.replace(*edit), encoding="utf-8")
+    wrong = triton.jit(runpy.run_path(str(file))["causal_forward"])
+    assert exercises.check_causal(wrong).fn is solutions_triton.causal_forward
+    words = capsys.readouterr().out
+    assert words.startswith("not yet: right in the interpreter, but for bfloat16 it does not")
+
+
+def test_an_order_that_is_not_a_string_is_told_so_and_nothing_is_raised(capsys):
+    exercises.check_schedule(lambda: ["A.S0", "B.S0"])
+    words = capsys.readouterr().out
+    assert "the order must be one string, found list" in words
+    assert "expected" not in words

@@ -61,7 +61,7 @@ def test_speeds_come_from_the_newest_record_and_the_rest_is_not_measured(tmp_pat
     rows, place = ladder_triton.recorded_ladder()
     assert place == "GPU, 2026-01-02"
     assert [row["TFLOP/s"] for row in rows[:5]] == [2.0, *["not measured"] * 2, 100.0, 150.0]
-    assert [row["gain"] for row in rows[:5]] == [None] * 4 + [1.5]
+    assert [row["gain"] for row in rows[:5]] == [None] * 3 + [50, 1.5]
     assert rows[-1]["version"] == "cuDNN"
     write(own, {"textbook": 4.0, "every_tile": 40.0})
     assert ladder_triton.recorded_ladder()[0][1]["gain"] == 10
