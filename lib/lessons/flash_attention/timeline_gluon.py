@@ -181,7 +181,7 @@ def shares(record: Record) -> Mapping[str, float]:
 
 
 def mean_step(record: Record) -> float:
-    """Clocks of a step of the loop, in the mean of all warpgroups."""
+    """Clocks of a step of the loop, on average of all warpgroups."""
     groups = record["figures"]["clocks"]
     return sum((g[-1][0] - g[0][0]) / (len(g) - 1) for g in groups) / len(groups)
 

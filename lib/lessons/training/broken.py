@@ -45,7 +45,7 @@ def train_with(
     Returns:
         Of each step "loss" and "grad_norm", every EVAL_INTERVAL steps "held_out_loss", and before
         the first step "attention_peak": the share of its attention that a query gives to one
-        key, in the mean over the first layer.
+        key, on average over the first layer.
     """
     config = ModelConfig(vocab_size=vocab_size, **SHAPE)
     model = TransformerLM(config, generator=torch.Generator().manual_seed(0))
