@@ -65,7 +65,7 @@ def imported(path: Path) -> set[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """What each module of `lib` imports; read once, and only by the process that tests it."""
+    """The imports of each module of `lib`; read once, and only by the process that tests it."""
     return {name: imported(path) for name, path in FILES.items()}
 
 

@@ -101,7 +101,7 @@ class AttentionPredictionConfig:
     """A T4's speed on the CUDA C++ attention kernels, predicted from their machine code."""
 
     device: str = "auto"
-    """A GPU of which the model is in this file measures the kernels too."""
+    """A GPU whose model is in this file measures the kernels too."""
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records and table."""
@@ -207,7 +207,7 @@ class Round:
     cycles: dict[str, float]  # of each pipe
 
     def tflops(self, cycles: float) -> float:
-        """The speed of the chip if a quarter of a multiprocessor takes so many cycles a round."""
+        """The chip's speed if a quarter of a multiprocessor takes this many cycles a round."""
         rounds = 4 * self.chip.multiprocessors * self.chip.gigahertz / cycles
         return self.flops * rounds / 1000
 

@@ -182,7 +182,7 @@ def check_made_here(folder: Path) -> None:
 
 
 def _made_from(path: Path) -> dict[str, Any]:
-    """What the tokenizer at `path` was trained from; {} without a record, or with another's."""
+    """The source of the tokenizer at `path`; {} without a record, or with another's."""
     try:
         record = json.loads(path.with_suffix(".source.json").read_bytes())
         is_its_own = record["tokenizer_sha256"] == json.loads(path.read_bytes())["sha256"]

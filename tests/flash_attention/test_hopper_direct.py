@@ -33,7 +33,7 @@ ADDRESSES = {"q_desc": 0x1000, "k_desc": 0x2000, "lse_ptr": 0x3000, "out_ptr": 0
 
 
 def kernel_of(parameters: list[str]) -> SimpleNamespace:
-    """What Triton returns of a launch, with these parameters in its PTX."""
+    """A stand-in for what Triton returns of a launch, with these parameters in its PTX."""
     metas = [{"block_size": [1, 1, rows, 64], "swizzle": 3, "elem_type": 10} for rows in (64, 128)]
     lines = ", ".join(f".param {x}" for x in parameters)
     return SimpleNamespace(

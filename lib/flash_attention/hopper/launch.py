@@ -286,7 +286,7 @@ class BackwardCall(NamedTuple):
     scale: float
 
     def key(self) -> tuple:
-        """What decides, with the schedules, which kernels are launched and with which numbers."""
+        """Everything but the schedules that determines the kernels and their arguments."""
         layouts = _layouts(self.q, self.k, self.v, self.grad_out, self.out, *self.grads)
         return self.is_causal, self.scale, self.has_rope, layouts
 
@@ -455,7 +455,7 @@ def _helper_launches(call: BackwardCall, sums: Tensor) -> tuple[Launch, Launch]:
 
 
 def _layouts(*tensors: Tensor) -> tuple:
-    """What decides, with the settings, which kernels are launched and with which numbers."""
+    """Everything but the settings that determines the kernels and their arguments."""
     return tensors[0].dtype, *((x.shape, x.stride()) for x in tensors)
 
 

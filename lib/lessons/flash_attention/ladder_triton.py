@@ -128,7 +128,7 @@ class Rung:
 
     name: str
     step: str
-    """What records call it."""
+    """Its name in records."""
 
     runs_on: str
     source: Callable | None = None
@@ -200,7 +200,7 @@ def diff(number: int) -> list[str]:
 
 
 def _hopper_loops() -> list[str]:
-    """What the producer warp repeats, and what each warpgroup repeats."""
+    """The loops of the producer warp and of a warpgroup."""
     lines = (HOPPER_FILES / "forward.py").read_text(encoding="utf-8").splitlines()
     found = []
     for title, first, last in (

@@ -169,7 +169,7 @@ def recorded_timelines(path: Path = RECORDS) -> dict[bool, Record]:
 
 
 def shares(record: Record) -> Mapping[str, float]:
-    """What a warpgroup does -> its share of the time from the first noted step to the last."""
+    """Activity of a warpgroup -> its share of the time from the first noted step to the last."""
     clocks = record["figures"]["clocks"]
     total = sum(steps[-1][0] - steps[0][0] for steps in clocks)
     found = dict.fromkeys((*PARTS, "rest of the loop, and its turn"), 0.0)

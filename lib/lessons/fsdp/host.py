@@ -1,4 +1,4 @@
-"""What a training step costs the processor besides computing, for notebook 09.
+"""The host's cost of a training step besides computing, for notebook 09.
 
 A model as deep as `large`, but so narrow that there is next to nothing to compute or to send: its
 step is hooks, bookkeeping and calls of operations, which a GPU's host has to get through as well.

@@ -79,7 +79,7 @@ class _FaultError(Exception):
 
 @dataclass
 class _Step:
-    """What has happened so far; an event's method returns what is wrong with it, or ""."""
+    """The events so far; an event's method returns what is wrong with it, or ""."""
 
     costs: Costs
     sizes: Sequence[int]

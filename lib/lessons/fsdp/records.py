@@ -14,7 +14,7 @@ BYTES_SENT = 2 + 2 + 4
 
 
 def flops_per_s() -> float:
-    """What an H200 reached in a large bfloat16 matmul."""
+    """The speed that an H200 reached in a large bfloat16 matmul."""
     return block_on_gpu()[0].flops_per_s
 
 

@@ -45,7 +45,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Steps:
-    """What `time_steps` found; milliseconds are medians on rank 0."""
+    """The results of `time_steps`; milliseconds are medians on rank 0."""
 
     computing_ms: float
     """A step of one rank that sends nothing, while the other does the same."""

@@ -87,7 +87,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Run:
-    """What the exercise asks of a forward and backward pass."""
+    """The task of the exercise: a forward and backward pass."""
 
     has_same_gradients: bool
     most_runs: int

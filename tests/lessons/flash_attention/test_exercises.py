@@ -175,7 +175,7 @@ def cell_with(words: str) -> int:
 
 
 def slopes_of_the_notebook() -> dict:
-    """What the cell that checks gradients defines."""
+    """The names that the cell which checks gradients defines."""
     cell = nbformat.read(NOTEBOOK, as_version=4).cells[cell_with("def slopes")]
     body = [node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef)]
     names = {"torch": torch}
