@@ -92,9 +92,15 @@ def test_measured_bytes_are_those_of_the_formulas(figures_of):
         # gloo copies what DDP broadcasts, and what zero1 sends between two steps
         if method in ("none", "flashddp"):
             assert held["initialised"] == pytest.approx(predicted["initialised"], rel=0.01)
-        kinds = ("before_step", "after_step", "activations") if method != "zero1" else ()
-        for kind in kinds:
-            assert held[kind] == pytest.approx(predicted[kind], rel=0.02), (method, kind)
+        if method != "zero1":
+            for kind in ("before_step", "after_step"):
+                assert 0.98 * predicted[kind] <= held[kind] <= 1.02 * predicted[kind] + late, (
+                    method,
+                    kind,
+                )
+            # what is freed during the forward pass is missing from the activations
+            low = 0.98 * predicted["activations"] - late
+            assert low <= held["activations"] <= 1.02 * predicted["activations"], method
 
 
 def test_sharding_keeps_the_losses(figures_of):
