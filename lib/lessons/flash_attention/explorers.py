@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 # The arguments of `lib.lessons.flash_attention.schedule.simulate` in `timeline_slider`.
 TIMELINES: dict[str, dict[str, Any]] = {
     "one, step by step": {"warpgroups": 1, "tiles": 4, "runs_ahead": False},
-    "one, asking ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
-    "two, at will": {"warpgroups": 2, "tiles": 4, "runs_ahead": True},
-    "two, in turns": {"warpgroups": 2, "tiles": 4, "runs_ahead": True, "in_turns": True},
-    "three, in turns": {"warpgroups": 3, "tiles": 4, "runs_ahead": True, "in_turns": True},
+    "one, issuing ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
+    "two, unordered": {"warpgroups": 2, "tiles": 4, "runs_ahead": True},
+    "two, ping-pong": {"warpgroups": 2, "tiles": 4, "runs_ahead": True, "ping_pong": True},
+    "three, ping-pong": {"warpgroups": 3, "tiles": 4, "runs_ahead": True, "ping_pong": True},
 }
 
 
@@ -147,7 +147,7 @@ def timeline_slider() -> VBox:
         draw_spans(figure, simulate(**TIMELINES[warpgroups]), warpgroups.capitalize())
 
     names = list(TIMELINES)
-    still = [(name,) for name in ("two, at will", "two, in turns")]
+    still = [(name,) for name in ("two, unordered", "two, ping-pong")]
     return explorer(picture(draw, width=9.5, height=3.9), warpgroups=names, still=still)
 
 

@@ -49,11 +49,11 @@ class Span:
 
 
 def simulate(
-    warpgroups: int, tiles: int, *, runs_ahead: bool, in_turns: bool = False
+    warpgroups: int, tiles: int, *, runs_ahead: bool, ping_pong: bool = False
 ) -> list[Span]:
     """Simulate a policy of the Hopper kernel.
 
-    With `in_turns` (ping-pong) the tensor cores serve one warpgroup after the other; without, all
+    With `ping_pong` the tensor cores serve one warpgroup after the other; without, all
     that have issued a matmul share them, each more slowly. Exponentials are shared like that, too.
     The producer loads a tile once all warpgroups have used the one `STAGES` before it.
 
@@ -72,7 +72,7 @@ def simulate(
         waiting = [job for job in issued if job not in done]
         heads = [next((j for j in waiting if j[0] == group), None) for group in range(warpgroups)]
         ready = [job for job in heads if job and (-1, LOADED[job[1]], job[2]) in done]
-        return sorted(ready, key=issued.index)[: 1 if in_turns else None]
+        return sorted(ready, key=issued.index)[: 1 if ping_pong else None]
 
     return _run(warpgroups, tiles, choose)
 

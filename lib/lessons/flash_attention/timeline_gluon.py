@@ -30,8 +30,8 @@ SHAPE = (4, 32, 4096, 64)
 NOTED, STAMPS = 12, 5
 # Of the tensor cores of a multiprocessor, in 16 bits.
 FLOPS_A_CLOCK = 4096
-# What a warpgroup does between a stamp and the next one; from the last it waits for its turn.
-PARTS = ("orders products", "waits for scores", "softmax", "waits for weights × values")
+# What a warpgroup does between a stamp and the next one; from the last it waits for the other warpgroup.
+PARTS = ("issues matmuls", "waits for scores", "softmax", "waits for weights × values")
 COLORS = (BLUE, GREY, ORANGE, SKY)
 
 CLOCK = '''
@@ -209,6 +209,6 @@ def draw_recorded(figure: Figure, record: Record, first: int = 4, steps: int = 4
     axes.set(ylim=(len(clocks) - 0.4, -0.6), xlabel="time (clocks)", ylabel="worker")
     axes.grid(visible=False, axis="y")
     axes.grid(color=GRID, axis="x")
-    how = "in turns" if record["figures"]["is_ordered"] else "at will"
+    how = "ping-pong" if record["figures"]["is_ordered"] else "unordered"
     axes.set_title(f"Three warpgroups, {how}, as recorded")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4, fontsize=9)

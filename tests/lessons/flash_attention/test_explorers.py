@@ -115,26 +115,26 @@ def test_tensor_cores_do_no_more_than_they_can(setting):
     spans = simulate(**setting)
     matmuls = 2 * setting["tiles"] * setting["warpgroups"]
     assert busy_share(spans) * max(span.end for span in spans) == pytest.approx(matmuls, rel=0.1)
-    if setting.get("in_turns"):
+    if setting.get("ping_pong"):
         times = sorted((s.start, s.end) for s in spans if s.what in ("scores", "values"))
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(times))
 
 
 def test_asking_ahead_more_warpgroups_and_turns_keep_the_tensor_cores_busy():
     shares = {name: busy_share(simulate(**setting)) for name, setting in TIMELINES.items()}
-    assert shares["one, step by step"] < shares["one, asking ahead"]
-    assert shares["two, at will"] < 0.8 * shares["two, in turns"]
-    assert shares["two, in turns"] < shares["three, in turns"]
+    assert shares["one, step by step"] < shares["one, issuing ahead"]
+    assert shares["two, unordered"] < 0.8 * shares["two, ping-pong"]
+    assert shares["two, ping-pong"] < shares["three, ping-pong"]
 
 
 def test_a_timeline_draws_all_work_and_says_how_busy_the_tensor_cores_are():
-    spans, figure = simulate(**TIMELINES["two, in turns"]), Figure()
-    draw_spans(figure, spans, "Two, in turns")
+    spans, figure = simulate(**TIMELINES["two, ping-pong"]), Figure()
+    draw_spans(figure, spans, "Two, ping-pong")
     (axes,) = figure.axes
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert rows == ["producer warp", "warpgroup A", "warpgroup B", "tensor cores"]
     assert (
-        axes.get_title() == f"Two, in turns: tensor cores busy {busy_share(spans):.0%} of the time"
+        axes.get_title() == f"Two, ping-pong: tensor cores busy {busy_share(spans):.0%} of the time"
     )
     assert len(axes.patches) == 4 * (2 + 3 * 2)
 

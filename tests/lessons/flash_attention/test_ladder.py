@@ -94,7 +94,7 @@ def test_clocks_start_at_the_first_stamp_also_where_32_bits_run_over_and_a_step_
         assert timeline_gluon.from_zero(given) == [[[0] * 5], [[4] * 5, [15] * 5]]
 
 
-def test_tensor_cores_are_busy_for_their_products_at_the_peak():
+def test_tensor_cores_are_busy_for_their_matmuls_at_the_peak():
     record = timeline(True) | {"config": {"head_dim": 64}}
     # three warpgroups, 64 queries, 128 keys
     assert timeline_gluon.mean_step(record) == 100
@@ -106,7 +106,7 @@ def test_each_part_of_a_step_is_a_bar():
     timeline_gluon.draw_recorded(figure, timeline(False))
     (axes,) = figure.axes
     assert len(axes.patches) == 3 * 4 * 4
-    assert "at will" in axes.get_title()
+    assert "unordered" in axes.get_title()
     bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches[:4]]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bars))
 
