@@ -30,7 +30,7 @@ SHAPE = (4, 32, 4096, 64)
 NOTED, STAMPS = 12, 5
 # Of the tensor cores of a multiprocessor, in 16 bits.
 FLOPS_A_CLOCK = 4096
-# What a warpgroup does between a stamp and the next one; from the last it waits for the other warpgroup.
+# What a warpgroup does between a stamp and the next; from the last it waits for the others.
 PARTS = ("issues matmuls", "waits for scores", "softmax", "waits for weights × values")
 COLORS = (BLUE, GREY, ORANGE, SKY)
 
