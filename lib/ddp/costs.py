@@ -156,6 +156,17 @@ class BucketTimes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Interference:
+    """What communication costs computation that runs beside it."""
+
+    hidden: float = 0.0
+    """The part of the time of hidden messages by which the step gets longer."""
+
+    computing: float = 0.0
+    """The part by which all computation gets longer, however little is sent."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ScalingPrediction:
     """A data-parallel step by formula."""
 
@@ -164,6 +175,9 @@ class ScalingPrediction:
 
     exposed_ms: float
     """The part of it with communication alone."""
+
+    slowed_ms: float
+    """The time by which computation gets longer beside communication."""
 
     communication_ms: float
     """All communication, hidden or not."""
@@ -185,18 +199,20 @@ def predict_scaling(
     other_ms: float = 0.0,
     buckets: int = 1,
     overlap: bool = True,
+    interference: Interference = Interference(),
 ) -> ScalingPrediction:
     """Predict a data-parallel step, in which each rank computes as long as one rank alone.
 
     Gradients arrive evenly during backward, in `buckets` of equal size. A bucket's all-reduce
     starts when it is complete and the one before it has ended; what ends after backward is exposed.
-    Ignored: communication slows down computation, since both need memory and processors.
 
     Args:
         latency_us, bandwidth_gbs: of the link; see `Link`.
         backward_ms: backward of one rank alone.
         other_ms: the rest of a step of one rank alone: forward pass and optimizer.
         overlap: if False, all-reduces start after backward.
+        interference: with overlap, what messages cost the computation beside them (default:
+            nothing, as if they needed neither memory nor processors).
 
     Raises:
         ValueError: as `predicted_ms`; or `buckets` is below 1, a time below 0, or both are 0.
@@ -216,9 +232,12 @@ def predict_scaling(
         start = max(ready if overlap else backward_ms, end)
         end = start + one
         times.append(BucketTimes(ready, start, end))
-    exposed = end - backward_ms
-    step = alone + exposed
-    return ScalingPrediction(step, exposed, buckets * one, alone / step, tuple(times))
+    exposed, slowed = end - backward_ms, 0.0
+    if overlap and ranks > 1:
+        hidden = buckets * one - exposed
+        slowed = interference.hidden * hidden + interference.computing * alone
+    step = alone + exposed + slowed
+    return ScalingPrediction(step, exposed, slowed, buckets * one, alone / step, tuple(times))
 
 
 # Scaling over hosts of several GPUs
@@ -234,9 +253,9 @@ NVLINK_GBS = {
     "H100 80GB HBM3": 450.0,
     "H200": 450.0,
 }
-# Microseconds per message of a ring in NCCL's own cost model, for its protocol for large tensors
-# ("Simple"): over NVLink, and over a network (NCCL, src/graph/tuning.cc; releases differ).
-NVLINK_US, NETWORK_US = 3.4, 9.6
+# Microseconds per message of a ring over a network in NCCL's own cost model, for its protocol for
+# large tensors ("Simple"; NCCL, src/graph/tuning.cc; releases differ).
+NETWORK_US = 9.6
 # Backward has two matmuls for each one of forward.
 BACKWARD_SHARE = 2 / 3
 # MiB, from PyTorch's default on.
@@ -260,7 +279,8 @@ class Cluster:
     def link(self, ranks: int) -> Link:
         """The bottleneck of a ring of `ranks`, with the mean latency of its messages.
 
-        A ring enters and leaves each host once, so a host's ranks do not share its network.
+        A ring enters and leaves each host once, through one card. NCCL builds a ring for each card
+        of a host and sends a part of the data around each, so that a host's whole network counts.
         """
         hosts = math.ceil(ranks / self.gpus_per_host)
         if hosts == 1:
@@ -271,10 +291,19 @@ class Cluster:
         return Link(latency, min(self.inside.bandwidth_gbs, self.network.bandwidth_gbs))
 
 
+# H200s of one host, fitted to their all-reduces (artifacts/communication_benchmark.jsonl).
+H200_LINKS = {2: Link(13.2, 318.0), 4: Link(6.7, 374.0)}
+# Fitted to the steps of `flashddp` in artifacts/lm_matrix.jsonl: the largest error of its scaling
+# efficiency is the least. PyTorch's DDP in the same records is within 2 percentage points of it.
+H200_INTERFERENCE = Interference(hidden=0.42, computing=0.051)
+
+
 def _cluster(network_gbit: float) -> Cluster:
-    """Hosts of eight H200s on NVLink, each with a network of `network_gbit` Gbit/s."""
-    inside = Link(NVLINK_US, NVLINK_GBS["H200"])
-    return Cluster(8, inside, Link(NETWORK_US, network_gbit / 8))
+    """Hosts of eight H200s on NVLink, each with a network of `network_gbit` Gbit/s.
+
+    Inside, the link is that of four H200s: eight were not measured.
+    """
+    return Cluster(8, H200_LINKS[4], Link(NETWORK_US, network_gbit / 8))
 
 
 # By the network of a host. A DGX H200 has eight cards of 400 Gbit/s (NVIDIA, DGX H100/H200 user
@@ -296,6 +325,7 @@ def predict_step(
     flops_per_s: float,
     bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
     overlap: bool = True,
+    interference: Interference = Interference(),
 ) -> ScalingPrediction:
     """Predict a step of a model of `shape` on `ranks` GPUs, each with `tokens` tokens.
 
@@ -322,6 +352,7 @@ def predict_step(
             other_ms=alone * (1 - BACKWARD_SHARE),
             buckets=count,
             overlap=overlap,
+            interference=interference,
         )
         for count in sorted(counts)
     ]

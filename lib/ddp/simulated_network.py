@@ -42,7 +42,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.core.settings import require
-from lib.ddp.costs import GRADIENT_BYTES, NETWORK_US, Cluster, Link, messages, predicted_ms
+from lib.ddp.costs import (
+    GRADIENT_BYTES,
+    H200_LINKS,
+    NETWORK_US,
+    Cluster,
+    Link,
+    messages,
+    predicted_ms,
+)
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
 
@@ -153,10 +161,10 @@ def gpu_step(shape: ModelConfig, tokens: int, flops_per_s: float) -> Workload:
     return Workload(GRADIENT_BYTES * num_parameters(shape), milliseconds)
 
 
-# Two H200s: fitted to their all-reduces (artifacts/communication_benchmark.md). PCIe 4.0: 16 lanes
+# PCIe 4.0: 16 lanes
 # of 16 GT/s, 128 of 130 bits are data. Microseconds of a message as in `lib.ddp.costs`, PCIe's also
 # from NCCL's src/graph/tuning.cc.
-NVLINK_PAIR = Link(13.2, 318.0)
+NVLINK_PAIR = H200_LINKS[2]
 NETWORKS = {
     "NVLink pair": Network(NVLINK_PAIR),
     "PCIe": Network(Link(5.7, 31.5)),

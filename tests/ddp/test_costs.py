@@ -9,6 +9,7 @@ from lib.ddp.costs import (
     COLLECTIVES,
     COLLECTIVES_OF,
     Cluster,
+    Interference,
     Link,
     bus_bandwidth_gbs,
     default_bucket_cap_mb,
@@ -122,6 +123,15 @@ def test_a_bucket_is_sent_once_it_is_full_and_the_one_before_is_through(
     assert (found.exposed_ms, found.communication_ms) == (exposed_ms, megabytes)
     assert found.step_ms == 16 + exposed_ms
     assert found.efficiency == 16 / found.step_ms
+
+
+def test_hidden_messages_and_computing_beside_them_cost_what_interference_says():
+    settings = SLOW | {"buckets": 2, "interference": Interference(hidden=0.5, computing=0.25)}
+    # 4 of 8 ms are hidden beside 16 ms of computing
+    found = predict_scaling(8e6, **settings)
+    assert (found.exposed_ms, found.slowed_ms, found.step_ms) == (4, 2 + 4, 26)
+    assert predict_scaling(8e6, **settings, overlap=False).slowed_ms == 0
+    assert predict_scaling(8e6, **settings | {"ranks": 1}).slowed_ms == 0
 
 
 def test_without_overlap_all_communication_is_exposed():

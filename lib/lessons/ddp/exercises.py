@@ -1,15 +1,227 @@
-"""Exercises of notebook 07: buckets, hooks that start their all-reduce, and what it costs."""
+"""Exercises of notebook 07: the ring, buckets, hooks in one order, a deadlock, unequal batches."""
 
 from __future__ import annotations
 
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check
+from lib.ddp.costs import Link
+from lib.ddp.launcher import launch
+from lib.ddp.simulated_network import Network
+from lib.lessons.ddp import attempts
+from lib.lessons.ddp.stack import Layers, bucketed, time_steps
+from lib.lessons.exercise import Exercise, check, report, verdict
+from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
+
+# A network of no particular speed, by a virtual clock, that names calls that do not match.
+STRICT_NETWORK = Network(Link(1.0, 1.0), clock="virtual")
+# Weights after training on processes, from those of one process.
+MOST_OFF = 1e-5
+
+
+def _whole_numbers(generator: random.Random, length: int) -> Tensor:
+    """Numbers of which sums are exact in any order."""
+    return torch.tensor([float(generator.randrange(-4, 5)) for _ in range(length)])
+
+
+# Exercise 1
+
+
+def _draw_cost(generator: random.Random, size: int) -> tuple:
+    num_bytes = generator.choice([0, 1000, 10**6, 25 * 10**6, 10**9])
+    ranks = generator.choice([1, 2, 3, 4, 8, 64])
+    return num_bytes, ranks, generator.choice([0, 5, 20, 300]), generator.choice([1, 12.5, 300])
+
+
+def all_reduce_ms(num_bytes: int, ranks: int, latency_us: float, bandwidth_gbs: float) -> float:
+    messages = 2 * (ranks - 1)
+    waiting = messages * latency_us / 1e3
+    sending = messages / ranks * num_bytes / (bandwidth_gbs * 1e6)
+    return waiting + sending
+
+
+ALL_REDUCE_MS = Exercise(
+    all_reduce_ms,
+    _draw_cost,
+    {
+        "only one of the two phases is counted; an all-gather takes as many steps as the "
+        "reduce-scatter": ("2 * (ranks - 1)", "ranks - 1"),
+        "the bytes of only one of the two phases are counted": ("/ ranks *", "/ 2 / ranks *"),
+        "the latency of only one of the two phases is counted": ("* latency", "/ 2 * latency"),
+        "each step sends all the bytes; it sends one chunk of n": (" / ranks *", " *"),
+        "each phase has n steps; n - 1 are enough, since each rank already has one chunk of the "
+        "result": ("2 * (ranks - 1)", "2 * ranks"),
+        "the latency counts once; every step waits for it": ("messages * latency", "latency"),
+        "the latency is missing": ("waiting + sending", "sending"),
+        "the latency is left in µs; the result is in ms": (" / 1e3", ""),
+        "the time for the bytes is in seconds; the result is in ms": ("1e6", "1e9"),
+        "the result is in seconds, not in ms": ("waiting + sending", "(waiting + sending) / 1e3"),
+        "a GB counts as 2³⁰ bytes; for bandwidth it is 10⁹": ("1e6", "2**30 / 1e3"),
+    },
+)
+
+
+# Exercise 2
+
+
+def _draw_ring(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 5)
+    # mostly no multiple of the ranks
+    length = ranks * generator.randint(1, 1 + size // 4) + generator.choice([0, 1, 1, 2])
+    return ([_whole_numbers(generator, length) for _ in range(ranks)],)
+
+
+def on_ring(attempt: Callable) -> Callable[[Sequence[Tensor]], dict[str, Any]]:
+    """A function that adds up with `attempt(tensor, ranks)` on threads, and counts what is sent.
+
+    Who sends fewer elements than the solution is as right.
+    """
+
+    @functools.wraps(attempt)
+    def played(tensors: Sequence[Tensor]) -> dict[str, Any]:
+        def job(ranks: Threads) -> tuple[list, int]:
+            found = attempt(tensors[ranks.number].clone(), ranks)
+            return torch.as_tensor(found).tolist(), ranks.elements_sent
+
+        count, length = len(tensors), len(tensors[0])
+        best = 2 * (count - 1) * -(-length // count)
+        found: dict[str, Any] = {}
+        for number, (total, sent) in enumerate(run_on_threads(job, count)):
+            found[f"sum on rank {number}"] = total
+            found[f"elements that rank {number} sends"] = max(sent, best)
+        return found
+
+    return played
+
+
+@on_ring
+def ring_all_reduce(tensor: Tensor, ranks: Threads) -> Tensor:
+    n, me = ranks.count, ranks.number
+    # as many chunks as ranks, of one length
+    length = -(-len(tensor) // n)
+    padded = torch.cat([tensor, torch.zeros(n * length - len(tensor))])
+    chunks = list(padded.split(length))
+    for step in range(2 * (n - 1)):
+        out, into = (me - step) % n, (me - step - 1) % n
+        ranks.send(chunks[out], (me + 1) % n)
+        arrived = ranks.receive((me - 1) % n, like=chunks[into])
+        chunks[into] = arrived + chunks[into] if step < n - 1 else arrived
+    return torch.cat(chunks)[: len(tensor)]
+
+
+@on_ring
+def _send_everything_around(tensor: Tensor, ranks: Threads) -> Tensor:
+    total = passed = tensor
+    for _ in range(ranks.count - 1):
+        ranks.send(passed, (ranks.number + 1) % ranks.count)
+        passed = ranks.receive((ranks.number - 1) % ranks.count, like=tensor)
+        total = total + passed
+    return total
+
+
+RING = Exercise(
+    ring_all_reduce,
+    _draw_ring,
+    {
+        "what arrives is added in both halves; in the second half it is a whole sum, and replaces "
+        "what the rank had": (" if step < n - 1 else arrived", ""),
+        "the second half is missing: each rank has one whole sum, and sends it around": (
+            "range(2 * (n - 1))",
+            "range(n - 1)",
+        ),
+        "each rank sends its own chunk in every step; pass on the one that has just arrived": (
+            "out, into = (me - step) % n, (me - step - 1) % n",
+            "out, into = me, (me - 1) % n",
+        ),
+        "the first half is one step too long; after n - 1 steps each rank has a whole sum": (
+            "step < n - 1",
+            "step < n",
+        ),
+        "whole tensors are sent around; send chunks": _send_everything_around,
+        "the padding is still there; cut it off": (
+            "torch.cat(chunks)[: len(tensor)]",
+            "torch.cat(chunks)",
+        ),
+    },
+    tier="core",
+    trials=40,
+)
+
+
+# Exercise 3
+
+
+def _draw_uneven(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 4)
+    # the last batch may leave a rank with nothing
+    counts = [generator.choice([0, 1, 2, 3, 4, 8]) for _ in range(ranks)]
+    counts[generator.randrange(ranks)] = 4
+    shape = 1 + size // 4
+    # the gradient of a mean over nothing is nan
+    gradients = [
+        _whole_numbers(generator, shape) if count else torch.full((shape,), torch.nan)
+        for count in counts
+    ]
+    return gradients, counts
+
+
+def averaging(attempt: Callable) -> Callable[[Sequence[Tensor], Sequence[int]], Tensor]:
+    """A function that averages on threads with `attempt(gradient, sequences, ranks)`."""
+
+    @functools.wraps(attempt)
+    def played(gradients: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        def job(ranks: Threads) -> Tensor:
+            own = gradients[ranks.number].clone()
+            return torch.as_tensor(attempt(own, counts[ranks.number], ranks))
+
+        return torch.stack(run_on_threads(job, len(counts)))
+
+    return played
+
+
+@averaging
+def mean_gradient(gradient: Tensor, sequences: int, ranks: Threads) -> Tensor:
+    total = ranks.all_reduce(torch.tensor(float(sequences)))
+    own = gradient * sequences if sequences else torch.zeros_like(gradient)
+    return ranks.all_reduce(own) / total
+
+
+MEAN_GRADIENT = Exercise(
+    mean_gradient,
+    _draw_uneven,
+    {
+        "every rank counts the same; a rank with twice the sequences counts twice": (
+            "ranks.all_reduce(own) / total",
+            "ranks.all_reduce(own / max(sequences, 1)) / ranks.count",
+        ),
+        "the sum is divided by the number of ranks; divide by that of all sequences": (
+            "ranks.all_reduce(own) / total",
+            "ranks.all_reduce(own) / ranks.count",
+        ),
+        "the sum is divided by this rank's sequences; divide by those of all ranks": (
+            "ranks.all_reduce(own) / total",
+            "ranks.all_reduce(own) / sequences",
+        ),
+        "a rank without sequences has a gradient of nan, and nan times 0 is nan": (
+            "gradient * sequences if sequences else torch.zeros_like(gradient)",
+            "gradient * sequences",
+        ),
+        "gradients are added up without their number of sequences": (
+            "gradient * sequences if",
+            "gradient if",
+        ),
+    },
+    tier="core",
+    trials=60,
+)
+
+
+# Exercise 4
 
 
 def _draw_sizes(generator: random.Random, size: int) -> tuple:
@@ -56,6 +268,9 @@ ASSIGN_BUCKETS = Exercise(
         "buckets hold the sizes of parameters, not their numbers": ("(index)", "(sizes[index])"),
     },
 )
+
+
+# Exercise 5
 
 
 def _draw_backward(generator: random.Random, size: int) -> tuple:
@@ -157,41 +372,161 @@ ADD_HOOKS = Exercise(
         "a bucket starts again with each later gradient; remember which buckets have started in "
         "this step": ("number in started", "False"),
     },
+    tier="core",
 )
 
 
-def _draw_cost(generator: random.Random, size: int) -> tuple:
-    num_bytes = generator.choice([0, 1000, 10**6, 25 * 10**6, 10**9])
-    ranks = generator.choice([1, 2, 3, 4, 8, 64])
-    return num_bytes, ranks, generator.choice([0, 5, 20, 300]), generator.choice([1, 12.5, 300])
+# Exercise 6
 
 
-def all_reduce_ms(num_bytes: int, ranks: int, latency_us: float, bandwidth_gbs: float) -> float:
-    messages = 2 * (ranks - 1)
-    waiting = messages * latency_us / 1e3
-    sending = messages / ranks * num_bytes / (bandwidth_gbs * 1e6)
-    return waiting + sending
+def _draw_deadlock(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 3)
+    shapes = {f"w{n}": generator.randint(1, 3) for n in range(generator.randint(2, 3 + size // 5))}
+    gradients = []
+    for _ in range(ranks):
+        # in the order in which backward made them, mostly not all
+        names = generator.sample(list(shapes), generator.randint(1, len(shapes)))
+        gradients.append({name: _whole_numbers(generator, shapes[name]) for name in names})
+    return {name: torch.ones(length) for name, length in shapes.items()}, gradients
 
 
-ALL_REDUCE_MS = Exercise(
-    all_reduce_ms,
-    _draw_cost,
+def debugging(attempt: Callable) -> Callable[[dict, list[dict]], dict[str, list]]:
+    """A function that averages on threads with `attempt(params, gradients, ranks)`."""
+
+    @functools.wraps(attempt)
+    def played(params: dict, gradients: list[dict]) -> dict[str, Any]:
+        def job(ranks: Threads) -> dict[str, Any]:
+            found = attempt(params, dict(gradients[ranks.number]), ranks)
+            return {name: torch.as_tensor(mean).tolist() for name, mean in found.items()}
+
+        found = run_on_threads(job, len(gradients))
+        return {f"{name} on rank {n}": one[name] for n, one in enumerate(found) for name in one}
+
+    return played
+
+
+@debugging
+def average(params: dict, gradients: dict, ranks: Threads) -> dict:
+    means = {}
+    for name, param in params.items():
+        gradient = gradients.get(name, torch.zeros_like(param))
+        means[name] = ranks.all_reduce(gradient) / ranks.count
+    return means
+
+
+AVERAGE = Exercise(
+    average,
+    _draw_deadlock,
     {
-        "only one of the two phases is counted; an all-gather takes as many steps as the "
-        "reduce-scatter": ("2 * (ranks - 1)", "ranks - 1"),
-        "the bytes of only one of the two phases are counted": ("/ ranks *", "/ 2 / ranks *"),
-        "the latency of only one of the two phases is counted": ("* latency", "/ 2 * latency"),
-        "each step sends all the bytes; it sends one chunk of n": (" / ranks *", " *"),
-        "each phase has n steps; n - 1 are enough, since each rank already has one chunk of the "
-        "result": ("2 * (ranks - 1)", "2 * ranks"),
-        "the latency counts once; every step waits for it": ("messages * latency", "latency"),
-        "the latency is missing": ("waiting + sending", "sending"),
-        "the latency is left in µs; the result is in ms": (" / 1e3", ""),
-        "the time for the bytes is in seconds; the result is in ms": ("1e6", "1e9"),
-        "the result is in seconds, not in ms": ("waiting + sending", "(waiting + sending) / 1e3"),
-        "a GB counts as 2³⁰ bytes; for bandwidth it is 10⁹": ("1e6", "2**30 / 1e3"),
+        "a rank averages only the gradients that it has; others wait for the ones it lacks": (
+            "params.items():\n        gradient = gradients.get(name, torch.zeros_like(param))",
+            "params.items():\n        if name not in gradients:\n            continue\n"
+            "        gradient = gradients[name]",
+        ),
+        "ranks go through gradients in the order in which they arrived, which is not the same on "
+        "all; go through the parameters": (
+            "params.items():\n        gradient = gradients.get(name, torch.zeros_like(param))",
+            "[*gradients.items(), *((n, torch.zeros_like(p)) for n, p in params.items() "
+            "if n not in gradients)]:\n        gradient = param",
+        ),
+        "the sum is divided by the ranks that have a gradient; in one process the others' part of "
+        "the batch counts, with a gradient of 0": (
+            "/ ranks.count",
+            "/ ranks.all_reduce(torch.tensor(float(name in gradients))).clamp(min=1)",
+        ),
+        "a sum is not yet a mean": (" / ranks.count", ""),
     },
+    tier="core",
+    trials=60,
 )
+
+
+# Exercise 7
+
+# A table of embeddings comes first, and a head last; 100 Gb Ethernet is slow beside this model.
+BOARD = Layers((800_000, *[60_000] * 10, 300_000), forward=1.0, backward=2.0)
+BOARD_NETWORK = Network(Link(750.0, 0.25), clock="virtual")
+
+
+def _draw_plan(generator: random.Random, size: int) -> tuple:
+    return ([generator.choice([1, 2, 5]) for _ in range(1 + size)],)
+
+
+def partition(attempt: Callable) -> Callable[[Sequence[int]], list[int]]:
+    """A function that lists what `attempt(sizes)` puts into buckets, in their order."""
+
+    @functools.wraps(attempt)
+    def played(sizes: Sequence[int]) -> list[int]:
+        buckets = attempt(list(sizes))
+        if not all(map(len, buckets)):
+            raise ValueError("there is an empty bucket")
+        return [index for bucket in buckets for index in bucket]
+
+    return played
+
+
+@partition
+def plan(sizes: Sequence[int]) -> list[list[int]]:
+    cap = sum(sizes) / 4
+    buckets, filled = [[]], 0
+    for index in reversed(range(len(sizes))):
+        if buckets[-1] and filled + sizes[index] > cap:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    return buckets
+
+
+def step_ms(played: Callable) -> float:
+    """The step of a fixed stack on two ranks, with the buckets that a function plans."""
+    maker = bucketed(played.__wrapped__(list(BOARD.sizes)))  # type: ignore[attr-defined]
+    steps = launch(time_steps, 2, {"": maker}, {"": BOARD_NETWORK}, BOARD, backend="gloo")
+    return max(step["", ""].step_ms for step in steps)
+
+
+PLAN = Exercise(
+    plan,
+    _draw_plan,
+    {
+        "layers are in the order of forward; gradients arrive from the last layer to the first": (
+            "reversed(range(len(sizes)))",
+            "range(len(sizes))",
+        ),
+        "the layer that closes a bucket is in none": (
+            "filled = 0\n",
+            "filled = 0\n            continue\n",
+        ),
+    },
+    tier="open",
+    trials=40,
+    measure=step_ms,
+    unit="ms a step",
+)
+
+
+def check_all_reduce_ms(attempt: Callable) -> None:
+    """Check `all_reduce_ms(num_bytes, ranks, latency_us, bandwidth_gbs)` -> milliseconds."""
+    check(ALL_REDUCE_MS, attempt)
+
+
+def check_ring(attempt: Callable) -> None:
+    """Check `ring_all_reduce(tensor, ranks)` -> the sum, and run a right one on four processes."""
+    text = verdict(RING, on_ring(attempt))
+
+    def judge(found: list[tuple[float, float]]) -> tuple[bool, str]:
+        off, milliseconds = max(one[0] for one in found), found[0][1]
+        words = f"on four processes, 4 MB: off by {off:.1g} from gloo's, {milliseconds:.0f} ms"
+        return off < MOST_OFF, words
+
+    if text.startswith("right"):
+        text = tried_on_processes(text, attempt, attempts.ring, 4, judge=judge)
+    report(text, attempt.__name__, RING.tier)
+
+
+def check_mean_gradient(attempt: Callable) -> None:
+    """Check `mean_gradient(gradient, sequences, ranks)` -> the gradient of the whole batch."""
+    check(MEAN_GRADIENT, averaging(attempt))
 
 
 def check_assign_buckets(attempt: Callable) -> None:
@@ -200,10 +535,27 @@ def check_assign_buckets(attempt: Callable) -> None:
 
 
 def check_add_hooks(attempt: Callable) -> None:
-    """Check `add_hooks(params, buckets, start)`: hooks that call `start(k)` for full buckets."""
-    check(ADD_HOOKS, play(attempt))
+    """Check `add_hooks(params, buckets, start)`, and train with a right one on two processes."""
+    text = verdict(ADD_HOOKS, play(attempt))
+
+    def judge(found: list[Tensor]) -> tuple[bool, str]:
+        alone = attempts.train_branches_alone(2)
+        off = max((one - alone).abs().max().item() for one in found)
+        words = "on two ranks whose gradients arrive in different orders: off by"
+        return off < MOST_OFF, f"{words} {off:.1g} from one process"
+
+    if text.startswith("right"):
+        text = tried_on_processes(
+            text, attempt, attempts.train_with_hooks, 2, judge=judge, backend=STRICT_NETWORK
+        )
+    report(text, attempt.__name__, ADD_HOOKS.tier)
 
 
-def check_all_reduce_ms(attempt: Callable) -> None:
-    """Check `all_reduce_ms(num_bytes, ranks, latency_us, bandwidth_gbs)` -> milliseconds."""
-    check(ALL_REDUCE_MS, attempt)
+def check_average(attempt: Callable) -> None:
+    """Check `average(params, gradients, ranks)` -> the mean of each parameter's gradient."""
+    check(AVERAGE, debugging(attempt))
+
+
+def check_plan(attempt: Callable) -> None:
+    """Check `plan(sizes)` -> buckets of layers, and time a step with them on two ranks."""
+    check(PLAN, partition(attempt))

@@ -1,29 +1,37 @@
-"""Explorers of notebook 07: a ring step by step, the cost of buckets, scaling and its prediction.
+"""Explorers of notebook 07: a ring step by step, a step on any network, scaling.
 
 As in `lib.lessons.show`, where nobody can move a slider a few settings are shown instead.
-
-The size of gradient buckets against overlap: a slider through what `lib.ddp.costs` predicts.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lib.core.figures import BLUE, INK, VERMILLION
-from lib.core.records import Record, format_value
-from lib.ddp.costs import CLUSTERS, GRADIENT_BYTES, ScalingPrediction, predict_step
+from lib.core.figures import INK
+from lib.core.records import format_value
+from lib.ddp.costs import (
+    CLUSTERS,
+    H200_INTERFERENCE,
+    Interference,
+    Link,
+    bus_factor,
+    messages,
+    predict_scaling,
+    predict_step,
+)
+from lib.ddp.launcher import launch
 from lib.ddp.ring import ring_all_reduce
-from lib.lessons.ddp.figures import draw_overlap, draw_ring, draw_scaling
+from lib.ddp.simulated_network import Network
+from lib.lessons.ddp.figures import draw_overlap, draw_ring, draw_scaling, draw_timelines
+from lib.lessons.ddp.records import gpu_steps, steady
+from lib.lessons.ddp.stack import Layers, time_steps
 from lib.lessons.explorer import explorer, picture
-from lib.model.config import ModelConfig, model_preset
-from lib.model.costs import num_parameters
+from lib.model.config import model_preset
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -46,38 +54,30 @@ def ring_stepper(values: np.ndarray) -> VBox:
     return explorer(show, step=range(len(steps)), still=[(len(steps) // 2,)])
 
 
-def measured_scaling(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list]]:
-    """Measured points from rows of the LM matrix (`lib.benchmarks.lm_matrix_report.matrix_rows`).
-
-    Those of `flashddp` on GPUs.
-
-    Returns:
-        For each model, what was measured -> its points, (ranks, efficiency).
-    """
-    found: dict[str, dict[str, list]] = {}
-    for row in rows:
-        efficiency = row.get("scaling_efficiency")
-        is_meant = (row["wrapper"], row["backend"]) == (MEASURED_WRAPPER, "nccl")
-        if not is_meant or row["status"] != "ok" or efficiency is None:
-            continue
-        tokens = row["tr_batch_size"] * row["context_length"]
-        how = "compiled" if row["compile"] else "eager"
-        device = row["device"].removeprefix("NVIDIA ")
-        name = f"measured: {tokens:,} tokens, {row['dtype']}, {how}, {device}"
-        points = found.setdefault(row["model"], {}).setdefault(name, [])
-        # several kernels: the best, as a reader would take it
-        best = max([efficiency, *(e for ranks, e in points if ranks == row["ranks"])])
-        points[:] = [p for p in points if p[0] != row["ranks"]] + [(row["ranks"], best)]
+def measured_scaling(model: str, tokens: int) -> dict[str, list[tuple[int, float]]]:
+    """The steady records of `flashddp` with float32 gradients: how -> (ranks, efficiency)."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step in steady(gpu_steps()):
+        asked = step.model, 256 * step.sequences, step.wrapper, step.bytes_per_gradient
+        if asked == (model, tokens, MEASURED_WRAPPER, 4):
+            points = found.setdefault(f"measured on H200s, {step.how}", [])
+            points.append((step.ranks, step.efficiency))
     return found
 
 
 @functools.cache
 def scaling_curve(
-    model: str, tokens: int, network: str, flops_per_s: float, *, overlap: bool = True
+    model: str,
+    tokens: int,
+    network: str,
+    flops_per_s: float,
+    *,
+    overlap: bool = True,
+    interference: Interference = H200_INTERFERENCE,
 ) -> tuple[tuple[int, float], ...]:
     """Predicted (ranks, efficiency) for `RANKS`."""
     shape, cluster = model_preset(model), CLUSTERS[network]
-    options: dict = {"flops_per_s": flops_per_s, "overlap": overlap}
+    options: dict = {"flops_per_s": flops_per_s, "overlap": overlap, "interference": interference}
     return tuple(
         (ranks, predict_step(shape, tokens, ranks, cluster, **options).efficiency)
         for ranks in RANKS
@@ -92,7 +92,6 @@ def draw_scaling_setting(
     ranks: int,
     *,
     flops_per_s: float,
-    measured: Mapping[str, Sequence[tuple[int, float]]],
 ) -> None:
     """Efficiency by ranks, and for `ranks` of them backward and the all-reduces of its buckets.
 
@@ -104,12 +103,14 @@ def draw_scaling_setting(
         name: scaling_curve(model, tokens, network, flops_per_s, overlap=overlap)
         for name, overlap in (("predicted, overlapped", True), ("predicted, after backward", False))
     }
-    draw_scaling(left, curves, measured)
+    draw_scaling(left, curves, measured_scaling(model, tokens))
     left.axvline(ranks, color=INK, linewidth=0.8, linestyle=":", marker="")
     left.set_title(f"{model}, {tokens:,} tokens a rank", fontsize=11)
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=3, loc="lower left")
     shape, cluster = model_preset(model), CLUSTERS[network]
-    found = predict_step(shape, tokens, ranks, cluster, flops_per_s=flops_per_s)
+    found = predict_step(
+        shape, tokens, ranks, cluster, flops_per_s=flops_per_s, interference=H200_INTERFERENCE
+    )
     draw_overlap(right, found, backward_ms=found.buckets[-1].ready_ms)
     where = "NVLink" if ranks <= cluster.gpus_per_host else network
     step, exposed = _milliseconds(found.step_ms), _milliseconds(found.exposed_ms)
@@ -128,23 +129,18 @@ def scaling_explorer(
     *,
     flops_per_s: Mapping[str, float],
     tokens: Sequence[int],
-    records: Iterable[Record] = (),
     start: tuple[str, int, str, int],
 ) -> VBox:
     """Sliders for model, tokens per rank, network and ranks; predicted and measured scaling.
 
     Args:
         flops_per_s: model preset -> FLOP/s that one GPU reaches alone.
-        records: of `python -m lib benchmark lm-matrix`.
         start: model, tokens, network and ranks shown at first.
     """
-    from lib.benchmarks.lm_matrix_report import matrix_rows
-
-    measured = measured_scaling(matrix_rows(records))
 
     def draw(figure: Figure, model: str, tokens: int, network: str, ranks: int) -> None:
-        setting: dict = {"flops_per_s": flops_per_s[model], "measured": measured.get(model, {})}
-        draw_scaling_setting(figure, model, tokens, network, ranks, **setting)
+        speed = flops_per_s[model]
+        draw_scaling_setting(figure, model, tokens, network, ranks, flops_per_s=speed)
 
     controls: dict = {
         "model": list(flops_per_s),
@@ -156,90 +152,46 @@ def scaling_explorer(
     return explorer(show, start=dict(zip(controls, start)), **controls)
 
 
-MIB = 2**20
+# Settings of `network_explorer`: an all-reduce of everything against backward, and latency.
+SHARES = (0.25, 0.5, 1.0, 2.0)
+LATENCIES_MS = (0.0, 0.2, 1.0, 3.0)
 
 
-def bucket_caps(shape: ModelConfig) -> list[int]:
-    """MiB in a bucket, doubling from 1 on; with the last one, all gradients are in one bucket."""
-    whole = GRADIENT_BYTES * num_parameters(shape) / MIB
-    return [2**power for power in range(math.ceil(math.log2(whole)) + 1)]
-
-
-def bucket_predictions(
-    shape: ModelConfig, tokens: int, ranks: int, network: str, flops_per_s: float
-) -> dict[int, ScalingPrediction]:
-    """MiB in a bucket -> the step with buckets of that size, by `lib.ddp.costs.predict_step`."""
-    settings = (shape, tokens, ranks, CLUSTERS[network])
-    return {
-        cap: predict_step(*settings, flops_per_s=flops_per_s, bucket_caps_mb=(cap,))
-        for cap in bucket_caps(shape)
-    }
-
-
-def draw_buckets(figure: Figure, predictions: dict[int, ScalingPrediction], cap: int) -> None:
-    """Exposed communication by the size of buckets, and backward with buckets of `cap` MiB.
-
-    The axes stand in fixed places, since finding some takes longer than drawing.
-    """
-    found = predictions[cap]
-    _draw_exposed(figure.add_axes((0.08, 0.19, 0.35, 0.55)), predictions, cap)
-    lanes = figure.add_axes((0.57, 0.19, 0.41, 0.55))
-    draw_overlap(lanes, found, backward_ms=found.buckets[-1].ready_ms)
-    count = len(found.buckets)
-    exposed, sent = _milliseconds(found.exposed_ms), _milliseconds(found.communication_ms)
-    words = f"{count:,} bucket{'s' * (count > 1)} of {cap:,} MiB: exposed {exposed}"
-    share = f"of {sent} communication, step {_milliseconds(found.step_ms)}"
-    figure.suptitle(f"{words} {share} (predicted)", x=0.01, y=0.97, ha="left", fontsize=11)
-
-
-def _draw_exposed(axes: Axes, predictions: dict[int, ScalingPrediction], cap: int) -> None:
-    exposed = {size: found.exposed_ms for size, found in predictions.items()}
-    axes.plot(*zip(*exposed.items()), color=BLUE)
-    axes.plot([cap], [exposed[cap]], color=VERMILLION, marker="o", markersize=9, clip_on=False)
-    axes.axvline(cap, color=INK, linewidth=0.8, linestyle=":", marker="")
-    axes.set(xscale="log", ylim=(0, 1.1 * max(exposed.values())))
-    axes.set(xlabel="bucket size (MiB)", ylabel="exposed (ms)")
-    axes.yaxis.set_major_formatter("{x:,.10g}")
-    caps = list(exposed)[::3]
-    axes.set_xticks(caps, [f"{size:,}" for size in caps])
-    axes.minorticks_off()
-    axes.set_title("Exposed communication", fontsize=11)
-
-
-def bucket_slider(
-    *,
-    model: str = "medium",
-    tokens: int = 4096,
-    ranks: int = 16,
-    network: str = "8 × 400 Gbit/s",
-    flops_per_s: float,
-    still: Sequence[int] = (1, 1024),
-) -> VBox:
-    """Sliders for bucket size and network; how much of an all-reduce hides behind backward.
+def network_explorer(make: Callable[[int], Callable], layers: Layers, ranks: int = 2) -> VBox:
+    """Sliders for bandwidth, latency and buckets; each setting is a step on ranks.
 
     Args:
-        model: a preset of `lib.model.config`.
-        tokens: per rank and step.
-        flops_per_s: what one GPU reaches alone.
-        still: bucket sizes, in MiB, that are also shown where nobody can move the slider.
-
-    Raises:
-        ValueError: `still` has a size that is not on the slider.
+        make: weights in a bucket -> a maker for `lib.lessons.ddp.stack.time_steps`.
+        layers: all of one size, which compute by a virtual clock.
     """
-    shape = model_preset(model)
-    caps = bucket_caps(shape)
-    # all at once: some take longer than a figure
-    predictions = {
-        name: bucket_predictions(shape, tokens, ranks, name, flops_per_s) for name in CLUSTERS
-    }
+    size, count = layers.sizes[0], len(layers.sizes)
+    backward_ms = count * layers.backward
 
-    def draw(figure: Figure, bucket_mib: int, network: str) -> None:
-        draw_buckets(figure, predictions[network], bucket_mib)
+    def draw(figure: Figure, bandwidth: float, latency: float, buckets: int) -> None:
+        sending_ms = bandwidth * backward_ms
+        gbs = bus_factor("all_reduce", ranks) * layers.gradient_bytes / (sending_ms * 1e6)
+        link = Link(1e3 * latency / messages("all_reduce", ranks), gbs)
+        maker, network = make(count // buckets * size), Network(link, clock="virtual")
+        steps = launch(time_steps, ranks, {"": maker}, {"": network}, layers, backend="gloo")
+        step = steps[0]["", ""]
+        predicted = predict_scaling(
+            layers.gradient_bytes,
+            ranks,
+            latency_us=link.latency_us,
+            bandwidth_gbs=link.bandwidth_gbs,
+            backward_ms=backward_ms,
+            other_ms=count * layers.forward,
+            buckets=buckets,
+        )
+        draw_timelines(figure, {f"measured (predicted {predicted.step_ms:.4g} ms)": step})
 
     return explorer(
-        picture(draw, width=9.6, height=3.2, dpi=150, layout="none"),
-        bucket_mib={f"{cap:,}": cap for cap in caps},
-        network=list(CLUSTERS),
-        start={"bucket_mib": min(caps, key=lambda cap: abs(cap - 25)), "network": network},
-        still=[(cap, network) for cap in still],
+        picture(draw, width=9.5, height=2.7, dpi=150, layout="constrained"),
+        busy=f"{ranks} ranks are running",
+        min_height="17em",
+        bandwidth={f"sending everything takes {s:g} × backward": s for s in SHARES},
+        latency={f"{ms:g} ms a message": ms for ms in LATENCIES_MS},
+        buckets=[n for n in range(1, count + 1) if count % n == 0],
+        start={"bandwidth": 0.5, "latency": 0.2, "buckets": count},
+        still=[(0.5, 3.0, count), (0.5, 3.0, 1)],
     )

@@ -1,4 +1,4 @@
-"""Figures of data parallelism: collectives, a ring's steps, timelines, predicted scaling."""
+"""Figures of data parallelism: a ring's steps, timelines, predicted scaling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from matplotlib.patches import FancyBboxPatch, Patch
 from matplotlib.ticker import MaxNLocator
 
 from lib.core.figures import (
-    BLACK,
     BLUE,
     COLORS,
-    GREEN,
     GREY,
     GRID,
     INK,
@@ -35,46 +33,6 @@ PHASE_COLORS = dict(zip(PHASES.values(), (GREY, BLUE, PURPLE, ORANGE)))
 MOST_GAPS = 100
 # A chunk by how much of the sum is in it: own, partial, whole.
 OWN, PARTIAL, WHOLE = "#F1EEE6", "#A9D8F5", "#8FD6BD"
-RANK_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)
-
-
-def draw_collective(
-    axes: Axes, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], name: str
-) -> None:
-    """Draw the numbers of each rank before and after a collective, with arrows from their source.
-
-    Args:
-        before, after: for each rank, its numbers.
-        name: `broadcast` or `all-reduce`; broadcast is from rank 0.
-    """
-    ranks = len(before)
-    for rank in range(ranks):
-        _draw_numbers(axes, 0.0, -rank, before[rank], RANK_COLORS[rank % 4], f"rank {rank}")
-        is_sum = name == "all-reduce"
-        color = BLACK if is_sum else RANK_COLORS[0]
-        _draw_numbers(axes, 3.0, -rank, after[rank], color, "")
-        for source in range(ranks) if is_sum else (0,):
-            style = {"arrowstyle": "-|>", "color": RANK_COLORS[source % 4], "linewidth": 1.6}
-            axes.annotate("", (2.92, -rank), (2.08, -source), arrowprops=style)
-    axes.text(2.5, 0.62, name, ha="center", weight="bold")
-    axes.text(1.0, 0.62, "before", ha="center")
-    axes.text(4.0, 0.62, "after", ha="center")
-    axes.set(xlim=(-0.75, 5.1), ylim=(-ranks + 0.4, 0.95))
-    axes.set_axis_off()
-
-
-def _draw_numbers(
-    axes: Axes, x: float, y: float, numbers: Sequence[float], color: str, label: str
-) -> None:
-    """A rank's numbers in a box two units wide."""
-    box = {"boxstyle": "round,pad=0,rounding_size=0.08", "linewidth": 1.6}
-    axes.add_patch(FancyBboxPatch((x, y - 0.26), 2, 0.52, fc=PAPER, ec=color, **box))
-    for place, number in enumerate(numbers):
-        where = x + 2 * (place + 0.5) / len(numbers)
-        axes.text(
-            where, y, f"{number:g}", ha="center", va="center", color=color, family="monospace"
-        )
-    axes.text(x - 0.08, y, label, ha="right", va="center")
 
 
 def draw_ring_step(axes: Axes, steps: Sequence[RingStep], number: int, *, arrows: bool) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 import random
-import re
-import textwrap
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.ddp.launcher import WorkerError, launch
 from lib.lessons.exercise import Exercise, check, report, verdict
 from lib.lessons.fsdp.orders import Costs, Event, play
-from lib.lessons.fsdp.ranks import Threads, run_on_threads, train_alone, train_attempt
+from lib.lessons.fsdp.ranks import train_alone, train_attempt
+from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
 
 # Whole numbers, of which sums are exact in any order.
 SMALLEST, LARGEST = -4, 5
@@ -496,47 +492,16 @@ def check_reduce_scatter(attempt: Callable) -> None:
 
 def check_sharded_mlp(attempt: Callable) -> None:
     """Check `sharded_mlp(x, shard, d_ff, ranks)`, and run a right one on two processes."""
-    text = verdict(SHARDED_MLP, on_threads(attempt))
+    text, steps = verdict(SHARDED_MLP, on_threads(attempt)), 3
+
+    def judge(found: list[Tensor]) -> tuple[bool, str]:
+        off = max((one - train_alone(12, 2, steps)).abs().max().item() for one in found)
+        words = f"on two processes, after {steps} steps: off by {off:.1g} from one process"
+        return off < MOST_OFF, words
+
     if text.startswith("right"):
-        text = _on_processes(attempt, text)
+        text = tried_on_processes(text, attempt, train_attempt, 2, steps, judge=judge)
     report(text, attempt.__name__, SHARDED_MLP.tier)
-
-
-def _on_processes(attempt: Callable, text: str, steps: int = 3) -> str:
-    """Train with a right attempt on two processes; return the verdict `text` with what came out."""
-    source = _source_with_helpers(attempt)
-    try:
-        found = launch(train_attempt, 2, source, attempt.__name__, steps, backend="gloo")
-    except WorkerError as error:
-        first = str(error).splitlines()[0]
-        return (
-            f"not yet: {text.removeprefix('right: ')}; on two processes {first}"
-            "\n  The processes get this function, and functions and modules of the notebook that it"
-            " uses; anything else belongs inside it."
-        )
-    difference = max((one - train_alone(12, 2, steps)).abs().max().item() for one in found)
-    result = f"on two processes, after {steps} steps: off by {difference:.1g} from one process"
-    if not difference < MOST_OFF:
-        return f"not yet: {text.removeprefix('right: ')}; {result}"
-    return f"{text}\n  {result}"
-
-
-def _source_with_helpers(attempt: Callable) -> str:
-    """The source of a function, and of the functions and modules of its notebook that it uses."""
-    sources: dict[str, str] = {}
-    wanted = [attempt]
-    while wanted:
-        function = wanted.pop()
-        source = textwrap.dedent(inspect.getsource(function)).removeprefix("@on_threads\n")
-        sources[function.__name__] = source
-        # any word of it may be a name of the notebook
-        for name in sorted({*re.findall(r"\w+", source)} - sources.keys()):
-            value = function.__globals__.get(name)
-            if isinstance(value, types.ModuleType):
-                sources[name] = f"import {value.__name__} as {name}\n"
-            elif isinstance(value, types.FunctionType) and value.__module__ == attempt.__module__:
-                wanted.append(value)
-    return "\n".join(sources.values())
 
 
 def check_clip(attempt: Callable) -> None:

@@ -56,7 +56,7 @@ STOPS = (
     Stop("05_triton", "Triton", "your first GPU kernels", "kernels", 3, "½", VERMILLION),
     Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 7, "1", VERMILLION),
     Stop(
-        "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 1.5, "1", GREEN
+        "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 3.5, "1", GREEN
     ),
     Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "sharded\nstate", 1.5, "1", GREEN),
     Stop("09_fsdp", "FSDP", "everything is sharded", "every\npart", 3.5, "1", GREEN),

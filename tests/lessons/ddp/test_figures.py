@@ -11,7 +11,6 @@ from lib.ddp.ring import ring_all_reduce
 from lib.lessons.ddp.figures import (
     PHASE_COLORS,
     WHOLE,
-    draw_collective,
     draw_overlap,
     draw_ring,
     draw_ring_step,
@@ -43,15 +42,6 @@ def axes():
 
 def arrows(axes):
     return [text for text in axes.texts if getattr(text, "arrow_patch", None)]
-
-
-@pytest.mark.parametrize(("name", "count"), [("broadcast", 2), ("all-reduce", 4)])
-def test_a_collective_shows_all_numbers_and_where_they_come_from(axes, name, count):
-    draw_collective(axes, [[1, 2], [3, 4]], [[4, 6], [5, 7]], name)
-    shown = texts(axes)
-    assert [text for text in shown if text.isdigit()] == ["1", "2", "4", "6", "3", "4", "5", "7"]
-    assert {"rank 0", "rank 1", name} <= set(shown)
-    assert len(arrows(axes)) == count
 
 
 @pytest.mark.parametrize("number", range(5))

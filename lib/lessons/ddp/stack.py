@@ -1,0 +1,207 @@
+"""Steps of a stack of layers on a simulated network, for notebook 07: how long, and who waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.ddp.simulated_network import (
+    Network,
+    SimulatedGroup,
+    Transfer,
+    VirtualClock,
+    simulated_group,
+)
+from lib.profiling.timeline import Timeline
+from lib.profiling.trace import difference, union
+
+# Rows of the matrices that a layer multiplies by the wall clock.
+WIDTH = 320
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The layers of a stack.
+
+    By a virtual clock `forward` and `backward` are milliseconds, by the wall clock matmuls.
+    """
+
+    sizes: tuple[int, ...]
+    """The weights of each, in order."""
+
+    forward: float
+    backward: float
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 4 * sum(self.sizes)
+
+
+class Stack(nn.Module):
+    """Layers that are busy for their time on the network's clock, and note when."""
+
+    def __init__(self, layers: Layers, group: SimulatedGroup) -> None:
+        super().__init__()
+        self.layers, self.group = layers, group
+        self.weights = nn.ParameterList(torch.ones(size) for size in layers.sizes)
+        self.spans: list[tuple[str, float, float]] = []
+        self.matrix, self.result = torch.randn(2, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            # backward is busy before the weight's gradient is there
+            x = _Busy.apply(x + weight.sum(), self)
+        return x
+
+    def finish_gradient_synchronization(self) -> None:
+        """Do nothing: without a wrapper a rank trains by itself."""
+
+    def compute(self, phase: str, amount: float) -> None:
+        """Be busy, and note from when to when."""
+        clock = self.group.clock
+        start = clock.now()
+        if isinstance(clock, VirtualClock):
+            clock.compute(amount / 1e3)
+        else:
+            for _ in range(round(amount)):
+                torch.mm(self.matrix, self.matrix, out=self.result)
+        self.spans.append((phase, start, clock.now()))
+
+
+class _Busy(torch.autograd.Function):
+    """The identity, which takes its time forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: Stack) -> Tensor:
+        ctx.stack = stack
+        stack.compute("forward", stack.layers.forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.stack.compute("backward", ctx.stack.layers.backward)
+        return grad, None
+
+
+def time_steps(
+    makers: Mapping[str, Callable | None],
+    networks: Mapping[str, Network],
+    layers: Layers,
+    samples: int = 1,
+) -> dict[tuple[str, str], Timeline]:
+    """The fastest step on this rank with each wrapper on each network; all ranks of a job call it.
+
+    By the wall clock other programs disturbed that one least. Wrappers are interleaved, so that all
+    see the same machine.
+
+    Args:
+        makers: name -> makes the wrapper from a module and `group=`; None trains each rank alone.
+    """
+    found = {}
+    for place, network in networks.items():
+        group = simulated_group(network)
+        stacks = {name: Stack(layers, group) for name in makers}
+        models: dict[str, Any] = {
+            name: stacks[name] if make is None else make(stacks[name], group=group)
+            for name, make in makers.items()
+        }
+        turns = [
+            {name: _step(model, stacks[name]) for name, model in models.items()}
+            for _ in range(samples + 1)
+        ]
+        for name in makers:
+            # the first step may agree on an order
+            steps = [turn[name] for turn in turns[1:]]
+            found[place, name] = min(steps, key=lambda step: step.step_ms)
+    return found
+
+
+def _step(model: Any, stack: Stack) -> Timeline:
+    """A step that all ranks start together."""
+    group = stack.group
+    dist.barrier(group)
+    stack.spans.clear()
+    before, start = len(group.transfers), group.clock.now()
+    model(torch.ones(1, requires_grad=True)).backward()
+    model.finish_gradient_synchronization()
+    end = group.clock.now()
+    stack.zero_grad()
+    return timeline(stack.spans, group.transfers[before:], start, end)
+
+
+def timeline(
+    spans: Sequence[tuple[str, float, float]],
+    transfers: Sequence[Transfer],
+    start: float,
+    end: float,
+) -> Timeline:
+    """A step from what the rank computed and sent; all times in seconds by one clock.
+
+    Communication is from a call until its end, with the wait for other ranks; exposed is the part
+    of it in which the rank computes nothing.
+    """
+
+    def milliseconds(intervals: Any) -> np.ndarray:
+        return 1e3 * (union(np.array(intervals, dtype=float).reshape(-1, 2)) - start)
+
+    def pairs(array: np.ndarray) -> tuple[tuple[float, float], ...]:
+        return tuple((a, b) for a, b in array.tolist())
+
+    busy = {
+        phase: milliseconds([(a, b) for name, a, b in spans if name == phase])
+        for phase in ("forward", "backward")
+    }
+    sent = milliseconds([(one.called, one.end) for one in transfers])
+    computing = union(np.concatenate([*busy.values()]))
+    return Timeline(
+        step_ms=1e3 * (end - start),
+        backward=(busy["backward"].min().item(), busy["backward"].max().item()),
+        compute=tuple((phase, pairs(found)) for phase, found in busy.items()),
+        communication=pairs(sent),
+        exposed=pairs(difference(sent, computing)),
+    )
+
+
+def bucketed(plan: Sequence[Sequence[int]]) -> Callable:
+    """A maker for `time_steps` whose all-reduces are those of `plan`, lists of layers."""
+    return _Planned([list(bucket) for bucket in plan])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    plan: list[list[int]]
+
+    def __call__(self, stack: Stack, group: SimulatedGroup) -> PlannedBuckets:
+        return PlannedBuckets(stack, group, self.plan)
+
+
+class PlannedBuckets:
+    """Starts the all-reduce of a bucket, a list of layers, once the last of its gradients came."""
+
+    def __init__(self, stack: Stack, group: SimulatedGroup, plan: list[list[int]]) -> None:
+        self.stack, self.group, self.works = stack, group, []
+        for bucket in plan:
+            # layers' gradients arrive from the last to the first
+            self.stack.weights[min(bucket)].register_post_accumulate_grad_hook(
+                lambda _, bucket=bucket: self.start(bucket)
+            )
+
+    def start(self, bucket: list[int]) -> None:
+        """Start the all-reduce of some layers' gradients."""
+        flat = torch.cat([self.stack.weights[index].grad for index in bucket])  # type: ignore[misc]
+        self.works.append(dist.all_reduce(flat, group=self.group, async_op=True))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.stack(x)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait for all."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()

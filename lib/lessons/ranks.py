@@ -1,0 +1,288 @@
+"""Ranks for checks: threads of this process, so that a check takes no time, or real processes.
+
+`Processes` has the methods of `Threads` between the processes of a job that `launch` started.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.ddp.launcher import WorkerError, launch
+from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
+from lib.ddp.simulated_network import Network
+
+
+class Board:
+    """What ranks that are threads post for one another; names a deadlock as soon as there is one.
+
+    A rank that waits gets on once all values that it waits for are there. If all ranks wait or have
+    ended, and none can get on, they never will.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.changed = threading.Condition()
+        self.values: dict[Any, Any] = {}
+        # rank -> what it waits for, and that in words
+        self.waiting: dict[int, tuple[list, str]] = {}
+        self.ended: set[int] = set()
+        self.failure = ""
+
+    def post(self, key: Any, value: Any) -> None:
+        """Put a value where others find it under `key`."""
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def wait(self, rank: int, keys: Sequence[Any], words: str) -> list[Any]:
+        """Wait for the values of `keys`.
+
+        Raises:
+            RuntimeError: they never come.
+        """
+        with self.changed:
+            self.waiting[rank] = [*keys], words
+            self._look_for_deadlock()
+            while not all(key in self.values for key in keys):
+                if self.failure:
+                    raise RuntimeError(self.failure)
+                self.changed.wait()
+            del self.waiting[rank]
+            return [self.values[key] for key in keys]
+
+    def end(self, rank: int) -> None:
+        """Tell that a rank has ended."""
+        with self.changed:
+            self.ended.add(rank)
+            self._look_for_deadlock()
+
+    def _look_for_deadlock(self) -> None:
+        stuck = {
+            rank: words
+            for rank, (keys, words) in self.waiting.items()
+            if not all(key in self.values for key in keys)
+        }
+        if stuck and len(stuck) + len(self.ended - stuck.keys()) == self.count:
+            told = [f"rank {rank} {words}" for rank, words in sorted(stuck.items())]
+            told += [f"rank {rank} has ended" for rank in sorted(self.ended - stuck.keys())]
+            self.failure = f"the ranks wait for one another forever: {', '.join(told)}"
+            self.changed.notify_all()
+
+
+class Threads:
+    """One rank of several, each a thread; made by `run_on_threads`.
+
+    Counts its messages, and keeps what it gathered, to overwrite it.
+    """
+
+    def __init__(self, number: int, board: Board) -> None:
+        self.number, self.count, self.board = number, board.count, board
+        self.calls = {"all-gathers": 0, "reduce-scatters": 0, "all-reduces": 0}
+        self.elements_sent = 0
+        self.collectives = 0
+        # messages to and from each other rank
+        self.messages: dict[tuple[str, int], int] = {}
+        self.gathered: list[Tensor] = []
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to rank `to`, without waiting for it."""
+        self.elements_sent += tensor.numel()
+        key = (self.number, to, self._next("to", to))
+        self.board.post(key, tensor.detach().clone())
+
+    def receive(self, source: int, like: Tensor) -> Tensor:
+        """Wait for the next tensor from rank `source`, which has the shape of `like`.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        key = (source, self.number, self._next("from", source))
+        words = f"waits for message {key[2]} of rank {source}"
+        (tensor,) = self.board.wait(self.number, [key], words)
+        if tensor.shape != like.shape:
+            shapes = f"{tuple(like.shape)}, got {tuple(tensor.shape)}"
+            raise ValueError(f"what rank {source} sends must have the shape {shapes}")
+        return tensor
+
+    def _next(self, direction: str, other: int) -> int:
+        number = self.messages.get((direction, other), 0) + 1
+        self.messages[direction, other] = number
+        return number
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks behind one another, (count · n,) of (n,)."""
+        self.calls["all-gathers"] += 1
+        self.gathered.append(torch.cat(self._exchange("all_gather", part)))
+        return self.gathered[-1]
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """This rank's slice of the sum over all ranks, (n,) of (count · n,)."""
+        self.calls["reduce-scatters"] += 1
+        total = sum(self._exchange("reduce_scatter", whole))
+        return total.chunk(self.count)[self.number].clone()  # type: ignore[union-attr]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        self.calls["all-reduces"] += 1
+        return sum(self._exchange("all_reduce", tensor))  # type: ignore[return-value]
+
+    def poison(self) -> None:
+        """Overwrite what was gathered so far, as memory that was freed and is used again."""
+        for tensor in self.gathered:
+            tensor.fill_(torch.nan)
+
+    def _exchange(self, kind: str, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks.
+
+        Raises:
+            RuntimeError: ranks call different collectives, or one of them has ended.
+            ValueError: tensors differ in their shape, or are not flat.
+        """
+        self.collectives += 1
+        keys = [("collective", self.collectives, number) for number in range(self.count)]
+        self.board.post(keys[self.number], (kind, tensor.detach().clone()))
+        words = f"waits in {kind}, its collective {self.collectives}"
+        kinds, tensors = zip(*self.board.wait(self.number, keys, words))
+        if len(set(kinds)) > 1:
+            raise RuntimeError(f"ranks call different collectives: {', '.join(kinds)}")
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len({*shapes}) > 1 or (kind != "all_reduce" and tensor.ndim != 1):
+            shown = ", ".join(map(str, shapes))
+            flat = "" if kind == "all_reduce" else "flat "
+            raise ValueError(f"{kind} takes {flat}tensors of one shape, got the shapes {shown}")
+        return list(tensors)
+
+
+def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:
+    """Run `job(ranks)` on `count` threads as ranks; return their results.
+
+    Raises:
+        Exception: what the first rank that failed by itself raised.
+    """
+    board = Board(count)
+    results: list[Any] = [None] * count
+    errors: list[Exception] = []
+
+    def work(number: int) -> None:
+        try:
+            results[number] = job(Threads(number, board))
+        except Exception as error:
+            errors.append(error)
+        board.end(number)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class Processes:
+    """The ranks of a job, with the methods of `Threads`."""
+
+    def __init__(self) -> None:
+        self.number, self.count = rank(), world_size()
+        # messages on their way, and their tensors
+        self.sent: list[Any] = []
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to rank `to`, without waiting for it."""
+        tensor = tensor.detach().clone()
+        self.sent.append((dist.isend(tensor, to), tensor))
+
+    def receive(self, source: int, like: Tensor) -> Tensor:
+        """Wait for the next tensor from rank `source`, which has the shape of `like`."""
+        tensor = torch.empty_like(like)
+        dist.recv(tensor, source)
+        return tensor
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks behind one another, (count · n,) of (n,)."""
+        whole = part.new_empty(self.count * len(part))
+        all_gather(whole, part.contiguous())
+        return whole
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """This rank's slice of the sum over all ranks, (n,) of (count · n,)."""
+        own = whole.new_empty(len(whole) // self.count)
+        reduce_scatter(own, whole.contiguous())
+        return own
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+
+# An attempt that is right on threads, on processes
+
+
+def tried_on_processes(
+    text: str,
+    attempt: Callable,
+    job: Callable,
+    count: int,
+    *arguments: Any,
+    judge: Callable[[list[Any]], tuple[bool, str]],
+    backend: str | Network = "gloo",
+) -> str:
+    """Run `job(source, name, *arguments)` on processes; return the verdict `text` with the result.
+
+    Args:
+        text: the verdict on `attempt`, which is right so far.
+        job: makes the function `name` with `function_of(source, name)`.
+        judge: from what the ranks return, whether that is right, and what to say of it.
+    """
+    source = source_with_helpers(attempt)
+    wrong = text.replace("right: ", "not yet: ", 1)
+    try:
+        found = launch(job, count, source, attempt.__name__, *arguments, backend=backend)
+    except WorkerError as error:
+        first = str(error).splitlines()[0]
+        return (
+            f"{wrong}; on processes {first}"
+            "\n  The processes get this function, and functions and modules of the notebook that it"
+            " uses; anything else belongs inside it."
+        )
+    is_right, result = judge(found)
+    return f"{text}\n  {result}" if is_right else f"{wrong}; {result}"
+
+
+def source_with_helpers(attempt: Callable) -> str:
+    """The source of a function, and of the functions and modules of its notebook that it uses."""
+    sources: dict[str, str] = {}
+    wanted = [attempt]
+    while wanted:
+        function = wanted.pop()
+        source = textwrap.dedent(inspect.getsource(function))
+        # without the decorators of a solution
+        sources[function.__name__] = source[re.search(r"^def ", source, re.M).start() :]  # type: ignore[union-attr]
+        # any word of it may be a name of the notebook
+        for name in sorted({*re.findall(r"\w+", source)} - sources.keys()):
+            value = function.__globals__.get(name)
+            if isinstance(value, types.ModuleType):
+                sources[name] = f"import {value.__name__} as {name}\n"
+            elif isinstance(value, types.FunctionType) and value.__module__ == attempt.__module__:
+                wanted.append(value)
+    return "\n".join(sources.values())
+
+
+def function_of(source: str, name: str) -> Callable:
+    """The function called `name` of what `source_with_helpers` returned."""
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(source, namespace)
+    return namespace[name]

@@ -1,0 +1,114 @@
+"""Ranks of checks: threads give what processes give, and name a deadlock at once."""
+
+import math
+
+import pytest
+import torch
+
+from lib.ddp.launcher import launch
+from lib.lessons.ranks import (
+    Processes,
+    function_of,
+    run_on_threads,
+    source_with_helpers,
+    tried_on_processes,
+)
+
+
+def messages(ranks) -> list[torch.Tensor]:
+    part = torch.arange(4.0) + 10 * ranks.number
+    after, before = (ranks.number + 1) % ranks.count, (ranks.number - 1) % ranks.count
+    for number in range(3):
+        ranks.send(part * number, after)
+    received = [ranks.receive(before, like=part) for _ in range(3)]
+    found = [ranks.all_gather(part), ranks.reduce_scatter(part), ranks.all_reduce(part)]
+    return received + found
+
+
+def messages_of_processes() -> list[torch.Tensor]:
+    return messages(Processes())
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_threads_get_what_processes_get():
+    on_processes = launch(messages_of_processes, 2, backend="gloo")
+    for one, other in zip(on_processes, run_on_threads(messages, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_ranks_that_wait_for_one_another_are_told_who_waits_for_whom():
+    def job(ranks):
+        ranks.receive(1 - ranks.number, like=torch.ones(2))
+
+    both = "rank 0 waits for message 1 of rank 1, rank 1 waits for message 1 of rank 0"
+    with pytest.raises(RuntimeError, match=f"forever: {both}"):
+        run_on_threads(job, 2)
+
+
+def test_a_rank_that_ends_early_leaves_nobody_waiting():
+    def job(ranks):
+        for _ in range(1 + (ranks.number == 1)):
+            ranks.all_reduce(torch.ones(2))
+
+    words = "rank 1 waits in all_reduce, its collective 2, rank 0 has ended"
+    with pytest.raises(RuntimeError, match=words):
+        run_on_threads(job, 2)
+
+
+def test_the_error_of_the_rank_that_failed_is_raised():
+    def job(ranks):
+        if ranks.number == 1:
+            raise KeyError("weights")
+        ranks.all_reduce(torch.ones(2))
+
+    with pytest.raises(KeyError, match="weights"):
+        run_on_threads(job, 3)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (lambda r: r.all_reduce(torch.ones(2 + r.number)), r"of one shape, got the shapes \(2,\)"),
+        (lambda r: r.all_gather(torch.ones(2, 2)), "takes flat tensors"),
+        (
+            lambda r: (r.all_gather if r.number else r.all_reduce)(torch.ones(2)),
+            "ranks call different collectives: all_reduce, all_gather",
+        ),
+        (
+            lambda r: (r.send(torch.ones(3), 1 - r.number), r.receive(1 - r.number, torch.ones(2))),
+            r"must have the shape \(2,\), got \(3,\)",
+        ),
+    ],
+)
+def test_messages_that_do_not_fit_are_named(job, words):
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        run_on_threads(job, 2)
+
+
+def helper(x):
+    return math.sqrt(x)
+
+
+def attempt(x):
+    return helper(x) + 1
+
+
+def test_processes_get_helpers_and_modules_with_a_function():
+    assert function_of(source_with_helpers(attempt), "attempt")(4) == 3
+
+
+def rooted(source: str, name: str, x: float) -> float:
+    return function_of(source, name)(x)
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_what_processes_find_decides():
+    def verdict(x: float, function=attempt) -> str:
+        def judge(found):
+            return found == [3.0, 3.0], f"found {found}"
+
+        return tried_on_processes("right: as expected", function, rooted, 2, x, judge=judge)
+
+    assert verdict(4) == "right: as expected\n  found [3.0, 3.0]"
+    assert verdict(9) == "not yet: as expected; found [4.0, 4.0]"
+    assert verdict(-1).startswith("not yet: as expected; on processes rank")
