@@ -7,6 +7,7 @@ Threads work on chunks between safe cuts, each with its own cache.
 """
 
 import ctypes
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,8 @@ CAPACITY, BATCH_TEXTS = 1 << 20, 1 << 14
 BATCH = 128
 # how much of a cache's table is used at first: little, since what is near in memory is fast
 FIRST_TABLE = (1 << 13) * ENTRY
+# Numba fails, rarely, where two threads compile at the same time: the first compiles alone
+COMPILING = threading.Lock()
 
 
 def train_compiled(
@@ -78,6 +81,8 @@ def train_compiled(
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     """Train on chunks of texts; return the vocabulary without special tokens, and the merges."""
     words = WordCounts(new_special(dict.fromkeys(special_tokens, 0)))
+    with COMPILING:
+        WordCounts(words.special).count([b"a"])
     with ThreadPoolExecutor(workers) as executor:
         for num_bytes in ordered_map(executor, words.count, chunks, workers + 1):
             if progress:
@@ -219,8 +224,9 @@ def remember(cache, data, start, length, low, high, ids, number, width):
     """Cache the ids of a pre-token; clear the cache first if it is full."""
     used = cache.used
     table = cache.table[: used[3]]
+    # a text with more distinct pre-tokens than entries is slow: each would miss in each round
     if (
-        2 * ENTRY * used[0] >= table.shape[0]
+        8 * ENTRY * used[0] >= 7 * table.shape[0]
         or used[1] + number > cache.ids.shape[0]
         or used[2] + length > cache.kept.shape[0]
     ):
@@ -460,6 +466,8 @@ class CompiledEncoder:
         self.token_bytes = np.frombuffer(token_bytes + bytes(PADDING), dtype=np.uint8)
         # one for each thread that encodes at the same time
         self.idle: list[Workspace] = []
+        with COMPILING:
+            self.decode(self.encode(b"a").tolist())
 
     def encode(self, text: str | bytes, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,); invalid UTF-8 counts as U+FFFD."""

@@ -257,6 +257,20 @@ def test_a_cache_that_overflows_or_grows_does_not_change_the_ids(
     assert tokenizer.encode(text) == expected
 
 
+def test_a_cache_keeps_as_many_pretokens_as_fill_four_fifths_of_its_table(trained, monkeypatch):
+    """Cleared at one half, it would never have what a text of that many comes back to."""
+    rows, words = 1 << 10, 800
+    table = np.zeros(rows * ENTRY, np.uint64)
+    sizes = np.array([0, 0, 0, rows * ENTRY])
+    few = np.empty(8, np.uint32), np.empty(8, np.uint8), sizes, np.empty(BATCH * 4, np.uint64)
+    cache = Cache(table, *few)
+    monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
+    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
+    tokenizer.encode("".join(f" {n}" for n in range(words)))
+    # and the "a" that an encoder begins with
+    assert sizes[0] == words + 1
+
+
 @pytest.mark.parametrize("last_id", [300, 70_000])
 def test_words_of_every_length_have_the_ids_of_the_python_code(last_id):
     """Lengths around those where another way begins, with ids of 16 and of 32 bits."""
