@@ -25,6 +25,11 @@ def test_every_room_has_faults_whose_text_is_there_once():
         text = (ROOT / fault.file).read_text(encoding="utf-8")
         assert text.count(fault.old) == 1, f"{name}: {fault.old!r}"
         assert fault.new != fault.old, name
+        for path, _, test in (words.partition("::") for words in fault.test.split()):
+            if path.endswith(".py"):
+                assert f"def {test.split('[')[0]}" in (ROOT / path).read_text(encoding="utf-8"), (
+                    name
+                )
 
 
 @pytest.mark.slow

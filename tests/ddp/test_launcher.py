@@ -122,7 +122,6 @@ INTERRUPTED = """
 import os, signal, sys, threading, time, multiprocessing
 from multiprocessing import forkserver
 from lib.ddp.launcher import launch
-from tests.ddp import workers
 
 def interrupt():
     while not (forkserver._forkserver._forkserver_pid or multiprocessing.active_children()):
@@ -133,7 +132,7 @@ def interrupt():
 
 threading.Thread(target=interrupt).start()
 try:
-    launch(workers.inside_init, 2, backend="gloo", timeout=60)
+    launch(time.sleep, 2, 60, backend="gloo")
 except KeyboardInterrupt:
     print("interrupted")
 """

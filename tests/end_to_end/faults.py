@@ -39,7 +39,7 @@ FAULTS = [
         "lib/__main__.py",
         "    except KeyboardInterrupt:\n        if is_debug:",
         "    except MemoryError:\n        if is_debug:",
-        f"{MAIN}::test_an_interruption_is_quiet_and_exit_code_130",
+        f"{MAIN}::test_an_interruption_says_how_to_go_on_and_is_exit_code_130",
     ),
     Fault(
         "lib/__main__.py",
