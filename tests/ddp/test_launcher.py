@@ -130,6 +130,8 @@ def interrupt():
     time.sleep(float(sys.argv[1]))
     os.killpg(0, signal.SIGINT)
 
+# a job in a shell's background begins with interrupts ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=interrupt).start()
 try:
     launch(time.sleep, 2, 60, backend="gloo")
