@@ -23,7 +23,7 @@ from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from lib.tokenizer.pretokenize import (
     split_pretokens,
     split_special,
 )
+
+if TYPE_CHECKING:
+    from lib.tokenizer.compiled_encoder import CompiledEncoder
 
 Pair = tuple[int, int]
 # an id, or the bytes of a token
@@ -384,6 +387,7 @@ class Tokenizer:
         self._special_bytes = [token.encode() for token in self.special_tokens]
         # bytes and ids that this tokenizer was given while it had no compiled code
         self._given = 0
+        self._compiled: CompiledEncoder | None = None
         # word -> the ids of a space and the word
         self._spaced_words: dict[str, list[int]] = {}
 
@@ -437,14 +441,14 @@ class Tokenizer:
         Raises:
             UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
         """
-        if self._use_compiled(len(text)):
-            return self._compiled.encode_list(text, allow_special)
+        if compiled := self._compiled or self._compiled_for(len(text)):
+            return compiled.encode_list(text, allow_special)
         if self.implementation == "python" or len(text) <= PART_BYTES:
             return self._encode_readably(text, allow_special)
         ids, special_bytes = [], self._special_bytes if allow_special else ()
         for part in split_at_safe_cuts(text.encode(), PART_BYTES, special_bytes):
-            if self._use_compiled(0):
-                ids += self._compiled.encode_list(part, allow_special)
+            if compiled := self._compiled_for(0):
+                ids += compiled.encode_list(part, allow_special)
             else:
                 ids += self._encode_readably(part.decode(), allow_special)
         return ids
@@ -511,8 +515,8 @@ class Tokenizer:
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD."""
-        if self._use_compiled(len(text)):
-            return self._compiled.encode(text, allow_special)
+        if compiled := self._compiled or self._compiled_for(len(text)):
+            return compiled.encode(text, allow_special)
         text = text if isinstance(text, str) else text.decode("utf-8", "replace")
         return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
 
@@ -524,10 +528,11 @@ class Tokenizer:
         `workers` is the number of threads; one per core by default.
         """
         size = sum(map(len, texts))
-        if not self._use_compiled(size):
+        compiled = self._compiled_for(size)
+        if compiled is None:
             return [self.encode_array(text, allow_special=allow_special) for text in texts]
-        encode = partial(self._compiled.encode_batch, allow_special=allow_special)
-        batches = self._compiled.batches(texts)
+        encode = partial(compiled.encode_batch, allow_special=allow_special)
+        batches = compiled.batches(texts)
         workers = workers or available_cpus()
         if workers == 1 or size <= STREAM_BYTES:
             return [ids for batch in batches for ids in encode(batch)]
@@ -588,8 +593,8 @@ class Tokenizer:
         if not len(ids):
             return b""
         try:
-            if self._use_compiled(len(ids)):
-                return self._compiled.decode(ids)
+            if compiled := self._compiled_for(len(ids)):
+                return compiled.decode(ids)
             ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
             return b"".join(map(self.vocab.__getitem__, ids))
         except (KeyError, OverflowError):
@@ -602,21 +607,26 @@ class Tokenizer:
                 f"token id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1})"
             ) from None
 
-    def _use_compiled(self, size: int) -> bool:
-        """Whether to use the compiled code for `size` more bytes or ids. It may begin to load."""
-        if "_compiled" in self.__dict__ or self.implementation != "auto":
-            return self.implementation != "python"
+    def _compiled_for(self, size: int) -> "CompiledEncoder | None":
+        """Return the compiled code if it is to serve `size` more bytes or ids.
+
+        If not, it may begin to load.
+        """
+        if self._compiled is None and self._is_worth_compiling(size):
+            from lib.tokenizer.compiled_encoder import CompiledEncoder
+
+            self._compiled = CompiledEncoder(
+                self.vocab, self._byte_ids, self._ranks, self.special_tokens, self.dtype
+            )
+        return self._compiled
+
+    def _is_worth_compiling(self, size: int) -> bool:
+        if self.implementation != "auto":
+            return self.implementation == "numba"
         self._given += size
         if self._given >= COMPILED_ENCODING_BYTES:
             COMPILED_CODE.load()
         return self._given >= COMPILED_AGAIN_BYTES and COMPILED_CODE.is_ready()
-
-    @cached_property
-    def _compiled(self):
-        from lib.tokenizer.compiled_encoder import CompiledEncoder
-
-        specials = self.special_tokens
-        return CompiledEncoder(self.vocab, self._byte_ids, self._ranks, specials, self.dtype)
 
 
 def rank_merges(

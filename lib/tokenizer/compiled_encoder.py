@@ -150,8 +150,9 @@ class Arrays(NamedTuple):
 
 
 # Numba takes a microsecond or two to look at all these arrays, longer than to encode a short text,
-# and kernels that pass them on are slow to call. So they come as one array, of their addresses and
-# lengths.
+# and kernels that pass them on are slow to call. So their addresses and lengths are in one array,
+# and what is called from Python takes the address of that.
+ARRAYS = 21
 
 
 def addresses_of(*arrays: np.ndarray) -> np.ndarray:
@@ -371,11 +372,22 @@ def encode_text(addresses, start, end, n, width):
 
 
 @compiled
-def encode_texts(addresses, number, width):
+def encode_beginning(address, length, width):
+    """Encode the first `length` bytes of `data`, one text; return the number of ids.
+
+    Writes the ids, of `width` bytes each, to `out`. `address` is that of the array of addresses.
+    """
+    addresses = array_at(address, 2 * ARRAYS, np.int64)
+    return encode_text(addresses, np.int64(0), length, np.int64(0), width) // width
+
+
+@compiled
+def encode_texts(address, number, width):
     """Encode as many texts as `number`, which end at `ends` in `data`; return the number of ids.
 
     Writes the ids, of `width` bytes each, to `out`, and their ends to `id_ends`.
     """
+    addresses = array_at(address, 2 * ARRAYS, np.int64)
     arrays = arrays_at(addresses)
     start = n = np.int64(0)
     for k in range(number):
@@ -440,6 +452,8 @@ class Workspace:
         rest = *encoder.ranks, *self.scratch, *self.cache
         self.with_special = addresses_of(*arrays, *encoder.special, *rest)
         self.without_special = addresses_of(*arrays, *encoder.no_special, *rest)
+        # by `allow_special`
+        self.address = self.without_special.ctypes.data, self.with_special.ctypes.data
 
 
 class CompiledEncoder:
@@ -473,10 +487,19 @@ class CompiledEncoder:
         """Convert text to ids of `dtype`, (num_tokens,); invalid UTF-8 counts as U+FFFD."""
         if len(text) > CAPACITY:
             return self._encode_long(text, allow_special)
+        # short texts come by the million: everything that is done once for each is in this method
         data = text.encode() if isinstance(text, str) else valid_utf8(text)
-        work = self._workspace(len(data))
-        ids = self._encode_in(work, data, allow_special).copy()
-        self._put_back(work)
+        size = len(data)
+        if size > CAPACITY:
+            return self._encode_long(data, allow_special)
+        try:
+            work = self.idle.pop()
+        except IndexError:
+            work = Workspace(self, CAPACITY)
+        work.text[:size] = data
+        number = encode_beginning(work.address[allow_special], size, self.width)
+        ids = np.array(work.ids[:number])
+        self.idle.append(work)
         return ids
 
     def _encode_long(self, text: str | bytes, allow_special: bool) -> np.ndarray:
@@ -486,9 +509,10 @@ class CompiledEncoder:
         special_tokens = self.special_tokens if allow_special else []
         for chunk in split_at_safe_cuts(data, CAPACITY, special_tokens):
             work = self._workspace(len(chunk))
-            found = self._encode_in(work, chunk, allow_special)
-            ids[number : number + len(found)] = found
-            number += len(found)
+            work.text[: len(chunk)] = chunk
+            found = encode_beginning(work.address[allow_special], len(chunk), self.width)
+            ids[number : number + found] = work.ids[:found]
+            number += found
             self._put_back(work)
         ids.resize(number, refcheck=False)
         return ids
@@ -499,23 +523,13 @@ class CompiledEncoder:
         # many ids are fetched as Python integers faster than these are made
         return self.integers.take(ids).tolist() if len(ids) > FEW_IDS else ids.tolist()
 
-    def _encode_in(
-        self, work: Workspace, data: bytes | memoryview, allow_special: bool
-    ) -> np.ndarray:
-        """Return the ids of `data` as a view into `work`."""
-        work.text[: len(data)] = data
-        work.ends[0] = len(data)
-        addresses = work.with_special if allow_special else work.without_special
-        return work.ids[: encode_texts(addresses, 1, self.width)]
-
     def encode_batch(self, texts: Sequence[bytes], allow_special: bool = True) -> list[np.ndarray]:
         """Convert each of at most BATCH_TEXTS texts of valid UTF-8 to an array of ids."""
         data = b"".join(texts)
         work = self._workspace(len(data))
         work.text[: len(data)] = data
         work.ends[: len(texts)] = np.cumsum([len(text) for text in texts])
-        addresses = work.with_special if allow_special else work.without_special
-        number = encode_texts(addresses, len(texts), self.width)
+        number = encode_texts(work.address[allow_special], len(texts), self.width)
         ids = work.ids[:number].copy()
         ends = work.id_ends[: len(texts)].tolist()
         self._put_back(work)

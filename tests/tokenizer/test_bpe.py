@@ -328,11 +328,11 @@ def test_short_texts_bring_the_compiled_code_and_the_readable_one_works_meanwhil
         assert tokenizer.encode(TEXT) == expected
     # asked for, but not there
     assert code._loaded is not None
-    assert "_compiled" not in tokenizer.__dict__
+    assert tokenizer._compiled is None
     allowed.set()
     code._loaded.result(timeout=120)
     assert tokenizer.encode(TEXT) == expected
-    assert "_compiled" in tokenizer.__dict__
+    assert tokenizer._compiled is not None
 
 
 def test_the_compiled_code_takes_over_within_a_long_text(trained, tokenizers, loading, monkeypatch):
@@ -357,7 +357,7 @@ def test_without_numba_the_readable_code_goes_on(trained, tokenizers, loading, m
     tokenizer = Tokenizer(*trained, SPECIAL)
     for _ in range(3):
         assert tokenizer.encode(TEXT * 20) == tokenizers["numba"].encode(TEXT * 20)
-    assert "_compiled" not in tokenizer.__dict__
+    assert tokenizer._compiled is None
 
 
 # Encoding and decoding

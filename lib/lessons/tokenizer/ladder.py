@@ -14,7 +14,6 @@ from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.compiled_encoder import (
     OUTSIDE,
     U56,
-    CompiledEncoder,
     Workspace,
     arrays_at,
     encode_anew,
@@ -115,7 +114,7 @@ def encode_other(addresses, start, after, low, high, entry, n, width):
 
 def encoder_of(kernel: Callable, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     """Return a function that encodes text with `kernel`, one of those above or `lib`'s."""
-    compiled_half: CompiledEncoder = tokenizer._compiled
+    compiled_half = tokenizer._compiled_for(0)
     work: Workspace | None = None
 
     def encode(text: str) -> np.ndarray:
