@@ -86,6 +86,9 @@ class Exercise:
     unit: str = ""
     """Of that figure."""
 
+    baseline: Callable | None = None
+    """The function to beat, if that is not the solution; measured as well, and shown by name."""
+
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
         return {
@@ -187,9 +190,12 @@ def _figures(exercise: Exercise, attempt: Callable) -> str:
     """Return what is measured of a right attempt beside the solution; "" if nothing is."""
     if exercise.measure is None:
         return ""
-    yours, ours = exercise.measure(attempt), exercise.measure(exercise.solve)
+    compared = {"yours": attempt, "the solution": exercise.solve}
+    if exercise.baseline is not None:
+        compared[f"`{exercise.baseline.__name__}`"] = exercise.baseline
     unit = f" {exercise.unit}".rstrip()
-    return f"\n  yours {_rounded(yours)}{unit}, the solution {_rounded(ours)}{unit}"
+    figures = (f"{name} {_rounded(exercise.measure(f))}{unit}" for name, f in compared.items())
+    return f"\n  {', '.join(figures)}"
 
 
 def _rounded(value: float) -> str:
@@ -231,8 +237,12 @@ def _call(function: Callable, arguments: tuple, seconds: float | None) -> Any:
     except NotImplementedError:
         raise
     except Exception as error:
+        # in the function's own file: a module called there may have a `forward`, too
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        file = code.co_filename if code else None
         frames = traceback.extract_tb(error.__traceback__)
-        inside = [frame.lineno for frame in frames if frame.name == function.__name__]
+        called = [frame for frame in frames if frame.name == function.__name__]
+        inside = [frame.lineno for frame in called if frame.filename == file]
         # the first line: in PyTorch's errors, hints and addresses follow
         message = f"{type(error).__name__}: {error}".split("\n")[0]
         # Python's wording depends on the types divided

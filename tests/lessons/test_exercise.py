@@ -218,6 +218,15 @@ def test_an_error_names_its_line_and_is_the_same_mistake_in_another_line():
     assert "It looks as if there is nothing." in text
 
 
+def test_a_line_of_a_module_with_the_same_name_is_not_called_one_of_the_cell():
+    def forward(size):
+        return torch.nn.Linear(2, 3)(torch.zeros(size, 7))
+
+    exercise = Exercise(lambda size: 1, lambda _, size: (size,), {})
+    line = forward.__code__.co_firstlineno + 1
+    assert f"line {line} of the cell raised RuntimeError" in verdict(exercise, forward)
+
+
 def test_of_an_error_of_pytorch_the_first_line_is_shown():
     text = verdict(SPLIT_GPT4, lambda text: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
     assert "raised RuntimeError: " in text
@@ -320,6 +329,22 @@ def test_what_an_open_exercise_measures_is_shown_beside_the_solution():
         "  yours 3 ms, the solution 19,800 ms",
     ]
     assert "ms" not in verdict(exercise, lambda n: n)
+
+
+def test_a_baseline_is_measured_as_well():
+    cost = {double: 2.0, twice: 3.0, sum: 40.0}
+    exercise = Exercise(
+        double,
+        lambda _, size: (size,),
+        {},
+        "open",
+        measure=cost.get,
+        unit="ms",
+        trials=4,
+        baseline=sum,
+    )
+    figures = verdict(exercise, twice).splitlines()[1]
+    assert figures == "  yours 3 ms, the solution 2 ms, `sum` 40 ms"
 
 
 def test_a_secret_answer_is_not_told():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import random
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lib.lessons.exercise import Exercise, check, difference, edited
+from lib.lessons.exercise import NOT_FINISHED, Exercise, check, difference, edited
 from lib.lessons.profiling.simulated import Kernel, ToyGPU, ToyTrainer, kernels_of
 from lib.lessons.profiling.stacks import Run, Stack, judged, peak_share, plain
 from lib.model.config import ModelConfig
@@ -143,8 +144,16 @@ TRAIN = Exercise(
     watched(train),
     _draw_batches,
     {
-        "something inside the loop needs a loss's number on the host, of this step or the one "
-        "before: a comparison, `.item()`, `float()` or a format": watched(slow_train),
+        "a comparison inside the loop needs the losses' numbers on the host, from the second step "
+        "on": watched(slow_train),
+        "each step's loss is read as soon as it is launched, by `.item()`, `float()`, a format or "
+        "a comparison": watched(
+            edited(
+                train,
+                "load(batch)) for batch in batches]\n    values = [loss.item()",
+                "load(batch)).item() for batch in batches]\n    values = [loss",
+            )
+        ),
         "the mean is a sum; divide by the number of batches": watched(
             edited(train, " / len(values)", "")
         ),
@@ -262,6 +271,14 @@ BACKWARD_ROOFLINE = Exercise(
             "2 * m * k * n, e * (",
             "2 * m * k * n, (",
         ),
+        "a multiplication and an addition count as one FLOP; a matmul does 2 m k n": (
+            "for name, (flops, moved) in costs.items()",
+            "for name, (flops, moved) in [(n, (c[0] // 2, c[1])) for n, c in costs.items()]",
+        ),
+        "a single sequence is counted; there are `batch` of them": (
+            "    tokens = batch * length\n",
+            "    batch, tokens = 1, length\n",
+        ),
         "memory and arithmetic are swapped: above the ridge, arithmetic is the limit": (
             '"arithmetic" if flops / moved > ridge else "memory"',
             '"memory" if flops / moved > ridge else "arithmetic"',
@@ -301,6 +318,19 @@ def _draw_trace(generator: random.Random, size: int) -> tuple:
                 Kernel(begin + gap + 10, begin + gap + 20, names[1]),
             ],
         )
+    if generator.random() < 0.2:
+        # matmuls take more than half of the busy time, and less than half of the whole
+        longer, shorter = generator.randint(30, 60), generator.randint(5, 25)
+        gap = generator.randint(longer - shorter + 1, longer + shorter)
+        work = [(longer, generator.choice([MATMUL, ATTENTION])), (shorter, generator.choice(CHAIN))]
+        generator.shuffle(work)
+        (first_us, first), (second_us, second) = work
+        return (
+            [
+                Kernel(begin, begin + first_us, first),
+                Kernel(begin + first_us + gap, begin + first_us + gap + second_us, second),
+            ],
+        )
     short, launch_us = generator.choice([((2, 30), 100), ((20, 90), 10), ((20, 90), 10)])
     work = []
     for _ in range(2 + size):
@@ -334,6 +364,8 @@ DIAGNOSE = Exercise(
             "busy < span / 2",
             "busy <= span / 2",
         ),
+        "the time in matmuls is compared with the whole time, gaps included; compare it with the "
+        "busy time": ("in_matmuls > busy / 2", "in_matmuls > span / 2"),
         "matmuls that take exactly half of the busy time decide; it takes more than half": (
             "in_matmuls > busy / 2",
             "in_matmuls >= busy / 2",
@@ -381,7 +413,12 @@ def _draw_stack(generator: random.Random, size: int) -> tuple:
 
 
 def _describe_run(yours: Any, expected: Run) -> str:
-    return yours.problem() if isinstance(yours, Run) else difference(yours, expected)
+    if isinstance(yours, Run):
+        return yours.problem()
+    if yours is NOT_FINISHED:
+        return difference(yours, expected)
+    kind = "None (is a `return` missing?)" if yours is None else f"a {type(yours).__name__}"
+    return f"it returned {kind}; expected the result of the last block"
 
 
 FORWARD = Exercise(
@@ -401,6 +438,21 @@ FORWARD = Exercise(
         "x is detached, so that no gradient reaches the blocks before": judged(
             edited(forward, "checkpoint(block, x,", "checkpoint(block, x.detach(),")
         ),
+        "x is added to the result of each block; the blocks are residual, and add it already": (
+            judged(edited(forward, "x = checkpoint(", "x = x + checkpoint("))
+        ),
+        "the last block is left out": judged(edited(forward, "in blocks:", "in blocks[:-1]:")),
+        "the first block is left out": judged(edited(forward, "in blocks:", "in blocks[1:]:")),
+        "each block gets the first x; give it the result of the block before": judged(
+            edited(
+                forward,
+                "x = checkpoint(block, x, use_reentrant=False)\n    return x",
+                "y = checkpoint(block, x, use_reentrant=False)\n    return y",
+            )
+        ),
+        "the result of each checkpoint is dropped; assign it to x": judged(
+            edited(forward, "x = checkpoint(", "checkpoint(")
+        ),
     },
     "core",
     trials=4,
@@ -411,7 +463,14 @@ FORWARD = Exercise(
 )
 
 
-# 7. Fewer passes over memory
+# 4. Fewer passes over memory
+
+
+def naive_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+    """The chain of operators of the lesson."""
+    m.mul_(0.9).add_(0.1 * g)
+    v.mul_(0.95).add_(0.05 * g * g)
+    p.sub_(lr * (m / (v.sqrt() + 1e-8) + 0.01 * p))
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
@@ -482,11 +541,21 @@ ADAMW = Exercise(
     "open",
     trials=30,
     measure=update_ms,
+    baseline=naive_adamw,
     unit="ms",
 )
 
 
 # 7. A whole step
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Shape(ModelConfig):
+    """A model, shown by what the exercise asks for."""
+
+    def __repr__(self) -> str:
+        sizes = f"vocab_size={self.vocab_size}, d_model={self.d_model}"
+        return f"ModelConfig({sizes}, num_layers={self.num_layers}, ...)"
 
 
 def step_ms(
@@ -511,7 +580,7 @@ def step_ms(
 
 def _draw_step(generator: random.Random, size: int) -> tuple:
     heads = generator.randint(1, 4)
-    c = ModelConfig(
+    c = Shape(
         vocab_size=generator.randint(50, 5000),
         context_length=64,
         d_model=16 * heads,
@@ -538,10 +607,24 @@ STEP_MS = Exercise(
             "c.num_layers * block_ms",
             "block_ms",
         ),
+        "the head has two matmuls; it has one forward, and one for each of its two gradients": (
+            " + matmul_ms(vocab, tokens, d)",
+            "",
+        ),
         "the update moves seven numbers of e bytes; AdamW's are float32 whatever e is": (
             "28 * num",
             "7 * e * num",
         ),
+        "the update moves 28 numbers of e bytes; 28 is bytes already": ("28 * num", "28 * e * num"),
+        "a multiplication and an addition count as one FLOP; a matmul does 2 m k n": (
+            "max(2 * m",
+            "max(m",
+        ),
+        "the times of FLOPs and of bytes are added up; the longer of the two counts": (
+            "max(2 * m * k * n / limits.flops_per_s, moved / limits.bytes_per_s)",
+            "(2 * m * k * n / limits.flops_per_s + moved / limits.bytes_per_s)",
+        ),
+        "the head counts numbers, and not bytes; multiply by e": ("moved = e * (", "moved = ("),
         "host and device are added up on a GPU, too; there they work at the same time": (
             "max(device, host_ms) if on_gpu else device + host_ms",
             "device + host_ms",
@@ -552,9 +635,17 @@ STEP_MS = Exercise(
         ),
         "the update is missing": (" + head + update", " + head"),
         "the head is missing": (" + head + update", " + update"),
-        "seconds and milliseconds are mixed: FLOPs over FLOP/s are seconds": (
+        "the head and the update are in seconds, the blocks in ms: FLOPs over FLOP/s are seconds": (
+            " + head + update",
+            " + (head + update) / 1e3",
+        ),
+        "the head is in seconds, the rest in ms: FLOPs over FLOP/s are seconds": (
             "return 1e3 * max(2",
             "return max(2",
+        ),
+        "the update is in seconds, the rest in ms: bytes over bytes/s are seconds": (
+            "1e3 * 28",
+            "28",
         ),
     },
     "core",

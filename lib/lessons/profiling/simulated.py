@@ -104,9 +104,9 @@ class ToyTrainer:
         self.last_step = self.now
         return self._launch("step", 4, (batch * 37) % 11 + batch / 8)
 
-    def maximum(self, a: ToyLoss, b: ToyLoss) -> ToyLoss:
-        """Launch the larger of two losses; it stays on the device."""
-        return self._launch("sum", 0, max(a.value, b.value))
+    def maximum(self, a: ToyLoss | float, b: ToyLoss | float) -> ToyLoss:
+        """Launch the larger of two losses or numbers; it stays on the device."""
+        return self._launch("sum", 0, max(_value(a), _value(b)))
 
     def wait_until(self, ready: int) -> None:
         """Let the host wait for the device."""
@@ -149,8 +149,7 @@ class ToyLoss:
     __float__ = item
 
     def __add__(self, other: ToyLoss | float) -> ToyLoss:
-        value = other.value if isinstance(other, ToyLoss) else other
-        return self.trainer._launch("sum", 0, self.value + value)
+        return self.trainer._launch("sum", 0, self.value + _value(other))
 
     __radd__ = __add__
 
@@ -171,6 +170,11 @@ class ToyLoss:
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
+
+
+def _value(number: ToyLoss | float) -> float:
+    """The number itself, without waiting for it."""
+    return number.value if isinstance(number, ToyLoss) else number
 
 
 def draw_loop(axes: Axes, trainer: ToyTrainer) -> None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,8 @@ def _gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients that backward adds up; a checkpoint of one's own may know no other way."""
     for tensor in inputs:
         tensor.grad = None
+    if not output.requires_grad:
+        return [None for _ in inputs]
     output.square().sum().backward()
     return [tensor.grad for tensor in inputs]
 
@@ -89,7 +92,16 @@ class Stack:
 class Run:
     """The task of the exercise: a forward and backward pass."""
 
-    has_same_gradients: bool
+    wrong_result: float | None
+    """None: the result is that of a plain loop; else its norm, to three digits."""
+
+    missing: tuple[str, ...]
+    """What gets no gradient: x, block 0, ..."""
+
+    wrong_gradients: float | None
+    """None: the others get those of a plain loop; else the norm of the wrong ones, to three
+    digits."""
+
     most_runs: int
     """How often the block that runs most often runs."""
 
@@ -101,8 +113,13 @@ class Run:
 
     def problem(self) -> str:
         """The first thing that is wrong, as a sentence."""
-        if not self.has_same_gradients:
-            return "the gradients are not those of a plain loop"
+        if self.wrong_result is not None:
+            return "the result is not that of a plain loop"
+        if self.missing:
+            who = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
+            return f"the result is right, but no gradient reaches {who}"
+        if self.wrong_gradients is not None:
+            return "the result is right, but the gradients are not those of a plain loop"
         if self.most_runs > 2:
             return f"a block runs {self.most_runs} times, at most 2 are allowed"
         if self.too_much:
@@ -110,8 +127,22 @@ class Run:
         return "no block runs again in the backward pass: was its input kept?"
 
 
-def judged(forward: Callable) -> Callable[[Stack], Run]:
-    """Return `forward` as a function of a stack's sizes, with what the exercise asks of it."""
+def _differing(expected: Sequence[Tensor], found: Sequence[Tensor | None]) -> float | None:
+    """The norm, to three digits, of those in `found` that are not as expected; None if all are."""
+    wrong = [
+        tensor.detach().flatten()
+        for right, tensor in zip(expected, found)
+        if tensor is not None
+        and (tensor.shape != right.shape or not torch.allclose(right, tensor, rtol=1e-4))
+    ]
+    return float(f"{torch.cat(wrong).norm():.3g}") if wrong else None
+
+
+def judged(forward: Callable) -> Callable[[Stack], Any]:
+    """Return `forward` as a function of a stack's sizes, with what the exercise asks of it.
+
+    That function returns a `Run`, or what `forward` returns if that is no tensor.
+    """
 
     @functools.wraps(forward)
     def run(stack: Stack) -> Run:
@@ -123,14 +154,24 @@ def judged(forward: Callable) -> Callable[[Stack], Run]:
                 lambda module, args, index=index: runs.__setitem__(index, runs[index] + 1)
             )
         inputs = [x, *blocks.parameters()]
-        expected = _gradients(plain([*blocks], x), inputs)
+        expected = plain([*blocks], x)
+        gradients = _gradients(expected, inputs)
         runs[:] = [0] * stack.blocks
-        found = _gradients(forward(blocks, x), inputs)
-        same = [b is not None and torch.allclose(a, b, rtol=1e-4) for a, b in zip(expected, found)]
+        result = forward(blocks, x)
+        if not isinstance(result, Tensor):
+            return result
+        found = _gradients(result, inputs)
+        wrong_result = _differing([expected], [result])
+        names = ["x", *(f"block {name.split('.')[0]}" for name, _ in blocks.named_parameters())]
+        missing = [name for name, gradient in zip(names, found) if gradient is None]
+        wrong_gradients = _differing(gradients, found)
         most_runs = max(runs)
-        percent = 100 * peak_bytes(forward, blocks, x) / peak_bytes(plain, blocks, x)
+        percent = 0.0
+        if result.requires_grad:
+            percent = 100 * peak_bytes(forward, blocks, x) / peak_bytes(plain, blocks, x)
         too_much = 0 if percent <= 50 else 5 * round(percent / 5)
-        return Run(all(same), most_runs, too_much, percent)
+        wrong = (wrong_result, tuple(dict.fromkeys(missing)), wrong_gradients)
+        return Run(*wrong, most_runs, too_much, percent)
 
     return run
 

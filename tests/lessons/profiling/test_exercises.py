@@ -1,13 +1,17 @@
 """The exercises of notebook 04 against independent answers; their mistakes: test_exercise.py."""
 
 import dataclasses
+import inspect
+import re
 from collections import Counter
 
+import nbformat
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lib.core.files import ROOT
 from lib.lessons.exercise import verdict
 from lib.lessons.profiling.exercises import (
     ADAMW,
@@ -18,6 +22,7 @@ from lib.lessons.profiling.exercises import (
     TIME_RUNS,
     TRAIN,
     loop_ms,
+    naive_adamw,
     slow_train,
     train,
     updated,
@@ -195,6 +200,30 @@ def test_the_larger_loss_may_be_found_on_the_device():
         return (total / len(batches)).item(), largest.item()
 
     assert verdict(TRAIN, watched(attempt), seed=0).startswith("right")
+    # a batch and three launches a step, 5 ms of host, for 4 ms of GPU: launch-bound
+    assert loop_ms(attempt) >= 20 * 5 > loop_ms(train)
+
+
+@pytest.mark.parametrize("number", [0.0, 100])
+def test_the_larger_of_a_loss_and_a_number_is_found_on_the_device(number):
+    gpu = ToyTrainer()
+    loss = gpu.step(gpu.load(1))
+    launched = gpu.now
+    found = gpu.maximum(loss, number), gpu.maximum(number, loss)
+    # two launches, and no wait
+    assert gpu.now == launched + 2
+    assert {larger.item() for larger in found} == {max(loss.item(), number)}
+
+
+def test_a_loss_read_in_each_step_is_named():
+    def attempt(gpu, batches):
+        total = largest = 0.0
+        for batch in batches:
+            loss = float(gpu.step(gpu.load(batch)))
+            total, largest = total + loss, max(largest, loss)
+        return total / len(batches), largest
+
+    assert "each step's loss is read as soon as" in verdict(TRAIN, watched(attempt), seed=0)
 
 
 def test_a_loss_that_was_not_read_is_no_number():
@@ -214,6 +243,71 @@ def test_too_much_memory_is_told_as_a_number():
     assert "blocks of width" in text
     assert "% of a plain loop's, at most 50% is allowed" in text
     assert "It looks as if the stack is two checkpoints" in text
+
+
+def added_to_x(blocks, x):
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False) + x
+    return x
+
+
+def without_the_last(blocks, x):
+    for index in range(len(blocks) - 1):
+        x = checkpoint(blocks[index], x, use_reentrant=False)
+    return x
+
+
+def detached(blocks, x):
+    for block in blocks:
+        x = checkpoint(block, x.detach(), use_reentrant=False)
+    return x
+
+
+def without_gradients(blocks, x):
+    with torch.no_grad():
+        return nn.Sequential(*blocks)(x)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "found", "mistake"),
+    [
+        (added_to_x, "the result is not that of a plain loop", "x is added to the result of each"),
+        (without_the_last, "the result is not that of a plain loop", "the last block is left out"),
+        (detached, "the result is right, but no gradient reaches x, block 0, block 1, ...", "x is"),
+        (without_gradients, "the result is right, but no gradient reaches x, block 0", None),
+        (lambda blocks, x: 2 * x, "the result is not that of a plain loop", None),
+        (lambda blocks, x: x[:1], "the result is not that of a plain loop", None),
+        (lambda blocks, x: None, "it returned None (is a `return` missing?)", None),
+        (lambda blocks, x: [x], "it returned a list; expected the result of the last block", None),
+    ],
+)
+def test_a_wrong_result_is_told_from_wrong_and_from_missing_gradients(attempt, found, mistake):
+    text = verdict(FORWARD, judged(attempt), seed=0)
+    assert f"\n  {found}" in text
+    if mistake is None:
+        assert "It looks as if" not in text
+    else:
+        assert f"It looks as if {mistake}" in text
+
+
+def test_gradients_that_are_only_wrong_are_not_called_missing():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / 2
+
+    def attempt(blocks, x):
+        for block in blocks:
+            x = Half.apply(checkpoint(block, x, use_reentrant=False))
+        return x
+
+    text = verdict(FORWARD, judged(attempt), seed=0)
+    assert "the result is right, but the gradients are not those of a plain loop" in text
+    assert "It looks as if" not in text
 
 
 def checkpoint_halves(blocks, x):
@@ -272,6 +366,26 @@ def test_the_peak_of_a_stack_counts_what_is_alive_at_once():
     assert peak_bytes(plain, blocks, x) >= 8 * 5 * x.nbytes
     assert peak_bytes(recomputed, blocks, x) < peak_bytes(plain, blocks, x) / 2
     assert judged(recomputed)(Stack(8, 16, 0)) == judged(two_at_a_time)(Stack(8, 16, 0))
+
+
+def test_the_naive_update_is_right_and_the_one_of_the_notebook():
+    unmeasured = dataclasses.replace(ADAMW, measure=None)
+    assert verdict(unmeasured, updated(naive_adamw), seed=0).startswith("right")
+    cells = nbformat.read(ROOT / "notebooks/04_profiling.ipynb", as_version=4).cells
+    lines = inspect.getsource(naive_adamw).splitlines()[2:]
+    assert any(
+        "def naive_adamw" in cell.source and "\n".join(lines) in cell.source for cell in cells
+    )
+
+
+def test_the_open_update_is_timed_beside_the_naive_one():
+    _, figures = verdict(ADAMW, updated(adamw), seed=0).splitlines()
+    assert re.fullmatch(r"  yours .+ ms, the solution .+ ms, `naive_adamw` .+ ms", figures)
+
+
+def test_of_a_model_the_sizes_that_count_are_shown():
+    text = verdict(STEP_MS, lambda *_: -1.0, seed=0)
+    assert re.search(r"ModelConfig\(vocab_size=\d+, d_model=\d+, num_layers=\d+, \.\.\.\)", text)
 
 
 def test_an_update_that_returns_something_is_told_to_work_in_place():
