@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,9 @@ from lib.lessons.flash_attention.schedule import TILES, busy_share, draw_spans, 
 from lib.lessons.triton.exercises import Launch, compile_launch
 from lib.lessons.triton.recorder_triton import watch
 
-# head_dim, queries and keys in a tile, of the kernels that are checked.
-DIM, QUERIES, KEYS = 16, 32, 16
+# head_dim, queries and keys in a tile, of the kernels that are checked: three sizes, so that none
+# passes for another.
+DIM, QUERIES, KEYS = 64, 32, 16
 KERNEL_TRIALS = 4
 
 
@@ -44,21 +45,49 @@ def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
     return torch.tensor(values).reshape(shape)
 
 
+class Tiles(Iterator[Tensor]):
+    """Tensors that can be gone through once: asking for the next one overwrites the last."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.given = tensors, 0
+
+    def __next__(self) -> Tensor:
+        if self.given:
+            self.tensors[self.given - 1].fill_(math.nan)
+        if self.given == len(self.tensors):
+            raise StopIteration
+        self.given += 1
+        return self.tensors[self.given - 1]
+
+    def __repr__(self) -> str:
+        return f"iter({self.tensors})"
+
+
 def _draw_score_tiles(generator: random.Random, size: int) -> tuple:
     num_tiles = generator.randint(1, 2 + size // 4)
     tiles = [_draw_tensor(generator, generator.randint(1, 3)) for _ in range(num_tiles)]
     # some so large that their exponentials overflow float32, some all below 0
     factor, shift = generator.choice([1, 1, 1, 40]), generator.choice([0, 0, -4])
-    return ([factor * tile + shift for tile in tiles],)
+    return (Tiles([factor * tile + shift for tile in tiles]),)
 
 
-def max_and_sum(tiles: Sequence[Tensor]) -> Tensor:
+def max_and_sum(tiles: Iterator[Tensor]) -> Tensor:
     m, total = torch.tensor(-math.inf), torch.tensor(0.0)
     for scores in tiles:
         new_max = torch.maximum(m, scores.max())
         total = total * torch.exp(m - new_max) + torch.exp(scores - new_max).sum()
         m = new_max
     return torch.stack([m, total])
+
+
+def _in_two_passes(tiles: Iterator[Tensor]) -> Tensor:
+    m = torch.stack([scores.max() for scores in tiles]).max()
+    return torch.stack([m, sum((torch.exp(scores - m).sum() for scores in tiles), 0 * m)])
+
+
+def _keeping_all(tiles: Iterator[Tensor]) -> Tensor:
+    scores = torch.cat(list(tiles))
+    return torch.stack([scores.max(), torch.exp(scores - scores.max()).sum()])
 
 
 ONLINE_SOFTMAX = Exercise(
@@ -100,6 +129,11 @@ ONLINE_SOFTMAX = Exercise(
         "the scores themselves are added up; add up exp(score - maximum)": (
             "total * torch.exp(m - new_max) + torch.exp(scores - new_max)",
             "total + scores",
+        ),
+        "the tiles are gone through twice, and the second time there are none left; take the "
+        "maximum and the sum in one loop": _in_two_passes,
+        "the tiles are kept, but each is overwritten when the next one comes; keep two numbers": (
+            _keeping_all
         ),
     },
 )
@@ -237,8 +271,15 @@ def draw_heads(generator: random.Random, size: int) -> tuple[Tensor, Tensor, Ten
     heads, n = 1 if size < 4 else 2, generator.randint(low, high)
     seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
     q, k, v = torch.randn((3, heads, n, DIM), generator=seeded)
-    # in some trials so large that their exponentials overflow float32
-    return (q * 60 if 8 <= size < 12 else q), k, v
+    if 8 <= size < 12:
+        # scores whose exponentials overflow float32, and a row of them that all underflow to 0;
+        # of quarters, so that scores are exact, as their rounding would show in exponentials
+        q, k = 40 * (4 * q).round() / 4, (4 * k).round() / 4
+        k[..., 0] = k[..., 0].abs().clamp(max=1) + 1
+        row = generator.randrange(n)
+        q[:, row] = 0
+        q[:, row, 0] = -1000
+    return q, k, v
 
 
 def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -276,6 +317,10 @@ STATE_MISTAKES = {
     "no maximum is subtracted inside exp, so large scores overflow": (
         "tl.exp(scores - new_m[:, None])",
         "tl.exp(scores)",
+    ),
+    "the maximum starts at 0, too large if all scores of a row are below 0; start at -inf": (
+        'float("-inf"), tl.float32',
+        "0.0, tl.float32",
     ),
     "the division by the sum at the end is missing": ("out / l[:, None]", "out"),
     "lse lacks the maximum: it is m + log(l)": ("m + tl.log(l)", "tl.log(l)"),
@@ -632,7 +677,7 @@ SCHEDULE = Exercise(
 
 
 def check_max_and_sum(attempt: Callable) -> None:
-    """Check `max_and_sum(tiles)`: a list of (scores,) -> (2,), the maximum and the sum."""
+    """Check `max_and_sum(tiles)`: an iterator of (scores,) -> (2,), the maximum and the sum."""
     check(ONLINE_SOFTMAX, attempt)
 
 

@@ -12,7 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from lib.lessons.exercise import draw_inputs, verdict  # noqa: E402
+from lib.lessons.exercise import draw_inputs, edited, verdict  # noqa: E402
 from lib.lessons.flash_attention import exercises, ladder_triton, solutions_triton  # noqa: E402
 from lib.lessons.flash_attention.exercises import (  # noqa: E402
     CAUSAL,
@@ -26,9 +26,12 @@ CHECKED = {"online softmax": ONLINE_SOFTMAX, "gradient": GRAD_SCORES}
 
 
 def max_and_sum(tiles):
-    """All at once, from PyTorch's logarithm of the sum."""
-    scores = torch.cat(tiles).double()
-    return torch.stack([scores.max(), (scores.logsumexp(0) - scores.max()).exp()])
+    """In logarithms, as PyTorch adds them up."""
+    m = lse = torch.tensor(-math.inf, dtype=torch.float64)
+    for scores in tiles:
+        m = torch.maximum(m, scores.double().max())
+        lse = torch.logaddexp(lse, scores.double().logsumexp(0))
+    return torch.stack([m, (lse - m).exp()])
 
 
 def grad_scores(scores, v, out, lse, grad_out):
@@ -69,10 +72,11 @@ def test_an_independent_answer_is_right(exercise, independent, seed):
 @pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)
 def test_expected_values_are_finite_and_the_first_inputs_small(exercise):
     inputs = draw_inputs(exercise, 0)
-    assert all(exercise.solve(*arguments).isfinite().all() for arguments in inputs)
     for arguments in inputs[:5]:
-        tensors = arguments[0] if isinstance(arguments[0], list) else arguments[:3]
+        tiles = arguments[0]
+        tensors = tiles.tensors if isinstance(tiles, exercises.Tiles) else arguments[:3]
         assert all(tensor.numel() <= 16 for tensor in tensors)
+    assert all(exercise.solve(*arguments).isfinite().all() for arguments in inputs)
 
 
 def test_a_tile_of_keys_is_never_all_that_a_row_sees():
@@ -92,8 +96,79 @@ def test_an_update_of_the_maximum_before_its_use_is_named():
     assert "must still be known there" in verdict(ONLINE_SOFTMAX, attempt)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda tiles: list(tiles), lambda tiles: [tile.clone() for tile in tiles][::-1]]
+)
+def test_tiles_pass_by_once(change):
+    """What is kept of them without a copy is overwritten; and then no more come."""
+    drawn = draw_inputs(ONLINE_SOFTMAX, 0)[-1][0]
+    expected = [tile.clone() for tile in drawn.tensors]
+    kept = change(drawn)
+    assert len(kept) == len(expected) > 1
+    assert not list(drawn)
+    is_copied = [torch.equal(tile, right) for tile, right in zip(kept[::-1], expected)]
+    assert all(is_copied) or all(tile.isnan().all() for tile in kept)
+
+
+def test_joined_tiles_are_refused_and_shown_by_their_scores():
+    text = verdict(ONLINE_SOFTMAX, lambda tiles: torch.cat(tiles), seed=0)
+    assert text.startswith("not yet: <lambda>(iter([tensor([")
+    assert "must be tuple of Tensors" in text
+
+
 def attempt_at(kernel):
     return lambda *tensors: CAUSAL_TASK.run(kernel, *tensors)
+
+
+TASKS = {
+    "FORWARD": exercises.FORWARD_TASK,
+    "CAUSAL": CAUSAL_TASK,
+    "BACKWARD_QUERIES": exercises.QUERIES_TASK,
+    "BACKWARD_KEYS": exercises.KEYS_TASK,
+}
+ALL = tuple(TASKS)
+FORWARDS, BACKWARDS = ALL[:2], ALL[2:]
+
+
+def wrong(name, old, new):
+    """The verdict on the solution `name` in which `old` is `new`."""
+    kernel = edited(TASKS[name].solution, old, new)
+    return verdict(getattr(exercises, name), lambda *given: TASKS[name].run(kernel, *given), seed=0)
+
+
+# (kernels, old, new): one size in place of another
+MIXED_UP = {
+    "columns": (ALL, "tl.arange(0, D)", "tl.arange(0, BK)"),
+    "more columns": (ALL, "tl.arange(0, D)", "tl.arange(0, BQ)"),
+    "stride of k": (FORWARDS, "(head + key[:, None]) * D", "(head + key[:, None]) * BK"),
+    "stride of q": (FORWARDS, "(head + query[:, None]) * D", "(head + query[:, None]) * BQ"),
+    "output": (FORWARDS, "out = tl.zeros((BQ, D)", "out = tl.zeros((BQ, BK)"),
+    "not transposed": (ALL[:3], "tl.dot(q, tl.trans(k)", "tl.dot(q, k"),
+    "values not transposed": (("BACKWARD_QUERIES",), "tl.trans(v)", "v"),
+    "queries not transposed": (("BACKWARD_KEYS",), "tl.dot(k, tl.trans(q)", "tl.dot(k, q"),
+    "keys in a step": (FORWARDS, ", BK):", ", BQ):"),
+    "dQ": (("BACKWARD_QUERIES",), "tl.zeros((BQ, D)", "tl.zeros((BQ, BK)"),
+    "dV": (("BACKWARD_KEYS",), "tl.float32), tl.zeros((BK, D)", "tl.float32), tl.zeros((BK, BQ)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        pytest.param(name, old, new, id=f"{name}: {words}")
+        for words, (names, old, new) in MIXED_UP.items()
+        for name in names
+    ],
+)
+def test_one_size_does_not_pass_for_another(name, old, new):
+    assert wrong(name, old, new).startswith("not yet")
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_maximum_that_starts_at_0_is_too_large_for_scores_far_below(name):
+    text = wrong(name, 'float("-inf"), tl.float32', "0.0, tl.float32")
+    assert text.startswith("not yet")
+    assert "yours nan" in text or "yours -inf" in text
 
 
 def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
@@ -131,18 +206,15 @@ def test_the_first_wrong_value_is_named_by_its_tensor():
         yours, expected
     )
     yours[0, 1, 4] = 2
-    assert "out, (1 heads, 3 rows, 16): position (0, 1, 4)" in task.describe(yours, expected)
+    assert f"out, (1 heads, 3 rows, {exercises.DIM}): position (0, 1, 4)" in task.describe(
+        yours, expected
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["FORWARD", "CAUSAL", "BACKWARD_QUERIES", "BACKWARD_KEYS"])
+@pytest.mark.parametrize("name", ALL)
 def test_compiled_kernels_pass_too(name):
-    task = {
-        "FORWARD": exercises.FORWARD_TASK,
-        "CAUSAL": CAUSAL_TASK,
-        "BACKWARD_QUERIES": exercises.QUERIES_TASK,
-        "BACKWARD_KEYS": exercises.KEYS_TASK,
-    }[name]
+    task = TASKS[name]
     kernel = triton.jit(task.solution)
     attempt = lambda *tensors: task.run(kernel, *tensors)  # noqa: E731
     assert verdict(getattr(exercises, name), attempt).startswith("right")
