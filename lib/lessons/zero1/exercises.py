@@ -1,14 +1,25 @@
-"""Exercises of notebook 08: a balanced partition, the boundaries of shards, what ranks send."""
+"""Exercises of notebook 08: partitions, boundaries of shards, the ZeRO-1 step, what ranks send."""
 
 from __future__ import annotations
 
 import functools
+import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
-from lib.lessons.exercise import Exercise, check
+import torch
+from torch import Tensor
+
+from lib.lessons.exercise import Exercise, check, difference, report, verdict
+from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
+from lib.lessons.zero1.attempts import train_alone, train_attempt
 from lib.sharded_optimizer import whole_parameters
+
+# Weights after training on two processes, from those of one process.
+MOST_OFF = 1e-5
 
 
 def _draw_parameters(generator: random.Random, size: int) -> tuple:
@@ -140,6 +151,205 @@ SHARD_BOUNDARIES = Exercise(
         "starts are off by one: rank 0 begins with element 0": ("(start,", "(start + 1,"),
     },
 )
+
+
+# The ZeRO-1 step
+
+
+class Close(float):
+    """A number that equals another one up to rounding."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        both_nan = math.isnan(self) and math.isnan(other)
+        return both_nan or math.isclose(self, other, rel_tol=1e-4, abs_tol=1e-6)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{float(self):.6g}"
+
+
+class Tensors(list):
+    """Tensors that show their shapes alone."""
+
+    def __repr__(self) -> str:
+        return f"tensors of {', '.join(str(tuple(tensor.shape)) for tensor in self)}"
+
+
+class Steps(list):
+    """The gradients of each step by rank."""
+
+    def __repr__(self) -> str:
+        return f"gradients of {len(self)} steps on {len(self[0])} ranks"
+
+
+def _numbers(generator: random.Random, shape: Sequence[int]) -> Tensor:
+    # whole ones, of which sums are exact in any order
+    values = [float(generator.randint(-4, 4)) for _ in range(math.prod(shape))]
+    return torch.tensor(values).view(*shape)
+
+
+def _draw_step(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 3)
+    shapes = [(generator.randint(1, 2 + size // 4), 2), (ranks + generator.randint(1, 3),)]
+
+    def tensors() -> Tensors:
+        return Tensors(_numbers(generator, shape) for shape in shapes)
+
+    # several steps, since the first one begins without moments
+    return tensors(), Steps([tensors() for _ in range(ranks)] for _ in range(3))
+
+
+def stepping(attempt: Callable) -> Callable[[list[Tensor], list], dict[str, Any]]:
+    """A function that takes steps with `attempt` on ranks, and tells what each then has.
+
+    Args:
+        attempt: `attempt(params, grads, state, ranks)` updates `params` and `state` in place.
+    """
+
+    @functools.wraps(attempt)
+    def played(params: list[Tensor], grads: list[list[list[Tensor]]]) -> dict[str, Any]:
+        def job(ranks: Threads) -> list[dict[str, Any]]:
+            own, state, found = [param.clone() for param in params], {}, []
+            for step in grads:
+                attempt(own, [grad.clone() for grad in step[ranks.number]], state, ranks)
+                found.append(_numbers_of(own, state) | ranks.calls)
+            return found
+
+        by_rank = run_on_threads(job, len(grads[0]))
+        return {
+            f"{key} on rank {rank} after step {step}": value
+            for step, found in enumerate(zip(*by_rank), 1)
+            for rank, one in enumerate(found)
+            for key, value in one.items()
+        }
+
+    return played
+
+
+def _numbers_of(params: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
+    """What a rank has after a step, one number at a time."""
+    held = [value for value in state.values() if isinstance(value, Tensor)]
+    found: dict[str, Any] = {"numbers in state": sum(value.numel() for value in held)}
+    tensors = {name: state[name] for name in ("m", "v") if isinstance(state.get(name), Tensor)}
+    tensors |= {f"params[{index}]": param for index, param in enumerate(params)}
+    for name, tensor in tensors.items():
+        for place, value in enumerate(tensor.flatten().tolist()):
+            found[f"element {place} of {name}"] = Close(value)
+    return found
+
+
+@stepping
+def zero1_step(
+    params: list[Tensor], grads: list[Tensor], state: dict[str, Any], ranks: Threads
+) -> None:
+    lr, beta1, beta2, eps = 0.01, 0.9, 0.95, 1e-8
+
+    def flat(tensors):
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        return torch.cat([joined, torch.zeros(-len(joined) % ranks.count)])
+
+    # reduce-scatter: a slice of the mean gradient
+    gradient = ranks.reduce_scatter(flat(grads)) / ranks.count
+
+    # Adam on this slice
+    step = state.get("step", 0) + 1
+    m = beta1 * state.get("m", 0) + (1 - beta1) * gradient
+    v = beta2 * state.get("v", 0) + (1 - beta2) * gradient**2
+    state.update(m=m, v=v, step=step)
+    mine = flat(params).chunk(ranks.count)[ranks.number]
+    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+    mine = mine - lr * m_hat / (v_hat.sqrt() + eps)
+
+    # all-gather: the new weights of all
+    whole, offset = ranks.all_gather(mine), 0
+    for param in params:
+        param.copy_(whole[offset : offset + param.numel()].view_as(param))
+        offset += param.numel()
+
+
+@stepping
+def _state_of_all(
+    params: list[Tensor], grads: list[Tensor], state: dict[str, Any], ranks: Threads
+) -> None:
+    """Plain data parallelism: every rank keeps all moments, and updates all."""
+    lr, beta1, beta2, eps = 0.01, 0.9, 0.95, 1e-8
+    flat = torch.cat([grad.flatten() for grad in grads])
+    gradient = ranks.all_reduce(flat) / ranks.count
+    step = state.get("step", 0) + 1
+    m = beta1 * state.get("m", 0) + (1 - beta1) * gradient
+    v = beta2 * state.get("v", 0) + (1 - beta2) * gradient**2
+    state.update(m=m, v=v, step=step)
+    change = lr * m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+    for param, part in zip(params, change.split([param.numel() for param in params])):
+        param -= part.view_as(param)
+
+
+ZERO1_STEP = Exercise(
+    zero1_step,
+    _draw_step,
+    {
+        "the gradient is the sum over the ranks; divide it by their number": (
+            "ranks.reduce_scatter(flat(grads)) / ranks.count",
+            "ranks.reduce_scatter(flat(grads))",
+        ),
+        "each rank takes the slice of its own gradient; reduce-scatter it": (
+            "ranks.reduce_scatter(flat(grads)) / ranks.count",
+            "flat(grads).chunk(ranks.count)[ranks.number]",
+        ),
+        "gradients are all-reduced, and every rank gets all of them; a reduce-scatter brings the "
+        "slice alone": (
+            "ranks.reduce_scatter(flat(grads)) / ranks.count",
+            "ranks.all_reduce(flat(grads)).chunk(ranks.count)[ranks.number] / ranks.count",
+        ),
+        "every rank keeps the moments of all elements; keep those of your slice": _state_of_all,
+        "the moments are never kept, so each step is a first one": (
+            "    state.update(m=m, v=v, step=step)\n",
+            "",
+        ),
+        "the step number is never kept, so bias correction is that of the first step": (
+            "state.update(m=m, v=v, step=step)",
+            "state.update(m=m, v=v)",
+        ),
+        "bias correction is missing": (
+            "m / (1 - beta1**step), v / (1 - beta2**step)",
+            "m, v",
+        ),
+        "the new weights of the other ranks never come; all-gather them": (
+            "ranks.all_gather(mine), 0",
+            "flat(params), 0\n    whole.chunk(ranks.count)[ranks.number].copy_(mine)",
+        ),
+        "the parameters stay what they were; write into them, with copy_": (
+            "param.copy_(whole[offset : offset + param.numel()].view_as(param))",
+            "param = whole[offset : offset + param.numel()].view_as(param)",
+        ),
+        "all ranks update the weights of rank 0's slice": ("[ranks.number]", "[0]"),
+        "the last elements are cut off; pad to a multiple of the ranks": (
+            "torch.cat([joined, torch.zeros(-len(joined) % ranks.count)])",
+            "joined[: len(joined) // ranks.count * ranks.count]",
+        ),
+        "the padding comes first; it belongs to the end": (
+            "torch.cat([joined, torch.zeros(-len(joined) % ranks.count)])",
+            "torch.cat([torch.zeros(-len(joined) % ranks.count), joined])",
+        ),
+        "each parameter gets the first elements of the buffer; the offset never moves": (
+            "        offset += param.numel()\n",
+            "",
+        ),
+        "the second moment is that of the gradient itself; square it": ("gradient**2", "gradient"),
+    },
+    tier="core",
+    trials=30,
+    describe=difference,
+)
+
+# What ranks send
+
 METHODS = ("ddp", "zero1_parameters", "zero1_flat", "zero3")
 
 
@@ -190,6 +400,72 @@ SENT_BYTES = Exercise(
 )
 
 
+# Better than largest first
+
+
+@weighed
+def fair_owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    # largest first
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+
+    def better():
+        """A change that lowers the largest load: what moves, where to, and what comes back."""
+        fullest = loads.index(max(loads))
+        for index, owner in enumerate(owners):
+            for other in range(len(sizes)):
+                is_swap = owner == fullest != owners[other]
+                if (
+                    is_swap
+                    and 0 < sizes[index] - sizes[other] < loads[fullest] - loads[owners[other]]
+                ):
+                    return index, owners[other], other
+            for rank in range(ranks):
+                if owner == fullest and sizes[index] < loads[fullest] - loads[rank]:
+                    return index, rank, None
+        return None
+
+    while change := better():
+        index, rank, back = change
+        for moved, target in ((index, rank), (back, owners[index])):
+            if moved is not None:
+                loads[owners[moved]] -= sizes[moved]
+                loads[target] += sizes[moved]
+                owners[moved] = target
+    return owners
+
+
+def _excess(played: Callable) -> float:
+    """By how much the largest load is above an equal share, in %: the mean over fixed cases."""
+    generator, found = random.Random(8), []
+    for _ in range(40):
+        ranks = generator.randint(3, 5)
+        sizes = [generator.randint(20, 100) for _ in range(3 * ranks)]
+        owners = played.__wrapped__(list(sizes), ranks)  # type: ignore[attr-defined]
+        loads = [sum(s for s, o in zip(sizes, owners) if o == rank) for rank in range(ranks)]
+        found.append(100 * (max(loads) * ranks / sum(sizes) - 1))
+    return statistics.mean(found)
+
+
+FAIR_OWNERS = Exercise(
+    fair_owners,
+    _draw_parameters,
+    {
+        "parameters go to the ranks round robin, whatever their sizes": (
+            "return owners",
+            "return [index % ranks for index in range(len(sizes))]",
+        ),
+        "some parameters have no owner": ("return owners", "return owners[:-1]"),
+    },
+    tier="open",
+    trials=40,
+    measure=_excess,
+    unit="% above an equal share",
+)
+
+
 def check_balanced_owners(attempt: Callable) -> None:
     """Check `balanced_owners(sizes, ranks)` -> the rank that owns each parameter."""
     check(BALANCED_OWNERS, weighed(attempt))
@@ -198,6 +474,25 @@ def check_balanced_owners(attempt: Callable) -> None:
 def check_shard_boundaries(attempt: Callable) -> None:
     """Check `shard_boundaries(num_elements, ranks, alignment)` -> (start, stop) of each rank."""
     check(SHARD_BOUNDARIES, attempt)
+
+
+def check_zero1_step(attempt: Callable) -> None:
+    """Check `zero1_step(params, grads, state, ranks)`, and run a right one on two processes."""
+    text, steps = verdict(ZERO1_STEP, stepping(attempt)), 5
+
+    def judge(found: list[Tensor]) -> tuple[bool, str]:
+        off = max((one - train_alone(2, steps)).abs().max().item() for one in found)
+        words = f"on two processes, after {steps} steps: off by {off:.1g} from one process"
+        return off < MOST_OFF, words
+
+    if text.startswith("right"):
+        text = tried_on_processes(text, attempt, train_attempt, 2, steps, judge=judge)
+    report(text, attempt.__name__, ZERO1_STEP.tier)
+
+
+def check_fair_owners(attempt: Callable) -> None:
+    """Check `fair_owners(sizes, ranks)` -> the rank that owns each parameter, and measure it."""
+    check(FAIR_OWNERS, weighed(attempt))
 
 
 def check_sent_bytes(attempt: Callable) -> None:
