@@ -23,6 +23,8 @@ A weight, its gradient and its state take 4 + 4 + 8 bytes in float32 and under a
   gradients of a block;
 - **gathered** weights in stage 3: embedding, head, and two blocks in `dtype`, one in use and one on
   its way;
+- with activation **checkpoints** around every block: in place of its activations the block's input,
+  and everything of one block at a time, which backward computes again;
 - **working** memory: the logits (on a CPU 16 MiB at a time, three times that in 2-byte types) or
   what is between the matmuls of a feed-forward layer, whichever is larger.
 
@@ -39,7 +41,7 @@ from dataclasses import dataclass
 from lib.core.settings import require
 from lib.ddp.costs import default_bucket_cap_mb
 from lib.model.config import ModelConfig, model_preset
-from lib.model.costs import activation_bytes, num_parameters, parameters_by_part
+from lib.model.costs import activation_bytes_by_part, num_parameters, parameters_by_part
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # From small to large.
@@ -48,6 +50,8 @@ SIZES = ("small", "medium", "large", "xl", "2.7b")
 RESERVED_BYTES = 10**9
 # Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
 CPU_LOGITS_BYTES = 16 << 20
+# What `activation_bytes_by_part` counts that is not in a block.
+OUTSIDE_BLOCKS = ("token_ids", "loss")
 # Who averages gradients: `none` is a sharded optimizer by itself.
 AVERAGED_BY = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
 
@@ -83,6 +87,9 @@ class RankMemory:
     update: int = 0
     """Temporaries of the optimizer's step; 0 on a GPU, where it is one fused kernel."""
 
+    recomputed: int = 0
+    """The part of `activations` that backward computes again, block by block (checkpoints)."""
+
     gradients_stay: bool = False
     """Whether the gradients' memory is kept between steps, as by PyTorch's DDP."""
 
@@ -108,12 +115,14 @@ class RankMemory:
         """The maximum over a step: at the start or the end of backward, or in the update.
 
         Backward frees activations while it creates gradients, layer by layer, so its maximum is at
-        one of its ends.
+        one of its ends. With checkpoints a whole block is there at both ends.
         """
         kept = self.parameters + self.optimizer_state + self.gathered
         gradients = self.gradients if self.gradients_stay else 0
         start_of_backward = kept + gradients + self.activations + self.working
         end_of_backward = kept + self.gradients + self.communication
+        if self.recomputed:
+            end_of_backward += self.recomputed + self.working
         return max(start_of_backward, end_of_backward, self.before_step + self.update)
 
 
@@ -125,6 +134,7 @@ def rank_memory(
     batch_size: int = 1,
     dtype: str = "bfloat16",
     low_precision_weights: bool = False,
+    checkpoints: bool = False,
     ddp_wrapper: str = "flashddp",
     bucket_cap_mb: float | None = None,
     cuda: bool = True,
@@ -136,6 +146,7 @@ def rank_memory(
         batch_size: sequences of `config.context_length` tokens in a rank's forward pass.
         dtype: of matmuls: `float32`, `bfloat16` or `float16`.
         low_precision_weights: whether matrices are held in `dtype`.
+        checkpoints: whether each block keeps its input alone (`lib.fsdp.checkpoint_activations`).
         ddp_wrapper: who averages gradients in stages 0 and 1; `none` is for stage 1.
         bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket (default:
             `lib.ddp.costs.default_bucket_cap_mb`).
@@ -155,13 +166,21 @@ def rank_memory(
     weights, state = _weight_and_state_bytes(config, element_bytes if low_precision_weights else 4)
     updated = num_parameters(config)
     autocast = not low_precision_weights and stage < 3
+    kept = activation_bytes_by_part(
+        config, batch_size, element_bytes=element_bytes, autocast=autocast, cuda=cuda
+    )
+    recomputed = 0
+    if checkpoints:
+        outside = {part: kept[part] for part in OUTSIDE_BLOCKS}
+        recomputed = (sum(kept.values()) - sum(outside.values())) // config.num_layers
+        inputs = config.num_layers * batch_size * config.context_length * config.d_model
+        kept = outside | {"inputs": element_bytes * inputs, "recomputed": recomputed}
     whole = RankMemory(
         parameters=weights,
         gradients=weights,
         optimizer_state=share(state) if stage else state,
-        activations=activation_bytes(
-            config, batch_size, element_bytes=element_bytes, autocast=autocast, cuda=cuda
-        ),
+        activations=sum(kept.values()),
+        recomputed=recomputed,
         averaged_gradients=weights,
         working=_working_bytes(config, batch_size, element_bytes, cuda=cuda),
         update=0 if cuda else 8 * (share(updated) if stage else updated),

@@ -8,11 +8,13 @@ import torch
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import broadcast_module, rank
 from lib.ddp.wrappers import wrap
+from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model import loss
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import activation_bytes, activation_bytes_by_part
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
+from lib.profiling.measurement import measure_interleaved
 from lib.sharded_optimizer.memory_formula import (
     AVERAGED_BY,
     CPU_LOGITS_BYTES,
@@ -234,3 +236,37 @@ def test_wrappers_are_those_of_training():
 def test_a_wrong_argument_is_named(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
         rank_memory(MODEL, **({"ranks": 2} | wrong))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layers", "length", "width"), [(6, 256, 128), (24, 512, 64)])
+def test_the_peak_of_backward_is_that_of_the_formula(checkpoints, dtype, layers, length, width):
+    # few wide layers peak at the end of backward with checkpoints, many narrow ones at the start
+    config = ModelConfig(
+        vocab_size=64,
+        context_length=length,
+        d_model=width,
+        num_layers=layers,
+        num_heads=4,
+        d_ff=2 * width,
+        attention_kernel="sdpa",
+    )
+    model = TransformerLM(config, generator=torch.Generator().manual_seed(0))
+    if checkpoints:
+        model.around_block = checkpoint_activations()
+    tokens = torch.randint(64, (2, length))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = model.loss(tokens, tokens)
+        loss.backward()
+        model.zero_grad()
+
+    (measured,) = measure_interleaved([step], device="cpu", warmup=1, samples=1)
+    memory = rank_memory(
+        config, ranks=1, batch_size=2, dtype=dtype, checkpoints=checkpoints, cuda=False
+    )
+    without_update = dataclasses.replace(memory, update=0)
+    predicted = without_update.peak - memory.parameters - memory.optimizer_state
+    assert measured.peak_memory_bytes == pytest.approx(predicted, rel=0.1)

@@ -58,7 +58,7 @@ STOPS = (
     Stop(
         "07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 3.5, "1", GREEN
     ),
-    Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "sharded\nstate", 1.5, "1", GREEN),
+    Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "sharded\nstate", 2.5, "1", GREEN),
     Stop("09_fsdp", "FSDP", "everything is sharded", "every\npart", 3.5, "1", GREEN),
     Stop("10_speedrun", "Speedrun", "everything, timed", "a trained model", 0.5, "1"),
 )

@@ -41,15 +41,30 @@ STAGES = {
 }
 OWN = "own sizes"
 MOST_RANKS = 64
+# Tokens in a sequence.
+CONTEXTS = tuple(2**power for power in range(8, 16))
 
 
 def stage_memory(
-    config: ModelConfig, ranks: int, name: str, precision: str, *, batch_size: int = 1
+    config: ModelConfig,
+    ranks: int,
+    name: str,
+    precision: str = "bfloat16 weights",
+    *,
+    batch_size: int = 1,
+    context: int | None = None,
+    checkpoints: bool = False,
 ) -> RankMemory:
-    """Bytes of a GPU's rank; `name` is one of `STAGES`, and `precision` of `PRECISIONS`."""
+    """Bytes of a GPU's rank; `name` is one of `STAGES`, and `precision` of `PRECISIONS`.
+
+    Args:
+        context: tokens in a sequence (default: the config's).
+        checkpoints: whether each block keeps its input alone.
+    """
     stage, wrapper = STAGES[name]
+    config = dataclasses.replace(config, context_length=context or config.context_length)
     how = {"stage": stage, "ddp_wrapper": wrapper, **PRECISIONS[precision]}
-    return rank_memory(config, ranks=ranks, batch_size=batch_size, **how)
+    return rank_memory(config, ranks=ranks, batch_size=batch_size, checkpoints=checkpoints, **how)
 
 
 def memory_kinds(
@@ -80,31 +95,57 @@ def verdict(memory: RankMemory) -> str:
     return f"{words}, fits into {card} GB"
 
 
-def draw_setting(
-    figure: Figure,
-    name: str,
-    config: ModelConfig,
-    ranks: int,
-    precision: str,
-    stage: str,
-    batch_size: int,
-) -> None:
-    """Bars of a rank's bytes by kind: of plain data parallelism, and below of `stage`."""
-    bars, peaks = {}, {}
-    for each in dict.fromkeys(("none", stage)):
-        memory = stage_memory(config, ranks, each, precision, batch_size=batch_size)
-        bars[each] = memory_kinds(config, memory, ranks, is_sharded=each != "none")
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What the sliders of `memory_explorer` choose."""
+
+    model: str
+    ranks: int
+    precision: str
+    stage: str
+    sequences: int
+    context: int
+    checkpointing: str
+    own_width: int
+    own_layers: int
+
+    def config(self) -> ModelConfig:
+        """The model of this case."""
+        if self.model == OWN:
+            return own_config(self.own_width, self.own_layers)
+        return model_preset(self.model)
+
+    def memory(self, stage: str) -> RankMemory:
+        """Bytes of a rank with `stage` in place of the chosen one."""
+        return stage_memory(
+            self.config(),
+            self.ranks,
+            stage,
+            self.precision,
+            batch_size=self.sequences,
+            context=self.context,
+            checkpoints=self.checkpointing == "on",
+        )
+
+
+def draw_setting(figure: Figure, case: Case) -> None:
+    """Bars of a rank's bytes by kind: of plain data parallelism, and below of the chosen stage."""
+    bars, peaks, config = {}, {}, case.config()
+    for each in dict.fromkeys(("none", case.stage)):
+        memory = case.memory(each)
+        bars[each] = memory_kinds(config, memory, case.ranks, is_sharded=each != "none")
         peaks[each] = memory.peak
     # a fixed place, since to find one takes as long as to draw
     axes = figure.add_axes((0.21, 0.3, 0.7, 0.44))
     draw_kinds(axes, bars, peaks=peaks, limits=list(CARDS))
     axes.set_ylabel("sharding")
     kinds_legend(figure, list(KINDS), peak=True, loc="lower center")
-    words = f"{name}, {num_parameters(config) / 1e9:.3g} billion weights, {ranks} rank"
-    words += "s" * (ranks > 1)
-    words += f", {batch_size} sequence" + "s" * (batch_size > 1)
-    text = f"{words}, {precision}, {stage}: {verdict(memory)}"
-    figure.suptitle(text, x=0.01, y=0.98, ha="left", fontsize=11)
+    words = f"{case.model}, {num_parameters(config) / 1e9:.3g} billion weights, {case.ranks} rank"
+    words += "s" * (case.ranks > 1)
+    words += f", {case.sequences} × {case.context:,} tokens"
+    words += ", checkpoints" * (case.checkpointing == "on")
+    text = f"{words}, {case.precision}, {case.stage}: {verdict(memory)}"
+    figure.suptitle(text, x=0.01, y=0.98, ha="left", fontsize=10)
 
 
 def own_config(d_model: int, num_layers: int) -> ModelConfig:
@@ -113,27 +154,17 @@ def own_config(d_model: int, num_layers: int) -> ModelConfig:
     return dataclasses.replace(model_preset("small"), num_heads=d_model // 64, **sizes)
 
 
-def memory_explorer(*, start: tuple[str, int, str, str, int]) -> VBox:
-    """Sliders for model, ranks, precision, stage and sequences; the bytes of a rank by kind.
+def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
+    """Sliders for a `Case`; the bytes of a rank by kind.
 
     The last two sliders are the width and layers of the model `own sizes`.
 
     Args:
-        start: model, ranks, precision, stage and sequences shown at first.
+        start: model, ranks, precision, stage, sequences, context and checkpointing shown at first.
     """
 
-    def draw(
-        figure: Figure,
-        model: str,
-        ranks: int,
-        precision: str,
-        stage: str,
-        sequences: int,
-        own_width: int,
-        own_layers: int,
-    ) -> None:
-        config = own_config(own_width, own_layers) if model == OWN else model_preset(model)
-        draw_setting(figure, model, config, ranks, precision, stage, sequences)
+    def draw(figure: Figure, **chosen: Any) -> None:
+        draw_setting(figure, Case(**chosen))
 
     controls: dict = {
         "model": [*SIZES, OWN],
@@ -141,6 +172,8 @@ def memory_explorer(*, start: tuple[str, int, str, str, int]) -> VBox:
         "precision": list(PRECISIONS),
         "stage": list(STAGES),
         "sequences": [2**power for power in range(7)],
+        "context": list(CONTEXTS),
+        "checkpointing": ["off", "on"],
         "own_width": range(256, 8193, 256),
         "own_layers": range(4, 97, 4),
     }

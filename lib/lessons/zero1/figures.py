@@ -23,8 +23,6 @@ from lib.core.figures import (
     SKY,
     VERMILLION,
 )
-from lib.lessons.ddp.figures import draw_spans
-from lib.profiling.timeline import Intervals, Timeline
 
 # The kinds of bytes in a bar from left to right, with their colors.
 KINDS = {
@@ -40,8 +38,6 @@ CARDS = {16: "T4", 24: "RTX 4090", 80: "H100", 141: "H200"}
 RANK_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 # Text on these is dark.
 LIGHT = (ORANGE, SKY, GREY, PURPLE)
-PHASE_COLORS = {"forward": GREY, "backward": BLUE, "update": PURPLE}
-PURPOSE_COLORS = {"gradients": GREEN, "weights": ORANGE}
 
 
 def draw_kinds(
@@ -163,60 +159,63 @@ def draw_flat(axes: Axes, sizes: Sequence[int], boundaries: Sequence[tuple[int, 
     axes.grid(visible=False)
 
 
-def draw_cycles(
-    figure: Figure, cycles: Mapping[str, tuple[Timeline, Mapping[str, Intervals]]]
-) -> None:
-    """Draw steps from backward to the next forward pass, in lanes, on the same time axis.
+def draw_who_holds(figure: Figure, ranks: int = 4) -> None:
+    """Draw what each rank holds in data parallelism and in each stage of ZeRO, as boxes.
 
-    Args:
-        cycles: name -> timeline, and the times of collectives for gradients and for weights.
+    A box is as high as its kind has bytes for each weight, in float32. What a rank doesn't hold is
+    an empty frame.
     """
-    grid = figure.subplots(nrows=len(cycles), sharex=True, squeeze=False)
-    end = max(line.step_ms for line, _ in cycles.values())
-    for axes, (name, (line, collectives)) in zip(grid[:, 0], cycles.items()):
-        for phase, spans in line.compute:
-            if phase in PHASE_COLORS:
-                draw_spans(axes, spans, (1.6, 0.8), PHASE_COLORS[phase])
-        for place, (purpose, color) in zip((0.6, -0.4), PURPOSE_COLORS.items()):
-            draw_spans(axes, collectives[purpose], (place, 0.8), color)
-        for time in line.backward:
-            axes.axvline(time, color=INK, linewidth=0.8, linestyle=":", marker="")
-        axes.set_yticks([2, 1, 0], ["compute", *(f"send {purpose}" for purpose in PURPOSE_COLORS)])
-        axes.set(ylim=(-0.6, 2.6), xlim=(0, 1.02 * end), ylabel="lane")
-        axes.set_xlabel("time from the start of backward (ms)")
-        axes.grid(visible=False, axis="y")
-        axes.set_title(f"{name}: {line.step_ms:.3g} ms", fontsize=11)
+    kinds = {"weights": 4, "gradients": 4, "Adam's moments": 8}
+    names = ("DDP", "stage 1", "stage 2", "stage 3")
+    for stage, (axes, name) in enumerate(zip(figure.subplots(ncols=4, sharey=True), names)):
+        held = 0.0
+        for rank in range(ranks):
+            bottom = 0.0
+            for number, (kind, size) in enumerate(kinds.items()):
+                # stage 1 divides the last kind, stage 2 also the one before, stage 3 all
+                is_divided = number >= len(kinds) - stage
+                color = KINDS[kind]
+                height = size / ranks if is_divided else size
+                start = bottom + (size - (rank + 1) * height if is_divided else 0)
+                axes.bar(rank, size, 0.8, bottom, facecolor=PAPER, edgecolor=GREY, linewidth=0.8)
+                axes.bar(rank, height, 0.8, start, facecolor=color, edgecolor=INK, linewidth=0.8)
+                held += height / ranks
+                bottom += size
+        axes.set_xticks(range(ranks), [str(rank) for rank in range(ranks)])
+        axes.set(xlabel="rank", ylabel="bytes for each weight")
+        axes.set_yticks([0, 4, 8, 16])
+        axes.grid(visible=False)
+        axes.set_title(f"{name}: {held:g} bytes", fontsize=11)
         axes.label_outer()
-    handles = [Patch(color=color, label=name) for name, color in PHASE_COLORS.items()]
-    handles += [Patch(color=c, label=f"sending {name}") for name, c in PURPOSE_COLORS.items()]
-    figure.legend(handles=handles, ncols=5, fontsize=9, loc="outside lower center")
+    handles = [Patch(color=KINDS[kind], label=kind) for kind in reversed(kinds)]
+    figure.legend(handles=handles, ncols=3, fontsize=9, loc="outside lower center")
 
 
-def draw_stages(
+def draw_contexts(
     axes: Axes, curves: Mapping[str, Sequence[tuple[int, float]]], limits: Sequence[int]
 ) -> None:
-    """Draw the bytes of a rank over the number of ranks for each stage, and the cards' limits."""
-    for place, (name, points) in enumerate(curves.items()):
-        ranks, num_bytes = zip(*points)
+    """Draw the peak of a rank over the tokens in a sequence, and the cards' limits.
+
+    Args:
+        curves: name -> pairs of tokens and bytes; dashed where the name tells of checkpoints.
+    """
+    for name, points in curves.items():
+        place = [*curves].index(name) % (len(curves) // 2)
+        tokens, num_bytes = zip(*points)
+        line = "--" if "checkpoints" in name else "-"
         style = {"color": COLORS[place], "marker": MARKERS[place], "label": name}
-        axes.plot(ranks, [value / 1e9 for value in num_bytes], **style)
+        axes.plot(tokens, [value / 1e9 for value in num_bytes], linestyle=line, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(rank) for rank in ranks])
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    low, high = axes.get_ylim()
+    ticks = [2**power for power in range(12) if low <= 2**power <= high]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    top = axes.get_ylim()[1]
     for size in limits:
-        if size < top:
-            axes.axhline(size, color=INK, linewidth=1.2, linestyle="--", marker="")
-            where = {"ha": "right", "va": "bottom", "fontsize": 9}
-            axes.text(ranks[-1], size, f"{size} GB, {CARDS[size]}", **where)
-    axes.set(xlabel="ranks", ylabel="peak of a rank (GB)", ylim=(0, None))
-
-
-def draw_sent(axes: Axes, sent: Mapping[str, float]) -> None:
-    """Draw the bytes that a rank sends in a step, by method."""
-    bars = axes.barh(list(sent), [value / 1e9 for value in sent.values()], 0.66, color=SKY)
-    axes.bar_label(bars, fmt="%.3g", padding=4)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.grid(visible=False, axis="y")
-    axes.set(xlabel="sent by a rank in a step (GB)", ylabel="method")
+        if low < size < high:
+            axes.axhline(size, color=INK, linewidth=1.2, linestyle=":", marker="")
+            where = {"ha": "left", "va": "bottom", "fontsize": 9}
+            axes.text(tokens[0], size, f"{size} GB, {CARDS[size]}", **where)
+    axes.set(xlabel="tokens in a sequence", ylabel="peak of a rank (GB)")
+    axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))

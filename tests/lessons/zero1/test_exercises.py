@@ -9,8 +9,23 @@ import torch
 
 from lib.ddp import costs
 from lib.lessons.exercise import verdict
-from lib.lessons.zero1.exercises import BALANCED_OWNERS, SENT_BYTES, SHARD_BOUNDARIES, weighed
+from lib.lessons.ranks import run_on_threads
+from lib.lessons.zero1 import attempts
+from lib.lessons.zero1.exercises import (
+    BALANCED_OWNERS,
+    FAIR_OWNERS,
+    SENT_BYTES,
+    SHARD_BOUNDARIES,
+    ZERO1_STEP,
+    Close,
+    check_zero1_step,
+    stepping,
+    weighed,
+    zero1_step,
+)
 from lib.sharded_optimizer.flat_slices import FlatBucket
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 
 def boundaries(num_elements, ranks, alignment):
@@ -72,3 +87,54 @@ def test_boundaries_are_those_of_the_library(elements):
     bucket = FlatBucket([torch.nn.Parameter(torch.zeros(elements))], None)
     # float32 at multiples of 16 bytes
     assert SHARD_BOUNDARIES.solve(elements, 1, 4) == [(0, bucket.slice_length)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_step_trains_as_pytorchs_adam_does_in_one_process(count):
+    x, target = attempts.batch(count)
+
+    def job(ranks):
+        params, state = attempts.first_weights(), {}
+        for _ in range(4):
+            own = (part.chunk(count)[ranks.number] for part in (x, target))
+            grads = torch.autograd.grad(attempts.loss(params, *own), params)
+            with torch.no_grad():
+                zero1_step.__wrapped__(params, list(grads), state, ranks)
+        return torch.cat([param.detach().flatten() for param in params]), state
+
+    found = run_on_threads(job, count)
+    expected = attempts.train_alone(count, 4)
+    for weights, state in found:
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+        assert state["m"].numel() == -(-expected.numel() // count)
+    start = torch.cat([param.detach().flatten() for param in attempts.first_weights()])
+    assert (expected - start).abs().max() > 1e-2
+
+
+def test_a_right_step_also_trains_on_two_processes(capsys):
+    check_zero1_step(zero1_step.__wrapped__)
+    text = capsys.readouterr().out
+    assert text.startswith("right")
+    assert float(text.split("off by ")[1].split()[0]) < 1e-6
+
+
+def test_a_rank_that_leaves_a_message_out_is_named():
+    def attempt(params, grads, state, ranks):
+        if ranks.number == 0:
+            ranks.reduce_scatter(torch.zeros(ranks.count))
+
+    assert "forever: rank 0 waits in reduce_scatter" in verdict(ZERO1_STEP, stepping(attempt))
+
+
+def test_numbers_are_close_up_to_rounding():
+    assert Close(1.0) == 1.00001
+    assert Close(1.0) != 1.001
+    assert Close(float("nan")) == Close(float("nan"))
+    assert Close(1.0) != "1"
+
+
+def test_moving_and_swapping_is_better_than_largest_first():
+    rule, ours = (FAIR_OWNERS.measure(one) for one in (BALANCED_OWNERS.solve, FAIR_OWNERS.solve))
+    # as the notebook says
+    assert f"{rule:.1f}" == "3.3"
+    assert ours < 0.75 * rule

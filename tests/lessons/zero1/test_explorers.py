@@ -7,6 +7,7 @@ import pytest
 
 from lib.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 from lib.lessons.zero1.explorers import (
+    CONTEXTS,
     OWN,
     PRECISIONS,
     STAGES,
@@ -24,7 +25,7 @@ from lib.sharded_optimizer.memory_formula import RankMemory, rank_memory
 from tests.lessons.drawing_time import charts_per_move
 from tests.lessons.stored import stored_outputs
 
-START = ("xl", 8, "bfloat16 weights", "zero1", 4)
+START = ("xl", 8, "bfloat16 weights", "zero1", 4, 256, "off")
 SMALL = model_preset("small")
 
 
@@ -38,6 +39,18 @@ def test_kinds_add_up_to_what_the_formula_counts(precision, name, ranks):
     counted = (memory.parameters, memory.gradients, memory.optimizer_state, memory.activations)
     assert sum(kinds.values()) == sum(counted) + memory.communication + memory.gathered
     assert min(kinds.values()) >= 0
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_checkpoints_save_activations_and_the_more_the_longer_the_context(context):
+    xl = model_preset("xl")
+    plain, kept = (
+        stage_memory(xl, 8, "zero1", context=context, checkpoints=on) for on in (False, True)
+    )
+    # the inputs of 48 blocks and one whole block, of 48
+    assert plain.activations / 20 < kept.activations < plain.activations / 5
+    assert kept.peak <= plain.peak
+    assert plain.peak > stage_memory(xl, 8, "zero1", context=context // 2).peak
 
 
 def test_masters_are_four_bytes_for_each_weight_that_has_two():
@@ -92,7 +105,7 @@ def by_name(box):
 
 
 def test_each_slider_changes_the_picture(explorer):
-    for slider in [*by_name(explorer).values()][:5]:
+    for slider in [*by_name(explorer).values()][:7]:
         before = explorer.children[-2].outputs[0]["data"]["image/png"]
         chosen = slider.value
         slider.value = next(option for option in slider.options if option != chosen)
@@ -118,7 +131,9 @@ def test_a_move_takes_less_than_a_chart(explorer):
 def test_without_sliders_the_chosen_setting_is_shown():
     box = memory_explorer(start=START)
     words, picture = stored_outputs(box)
-    start = "model: xl  ranks: 8  precision: bfloat16 weights  stage: zero1  sequences: 4"
+    start = (
+        "model: xl  ranks: 8  precision: bfloat16 weights  stage: zero1  sequences: 4  context: 256"
+    )
     assert words.data["text/plain"].startswith(start)
     text = picture.data["text/plain"]
     assert "xl, 2 billion weights, 8 ranks" in text

@@ -1,23 +1,18 @@
 """Figures of notebook 08 draw what they are given."""
 
-import dataclasses
-
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from lib.lessons.zero1.figures import (
     CARDS,
     KINDS,
-    PURPOSE_COLORS,
-    draw_cycles,
+    draw_contexts,
     draw_flat,
     draw_kinds,
     draw_partition,
-    draw_sent,
-    draw_stages,
+    draw_who_holds,
 )
-from lib.profiling.timeline import Timeline
 
 
 @pytest.fixture
@@ -71,28 +66,32 @@ def test_a_buffer_shows_its_padding(axes, sizes, padding):
     assert texts(axes) == ["rank 0: 0 to 6", "rank 1: 6 to 12"]
 
 
-def test_cycles_share_a_time_axis_and_have_a_lane_for_each_purpose():
-    compute = (("forward", ((8.0, 9.0),)), ("backward", ((0.0, 5.0),)), ("", ((1.0, 2.0),)))
-    line = Timeline(10.0, (0.0, 5.0), compute, (), ())
-    collectives = {"gradients": ((1.0, 4.0),), "weights": ((6.0, 9.0),)}
-    figure, longer = Figure(layout="constrained"), dataclasses.replace(line, step_ms=20.0)
-    draw_cycles(figure, {"a": (line, collectives), "b": (longer, collectives)})
-    assert [axes.get_xlim() for axes in figure.axes] == [pytest.approx((0, 20.4))] * 2
-    drawn = {
-        to_hex(found.get_facecolor()[0]).upper(): found.get_paths()[0].vertices[:, 0]
-        for found in figure.axes[0].collections
-    }
-    for purpose, color in PURPOSE_COLORS.items():
-        assert ((drawn[color].min(), drawn[color].max()),) == collectives[purpose]
+def test_each_stage_divides_one_kind_more_and_ranks_hold_slices_of_their_own():
+    figure = Figure(layout="constrained")
+    draw_who_holds(figure, ranks=4)
+    assert [axes.get_title().split(": ")[1] for axes in figure.axes] == [
+        f"{held} bytes" for held in (16, 10, 7, 4)
+    ]
+    colors = {to_rgb(KINDS[kind]) for kind in ("weights", "gradients", "Adam's moments")}
+    for axes, divided in zip(figure.axes, range(4)):
+        drawn: dict = {}
+        for patch in axes.patches:
+            if patch.get_facecolor()[:3] in colors:
+                drawn.setdefault(patch.get_facecolor()[:3], []).append(
+                    (patch.get_y(), patch.get_height())
+                )
+        # all hold the same, or slices that together are the whole
+        assert (
+            sorted(len(set(held)) for held in drawn.values()) == [1] * (3 - divided) + [4] * divided
+        )
+        for held in drawn.values():
+            whole = 8 if max(y + height for y, height in held) > 8 else 4
+            assert sum(height for _, height in set(held)) == whole
 
 
-def test_stages_are_curves_over_ranks_with_the_cards_that_are_within_reach(axes):
-    draw_stages(axes, {"a": [(1, 30e9), (2, 20e9)], "b": [(1, 30e9), (2, 10e9)]}, [16, 24, 80])
-    assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[30, 20], [30, 10]]
+def test_contexts_are_curves_with_the_cards_that_are_within_reach(axes):
+    plain, dashed = [(256, 10e9), (512, 30e9)], [(256, 8e9), (512, 9e9)]
+    draw_contexts(axes, {"a": plain, "a, checkpoints": dashed}, [4, 16, 24, 80])
+    assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[10, 30], [8, 9]]
+    assert [line.get_linestyle() for line in axes.lines[:2]] == ["-", "--"]
     assert texts(axes) == ["16 GB, T4", "24 GB, RTX 4090"]
-
-
-def test_sent_bytes_are_drawn_in_gb_from_the_top(axes):
-    draw_sent(axes, {"a": 1e9, "b": 2e9})
-    assert texts(axes) == ["1", "2"]
-    assert axes.yaxis_inverted()
