@@ -203,6 +203,12 @@ class Processes:
         tensor = tensor.detach().clone()
         self.sent.append((dist.isend(tensor, to), tensor))
 
+    def wait_for_messages(self) -> None:
+        """Wait until all that was sent is on its way; what is still queued would be lost."""
+        for message, _ in self.sent:
+            message.wait()
+        self.sent.clear()
+
     def receive(self, source: int, like: Tensor) -> Tensor:
         """Wait for the next tensor from rank `source`, which has the shape of `like`."""
         tensor = torch.empty_like(like)
@@ -250,7 +256,9 @@ def tried_on_processes(
     source = source_with_helpers(attempt)
     wrong = text.replace("right: ", "not yet: ", 1)
     try:
-        found = launch(job, count, source, attempt.__name__, *arguments, backend=backend)
+        arguments = (source, attempt.__name__, *arguments)
+        # threads have not shown a deadlock, so a minute is for a slow machine
+        found = launch(job, count, *arguments, backend=backend, timeout=60)
     except WorkerError as error:
         first = str(error).splitlines()[0]
         return (

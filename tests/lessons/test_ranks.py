@@ -1,6 +1,7 @@
 """Ranks of checks: threads give what processes give, and name a deadlock at once."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def test_threads_get_what_processes_get():
     on_processes = launch(messages_of_processes, 2, backend="gloo")
     for one, other in zip(on_processes, run_on_threads(messages, 2)):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def send_to_one_that_is_late() -> float:
+    ranks, large = Processes(), torch.ones(4_000_000)
+    if ranks.number == 0:
+        ranks.send(large, 1)
+        ranks.wait_for_messages()
+        del ranks
+        return 0.0
+    time.sleep(1)
+    return ranks.receive(0, like=large).sum().item()
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_message_arrives_though_its_sender_is_done():
+    assert launch(send_to_one_that_is_late, 2, backend="gloo", timeout=20) == [0.0, 4e6]
 
 
 def test_ranks_that_wait_for_one_another_are_told_who_waits_for_whom():
