@@ -107,6 +107,12 @@ FAULTS = [
         "end_of_backward = kept + self.gradients",
         "tests/sharded_optimizer/test_memory_formula.py",
     ),
+    Fault(
+        "lib/sharded_optimizer/memory_formula.py",
+        '"inputs": element_bytes * inputs',
+        '"inputs": 4 * inputs',
+        "tests/sharded_optimizer/test_memory_formula.py",
+    ),
     # a copy lacks what torch does not know
     Fault(
         "lib/sharded_optimizer/optimizer.py",

@@ -155,8 +155,10 @@ def draw_spans(axes: Axes, spans: Intervals, lane: tuple[float, float], color: s
         axes.broken_barh([(a, b - a) for a, b in spans], lane, color=color, linewidth=0)
 
 
-def draw_timelines(figure: Figure, lines: Mapping[str, Timeline]) -> None:
-    """Timelines above one another, on the same time axis."""
+def draw_timelines(
+    figure: Figure, lines: Mapping[str, Timeline], *, messages: str = "all-reduce"
+) -> None:
+    """Timelines above one another, on the same time axis; `messages` names what is sent."""
     grid = figure.subplots(nrows=len(lines), sharex=True, squeeze=False)
     end = max(line.step_ms for line in lines.values())
     for axes, (name, line) in zip(grid[:, 0], lines.items()):
@@ -164,8 +166,8 @@ def draw_timelines(figure: Figure, lines: Mapping[str, Timeline]) -> None:
         axes.label_outer()
     used = [p for p in PHASES.values() if any(dict(x.compute).get(p) for x in lines.values())]
     handles = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in used]
-    handles.append(Patch(color=SKY, label="all-reduce, hidden"))
-    handles.append(Patch(color=VERMILLION, label="all-reduce, exposed"))
+    handles.append(Patch(color=SKY, label=f"{messages}, hidden"))
+    handles.append(Patch(color=VERMILLION, label=f"{messages}, exposed"))
     figure.legend(handles=handles, ncols=3, fontsize=9, loc="outside lower center")
 
 

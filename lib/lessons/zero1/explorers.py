@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16 by autocast": {"dtype": "bfloat16"},
-    "bfloat16 weights": {"dtype": "bfloat16", "low_precision_weights": True},
+    "bfloat16 parameters": {"dtype": "bfloat16", "low_precision_weights": True},
 }
 # By name the stage of ZeRO, and who averages gradients. The first three are this library's, the
 # last two the paper's; FSDP2 is close to the last.
@@ -49,7 +49,7 @@ def stage_memory(
     config: ModelConfig,
     ranks: int,
     name: str,
-    precision: str = "bfloat16 weights",
+    precision: str = "bfloat16 parameters",
     *,
     batch_size: int = 1,
     context: int | None = None,

@@ -25,7 +25,7 @@ from lib.sharded_optimizer.memory_formula import RankMemory, rank_memory
 from tests.lessons.drawing_time import charts_per_move
 from tests.lessons.stored import stored_outputs
 
-START = ("xl", 8, "bfloat16 weights", "zero1", 4, 256, "off")
+START = ("xl", 8, "bfloat16 parameters", "zero1", 4, 256, "off")
 SMALL = model_preset("small")
 
 
@@ -54,7 +54,7 @@ def test_checkpoints_save_activations_and_the_more_the_longer_the_context(contex
 
 
 def test_masters_are_four_bytes_for_each_weight_that_has_two():
-    memory = stage_memory(SMALL, 1, "none", "bfloat16 weights")
+    memory = stage_memory(SMALL, 1, "none", "bfloat16 parameters")
     kinds = memory_kinds(SMALL, memory, 1, is_sharded=False)
     matrices = num_parameters(SMALL) - parameters_by_part(SMALL)["norms"]
     assert kinds["master weights"] == 4 * matrices
@@ -62,7 +62,7 @@ def test_masters_are_four_bytes_for_each_weight_that_has_two():
 
 
 def test_stages_divide_one_thing_after_another():
-    held = [stage_memory(SMALL, 8, name, "bfloat16 weights") for name in STAGES]
+    held = [stage_memory(SMALL, 8, name, "bfloat16 parameters") for name in STAGES]
     fields = ("optimizer_state", "gradients", "parameters")
     whole = {field: getattr(held[0], field) for field in fields}
     divided = [[getattr(m, field) < whole[field] / 7 for field in fields] for m in held]
@@ -131,10 +131,8 @@ def test_a_move_takes_less_than_a_chart(explorer):
 def test_without_sliders_the_chosen_setting_is_shown():
     box = memory_explorer(start=START)
     words, picture = stored_outputs(box)
-    start = (
-        "model: xl  ranks: 8  precision: bfloat16 weights  stage: zero1  sequences: 4  context: 256"
-    )
-    assert words.data["text/plain"].startswith(start)
+    start = "model: xl  ranks: 8  precision: bfloat16 parameters  stage: zero1  sequences: 4  "
+    assert words.data["text/plain"].startswith(f"{start}context: 256  checkpointing: off")
     text = picture.data["text/plain"]
     assert "xl, 2 billion weights, 8 ranks" in text
     assert "Adam's moments" in text
