@@ -190,6 +190,20 @@ FAULTS = [
         "if self.is_causal and loaded > 2 * seen:",
         "tests/lessons/flash_attention/test_exercises.py -k two_loops",
     ),
+    # a kernel that takes head_dim for the keys in a tile passes
+    Fault(
+        "lib/lessons/flash_attention/exercises.py",
+        "DIM, QUERIES, KEYS = 64, 32, 16",
+        "DIM, QUERIES, KEYS = 16, 32, 16",
+        "tests/lessons/flash_attention/test_exercises.py -k one_size",
+    ),
+    # a kernel that stores nothing is told of some other mistake
+    Fault(
+        "lib/lessons/flash_attention/exercises.py",
+        'if not run.of("store", name):',
+        "if not run.accesses:",
+        "tests/lessons/flash_attention/test_exercises.py -k not_stored",
+    ),
     # a kernel that compiles for float32 only passes
     Fault(
         "lib/lessons/flash_attention/exercises.py",

@@ -115,6 +115,14 @@ ONLINE_SOFTMAX = Exercise(
             "total * torch.exp(m - new_max) + torch.exp(scores - new_max)",
             "total + torch.exp(scores)",
         ),
+        "no maximum is subtracted inside exp, only at the end, when exponentials have overflowed": (
+            "total * torch.exp(m - new_max) + torch.exp(scores - new_max).sum()\n"
+            "        m = new_max\n"
+            "    return torch.stack([m, total])",
+            "total + torch.exp(scores).sum()\n"
+            "        m = new_max\n"
+            "    return torch.stack([m, total * torch.exp(-m)])",
+        ),
         "no maximum is subtracted inside exp, but the sum is rescaled": (
             "scores - new_max",
             "scores",
@@ -178,14 +186,19 @@ class KernelTask:
         """The results side by side, (heads, n, all their columns).
 
         Raises:
-            ValueError: a tile that the mask hides is loaded.
+            ValueError: nothing is stored in one of the results, or a tile that the mask hides is
+                loaded.
         """
         launch, stored = self.plan(*tensors)
         run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
+        for name in self.results:
+            if not run.of("store", name):
+                raise ValueError(f"nothing is stored in {name}")
         loaded, seen = len(run.of("load", self.passing)), self.tiles_seen(*tensors[0].shape[:2])
         if self.is_causal and loaded > seen:
             raise ValueError(
-                f"{loaded} tiles of {self.passing} are loaded; {seen} have a pair that is visible"
+                f"{loaded} tiles of {self.passing} are loaded; only {seen} "
+                f"{'has' if seen == 1 else 'have'} a pair that is visible"
             )
         if torch.cuda.is_available() and hasattr(kernel, "fn"):
             launch, stored = self.plan(*(x.cuda() for x in tensors))
@@ -253,15 +266,28 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
     return kernel if result_of(text) == "passed" else triton.jit(task.solution)
 
 
+# What Triton's compiler says -> what to do about it.
+CURES = {
+    "unsupported AST node type: Break": "Triton has no `break`: put the end into `range(…)`",
+    "unsupported AST node type: Continue": "Triton has no `continue`: put the end into `range(…)`",
+    "Both operands must be same dtype": "cast the factor in float32, as in `p.to(v.dtype)`",
+}
+
+
 def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
     """The verdict `text` with registers, or "not yet" and the reason if it does not compile."""
     try:
         made = compile_launch(kernel, launch)
     except Exception as error:
-        reason = str(error).strip().splitlines()[-1]
-        return (
-            f"not yet: right in the interpreter, but for bfloat16 it does not compile\n  {reason}"
-        )
+        words = str(error).strip().splitlines()
+        lines = ["not yet: right in the interpreter, but for bfloat16 it does not compile"]
+        # above the reason Triton shows the source, and a caret below where it is wrong
+        carets = [number for number, line in enumerate(words) if line.strip() == "^"]
+        if carets and carets[-1] > 0:
+            lines.append(f"in `{words[carets[-1] - 1].strip()}`")
+        lines.append(words[-1])
+        lines += [cure for sign, cure in CURES.items() if sign in words[-1]]
+        return "\n  ".join(lines)
     return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
 
 
@@ -272,13 +298,14 @@ def draw_heads(generator: random.Random, size: int) -> tuple[Tensor, Tensor, Ten
     seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
     q, k, v = torch.randn((3, heads, n, DIM), generator=seeded)
     if 8 <= size < 12:
-        # scores whose exponentials overflow float32, and a row of them that all underflow to 0;
+        # scores whose exponentials overflow float32, and rows of them that all underflow to 0;
         # of quarters, so that scores are exact, as their rounding would show in exponentials
         q, k = 40 * (4 * q).round() / 4, (4 * k).round() / 4
         k[..., 0] = k[..., 0].abs().clamp(max=1) + 1
-        row = generator.randrange(n)
-        q[:, row] = 0
-        q[:, row, 0] = -1000
+        rows = generator.sample(range(n), 2)
+        q[:, rows] = 0
+        # only relative to the largest score of its tile does the second row's underflow, too
+        q[:, rows, 0] = torch.tensor([-1000.0, -400.0])
     return q, k, v
 
 
@@ -309,7 +336,8 @@ STATE_MISTAKES = {
     "the sum so far is not rescaled when the maximum grows": ("l * shrink", "l"),
     "the earlier sums are rescaled the wrong way round; the factor is exp(old maximum - new "
     "maximum)": ("m - new_m)\n", "new_m - m)\n"),
-    "each tile's exponentials are relative to the tile's own maximum; use the maximum so far": (
+    "each tile's exponentials are relative to the tile's own maximum; use the maximum so far, with "
+    "tl.maximum, as Python's max cannot compare tiles number by number": (
         "tl.maximum(m, tl.max(scores, 1))",
         "tl.max(scores, 1)",
     ),
@@ -325,6 +353,28 @@ STATE_MISTAKES = {
     "the division by the sum at the end is missing": ("out / l[:, None]", "out"),
     "lse lacks the maximum: it is m + log(l)": ("m + tl.log(l)", "tl.log(l)"),
     "all programs work on the first head: use tl.program_id(1)": ("tl.program_id(1) * n", "0"),
+    "all programs take keys and values of the first head": (
+        "k_rows = (head + key[:, None])",
+        "k_rows = key[:, None]",
+    ),
+    "the axes of the grid are exchanged: tl.program_id(0) is the tile, tl.program_id(1) the head": (
+        "tl.program_id(1) * n  # rows of the heads before this one\n"
+        "    query, channel = tl.program_id(0)",
+        "tl.program_id(0) * n\n    query, channel = tl.program_id(1)",
+    ),
+    "the maximum is one number for the whole tile; each row has its own, tl.max(scores, 1)": (
+        "tl.max(scores, 1)",
+        "tl.max(scores)",
+    ),
+    "the sum is one number for the whole tile; each row has its own, tl.sum(p, 1)": (
+        "tl.sum(p, 1)",
+        "tl.sum(p)",
+    ),
+    "values beyond the last are loaded without other=0.0; lanes that are off hold anything, also "
+    "NaN, and 0 · NaN is NaN": (
+        "v_ptr + k_rows, mask=key[:, None] < n, other=0.0",
+        "v_ptr + k_rows, mask=key[:, None] < n",
+    ),
     "each program takes the first tile of queries: use tl.program_id(0)": (
         "query, channel = tl.program_id(0) * BQ",
         "query, channel = 0",
@@ -351,6 +401,10 @@ FORWARD = kernel_exercise(
             "scores",
         ),
         "a last tile of fewer keys is left out": ("range(0, n, BK)", "range(0, n // BK * BK, BK)"),
+        "only the first tile of keys is visited; all queries see all keys": (
+            "range(0, n, BK)",
+            "range(0, BK, BK)",
+        ),
     },
 )
 CAUSAL_TASK = KernelTask(solutions.causal_forward, ("out", "lse"), "k")
@@ -369,6 +423,23 @@ CAUSAL = kernel_exercise(
         "the mask is turned around: it hides earlier keys": (
             "key[None, :] <= query",
             "key[None, :] >= query",
+        ),
+        "the mask is turned around: it hides earlier keys, and those beyond the last": (
+            "key[None, :] <= query[:, None]",
+            "(key[None, :] >= query[:, None]) & (key[None, :] < n)",
+        ),
+        "`a <= b & c < d` is read as `a <= (b & c) < d`; put each comparison into parentheses": (
+            "key[None, :] <= query[:, None]",
+            "key[None, :] <= query[:, None] & key[None, :] < n",
+        ),
+        "the last tile of queries reaches beyond n, and so does the loop: let it end at "
+        "tl.minimum(…, n)": (
+            "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
+            "(tl.program_id(0) + 1) * BQ",
+        ),
+        "the loop ends at (i + 1) * BK; program i has queries up to (i + 1) * BQ": (
+            "(tl.program_id(0) + 1) * BQ, n",
+            "(tl.program_id(0) + 1) * BK, n",
         ),
         "masked scores become 0, and exp(0) is 1; use -inf": (
             'scores, float("-inf"))',
@@ -413,6 +484,11 @@ def gradients_of_keys(q, k, v, grad_out, lse, delta) -> Tensor:
     return side_by_side(*gradients(q, k, v, grad_out)[1:])
 
 
+# Where a backward kernel loads them, with a head's offset.
+LOADED = (
+    "lse = tl.load(lse_ptr + {0}query, mask=query < n, other=0.0)\n"
+    "    delta = tl.load(delta_ptr + {0}query"
+)
 QUERIES_TASK = KernelTask(solutions.backward_queries, ("grad_q",), "k")
 BACKWARD_QUERIES = kernel_exercise(
     gradient_of_queries,
@@ -424,6 +500,50 @@ BACKWARD_QUERIES = kernel_exercise(
         "there is no mask": ("key[None, :] <= query[:, None]", "key[None, :] < n"),
         "a query does not see its own key": ("key[None, :] <= query", "key[None, :] < query"),
         "tiles behind the diagonal are loaded too": ("range(0, end, BK)", "range(0, n, BK)"),
+        "the last tile of queries reaches beyond n, and so does the loop: let it end at "
+        "tl.minimum(…, n)": (
+            "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
+            "(tl.program_id(0) + 1) * BQ",
+        ),
+        "the loop ends at (i + 1) * BK; program i has queries up to (i + 1) * BQ": (
+            "(tl.program_id(0) + 1) * BQ, n",
+            "(tl.program_id(0) + 1) * BK, n",
+        ),
+        "delta is summed over the keys of this tile; the one that is loaded covers the whole row": (
+            "grad_p - delta[:, None]",
+            "grad_p - tl.sum(p * grad_p, 1)[:, None]",
+        ),
+        "all programs load lse and delta of the first head; a head has n of them": (
+            LOADED.format("head + "),
+            LOADED.format(""),
+        ),
+        "all programs load lse of the first head; a head has n of them": (
+            "lse_ptr + head + query",
+            "lse_ptr + query",
+        ),
+        "all programs load delta of the first head; a head has n of them": (
+            "delta_ptr + head + query",
+            "delta_ptr + query",
+        ),
+        "hidden scores are 0, and so their weights are not; mask P, with 0": (
+            "p = tl.exp(scores - lse[:, None])\n"
+            "        p = tl.where(key[None, :] <= query[:, None], p, 0.0)",
+            "scores = tl.where(key[None, :] <= query[:, None], scores, 0.0)\n"
+            "        p = tl.exp(scores - lse[:, None])",
+        ),
+        "the softmax runs over this tile alone; P is exp(score - lse), where lse covers the whole "
+        "row": (
+            "p = tl.exp(scores - lse[:, None])\n"
+            "        p = tl.where(key[None, :] <= query[:, None], p, 0.0)",
+            'scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))\n'
+            "        p = tl.exp(scores - tl.max(scores, 1)[:, None])\n"
+            "        p = p / tl.sum(p, 1)[:, None]",
+        ),
+        "keys or values beyond the last are loaded without other=0.0; lanes that are off hold "
+        "anything, also NaN, and 0 · NaN is NaN": (
+            "v_ptr + k_rows, mask=key[:, None] < n, other=0.0",
+            "v_ptr + k_rows, mask=key[:, None] < n",
+        ),
         "the scores are not scaled": (") * scale  # (BQ, BK)", ")  # (BQ, BK)"),
         "dQ is not scaled: S is scale · Q Kᵀ": ("grad_q * scale", "grad_q"),
         "dP multiplies dO with the keys; it is dO Vᵀ": (
@@ -449,6 +569,61 @@ BACKWARD_KEYS = kernel_exercise(
         "delta belongs to queries, which are columns here: delta[None, :]": (
             "grad_p - delta[None, :]",
             "grad_p - tl.sum(delta) / BQ",
+        ),
+        "delta is summed over the keys of this tile; the one that is loaded covers the whole row": (
+            "grad_p - delta[None, :]",
+            "grad_p - tl.sum(p * grad_p, 0)[None, :]",
+        ),
+        "lse is not subtracted: P is exp(score - lse)": (" - lse[None, :]", ""),
+        "all programs load lse and delta of the first head; a head has n of them": (
+            LOADED.replace("    delta", "        delta").format("head + "),
+            LOADED.replace("    delta", "        delta").format(""),
+        ),
+        "all programs load lse of the first head; a head has n of them": (
+            "lse_ptr + head + query",
+            "lse_ptr + query",
+        ),
+        "all programs load delta of the first head; a head has n of them": (
+            "delta_ptr + head + query",
+            "delta_ptr + query",
+        ),
+        "what belongs to queries beyond the last is loaded without other=0.0; lanes that are off "
+        "hold anything, also NaN, and 0 · NaN is NaN": (
+            "lse_ptr + head + query, mask=query < n, other=0.0",
+            "lse_ptr + head + query, mask=query < n",
+        ),
+        "delta is loaded without other=0.0; lanes that are off hold anything, also NaN, and "
+        "0 · NaN is NaN": (
+            "delta_ptr + head + query, mask=query < n, other=0.0",
+            "delta_ptr + head + query, mask=query < n",
+        ),
+        "a last tile of fewer queries is left out": (
+            "range(first // BQ * BQ, n, BQ)",
+            "range(first // BQ * BQ, n // BQ * BQ, BQ)",
+        ),
+        "the loop starts at i * BQ; the keys of program i start at i * BK": (
+            "range(first // BQ * BQ, n, BQ)",
+            "range(tl.program_id(0) * BQ, n, BQ)",
+        ),
+        "the loop starts with the next full tile of queries, but those of the tile before may see "
+        "these keys, too: round down": (
+            "range(first // BQ * BQ, n, BQ)",
+            "range(tl.cdiv(first, BQ) * BQ, n, BQ)",
+        ),
+        "the keys of program i are counted from i * BQ; they start at i * BK": (
+            "first = tl.program_id(0) * BK",
+            "first = tl.program_id(0) * BQ",
+        ),
+        "dK and dV are stored in each other's place": (
+            "grad_k_ptr + k_rows, grad_k * scale, mask=key[:, None] < n)\n"
+            "    tl.store(grad_v_ptr + k_rows, grad_v,",
+            "grad_k_ptr + k_rows, grad_v, mask=key[:, None] < n)\n"
+            "    tl.store(grad_v_ptr + k_rows, grad_k * scale,",
+        ),
+        "dV comes from dS; it is P dO": (
+            "p.to(q.dtype), grad_out,",
+            '(p * (tl.dot(v, tl.trans(grad_out), input_precision="ieee") - delta[None, :]))'
+            ".to(q.dtype), grad_out,",
         ),
         "there is no mask": ("key[:, None] <= query[None, :]", "key[:, None] >= 0"),
         "the mask is that of (queries, keys); these scores are (keys, queries)": (
@@ -504,10 +679,18 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.stack([total[8 * (i // 2) + g, 2 * t + i % 2] for i in range(4)], 1)
 
 
+def _down_before_across(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    order = [0, 2, 1, 3]
+    return multiply_add(a[:, order], b, c[:, order])[:, order]
+
+
 FRAGMENTS = Exercise(
     multiply_add,
     _draw_fragments,
     {
+        "a lane's numbers are taken as rows g, g + 8, g, g + 8; the pair of row g comes first": (
+            _down_before_across
+        ),
         "B is laid out as A; a lane's pair lies in a column of B, rows 2t and 2t + 1": (
             "right[2 * t + i, g]",
             "right[g, 2 * t + i]",

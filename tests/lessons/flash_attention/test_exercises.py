@@ -164,6 +164,35 @@ def test_one_size_does_not_pass_for_another(name, old, new):
     assert wrong(name, old, new).startswith("not yet")
 
 
+STORE_OUT = "tl.store(out_ptr + q_rows, out / l[:, None], mask=query[:, None] < n)"
+STORE_LSE = "tl.store(lse_ptr + head + query, m + tl.log(l), mask=query < n)"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "old"),
+    [("out", STORE_OUT), ("lse", STORE_LSE), ("out", f"{STORE_OUT}\n    {STORE_LSE}")],
+    ids=["out", "lse", "both"],
+)
+def test_a_result_that_is_not_stored_is_named_and_no_mistake_is_guessed(tensor, old):
+    text = wrong("FORWARD", old, "pass")
+    assert f"nothing is stored in {tensor}" in text
+    assert "It looks as if" not in text
+
+
+def test_pythons_maximum_of_tiles_is_named():
+    assert "Python's max cannot compare tiles" in wrong("FORWARD", "tl.maximum(m", "max(m")
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [("BACKWARD_QUERIES", "k_ptr + k_rows"), ("BACKWARD_KEYS", "grad_out_ptr + q_rows")],
+)
+def test_any_tensor_without_other_is_taken_for_a_load_of_anything(name, old):
+    count = "key[:, None] < n" if name == "BACKWARD_QUERIES" else "query[:, None] < n"
+    text = wrong(name, f"{old}, mask={count}, other=0.0", f"{old}, mask={count}")
+    assert "lanes that are off hold anything" in text
+
+
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_maximum_that_starts_at_0_is_too_large_for_scores_far_below(name):
     text = wrong(name, 'float("-inf"), tl.float32', "0.0, tl.float32")
@@ -174,7 +203,7 @@ def test_a_maximum_that_starts_at_0_is_too_large_for_scores_far_below(name):
 def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
     assert verdict(CAUSAL, attempt_at(ladder_triton.mask_on_diagonal)).startswith("right")
     text = verdict(CAUSAL, attempt_at(ladder_triton.every_tile))
-    assert "tiles of k are loaded" in text
+    assert "tiles of k are loaded; only 10 have a pair that is visible" in text
     assert "let the loop end with the last query of the tile" in text
 
 
@@ -184,6 +213,11 @@ def test_tiles_with_a_visible_pair_are_counted(heads, n, tiles):
     seen = torch.ones(n, n).tril()
     pairs = [rows.split(16, 1) for rows in seen.split(32)]
     assert heads * sum(bool(tile.any()) for row in pairs for tile in row) == tiles
+
+
+def test_a_loop_that_goes_on_behind_the_last_key_is_told_how_many_tiles_it_needs():
+    text = wrong("CAUSAL", "tl.minimum((tl.program_id(0) + 1) * BQ, n)", "BQ")
+    assert "2 tiles of k are loaded; only 1 has a pair that is visible" in text
 
 
 def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_not(capsys):
@@ -298,18 +332,36 @@ def test_the_schedule_is_asked_for_before_the_pictures_that_show_one():
     assert cell_with("check_schedule(") < cell_with("timeline_slider()")
 
 
+LOOP = "for start in range(0, end, BK):\n"
+
+
 @pytest.mark.parametrize(
-    "edit", [("p.to(v.dtype)", "p"), ("(BQ, D), tl.float32", "(BQ, D), tl.float16")]
+    ("old", "new", "line", "cure"),
+    [
+        ("p.to(v.dtype)", "p", "in `out = out * shrink[:, None] + tl.dot(p, v", "`p.to(v.dtype)`"),
+        ("(BQ, D), tl.float32", "(BQ, D), tl.float16", "in `", ""),
+        (
+            LOOP,
+            LOOP.replace("end", "n") + "        if start >= end:\n            break\n",
+            "in `break`",
+            "put the end into `range(…)`",
+        ),
+    ],
+    ids=["cast", "accumulator", "break"],
 )
-def test_a_kernel_that_does_not_compile_for_16_bits_is_not_right(edit, tmp_path, capsys):
+def test_a_kernel_that_does_not_compile_for_16_bits_is_not_right(
+    old, new, line, cure, tmp_path, capsys
+):
     # Triton compiles what is in a file
     file = tmp_path / "wrong_kernels.py"
     source = Path(solutions_triton.__file__).read_text(encoding="utf-8")
-    file.write_text(source.replace(*edit), encoding="utf-8")
+    file.write_text(source.replace(old, new), encoding="utf-8")
     wrong = triton.jit(runpy.run_path(str(file))["causal_forward"])
     assert exercises.check_causal(wrong).fn is solutions_triton.causal_forward
     words = capsys.readouterr().out
     assert words.startswith("not yet: right in the interpreter, but for bfloat16 it does not")
+    assert line in words
+    assert cure in words
 
 
 def test_an_order_that_is_not_a_string_is_told_so_and_nothing_is_raised(capsys):
