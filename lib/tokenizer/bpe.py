@@ -9,15 +9,12 @@ large texts where Numba is installed.
 """
 
 import heapq
-import importlib.util
 import logging
 import operator
 import os
-import sys
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain, islice, pairwise
@@ -30,6 +27,14 @@ import numpy as np
 from lib.core.hardware import available_cpus, ordered_map
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.files import Parts
+from lib.tokenizer.implementation import (
+    COMPILED_AGAIN_BYTES,
+    COMPILED_CODE,
+    COMPILED_ENCODING_BYTES,
+    COMPILED_TRAINING_BYTES,
+    check_implementation,
+    choose_implementation,
+)
 from lib.tokenizer.pretokenize import (
     CHUNK_BYTES,
     distinct_special_tokens,
@@ -48,18 +53,10 @@ if TYPE_CHECKING:
 Pair = tuple[int, int]
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
-IMPLEMENTATIONS = ("auto", "python", "numba")
-# below this size, compiling with Numba or even loading its cache costs more than it saves
-COMPILED_TRAINING_BYTES = 8 << 20
-# once a tokenizer has encoded so much, the compiled code is loaded; where it is loaded already, so
-# little
-COMPILED_ENCODING_BYTES, COMPILED_AGAIN_BYTES = 1 << 20, 1 << 12
 # how much of a stream is encoded at a time: what fits the cache of a core
 STREAM_BYTES = 1 << 20
 # the readable encoder looks after so much text if the compiled one is ready
 PART_BYTES = 1 << 16
-# the address space that importing and compiling with Numba takes
-NUMBA_BYTES = 1 << 30
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
 # from this many bytes on, a heap finds the next merge faster than a search of the whole pre-token
@@ -625,8 +622,16 @@ class Tokenizer:
             return self.implementation == "numba"
         self._given += size
         if self._given >= COMPILED_ENCODING_BYTES:
-            COMPILED_CODE.load()
+            COMPILED_CODE.load(_use_compiled_once)
         return self._given >= COMPILED_AGAIN_BYTES and COMPILED_CODE.is_ready()
+
+
+def _use_compiled_once() -> None:
+    """Encode and decode a letter, in each way that the compiled code offers."""
+    every_byte = {byte: bytes([byte]) for byte in range(256)}
+    tokenizer = Tokenizer(every_byte, [], implementation="numba")
+    tokenizer.decode(tokenizer.encode("a"))
+    tokenizer.decode(tokenizer.encode_array("a"))
 
 
 def rank_merges(
@@ -651,86 +656,3 @@ def rank_merges(
         made.add(merged)
         ranks[ids[left], ids[right]] = (rank, ids[merged])
     return ranks
-
-
-# The choice between this file and the compiled one
-
-
-class CompiledCode:
-    """Loads the code for encoding once, in a thread: seconds if Numba must compile it first."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._loaded: Future | None = None
-
-    def load(self) -> None:
-        """Begin to load the code, unless that was done before or Numba cannot be used here."""
-        with self._lock:
-            if self._loaded is None:
-                self._loaded = Future()
-                if choose_implementation("auto", COMPILED_ENCODING_BYTES, 0) == "numba":
-                    threading.Thread(target=self._load, name="load compiled tokenizer").start()
-
-    def _load(self) -> None:
-        try:
-            every_byte = {byte: bytes([byte]) for byte in range(256)}
-            tokenizer = Tokenizer(every_byte, [], implementation="numba")
-            tokenizer.decode(tokenizer.encode("a"))
-            tokenizer.decode(tokenizer.encode_array("a"))
-            self._loaded.set_result(None)
-        except Exception:
-            log.exception("tokenizer: Numba failed, so the Python implementation goes on")
-
-    def is_ready(self) -> bool:
-        """Whether the code is loaded."""
-        return self._loaded is not None and self._loaded.done()
-
-
-COMPILED_CODE = CompiledCode()
-
-
-def choose_implementation(implementation: str, num_bytes: int, threshold: int) -> str:
-    """Resolve "auto" for an input of `num_bytes`: "numba" from `threshold` bytes on. Logs it."""
-    check_implementation(implementation)
-    if implementation != "auto":
-        return implementation
-    reason = None
-    if num_bytes < threshold:
-        reason = "small input"
-    elif not numba_installed():
-        reason = "Numba is not installed"
-    elif not _numba_fits():
-        reason = "too little address space for Numba"
-    if reason is None:
-        log.info("tokenizer: compiled implementation (Numba) for %.1f MB", num_bytes / 1e6)
-        return "numba"
-    log.info("tokenizer: Python implementation for %.1f MB (%s)", num_bytes / 1e6, reason)
-    return "python"
-
-
-def check_implementation(implementation: str) -> None:
-    """Raise `ValueError` for an unknown implementation, `ImportError` for a missing one."""
-    if implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
-    if implementation == "numba" and not numba_installed():
-        raise ImportError("implementation 'numba' needs the package numba, which is not installed")
-
-
-def numba_installed() -> bool:
-    """Whether the compiled implementation is available."""
-    return importlib.util.find_spec("numba") is not None
-
-
-def _numba_fits() -> bool:
-    """Whether a limit on this process's address space leaves enough for Numba.
-
-    An import that runs out of memory halfway can leave Python itself broken.
-    """
-    if "numba" in sys.modules or not Path("/proc/self/statm").exists():
-        return True
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    return limit == resource.RLIM_INFINITY or limit - used > NUMBA_BYTES

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.tokenizer import bpe, compiled_encoder
+from lib.tokenizer import implementation as implementation_choice
 from lib.tokenizer.bpe import (
-    CompiledCode,
     Tokenizer,
     count_pretokens,
     merge_pair,
@@ -27,6 +27,7 @@ from lib.tokenizer.bpe import (
     train_from_counts,
 )
 from lib.tokenizer.files import Parts, from_printable
+from lib.tokenizer.implementation import CompiledCode
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 from tests.texts import tricky_text
 
@@ -275,7 +276,7 @@ def test_the_choice_of_implementation_is_logged(
     tmp_path, monkeypatch, caplog, size, is_installed, words
 ):
     monkeypatch.setattr(bpe, "COMPILED_TRAINING_BYTES", size)
-    monkeypatch.setattr(bpe, "numba_installed", lambda: is_installed)
+    monkeypatch.setattr(implementation_choice, "numba_installed", lambda: is_installed)
     with caplog.at_level("INFO"):
         train(tmp_path, TEXT, 300)
     assert re.search(words, caplog.text)
@@ -309,7 +310,7 @@ def loading(monkeypatch):
     allowed = threading.Event()
     code = CompiledCode()
     load = code._load
-    monkeypatch.setattr(code, "_load", lambda: allowed.wait() and load())
+    monkeypatch.setattr(code, "_load", lambda first_use: allowed.wait() and load(first_use))
     monkeypatch.setattr(bpe, "COMPILED_CODE", code)
     monkeypatch.setattr(bpe, "COMPILED_ENCODING_BYTES", 10_000)
     monkeypatch.setattr(bpe, "PART_BYTES", 1_000)
@@ -353,7 +354,7 @@ def test_the_compiled_code_takes_over_within_a_long_text(trained, tokenizers, lo
 
 
 def test_without_numba_the_readable_code_goes_on(trained, tokenizers, loading, monkeypatch):
-    monkeypatch.setattr(bpe, "numba_installed", lambda: False)
+    monkeypatch.setattr(implementation_choice, "numba_installed", lambda: False)
     tokenizer = Tokenizer(*trained, SPECIAL)
     for _ in range(3):
         assert tokenizer.encode(TEXT * 20) == tokenizers["numba"].encode(TEXT * 20)
