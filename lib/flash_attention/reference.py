@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lib.flash_attention.inputs import autocast
 
-# Rows of a tile of Q, and of a tile of K and V (the paper's B_r and B_c).
+# Rows of a tile of Q, and of a tile of K and V (B_q and B_k; the paper's B_r and B_c).
 QUERY_TILE = 128
 KEY_TILE = 128
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -100,22 +100,22 @@ def forward(
     out, lse = _empty_results(q)
     with torch.autocast(q.device.type, enabled=False):
         for rows in _tiles(0, num_queries, query_tile):  # line 3
-            Q = q[..., rows, :].to(lse.dtype)  # line 4; (..., B_r, d)
+            Q = q[..., rows, :].to(lse.dtype)  # line 4; (..., B_q, d)
             O = torch.zeros_like(Q)  # line 5
-            l = Q.new_zeros(*Q.shape[:-1], 1)  # sum of exp(S - m) so far; (..., B_r, 1)
-            m = torch.full_like(l, -math.inf)  # maximum of S so far; (..., B_r, 1)
+            l = Q.new_zeros(*Q.shape[:-1], 1)  # sum of exp(S - m) so far; (..., B_q, 1)
+            m = torch.full_like(l, -math.inf)  # maximum of S so far; (..., B_q, 1)
             # under a causal mask none of these queries sees a key after the last of them
             end = min(rows.stop, num_keys) if is_causal else num_keys
             for columns in _tiles(0, end, key_tile):  # line 6
-                K, V = (x[..., columns, :].to(lse.dtype) for x in (k, v))  # line 7; (..., B_c, d)
-                S = _scores(Q, K, rows, columns, is_causal, scale)  # line 8; (..., B_r, B_c)
+                K, V = (x[..., columns, :].to(lse.dtype) for x in (k, v))  # line 7; (..., B_k, d)
+                S = _scores(Q, K, rows, columns, is_causal, scale)  # line 8; (..., B_q, B_k)
                 m_before, m = m, torch.maximum(m, S.amax(-1, keepdim=True))  # line 9
                 # 0 in place of m where all scores so far are -inf: -inf - -inf is NaN
                 safe = torch.where(m == -math.inf, 0, m)
                 P = torch.exp(S - safe)
                 shrink = torch.exp(m_before - safe)
                 l = shrink * l + P.sum(-1, keepdim=True)
-                O = shrink * O + P @ V  # line 10; (..., B_r, d)
+                O = shrink * O + P @ V  # line 10; (..., B_q, d)
             # l is at least 1, the term of the maximum itself, or 0 where all scores are -inf
             out[..., rows, :] = O / l.clamp(min=1)  # lines 12 and 14
             lse[..., rows] = (m + torch.log(l)).squeeze(-1)  # lines 13 and 15
@@ -143,15 +143,15 @@ def backward(
         # P is 0 for a query whose scores are all -inf
         lse = torch.where(lse == -math.inf, math.inf, lse)
         for columns in _tiles(0, num_keys, key_tile):  # line 5
-            K, V = (x[..., columns, :].to(lse.dtype) for x in (k, v))  # line 6; (..., B_c, d)
+            K, V = (x[..., columns, :].to(lse.dtype) for x in (k, v))  # line 6; (..., B_k, d)
             dK, dV = torch.zeros_like(K), torch.zeros_like(V)  # line 7
             # under a causal mask no query before the first of these keys sees any of them
             start = columns.start // query_tile * query_tile if is_causal else 0
             for rows in _tiles(start, num_queries, query_tile):  # line 8
                 Q, dO = (
                     x[..., rows, :].to(lse.dtype) for x in (q, grad_out)
-                )  # line 9; (..., B_r, d)
-                S = _scores(Q, K, rows, columns, is_causal, scale)  # line 10; (..., B_r, B_c)
+                )  # line 9; (..., B_q, d)
+                S = _scores(Q, K, rows, columns, is_causal, scale)  # line 10; (..., B_q, B_k)
                 P = torch.exp(S - lse[..., rows, None])  # line 11
                 # heads of q that share a head of k and v add up their gradients
                 dV += (P.mT @ dO).sum_to_size(V.shape)  # line 12
@@ -166,7 +166,7 @@ def backward(
 def _scores(
     Q: Tensor, K: Tensor, rows: slice, columns: slice, is_causal: bool, scale: float
 ) -> Tensor:
-    """scale · Q Kᵀ of one tile, (..., B_r, B_c), -inf where the mask hides a key."""
+    """scale · Q Kᵀ of one tile, (..., B_q, B_k), -inf where the mask hides a key."""
     S = scale * (Q @ K.mT)
     # below the diagonal every query sees every key, and no mask is needed
     if is_causal and columns.stop - 1 > rows.start:

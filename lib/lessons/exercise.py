@@ -15,8 +15,9 @@ and mistakes read as one page:
 If the reader's results are those of such an edit on every input, the check names the mistake.
 Tensors and arrays are compared by shape, and then value by value up to rounding.
 
-Exercises come in three tiers: a *warm-up* takes a few lines, a *core* one is what the lesson is
-about, and an *open* one has a figure to beat (`measure`), taken once the results are right.
+Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the lesson is about, an
+*optional* one belongs to a part that may be skipped, and an *open* one has a figure to beat
+(`measure`), taken once the results are right.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Exercise:
     """The mistake as a sentence -> (old, new) text of the solution's source, or, where no short
     edit makes it, a function."""
 
-    tier: Literal["warm-up", "core", "open"] = "warm-up"
+    tier: Literal["warm-up", "core", "optional", "open"] = "warm-up"
 
     trials: int = TRIALS
     """How many inputs are tried."""

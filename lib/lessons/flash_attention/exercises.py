@@ -729,7 +729,7 @@ FRAGMENTS = Exercise(
             "return total",
         ),
     },
-    tier="core",
+    tier="optional",
 )
 
 
