@@ -42,6 +42,8 @@ ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_P
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
 PYTEST := OMP_NUM_THREADS=1 $(GUARD) $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
+# Where the tests are that must run alone: to look through all files would take longer than they do.
+SERIAL := $(shell grep -rl --include='*.py' 'mark\.serial' tests)
 # From the last, which start processes and take longest, to the first.
 NOTEBOOK_FILES := $(shell ls -r notebooks/[0-9][0-9]_*.ipynb 2>/dev/null)
 
@@ -62,7 +64,7 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 
 test: lint ## check everything that needs no GPU and little time
 	@$(PYTEST) -p no:nbval -n 2 --dist loadfile -m 'not serial and not gpu and not slow'
-	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' || [ $$? -eq 5 ]
+	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)
 	@rm -rf artifacts/small/artifacts
 	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder \
 		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOK_FILES))
