@@ -392,6 +392,13 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
         unpacks=True,
     ),
+    "lessons race": Command(
+        "Run the recipes of notebook 10 to their target, three seeds each, for its leaderboard.",
+        NoConfig,
+        "lib.lessons.speedrun.record:measure_race",
+        prints="{result}",
+        unpacks=True,
+    ),
     "lessons ladder": Command(
         "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
         NoConfig,

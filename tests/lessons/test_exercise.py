@@ -21,6 +21,7 @@ from lib.lessons import exercise as lessons_exercise
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
 from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR, SPLIT_GPT4
 from lib.tokenizer.bpe import merge_pair
+from tests.lessons.speedrun.toy import notebook_with_toy_race
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -61,6 +62,8 @@ def run(code: str, lesson: str) -> None:
     if lesson in KERNELS:
         names |= {"triton": importlib.import_module("triton")}
         names |= {"tl": importlib.import_module("triton.language")}
+    if lesson == "speedrun":
+        names |= notebook_with_toy_race()
     # Triton reads the source of kernels
     file = f"<cell {hash(code)}>"
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)

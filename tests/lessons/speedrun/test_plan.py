@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
-from lib.lessons import speedrun
-from lib.lessons.speedrun import (
+from lib.lessons.speedrun import plan as speedrun
+from lib.lessons.speedrun.plan import (
     H100,
     TWO_T4,
     Machine,

@@ -1,0 +1,285 @@
+"""Exercises of notebook 10: read a curve, time a run to its target, beat the starting recipe."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, report
+from lib.lessons.speedrun.race import FEWEST_SEEDS, Race, Recipe, at_target, enter, faults
+
+# 1. Time to target
+
+
+def _draw_curve(generator: random.Random, size: int) -> tuple:
+    tokens = seconds = 0.0
+    bits, curve = 3.5, []
+    for _ in range(2 + size):
+        tokens += generator.randint(8, 12) * 1024
+        seconds += generator.randint(2, 30) / 8
+        # noisy: a curve may cross the target more than once
+        bits += generator.choice([-0.5, -0.375, -0.25, -0.125, 0.0625])
+        curve.append((tokens, seconds, bits))
+    reached = [point[2] for point in curve]
+    target = generator.choice([*reached, 3.45 - generator.random() * 1.5, min(reached) - 0.1])
+    return curve, target
+
+
+def time_to_target(curve: Sequence[tuple], target: float) -> float | None:
+    last_seconds, last_bits = 0.0, None
+    for _, seconds, bits in curve:
+        if bits <= target:
+            if last_bits is None:
+                return seconds
+            share = (last_bits - target) / (last_bits - bits)
+            return last_seconds + share * (seconds - last_seconds)
+        last_seconds, last_bits = seconds, bits
+    return None
+
+
+TIME_TO_TARGET = Exercise(
+    time_to_target,
+    _draw_curve,
+    {
+        "the time is that of the first point below the target; go back along the line to the point "
+        "before it": ("last_seconds + share * (seconds - last_seconds)", "seconds"),
+        "the time is that of the last point above the target; go on along the line to the point "
+        "after it": ("last_seconds + share * (seconds - last_seconds)", "last_seconds"),
+        "the point half way between the two is taken; go as far as the bits have to fall": (
+            "(last_bits - target) / (last_bits - bits)",
+            "0.5",
+        ),
+        "the share counts from the wrong end": (
+            "(last_bits - target) / (last_bits - bits)",
+            "(target - bits) / (last_bits - bits)",
+        ),
+        "the result is in tokens; the first number of a point is its tokens": (
+            "for _, seconds, bits in",
+            "for seconds, _, bits in",
+        ),
+        "a point that is exactly at the target does not count; it does": (
+            "bits <= target",
+            "bits < target",
+        ),
+        "where the target is never reached, the time of the last point is returned; return None": (
+            "return None",
+            "return last_seconds",
+        ),
+        "a later crossing is taken; the first counts": (
+            "for _, seconds, bits in curve:",
+            "first = [p[2] <= target for p in curve].index(True) if curve[-1][2] <= target else 0\n"
+            "    above = [i for i, p in enumerate(curve) if p[2] > target]\n"
+            "    if first and above[-1] > first:\n"
+            "        curve = curve[above[-1] :]\n"
+            "    for _, seconds, bits in curve:",
+        ),
+    },
+)
+
+
+# 2. Run to the target
+
+
+class ToyRace:
+    """A race on a clock of its own: steps of known length, a model with known bits.
+
+    Args:
+        steps: (seconds, tokens, bits afterwards) of each step; the last one is repeated.
+    """
+
+    def __init__(
+        self, steps: Sequence[tuple], target: float, judged_every: int, limit: float
+    ) -> None:
+        self.steps, self.now, self.bits = steps, 100.0, 9.0
+        self.target, self.judged_every, self.limit = target, judged_every, limit
+
+    def clock(self) -> float:
+        return self.now
+
+    def judge(self, model: str) -> float:
+        if model != "the model":
+            raise TypeError(f"judge takes the model that the recipe yields, got {model!r}")
+        self.now += 5.0
+        return self.bits
+
+    def recipe(self, race: ToyRace, seed: int) -> Iterator[tuple[str, int]]:
+        if race is not self or seed != 7:
+            raise ValueError("call recipe(race, seed) with what run_to_target was given")
+        for step in range(50 * len(self.steps)):
+            seconds, tokens, self.bits = self.steps[min(step, len(self.steps) - 1)]
+            self.now += seconds
+            yield "the model", tokens
+        raise RuntimeError("the run goes on long after its target and its limit")
+
+
+def on_toys(attempt: Callable) -> Callable:
+    """A function that lets `attempt` run a `ToyRace`, and returns its curve."""
+
+    @functools.wraps(attempt)
+    def played(steps: list, target: float, judged_every: int, limit: float) -> Any:
+        race = ToyRace(steps, target, judged_every, limit)
+        found = attempt(race.recipe, race, 7)
+        return [tuple(point) for point in found] if isinstance(found, (list, tuple)) else found
+
+    return played
+
+
+def _draw_run(generator: random.Random, size: int) -> tuple:
+    bits, steps = 6.0, []
+    for _ in range(3 + 2 * size):
+        bits -= generator.choice([0.0, 0.0625, 0.125])
+        steps.append((generator.randint(1, 8) / 8, generator.choice([64, 96, 128]), bits))
+    # often a value that is reached exactly, at times one that is not reached at all
+    target = generator.choice([generator.choice(steps)[2], steps[-1][2], bits - 1])
+    every = generator.choice([64, 128, 300])
+    total = sum(step[0] for step in steps)
+    return steps, target, every, generator.choice([2 * total, total / 2])
+
+
+@on_toys
+def run_to_target(recipe: Recipe, race: Race, seed: int) -> list[tuple]:
+    curve, tokens, seconds, judged_at = [], 0, 0.0, 0
+    steps = recipe(race, seed)
+    while True:
+        before = race.clock()
+        model, count = next(steps)
+        seconds += race.clock() - before
+        tokens += count
+        is_over = seconds >= race.limit
+        if tokens - judged_at >= race.judged_every or is_over:
+            bits = race.judge(model)
+            curve.append((tokens, seconds, bits))
+            judged_at = tokens
+            if bits <= race.target or is_over:
+                return curve
+
+
+# the solution by itself
+referee = run_to_target.__wrapped__  # type: ignore[attr-defined]
+
+RUN_TO_TARGET = Exercise(
+    run_to_target,
+    _draw_run,
+    {
+        "judging counts as training; stop the clock before it": (
+            "            bits = race.judge(model)\n",
+            "            before = race.clock()\n            bits = race.judge(model)\n"
+            "            seconds += race.clock() - before\n",
+        ),
+        "the clock runs on while the model is judged; take the time anew before each step": (
+            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n"
+            "        seconds += race.clock() - before\n",
+            "    before = race.clock()\n    while True:\n        model, count = next(steps)\n"
+            "        seconds = race.clock() - before\n",
+        ),
+        "the model is judged after every step": (
+            "tokens - judged_at >= race.judged_every or is_over",
+            "True",
+        ),
+        "the model is judged only where tokens is a multiple of judged_every; steps may not meet "
+        "it": ("tokens - judged_at >= race.judged_every", "tokens % race.judged_every == 0"),
+        "judged_every counts tokens since the model was judged last, not since the start": (
+            "            judged_at = tokens\n",
+            "",
+        ),
+        "a model that is exactly at the target goes on; it has reached it": (
+            "bits <= race.target",
+            "bits < race.target",
+        ),
+        "the run goes on after the target": ("bits <= race.target or is_over", "is_over"),
+        "the limit ends the run only where it would be judged anyway": (
+            "race.judged_every or is_over:",
+            "race.judged_every:",
+        ),
+        "a run that is exactly at the limit goes on": (
+            "seconds >= race.limit",
+            "seconds > race.limit",
+        ),
+        "a run that never reaches its target never ends; stop at the limit": (
+            "seconds >= race.limit",
+            "False",
+        ),
+        "the last point is missing; append it before you return": (
+            "            curve.append((tokens, seconds, bits))\n            judged_at = tokens\n"
+            "            if bits <= race.target or is_over:\n                return curve\n",
+            "            judged_at = tokens\n"
+            "            if bits <= race.target or is_over:\n                return curve\n"
+            "            curve.append((tokens, seconds, bits))\n",
+        ),
+        "tokens are those of the last step; add them up": ("tokens += count", "tokens = count"),
+        "steps are counted, not tokens": ("tokens += count", "tokens += 1"),
+    },
+    "core",
+)
+
+
+# 3. Beat the starting recipe
+
+# Share of the starting recipe's seconds that is enough.
+FAST_ENOUGH = 0.9
+SEEDS = tuple(range(1, 1 + FEWEST_SEEDS))
+# Seconds for which the starting recipe runs beside each run, as a yardstick.
+YARDSTICK_SECONDS = 1.5
+
+
+def tokens_per_s(recipe: Recipe, race: Race) -> float:
+    """The speed of `recipe` now, over YARDSTICK_SECONDS or more and without its first step."""
+    steps = recipe(race, 0)
+    next(steps)
+    tokens, start = 0, race.clock()
+    while (now := race.clock()) < start + YARDSTICK_SECONDS or not tokens:
+        tokens += next(steps)[1]
+    return tokens / (now - start)
+
+
+def race_verdict(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> str:
+    """Return the verdict on a recipe that must be faster than `start`; keep it on the leaderboard.
+
+    What `start` would take is its tokens to the target over its speed, measured beside each run.
+    """
+    curves, speeds = {}, []
+    for seed in SEEDS:
+        try:
+            steps = attempt(race, seed)
+        except NotImplementedError:
+            return NOT_ATTEMPTED
+        if not isinstance(steps, Iterator):
+            return "not yet: a recipe is a generator; let it `yield model, tokens` after each step"
+        try:
+            speeds.append(tokens_per_s(start, race))
+            curves[seed] = referee(attempt, race, seed)
+        except NotImplementedError:
+            return NOT_ATTEMPTED
+        except Exception as error:
+            return f"not yet: with seed {seed} it raised {type(error).__name__}: {error}"
+        if at_target(curves[seed], race.target) is None:
+            bits = curves[seed][-1][2]
+            return f"not yet: seed {seed} ended at {bits:.3f} bits per byte, not {race.target}"
+    entry = enter(race, attempt.__name__, attempt, curves)
+    if wrong := faults(entry, race):
+        return f"not yet: {'; '.join(wrong)}"
+    yours = median(run["seconds"] for run in entry["figures"]["runs"])
+    ours = tokens / median(speeds)
+    compared = f"{yours:.1f} s (median of {len(SEEDS)} seeds), the starting recipe {ours:.1f} s"
+    if yours > FAST_ENOUGH * ours:
+        return f"not yet: {compared}; get to {FAST_ENOUGH * ours:.1f} s"
+    return f"right: {compared}; it is on your leaderboard"
+
+
+def check_time_to_target(attempt: Callable) -> None:
+    """Check `time_to_target(curve, target)` -> seconds, or None."""
+    check(TIME_TO_TARGET, attempt)
+
+
+def check_run_to_target(attempt: Callable) -> Callable:
+    """Check `run_to_target(recipe, race, seed)` -> curve; return it if right, else the solution."""
+    wrapped = on_toys(attempt)
+    return attempt if check(RUN_TO_TARGET, wrapped) is wrapped else referee
+
+
+def check_faster(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> None:
+    """Race `attempt(race, seed)` against `start`, which reaches the target after `tokens`."""
+    report(race_verdict(attempt, start, tokens, race), attempt.__name__, "open")
