@@ -20,7 +20,7 @@ from lib.lessons.start.map import (
     total_hours,
 )
 
-NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("0[0-9]_*.ipynb"))}
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 # How the first cell of a notebook puts the minutes on the map.
 TIMES = {
     "½": "half a minute",
