@@ -235,7 +235,8 @@ def predicted_steps(launch_ms: float) -> list[dict[str, Any]]:
             shape = replace(model_preset(asked["model"]), context_length=1024)
             device = predicted_ms(shape, asked["batch_size"], 1024, limits, element_bytes=2)
             host = launch_ms * figures["launches"]
-            row = {"model": asked["model"], "the host launches (ms)": host}
+            row = {"model": asked["model"], "launches": figures["launches"]}
+            row |= {"the host launches (ms)": host}
             row |= {"the GPU, by its roof (ms)": device, "the longer (ms)": max(host, device)}
             row |= {"measured (ms)": figures["median_ms"]}
             row |= {"measured / the longer": figures["median_ms"] / max(host, device)}
