@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
@@ -140,6 +141,12 @@ class Threads:
         """Overwrite what was gathered so far, as memory that was freed and is used again."""
         for tensor in self.gathered:
             tensor.fill_(torch.nan)
+
+    def forget_gathered(self) -> bool:
+        """Let go of what was gathered so far; return whether something else still holds any."""
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self.gathered]
+        self.gathered.clear()
+        return not all(storage.expired() for storage in storages)
 
     def _exchange(self, kind: str, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import inspect
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check, report, verdict
+from lib.lessons.exercise import Exercise, check, difference, report, verdict
 from lib.lessons.fsdp.orders import Costs, Event, play
 from lib.lessons.fsdp.ranks import train_alone, train_attempt
 from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
@@ -27,6 +27,12 @@ def _whole_numbers(generator: random.Random, *shape: int) -> Tensor:
     count = math.prod(shape)
     values = [float(generator.randrange(SMALLEST, LARGEST)) for _ in range(count)]
     return torch.tensor(values).view(shape)
+
+
+def _returned(value: Any) -> Any:
+    if value is None:
+        raise TypeError("the result is None; is a `return` missing?")
+    return value
 
 
 # Exercise 1
@@ -78,17 +84,19 @@ REDUCE_SCATTER = Exercise(
 
 
 def _draw_mlp(generator: random.Random, size: int) -> tuple:
-    ranks, d_model, d_ff = 2, 2, generator.choice([2, 4, 6])
-    rows = generator.randint(1, 2)
+    ranks, d_model = generator.randint(2, 4), 3
+    d_ff = ranks * generator.randint(1, 2 if size > 4 else 1)
+    # fewer than d_ff, so that only weights are as large as a matrix
+    rows = generator.randint(1, min(2, d_ff - 1))
     whole = _whole_numbers(generator, 2 * d_model * d_ff)
     x = _whole_numbers(generator, ranks, rows, d_model)
     return x, whole, _whole_numbers(generator, ranks, rows, d_model), d_ff
 
 
 def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dict[str, Any]]:
-    """A function that runs `attempt` on two ranks, and counts what they send.
+    """A function that runs `attempt` on ranks, and counts what they send.
 
-    What forward gathered is overwritten before backward begins.
+    What forward gathered is overwritten before backward begins, and must not be held until then.
 
     Args:
         attempt: `attempt(x, shard, d_ff, ranks)` -> output, backward.
@@ -98,17 +106,58 @@ def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dic
     def played(x: Tensor, whole: Tensor, grad_y: Tensor, d_ff: int) -> dict[str, Any]:
         def job(ranks: Threads) -> dict[str, Any]:
             shard = whole.chunk(ranks.count)[ranks.number].clone()
-            y, backward = attempt(x[ranks.number], shard, d_ff, ranks)
-            found = {"y": y.tolist()}
+            own_x = x[ranks.number]
+            y, backward = _returned(attempt(own_x, shard, d_ff, ranks))
             ranks.poison()
-            grad_x, grad_shard = backward(grad_y[ranks.number])
-            found |= {"grad_x": grad_x.tolist(), "grad_shard": grad_shard.tolist()}
-            return found | ranks.calls
+            # or a copy: no other tensor is as large as one matrix or both
+            is_kept = ranks.forget_gathered() or any(
+                tensor.numel() in (len(whole) // 2, len(whole))
+                and tensor.data_ptr() not in (shard.data_ptr(), own_x.data_ptr())
+                for tensor in _tensors_of(backward)
+            )
+            found = {"y": _listed(y.tolist()), "whole matrices held until backward": is_kept}
+            grad_x, grad_shard = _returned(backward(grad_y[ranks.number]))
+            found |= ranks.calls
+            found["grad_x"] = _listed(grad_x.tolist())
+            found["grad_shard"] = _listed(grad_shard.tolist())
+            return found
 
         found = run_on_threads(job, len(x))
         return {f"{key} of rank {r}": one[key] for r, one in enumerate(found) for key in one}
 
     return played
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors that a function or a container holds."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors_of(item)
+    elif isinstance(value, dict):
+        yield from _tensors_of([*value.values()])
+    elif isinstance(value, functools.partial):
+        yield from _tensors_of([*value.args, value.keywords])
+    elif inspect.isfunction(value):
+        held = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        yield from _tensors_of([*held, *(value.__defaults__ or ())])
+
+
+def _is_set(cell: Any) -> bool:
+    # a name that was deleted leaves an empty cell
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(values: Any) -> Any:
+    """Lists in which thirds are equal however they were computed, and so is what is gone."""
+    if isinstance(values, list):
+        return [_listed(value) for value in values]
+    return "nan" if math.isnan(values) else round(values, 2)
 
 
 @on_threads
@@ -141,20 +190,34 @@ SHARDED_MLP = Exercise(
             "ranks.reduce_scatter(whole) / ranks.count",
             "ranks.reduce_scatter(whole)",
         ),
+        "the number of ranks is fixed at 2; it is `ranks.count`": (
+            "ranks.reduce_scatter(whole) / ranks.count",
+            "ranks.reduce_scatter(whole) / 2",
+        ),
+        "each matrix is scattered by itself; a shard is a slice of both, sent in one message": (
+            "ranks.reduce_scatter(whole) / ranks.count",
+            "torch.cat(\n"
+            "            [ranks.reduce_scatter(part) for part in whole.chunk(2)]\n"
+            "        ) / ranks.count",
+        ),
         "the gradient of the shard is this rank's own; reduce-scatter it": (
             "ranks.reduce_scatter(whole) / ranks.count",
             "whole.chunk(ranks.count)[ranks.number]",
         ),
         "backward uses the matrices of forward, which are gone by then; gather them again": (
-            "        w1, w2 = matrices()\n        grad_h",
-            "        grad_h",
+            "    del w1, w2\n\n    def backward(grad_y):\n        w1, w2 = matrices()\n",
+            "\n    def backward(grad_y):\n",
+        ),
+        "backward gathers again, but holds forward's matrices until then; let no name keep them": (
+            "    del w1, w2\n\n    def backward(grad_y):\n",
+            "    held = w1, w2\n\n    def backward(grad_y):\n        len(held)\n",
         ),
         "backward keeps a copy of forward's matrices; a rank must not hold them in between": (
             "    del w1, w2\n\n    def backward(grad_y):\n        w1, w2 = matrices()\n",
             "    w1, w2 = w1.clone(), w2.clone()\n\n    def backward(grad_y):\n",
         ),
         "each matrix is gathered by itself; both are in one shard, and one message brings them": (
-            "    w1, w2 = matrices()\n    h = x @ w1.T\n    y = h.relu() @ w2.T",
+            "    w1, w2 = matrices()\n    h = x @ w1.T\n    y = h.relu() @ w2.T\n    del w1, w2",
             "    h = x @ matrices()[0].T\n    y = h.relu() @ matrices()[1].T",
         ),
         "the ReLU is missing in backward: where h was not above 0, no gradient passes": (
@@ -169,6 +232,7 @@ SHARDED_MLP = Exercise(
     },
     tier="core",
     trials=40,
+    describe=difference,
 )
 
 
@@ -192,7 +256,8 @@ def clipping(attempt: Callable) -> Callable[[Tensor, Tensor, float], Tensor]:
     @functools.wraps(attempt)
     def played(shards: Tensor, vector: Tensor, max_norm: float) -> Tensor:
         def job(ranks: Threads) -> Tensor:
-            parts = attempt(shards[ranks.number].clone(), vector.clone(), max_norm, ranks)
+            own = shards[ranks.number].clone()
+            parts = _returned(attempt(own, vector.clone(), max_norm, ranks))
             return torch.cat([torch.as_tensor(part).reshape(-1) for part in parts])
 
         return torch.stack(run_on_threads(job, len(shards)))
@@ -219,6 +284,18 @@ CLIP = Exercise(
         "norms are added up over the ranks; add their squares": (
             "ranks.all_reduce(shard.square().sum())",
             "ranks.all_reduce(shard.norm()).square()",
+        ),
+        "norms are added up; add their squares, and take the root": (
+            "    square = ranks.all_reduce(shard.square().sum())\n"
+            "    norm = (square + vector.square().sum()).sqrt()",
+            "    norm = ranks.all_reduce(shard.norm()) + vector.norm()",
+        ),
+        "shard and vector are each clipped by their own norm; take one norm of both": (
+            "    norm = (square + vector.square().sum()).sqrt()\n"
+            "    factor = min(1.0, max_norm / norm)\n"
+            "    return factor * shard, factor * vector",
+            "    own = min(1.0, max_norm / vector.norm())\n"
+            "    return min(1.0, max_norm / square.sqrt()) * shard, own * vector",
         ),
         "the vector counts once for each rank; all have the same one": (
             "ranks.all_reduce(shard.square().sum())\n    norm = (square + vector.square().sum())",
@@ -253,7 +330,7 @@ def timed(attempt: Callable) -> Callable[[int, Costs], dict[str, Any]]:
 
     @functools.wraps(attempt)
     def played(blocks: int, costs: Costs) -> dict[str, Any]:
-        best, found = play(prefetching(blocks), costs), play(attempt(blocks), costs)
+        best, found = play(prefetching(blocks), costs), play(_returned(attempt(blocks)), costs)
         return {
             "what is wrong": found.fault,
             "blocks gathered at once": max(found.most, best.most),
@@ -261,6 +338,22 @@ def timed(attempt: Callable) -> Callable[[int, Costs], dict[str, Any]]:
         }
 
     return played
+
+
+def _fault(yours: Any, expected: Any) -> str:
+    """The fault of an order as a sentence; of a complete one, the first wrong value."""
+    if isinstance(yours, dict) and yours["what is wrong"] != "nothing":
+        return yours["what is wrong"]
+    return difference(yours, expected)
+
+
+def _just_in_time(blocks: int) -> list[Event]:
+    events: list[Event] = []
+    for block in range(blocks):
+        events += [("gather", block), ("forward", block), ("free", block)]
+    for block in reversed(range(blocks)):
+        events += [("gather", block), ("backward", block), ("reduce", block), ("free", block)]
+    return events
 
 
 def prefetching(blocks: int) -> list[Event]:
@@ -303,6 +396,9 @@ ORDER = Exercise(
     order,
     _draw_blocks,
     {
+        "nothing is gathered ahead; start the next message before a block runs": timed(
+            _just_in_time
+        ),
         "in forward a block is gathered only once the one before has run; gather it before that": (
             '            events.append(("gather", block + 1))\n        events.append(("forward", '
             "block))\n",
@@ -324,6 +420,11 @@ ORDER = Exercise(
             '("reduce", block), ("free", block)]\n',
             '("free", block)]\n    events += [("reduce", b) for b in range(blocks)]\n',
         ),
+        "a gradient is sent only after the next block has run; send it at once": (
+            '("backward", block), ("reduce", block), ("free", block)]\n',
+            '("backward", block), ("free", block)]\n        if block + 1 < blocks:\n'
+            '            events.append(("reduce", block + 1))\n    events.append(("reduce", 0))\n',
+        ),
         "backward runs from the first block to the last": (
             "in reversed(range(blocks)):\n        if block > 0:",
             "in range(blocks):\n        if block > 0:",
@@ -336,6 +437,7 @@ ORDER = Exercise(
     },
     tier="core",
     trials=40,
+    describe=_fault,
 )
 
 
@@ -343,7 +445,7 @@ ORDER = Exercise(
 
 
 def _draw_stack(generator: random.Random, size: int) -> tuple:
-    layers = generator.randint(2, 8 + 3 * size)
+    layers = generator.randint(2, 8 + size)
     return layers, generator.choice([1, 2, 3]), generator.choice([1, 2, 4, 12])
 
 
@@ -358,7 +460,7 @@ def weighing(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
         def kept(size: int) -> int:
             return math.ceil(layers / size) * boundary + size * inside
 
-        size = attempt(layers, boundary, inside)
+        size = _returned(attempt(layers, boundary, inside))
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"the size must be an int, got {size!r}")
         if not 1 <= size <= layers:
@@ -384,6 +486,14 @@ BEST_SIZE = Exercise(
             "min(range(1, layers + 1), key=kept)",
             "min(layers, max(1, round(layers**0.5)))",
         ),
+        "the last, shorter segment isn't counted as a whole one: there are ⌈L/k⌉": (
+            "-(-layers // size)",
+            "layers / size",
+        ),
+        "the last, shorter segment isn't counted at all; there are ⌈L/k⌉": (
+            "-(-layers // size)",
+            "layers // size",
+        ),
         "the number of segments is returned, not the layers in one": (
             "min(range(1, layers + 1), key=kept)",
             "-(-layers // min(range(1, layers + 1), key=kept))",
@@ -398,6 +508,7 @@ BEST_SIZE = Exercise(
             "layers",
         ),
     },
+    describe=difference,
 )
 
 
@@ -407,8 +518,8 @@ BEST_SIZE = Exercise(
 def _draw_uneven(generator: random.Random, size: int) -> tuple:
     blocks = 2 + generator.randint(1, 2 + size // 3)
     sizes = [generator.choice([1, 1, 2, 4]) for _ in range(blocks)]
-    limit = max(a + b for a, b in itertools.pairwise(sizes)) + generator.choice([0, 2])
-    return sizes, limit
+    # may be too small for two neighbours
+    return sizes, max(sizes) + generator.choice([0, 1, 2, 4])
 
 
 def _uneven_costs(sizes: Sequence[int]) -> Costs:
@@ -422,7 +533,7 @@ def limited(attempt: Callable) -> Callable[[Sequence[int], int], dict[str, Any]]
 
     @functools.wraps(attempt)
     def played(sizes: Sequence[int], limit: int) -> dict[str, Any]:
-        found = play(attempt(sizes, limit), _uneven_costs(sizes), sizes)
+        found = play(_returned(attempt(sizes, limit)), _uneven_costs(sizes), sizes)
         return {"what is wrong": found.fault, "within the limit": found.most <= limit}
 
     return played
@@ -468,6 +579,9 @@ FAST_ORDER = Exercise(
     fast_order,
     _draw_uneven,
     {
+        "one block is gathered ahead whatever the limit; look whether there is room": limited(
+            lambda sizes, limit: prefetching(len(sizes))
+        ),
         "more is gathered at once than the limit allows": ("> limit", "> limit + 10**6"),
         "blocks are not freed once they have run": (
             '            events.append(("free", block))\n            held.discard(block)',
@@ -480,6 +594,7 @@ FAST_ORDER = Exercise(
     },
     tier="open",
     trials=40,
+    describe=_fault,
     measure=_milliseconds,
     unit="ms",
 )

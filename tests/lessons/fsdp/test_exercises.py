@@ -7,15 +7,22 @@ from torch.nn import functional
 
 from lib.ddp.launcher import launch
 from lib.lessons.ddp.ranks import in_turn
-from lib.lessons.exercise import verdict
+from lib.lessons.exercise import draw_inputs, edited, verdict
 from lib.lessons.fsdp.exercises import (
+    BEST_SIZE,
     CLIP,
+    FAST_ORDER,
+    ORDER,
     REDUCE_SCATTER,
     SHARDED_MLP,
     check_sharded_mlp,
     clipping,
+    limited,
     on_threads,
+    prefetching,
     sharded_mlp,
+    timed,
+    weighing,
 )
 from lib.lessons.fsdp.host import host_ms
 from lib.lessons.fsdp.ranks import train_alone
@@ -63,7 +70,82 @@ def test_what_forward_gathered_is_gone_in_backward():
 
         return (x @ w1.T).relu() @ w2.T, backward
 
-    assert "nan" in verdict(SHARDED_MLP, on_threads(attempt))
+    arguments = torch.ones(2, 1, 3), torch.ones(12), torch.ones(2, 1, 3), 2
+    found = on_threads(attempt)(*arguments)
+    assert found["grad_x of rank 1"] == [["nan"] * 3]
+
+
+def variant(old, new):
+    """The solution of exercise 2, edited."""
+    return edited(sharded_mlp, old, new)
+
+
+DROP = "    del w1, w2\n\n    def backward(grad_y):\n"
+
+
+def holding(what):
+    """The solution of exercise 2, whose backward refers to `what` from forward."""
+    return variant(DROP, f"    held = {what}\n\n    def backward(grad_y):\n        len(held)\n")
+
+
+@pytest.mark.parametrize(
+    "what", ["w1", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"]
+)
+def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
+    text = verdict(SHARDED_MLP, holding(what))
+    assert "'whole matrices held until backward of rank 0': yours True, expected False" in text
+    assert "It looks as if backward gathers again, but holds" in text
+
+
+@pytest.mark.parametrize("what", ["[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"])
+def test_a_rank_may_hold_what_is_no_whole_matrix(what):
+    assert verdict(SHARDED_MLP, holding(what)).startswith("right")
+
+
+def test_the_ranks_are_counted():
+    two = variant("/ ranks.count", "/ 2")
+    text = verdict(SHARDED_MLP, two)
+    assert text.startswith("not yet")
+    assert "fixed at 2" in text
+    assert {len(case[0]) for case in draw_inputs(SHARDED_MLP, 0)} == {2, 3, 4}
+
+
+def test_the_rounded_root_of_the_formula_is_recognised():
+    def attempt(layers, boundary, inside):
+        return min(layers, max(1, round((layers * boundary / inside) ** 0.5)))
+
+    text = verdict(BEST_SIZE, weighing(attempt))
+    assert "the last, shorter segment isn't counted as a whole one" in text
+
+
+def test_an_order_that_ignores_the_limit_is_not_right():
+    text = verdict(FAST_ORDER, limited(lambda sizes, limit: prefetching(len(sizes))))
+    assert "'within the limit': yours False, expected True" in text
+    assert "whatever the limit" in text
+
+
+def test_the_order_of_the_lesson_without_prefetching_is_recognised():
+    def just_in_time(blocks):
+        forward = [(kind, b) for b in range(blocks) for kind in ("gather", "forward", "free")]
+        kinds = ("gather", "backward", "reduce", "free")
+        return forward + [(kind, b) for b in reversed(range(blocks)) for kind in kinds]
+
+    assert "nothing is gathered ahead" in verdict(ORDER, timed(just_in_time))
+
+
+def test_what_is_wrong_with_an_order_is_a_sentence():
+    text = verdict(ORDER, timed(lambda blocks: [("gather", 0)]))
+    assert text.splitlines()[1] == "  forward of block 0 is missing"
+
+
+@pytest.mark.parametrize(
+    ("exercise", "around"),
+    [(SHARDED_MLP, on_threads), (CLIP, clipping), (ORDER, timed), (FAST_ORDER, limited)],
+)
+def test_a_missing_return_is_named(exercise, around):
+    text = verdict(exercise, around(lambda *_: None))
+    assert "the result is None; is a `return` missing?" in text.splitlines()[1]
+    assert "expected" not in text or exercise is CLIP
 
 
 def test_a_right_answer_trains_on_two_processes_as_one_does(capsys):
