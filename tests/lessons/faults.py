@@ -260,4 +260,25 @@ FAULTS = [
         'figures["status"] == "ok"',
         "tests/lessons/zero1/test_records.py",
     ),
+    # a run wins by the luck of when it is judged
+    Fault(
+        "lib/lessons/speedrun/race.py",
+        "            return Judged(*(a + share * (b - a) for a, b in zip(before, point)))\n",
+        "            return point\n",
+        "tests/lessons/speedrun/test_race.py -k straight_line",
+    ),
+    # a claim of one seed counts
+    Fault(
+        "lib/lessons/speedrun/race.py",
+        "if len(seeds) < FEWEST_SEEDS:",
+        "if len(seeds) < 1:",
+        "tests/lessons/speedrun/test_race.py -k false_claim",
+    ),
+    # a recipe that is no faster is right
+    Fault(
+        "lib/lessons/speedrun/exercises.py",
+        "if yours > FAST_ENOUGH * ours:",
+        "if yours > 1e9 * ours:",
+        "tests/lessons/speedrun/test_race.py -k no_faster",
+    ),
 ]
