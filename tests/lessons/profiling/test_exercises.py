@@ -231,6 +231,20 @@ def test_a_loss_that_was_not_read_is_no_number():
     assert "a loss that is still on the device" in text
 
 
+def test_matmuls_compared_with_the_whole_time_are_wrong_on_any_inputs():
+    def attempt(kernels):
+        busy_time = sum(end - start for start, end, _ in kernels)
+        span = kernels[-1].end - kernels[0].start
+        names = ("matmul", "attention")
+        matmuls = sum(k.end - k.start for k in kernels if category_of(k.name) in names)
+        if busy_time < span / 2:
+            return "launch-bound"
+        return "compute-bound" if matmuls > span / 2 else "memory-bound"
+
+    for seed in range(20):
+        assert "compare it with the busy time" in verdict(DIAGNOSE, attempt, seed=seed)
+
+
 def test_lists_are_as_right_as_tuples():
     def attempt(*arguments):
         return {name: [*row] for name, row in backward_roofline(*arguments).items()}
