@@ -97,6 +97,7 @@ class Threads:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to rank `to`, without waiting for it."""
+        _check_is_tensor("send", tensor)
         self.elements_sent += tensor.numel()
         key = (self.number, to, self._next("to", to))
         self.board.post(key, tensor.detach().clone())
@@ -153,8 +154,10 @@ class Threads:
 
         Raises:
             RuntimeError: ranks call different collectives, or one of them has ended.
+            TypeError: `tensor` is none.
             ValueError: tensors differ in their shape, or are not flat.
         """
+        _check_is_tensor(kind, tensor)
         self.collectives += 1
         keys = [("collective", self.collectives, number) for number in range(self.count)]
         self.board.post(keys[self.number], (kind, tensor.detach().clone()))
@@ -168,6 +171,11 @@ class Threads:
             flat = "" if kind == "all_reduce" else "flat "
             raise ValueError(f"{kind} takes {flat}tensors of one shape, got the shapes {shown}")
         return list(tensors)
+
+
+def _check_is_tensor(kind: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{kind} takes a tensor, got {tensor!r}")
 
 
 def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:

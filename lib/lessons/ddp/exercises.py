@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from lib.ddp.launcher import launch
 from lib.ddp.simulated_network import Network
 from lib.lessons.ddp import attempts
 from lib.lessons.ddp.stack import Layers, bucketed, time_steps
-from lib.lessons.exercise import Exercise, check, report, verdict
+from lib.lessons.exercise import Exercise, check, difference, edited, report, verdict
 from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
 
 # A network of no particular speed, by a virtual clock, that names calls that do not match.
@@ -27,6 +29,17 @@ MOST_OFF = 1e-5
 def _whole_numbers(generator: random.Random, length: int) -> Tensor:
     """Numbers of which sums are exact in any order."""
     return torch.tensor([float(generator.randrange(-4, 5)) for _ in range(length)])
+
+
+def _returned(found: Any) -> Tensor:
+    """What an attempt returned as a tensor.
+
+    Raises:
+        ValueError: it returned nothing.
+    """
+    if found is None:
+        raise ValueError("it returned None (is a `return` missing?)")
+    return torch.as_tensor(found)
 
 
 # Exercise 1
@@ -79,20 +92,23 @@ def _draw_ring(generator: random.Random, size: int) -> tuple:
 def on_ring(attempt: Callable) -> Callable[[Sequence[Tensor]], dict[str, Any]]:
     """A function that adds up with `attempt(tensor, ranks)` on threads, and counts what is sent.
 
-    Who sends fewer elements than the solution is as right.
+    It has to be a ring, of no collectives. Who sends fewer elements than the solution is as right.
     """
 
     @functools.wraps(attempt)
     def played(tensors: Sequence[Tensor]) -> dict[str, Any]:
-        def job(ranks: Threads) -> tuple[list, int]:
-            found = attempt(tensors[ranks.number].clone(), ranks)
-            return torch.as_tensor(found).tolist(), ranks.elements_sent
+        def job(ranks: Threads) -> tuple[list, int, int, int]:
+            found = _returned(attempt(tensors[ranks.number].clone(), ranks)).tolist()
+            sent_to = sum(direction == "to" for direction, _ in ranks.messages)
+            return found, ranks.collectives, sent_to, ranks.elements_sent
 
         count, length = len(tensors), len(tensors[0])
         best = 2 * (count - 1) * -(-length // count)
         found: dict[str, Any] = {}
-        for number, (total, sent) in enumerate(run_on_threads(job, count)):
+        for number, (total, collectives, sent_to, sent) in enumerate(run_on_threads(job, count)):
             found[f"sum on rank {number}"] = total
+            found[f"collectives that rank {number} calls"] = collectives
+            found[f"ranks that rank {number} sends to"] = max(sent_to, 1)
             found[f"elements that rank {number} sends"] = max(sent, best)
         return found
 
@@ -124,10 +140,42 @@ def _send_everything_around(tensor: Tensor, ranks: Threads) -> Tensor:
     return total
 
 
+@on_ring
+def _call_the_collective(tensor: Tensor, ranks: Threads) -> Tensor:
+    return ranks.all_reduce(tensor)
+
+
+@on_ring
+def _send_chunks_to_their_ranks(tensor: Tensor, ranks: Threads) -> Tensor:
+    n, me = ranks.count, ranks.number
+    length = -(-len(tensor) // n)
+    padded = torch.cat([tensor, torch.zeros(n * length - len(tensor))])
+    chunks = list(padded.split(length))
+    others = [rank for rank in range(n) if rank != me]
+    for other in others:
+        ranks.send(chunks[other], other)
+    chunks[me] = chunks[me] + sum(ranks.receive(other, like=chunks[me]) for other in others)
+    for other in others:
+        ranks.send(chunks[me], other)
+    for other in others:
+        chunks[other] = ranks.receive(other, like=chunks[me])
+    return torch.cat(chunks)[: len(tensor)]
+
+
 RING = Exercise(
     ring_all_reduce,
     _draw_ring,
     {
+        "you call the all-reduce that there is; make one of `send` and `receive`": (
+            _call_the_collective
+        ),
+        "each chunk goes straight to the rank that adds it up, and from there to all; in a ring a "
+        "rank sends only to its neighbor": _send_chunks_to_their_ranks,
+        "the second half begins again with this rank's own chunk; it goes on with the one that has "
+        "just become whole": (
+            "(me - step) % n, (me - step - 1) % n",
+            "(me - step % (n - 1)) % n, (me - step % (n - 1) - 1) % n",
+        ),
         "what arrives is added in both halves; in the second half it is a whole sum, and replaces "
         "what the rank had": (" if step < n - 1 else arrived", ""),
         "the second half is missing: each rank has one whole sum, and sends it around": (
@@ -177,7 +225,7 @@ def averaging(attempt: Callable) -> Callable[[Sequence[Tensor], Sequence[int]], 
     def played(gradients: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
         def job(ranks: Threads) -> Tensor:
             own = gradients[ranks.number].clone()
-            return torch.as_tensor(attempt(own, counts[ranks.number], ranks))
+            return _returned(attempt(own, counts[ranks.number], ranks))
 
         return torch.stack(run_on_threads(job, len(counts)))
 
@@ -191,10 +239,29 @@ def mean_gradient(gradient: Tensor, sequences: int, ranks: Threads) -> Tensor:
     return ranks.all_reduce(own) / total
 
 
+def _by_rank(yours: Any, expected: Any) -> str:
+    """The first difference, with the rank and the element in place of a position."""
+    found = difference(yours, expected)
+    return re.sub(r"^position \((\d+), (\d+)\)", r"rank \1, element \2", found)
+
+
 MEAN_GRADIENT = Exercise(
     mean_gradient,
     _draw_uneven,
     {
+        "this is the mean of the ranks' gradients; ranks with more sequences count more, and those "
+        "without any have nan": (
+            "own = gradient * sequences if sequences else torch.zeros_like(gradient)\n"
+            "    return ranks.all_reduce(own) / total",
+            "return ranks.all_reduce(gradient) / ranks.count",
+        ),
+        "all ranks that have sequences count the same; a rank with twice the sequences counts "
+        "twice": (
+            "own = gradient * sequences if sequences else torch.zeros_like(gradient)\n"
+            "    return ranks.all_reduce(own) / total",
+            "own = gradient if sequences else torch.zeros_like(gradient)\n"
+            "    return ranks.all_reduce(own) / ranks.all_reduce(torch.tensor(sequences > 0.0))",
+        ),
         "every rank counts the same; a rank with twice the sequences counts twice": (
             "ranks.all_reduce(own) / total",
             "ranks.all_reduce(own / max(sequences, 1)) / ranks.count",
@@ -207,7 +274,7 @@ MEAN_GRADIENT = Exercise(
             "ranks.all_reduce(own) / total",
             "ranks.all_reduce(own) / sequences",
         ),
-        "a rank without sequences has a gradient of nan, and nan times 0 is nan": (
+        "nan gets into the sum; nan times 0 is nan": (
             "gradient * sequences if sequences else torch.zeros_like(gradient)",
             "gradient * sequences",
         ),
@@ -218,6 +285,7 @@ MEAN_GRADIENT = Exercise(
     },
     tier="core",
     trials=60,
+    describe=_by_rank,
 )
 
 
@@ -232,6 +300,20 @@ def _draw_sizes(generator: random.Random, size: int) -> tuple:
     return sizes, cap, generator.randint(2, 5)
 
 
+def bucket_lists(attempt: Callable) -> Callable[[Sequence[int], int, int], Any]:
+    """A function that returns what `attempt` does, with buckets that are tuples as lists."""
+
+    @functools.wraps(attempt)
+    def played(sizes: Sequence[int], cap: int, first_cap: int) -> Any:
+        found = attempt(sizes, cap, first_cap)
+        if not isinstance(found, (list, tuple)):
+            return found
+        return [list(bucket) if isinstance(bucket, tuple) else bucket for bucket in found]
+
+    return played
+
+
+@bucket_lists
 def assign_buckets(sizes: Sequence[int], cap: int, first_cap: int) -> list[list[int]]:
     buckets, filled = [[]], 0
     for index in reversed(range(len(sizes))):
@@ -294,7 +376,8 @@ def play(add_hooks: Callable) -> Callable[[Sequence, Sequence], list[str]]:
     """A function that runs backward passes with the hooks of `add_hooks` and logs the events.
 
     Its arguments are the parameters of each bucket, and the order in which gradients arrive in each
-    step. Tensors and hooks are real; `start(k)` only logs what bucket k would send.
+    step. Tensors and hooks are real; `start(k)` only logs what bucket k would send. In the second
+    step gradients begin as zeros, as after `zero_grad(set_to_none=False)`.
     """
 
     @functools.wraps(add_hooks)
@@ -303,7 +386,10 @@ def play(add_hooks: Callable) -> Callable[[Sequence, Sequence], list[str]]:
         events: list[str] = []
 
         def start(number: int) -> None:
-            absent = [i for i in buckets[number] if params[i].grad is None]
+            if not isinstance(number, int):
+                raise TypeError(f"start takes the number of a bucket, got {number!r}")
+            # every gradient is 1
+            absent = [i for i in buckets[number] if params[i].grad is None or params[i].grad[0] < 1]
             what = f" without gradient {absent[0]}" if absent else ""
             events.append(f"bucket {number} starts{what}")
 
@@ -314,7 +400,8 @@ def play(add_hooks: Callable) -> Callable[[Sequence, Sequence], list[str]]:
                 params[index].sum().backward()
             events.append("the step ends")
             for param in params:
-                param.grad = None
+                if param.grad is not None:
+                    param.grad.zero_()
         return events
 
     return played
@@ -341,10 +428,35 @@ def add_hooks(params: Sequence[Tensor], buckets: Sequence[Sequence[int]], start:
         param.register_post_accumulate_grad_hook(functools.partial(hook, index))
 
 
+@play
+def _count_down(
+    params: Sequence[Tensor], buckets: Sequence[Sequence[int]], start: Callable
+) -> None:
+    absent, started = [len(bucket) for bucket in buckets], []
+
+    def hook(number, param):
+        absent[number] -= 1
+        while len(started) < len(buckets) and absent[len(started)] == 0:
+            started.append(len(started))
+            start(started[-1])
+        if len(started) == len(buckets):
+            absent[:] = [len(bucket) for bucket in buckets]
+            started.clear()
+
+    for number, bucket in enumerate(buckets):
+        for index in bucket:
+            params[index].register_post_accumulate_grad_hook(functools.partial(hook, number))
+
+
 ADD_HOOKS = Exercise(
     add_hooks,
     _draw_backward,
     {
+        "a bucket counts as full once no gradient of it is None; a gradient may also be left from "
+        "the step before, as zeros": (
+            "not arrived.issuperset(bucket)",
+            "any(params[i].grad is None for i in bucket)",
+        ),
         "a bucket starts with its first gradient; wait until all gradients of the bucket have "
         "arrived": ("not arrived.issuperset", "arrived.isdisjoint"),
         "a bucket starts before an earlier one; on ranks whose gradients arrive in another order, "
@@ -363,6 +475,12 @@ ADD_HOOKS = Exercise(
             "functools.partial(hook, index)",
             "lambda param: hook(index, param)",
         ),
+        "all hooks act as the last bucket's: a function made in a loop sees the loop variable's "
+        "final value, unless functools.partial keeps the present one": edited(
+            _count_down, "functools.partial(hook, number)", "lambda param: hook(number, param)"
+        ),
+        "one gradient starts at most one bucket (`if` in place of `while`); it may also release "
+        "full buckets that waited for an earlier one": edited(_count_down, "while", "if"),
         "the hooks run before the gradient is stored; register_post_accumulate_grad_hook runs them "
         "after": ("register_post_accumulate_grad_hook", "register_hook"),
         "nothing starts before the last gradient, so nothing overlaps": (
@@ -390,14 +508,34 @@ def _draw_deadlock(generator: random.Random, size: int) -> tuple:
     return {name: torch.ones(length) for name, length in shapes.items()}, gradients
 
 
+class Name(str):
+    """A name whose hash depends on the rank, as that of any string does in real processes.
+
+    So a set of names has another order on each rank.
+    """
+
+    def __new__(cls, name: str, rank: int) -> Name:
+        made = super().__new__(cls, name)
+        made.number = zlib.crc32(f"{rank} {name}".encode())  # type: ignore[attr-defined]
+        return made
+
+    def __hash__(self) -> int:
+        return self.number  # type: ignore[attr-defined]
+
+
 def debugging(attempt: Callable) -> Callable[[dict, list[dict]], dict[str, list]]:
     """A function that averages on threads with `attempt(params, gradients, ranks)`."""
 
     @functools.wraps(attempt)
     def played(params: dict, gradients: list[dict]) -> dict[str, Any]:
         def job(ranks: Threads) -> dict[str, Any]:
-            found = attempt(params, dict(gradients[ranks.number]), ranks)
-            return {name: torch.as_tensor(mean).tolist() for name, mean in found.items()}
+            names = {name: Name(name, ranks.number) for name in params}
+            own = {names[name]: gradient for name, gradient in gradients[ranks.number].items()}
+            found = attempt({names[name]: param for name, param in params.items()}, own, ranks)
+            return {
+                str(name): [float(f"{x:.6g}") for x in _returned(mean).tolist()]
+                for name, mean in found.items()
+            }
 
         found = run_on_threads(job, len(gradients))
         return {f"{name} on rank {n}": one[name] for n, one in enumerate(found) for name in one}
@@ -434,7 +572,11 @@ AVERAGE = Exercise(
             "/ ranks.count",
             "/ ranks.all_reduce(torch.tensor(float(name in gradients))).clamp(min=1)",
         ),
-        "a sum is not yet a mean": (" / ranks.count", ""),
+        "ranks go through a set; a set of strings has another order in each process": (
+            "params.items()",
+            "[(name, params[name]) for name in set(params)]",
+        ),
+        "you return the sum; divide it by the number of ranks": (" / ranks.count", ""),
     },
     tier="core",
     trials=60,
@@ -466,7 +608,7 @@ def partition(attempt: Callable) -> Callable[[Sequence[int]], list[int]]:
 
 
 @partition
-def plan(sizes: Sequence[int]) -> list[list[int]]:
+def a_quarter_each(sizes: Sequence[int]) -> list[list[int]]:
     cap = sum(sizes) / 4
     buckets, filled = [[]], 0
     for index in reversed(range(len(sizes))):
@@ -476,6 +618,21 @@ def plan(sizes: Sequence[int]) -> list[list[int]]:
         buckets[-1].append(index)
         filled += sizes[index]
     return buckets
+
+
+@partition
+def plan(sizes: Sequence[int]) -> list[list[int]]:
+    order = [*reversed(range(len(sizes)))]
+    # for the first k layers of backward: when they are sent at the earliest, and in which buckets
+    best = [(0.0, [])]
+    for k in range(1, len(order) + 1):
+        ways = []
+        for j in range(k):
+            message = 1.5 + 16e-6 * sum(sizes[index] for index in order[j:k])
+            sent, buckets = best[j]
+            ways.append((max(sent, 2.0 * k) + message, [*buckets, order[j:k]]))
+        best.append(min(ways))
+    return best[-1][1]
 
 
 def step_ms(played: Callable) -> float:
@@ -493,15 +650,15 @@ PLAN = Exercise(
             "reversed(range(len(sizes)))",
             "range(len(sizes))",
         ),
-        "the layer that closes a bucket is in none": (
-            "filled = 0\n",
-            "filled = 0\n            continue\n",
+        "the layer that closes a bucket is in none": edited(
+            a_quarter_each, "filled = 0\n", "filled = 0\n            continue\n"
         ),
     },
     tier="open",
     trials=40,
     measure=step_ms,
     unit="ms a step",
+    baseline=a_quarter_each,
 )
 
 
@@ -531,7 +688,7 @@ def check_mean_gradient(attempt: Callable) -> None:
 
 def check_assign_buckets(attempt: Callable) -> None:
     """Check `assign_buckets(sizes, cap, first_cap)` -> lists of parameter numbers."""
-    check(ASSIGN_BUCKETS, attempt)
+    check(ASSIGN_BUCKETS, bucket_lists(attempt))
 
 
 def check_add_hooks(attempt: Callable) -> None:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -63,6 +64,51 @@ def test_a_ring_that_waits_before_it_sends_is_told_who_waits():
     assert "the ranks wait for one another forever" in verdict(RING, on_ring(attempt))
 
 
+def test_a_ring_may_go_the_other_way():
+    def attempt(tensor, ranks):
+        n, me = ranks.count, -ranks.number
+        length = -(-len(tensor) // n)
+        chunks = list(torch.cat([tensor, torch.zeros(n * length - len(tensor))]).split(length))
+        for step in range(2 * (n - 1)):
+            out, into = (me - step) % n, (me - step - 1) % n
+            ranks.send(chunks[out], (ranks.number - 1) % n)
+            arrived = ranks.receive((ranks.number + 1) % n, like=chunks[into])
+            chunks[into] = arrived + chunks[into] if step < n - 1 else arrived
+        return torch.cat(chunks)[: len(tensor)]
+
+    assert verdict(RING, on_ring(attempt)).startswith("right")
+
+
+def test_the_collective_is_not_a_ring():
+    text = verdict(RING, on_ring(lambda tensor, ranks: ranks.all_reduce(tensor)))
+    assert "collectives that rank 0 calls" in text
+    assert "you call the all-reduce that there is" in text
+
+
+@pytest.mark.parametrize(
+    ("exercise", "play_it"), [(RING, on_ring), (MEAN_GRADIENT, exercises.averaging)]
+)
+def test_an_attempt_that_returns_nothing_is_told_so(exercise, play_it):
+    assert "is a `return` missing?" in verdict(exercise, play_it(lambda *arguments: None))
+
+
+def test_the_plain_mean_is_recognised_and_its_place_has_words():
+    def attempt(gradient, sequences, ranks):
+        return ranks.all_reduce(gradient) / ranks.count
+
+    text = verdict(MEAN_GRADIENT, exercises.averaging(attempt))
+    assert re.search(r"rank \d, element \d: yours", text)
+    assert "It looks as if this is the mean of the ranks' gradients" in text
+
+
+def test_a_number_in_place_of_a_tensor_is_named():
+    def attempt(gradient, sequences, ranks):
+        return ranks.all_reduce(gradient) / ranks.all_reduce(sequences)
+
+    text = verdict(MEAN_GRADIENT, exercises.averaging(attempt))
+    assert "TypeError: all_reduce takes a tensor, got " in text
+
+
 def test_the_mean_of_unequal_batches_is_the_gradient_of_all():
     w = torch.tensor([1.0, -2.0, 3.0], requires_grad=True)
     batches = [torch.randn(n, 3) for n in (5, 2, 0)]
@@ -111,6 +157,43 @@ def test_buckets_are_those_of_the_wrapper(seed):
     assert numbers == ASSIGN_BUCKETS.solve(sizes, 3 * 2**20, 2**20)
 
 
+def test_buckets_may_be_tuples():
+    attempt = exercises.bucket_lists(lambda *given: [*map(tuple, ASSIGN_BUCKETS.solve(*given))])
+    assert verdict(ASSIGN_BUCKETS, attempt).startswith("right")
+
+
+def test_counters_do_as_well_as_sets():
+    assert verdict(ADD_HOOKS, exercises._count_down).startswith("right")
+
+
+def test_a_bucket_in_place_of_its_number_is_named():
+    def attempt(params, buckets, start):
+        params[0].register_post_accumulate_grad_hook(lambda param: start(buckets[0]))
+
+    text = verdict(ADD_HOOKS, play(attempt))
+    assert "start takes the number of a bucket, got [" in text
+
+
+def test_full_is_not_that_no_gradient_is_none():
+    def attempt(params, buckets, start):
+        following = 0
+
+        def hook(param):
+            nonlocal following
+            while following < len(buckets) and all(
+                params[i].grad is not None for i in buckets[following]
+            ):
+                start(following)
+                following += 1
+            following %= len(buckets)
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(hook)
+
+    text = verdict(ADD_HOOKS, play(attempt))
+    assert "a bucket counts as full once no gradient of it is None" in text
+
+
 def test_gradients_arrive_in_order_and_out_of_order():
     drawn = [ADD_HOOKS.draw(random.Random(seed), 3) for seed in range(50)]
     in_order = {
@@ -129,6 +212,46 @@ def test_the_broken_function_of_the_notebook_deadlocks():
     text = verdict(AVERAGE, debugging(average), seed=1)
     assert text.startswith("not yet")
     assert "forever" in text or "of one shape" in text
+
+
+def test_a_set_has_another_order_on_each_rank_unless_it_is_sorted():
+    def average(params, gradients, ranks, order=set):
+        return {
+            name: ranks.all_reduce(gradients.get(name, torch.zeros_like(params[name])))
+            / ranks.count
+            for name in order(params)
+        }
+
+    text = verdict(AVERAGE, debugging(average))
+    assert "a set of strings has another order in each process" in text
+    in_order = functools.wraps(average)(
+        functools.partial(average, order=lambda names: sorted(set(names)))
+    )
+    assert verdict(AVERAGE, debugging(in_order)).startswith("right")
+
+
+def test_the_solution_plans_the_best_of_all_cuts():
+    def sent_after(buckets):
+        layers, sent = 0, 0.0
+        for bucket in buckets:
+            layers += len(bucket)
+            weights = sum(exercises.BOARD.sizes[index] for index in bucket)
+            sent = max(sent, 2.0 * layers) + 1.5 + 16e-6 * weights
+        return sent
+
+    order = [*reversed(range(len(exercises.BOARD.sizes)))]
+    ways = []
+    for cuts in itertools.product([False, True], repeat=len(order) - 1):
+        buckets = [[order[0]]]
+        for index, is_cut in zip(order[1:], cuts):
+            if is_cut:
+                buckets.append([])
+            buckets[-1].append(index)
+        ways.append(sent_after(buckets))
+    found = PLAN.solve.__wrapped__(list(exercises.BOARD.sizes))
+    assert sent_after(found) == pytest.approx(min(ways))
+    # forward takes 1 ms a layer
+    assert exercises.step_ms(PLAN.solve) == pytest.approx(len(order) + min(ways), rel=1e-3)
 
 
 def test_one_bucket_and_one_a_layer_are_plans_too():
