@@ -139,13 +139,12 @@ def draw_timeline(axes: Axes, line: Timeline, *, title: str, end_ms: float | Non
     for time in line.backward:
         axes.axvline(time, color=INK, linewidth=0.8, linestyle=":", marker="")
     axes.set_yticks([1, 0], ["compute", "communicate"])
-    axes.set(ylim=(-0.6, 1.6), xlim=(0, 1.02 * (end_ms or line.step_ms)), ylabel="lane")
+    axes.set(ylim=(-0.6, 1.6), xlim=(0, 1.02 * (end_ms or line.step_ms)))
     axes.set_xlabel("time from the start of the step (ms)")
     axes.grid(visible=False, axis="y")
     words = f"{title}: {line.step_ms:.3g} ms"
     if line.communication:
-        exposed = f"of it exposed {line.exposed_ms:.3g} ms"
-        words += f", communication {line.communication_ms:.3g} ms, {exposed}"
+        words += f", {line.communication_ms:.3g} ms of communication, {line.exposed_ms:.3g} exposed"
     axes.set_title(words, fontsize=11)
 
 

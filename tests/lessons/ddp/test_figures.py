@@ -86,7 +86,7 @@ def test_a_timeline_has_the_spans_of_its_phases_and_of_communication(axes):
     assert list(bars(axes, PHASE_COLORS["backward"])) == [(2, 4), (5, 7)]
     assert list(bars(axes, SKY)) == [(3, 9)]
     assert list(bars(axes, VERMILLION)) == [(7, 9)]
-    assert axes.get_title() == "flat: 10 ms, communication 6 ms, of it exposed 2 ms"
+    assert axes.get_title() == "flat: 10 ms, 6 ms of communication, 2 exposed"
 
 
 def test_timelines_share_the_longest_time_axis():
