@@ -624,9 +624,9 @@ def check_clip(attempt: Callable) -> None:
     check(CLIP, clipping(attempt))
 
 
-def check_order(attempt: Callable) -> None:
-    """Check `order(blocks)` -> events of a step, played on a clock."""
-    check(ORDER, timed(attempt))
+def check_order(attempt: Callable) -> Callable[[int], list[Event]]:
+    """Check `order(blocks)` -> events of a step, played on a clock; return a right one."""
+    return check(ORDER, timed(attempt)).__wrapped__  # type: ignore[attr-defined]
 
 
 def check_best_size(attempt: Callable) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lib.optimizer.adamw import AdamW
 
 # Widths, and the sequences of a rank in a step.
-D, D_FF, ROWS = 8, 24, 4
+D, D_FF, ROWS = 8, 24, 5
 SHAPES = ((D_FF, D), (D, D_FF))
 
 
