@@ -15,6 +15,7 @@ from lib.lessons.fsdp.exercises import (
     ORDER,
     REDUCE_SCATTER,
     SHARDED_MLP,
+    check_order,
     check_sharded_mlp,
     clipping,
     limited,
@@ -89,7 +90,7 @@ def holding(what):
 
 
 @pytest.mark.parametrize(
-    "what", ["w1", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"]
+    "what", ["w1", "w1[:1]", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"]
 )
 def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
     text = verdict(SHARDED_MLP, holding(what))
@@ -131,6 +132,15 @@ def test_the_order_of_the_lesson_without_prefetching_is_recognised():
         return forward + [(kind, b) for b in reversed(range(blocks)) for kind in kinds]
 
     assert "nothing is gathered ahead" in verdict(ORDER, timed(just_in_time))
+
+
+def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(capsys):
+    def stub(blocks):
+        raise NotImplementedError
+
+    assert check_order(stub)(3) == prefetching(3)
+    assert check_order(prefetching) is prefetching
+    assert [line[:5] for line in capsys.readouterr().out.splitlines()] == ["not a", "right"]
 
 
 def test_what_is_wrong_with_an_order_is_a_sentence():
