@@ -138,6 +138,16 @@ class Threads:
         self.calls["all-reduces"] += 1
         return sum(self._exchange("all_reduce", tensor))  # type: ignore[return-value]
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0."""
+        return self._exchange("broadcast", tensor)[0].clone()
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to add up over all ranks; return a function that waits for the sum."""
+        self.calls["all-reduces"] += 1
+        collect = self._post("all_reduce", tensor)
+        return lambda: sum(collect())  # type: ignore[return-value]
+
     def poison(self) -> None:
         """Overwrite what was gathered so far, as memory that was freed and is used again."""
         for tensor in self.gathered:
@@ -157,18 +167,26 @@ class Threads:
             TypeError: `tensor` is none.
             ValueError: tensors differ in their shape, or are not flat.
         """
+        return self._post(kind, tensor)()
+
+    def _post(self, kind: str, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """Post this rank's tensor; return a function that waits for those of all."""
         _check_is_tensor(kind, tensor)
         self.collectives += 1
         keys = [("collective", self.collectives, number) for number in range(self.count)]
         self.board.post(keys[self.number], (kind, tensor.detach().clone()))
         words = f"waits in {kind}, its collective {self.collectives}"
+        return lambda: self._collect(kind, keys, words)
+
+    def _collect(self, kind: str, keys: Sequence[tuple], words: str) -> list[Tensor]:
         kinds, tensors = zip(*self.board.wait(self.number, keys, words))
         if len(set(kinds)) > 1:
             raise RuntimeError(f"ranks call different collectives: {', '.join(kinds)}")
+        is_flat = kind in ("all_gather", "reduce_scatter")
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        if len({*shapes}) > 1 or (kind != "all_reduce" and tensor.ndim != 1):
+        if len({*shapes}) > 1 or (is_flat and tensors[0].ndim != 1):
             shown = ", ".join(map(str, shapes))
-            flat = "" if kind == "all_reduce" else "flat "
+            flat = "flat " if is_flat else ""
             raise ValueError(f"{kind} takes {flat}tensors of one shape, got the shapes {shown}")
         return list(tensors)
 
@@ -244,9 +262,24 @@ class Processes:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks."""
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
+        return self.start_all_reduce(tensor)()
+
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to add up over all ranks; return a function that waits for the sum."""
+        total = tensor.detach().clone()
+        work = dist.all_reduce(total, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()  # type: ignore[union-attr]
+            return total
+
+        return wait
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0."""
+        found = tensor.detach().clone()
+        dist.broadcast(found, src=0)
+        return found
 
 
 # An attempt that is right on threads, on processes

@@ -78,6 +78,20 @@ def train_with_hooks(source: str, name: str) -> Tensor:
     return torch.cat([param.detach().flatten() for param in params])
 
 
+def train_wrapped(source: str, name: str) -> Tensor:
+    """Train on this rank with an attempt at a wrapper, from weights of its own."""
+    model = Branches(is_reversed=rank() == 1)
+    params = list(model.parameters())
+    for param in params:
+        param.data += rank()
+    finish = function_of(source, name)(params, [[7, 6, 5], [4, 3], [2, 1, 0]], Processes())
+    for step in range(STEPS):
+        model(branches_batch(step, rank())).backward()
+        finish()
+        _descend(params)
+    return torch.cat([param.detach().flatten() for param in params])
+
+
 def train_branches_alone(ranks: int) -> Tensor:
     """The same training in one process, on the sequences of all ranks."""
     model = Branches(is_reversed=False)

@@ -585,6 +585,114 @@ AVERAGE = Exercise(
 
 # Exercise 7
 
+
+def _draw_training(generator: random.Random, size: int) -> tuple:
+    buckets, _ = _draw_backward(generator, size)
+    count = sum(map(len, buckets))
+    # of each step, the parameters whose gradients arrive on each rank, mostly not all
+    steps = [
+        [generator.sample(range(count), generator.randint(count - 1, count)) for _ in range(2)]
+        for _ in range(2)
+    ]
+    return buckets, steps
+
+
+def training(attempt: Callable) -> Callable[[Sequence, Sequence], dict[str, Any]]:
+    """A function that runs steps on threads with the wrapper `attempt(params, buckets, ranks)`."""
+
+    @functools.wraps(attempt)
+    def played(buckets: Sequence, steps: Sequence) -> dict[str, Any]:
+        def job(ranks: Threads) -> dict[str, Any]:
+            count, me = sum(map(len, buckets)), ranks.number
+            params = [
+                torch.full((1 + n % 3,), 10.0 * me + n, requires_grad=True) for n in range(count)
+            ]
+            finish = attempt(params, buckets, ranks)
+            if not callable(finish):
+                raise TypeError(f"return the function that ends a step, not {finish!r}")
+            found: dict[str, Any] = {"weights": [param.tolist() for param in params]}
+            for step, arrivals in enumerate(steps):
+                before = ranks.calls["all-reduces"]
+                for index in arrivals[me]:
+                    (params[index].sum() * (2 + index + 3 * me + step)).backward()
+                sent = ranks.calls["all-reduces"] - before
+                found[f"all-reduces that start in backward {step}"] = sent
+                finish()
+                for index, param in enumerate(params):
+                    own = None if param.grad is None else param.grad.tolist()
+                    found[f"gradient {index} of step {step}"] = own
+                    param.grad = None
+            return found
+
+        by_rank = run_on_threads(job, len(steps[0]))
+        return {f"{what}, rank {n}": one[what] for n, one in enumerate(by_rank) for what in one}
+
+    return played
+
+
+@training
+def data_parallel(params: Sequence[Tensor], buckets: Sequence, ranks: Threads) -> Callable:
+    for param in params:
+        param.data.copy_(ranks.broadcast(param.data))
+    arrived, works = set(), []
+
+    def start():
+        grads = [
+            params[i].grad if i in arrived else torch.zeros_like(params[i])
+            for i in buckets[len(works)]
+        ]
+        works.append(ranks.start_all_reduce(torch.cat([grad.flatten() for grad in grads])))
+
+    def hook(index, param):
+        arrived.add(index)
+        while len(works) < len(buckets) and arrived.issuperset(buckets[len(works)]):
+            start()
+
+    def finish():
+        while len(works) < len(buckets):
+            start()
+        for bucket, wait in zip(buckets, works):
+            mean = wait() / ranks.count
+            for i, part in zip(bucket, mean.split([params[i].numel() for i in bucket])):
+                params[i].grad = part.view_as(params[i])
+        arrived.clear()
+        works.clear()
+
+    for index, param in enumerate(params):
+        param.register_post_accumulate_grad_hook(functools.partial(hook, index))
+    return finish
+
+
+DATA_PARALLEL = Exercise(
+    data_parallel,
+    _draw_training,
+    {
+        "ranks keep weights of their own; all begin with those of rank 0": (
+            "param.data.copy_(ranks.broadcast(param.data))",
+            "pass",
+        ),
+        "you return the sum of gradients; divide it by the number of ranks": (" / ranks.count", ""),
+        "nothing is sent before backward is done, so nothing overlaps": (
+            "and arrived.issuperset(buckets[len(works)])",
+            "and not arrived",
+        ),
+        "buckets that lack a gradient are never sent; at the end of a step send zeros for it": (
+            "        while len(works) < len(buckets):\n            start()\n        for",
+            "        for",
+        ),
+        "what arrived in one step still counts in the next": ("arrived.clear()", "pass"),
+        "what one step sent still counts in the next, which sends nothing": (
+            "works.clear()",
+            "pass",
+        ),
+    },
+    tier="core",
+    trials=40,
+)
+
+
+# Exercise 8
+
 # A table of embeddings comes first, and a head last; 100 Gb Ethernet is slow beside this model.
 BOARD = Layers((800_000, *[60_000] * 10, 300_000), forward=1.0, backward=2.0)
 BOARD_NETWORK = Network(Link(750.0, 0.25), clock="virtual")
@@ -711,6 +819,23 @@ def check_add_hooks(attempt: Callable) -> None:
 def check_average(attempt: Callable) -> None:
     """Check `average(params, gradients, ranks)` -> the mean of each parameter's gradient."""
     check(AVERAGE, debugging(attempt))
+
+
+def check_data_parallel(attempt: Callable) -> None:
+    """Check `data_parallel(params, buckets, ranks)` -> `finish`, and train on two processes."""
+    text = verdict(DATA_PARALLEL, training(attempt))
+
+    def judge(found: list[Tensor]) -> tuple[bool, str]:
+        alone = attempts.train_branches_alone(2)
+        off = max((one - alone).abs().max().item() for one in found)
+        words = "your wrapper on two processes: off by"
+        return off < MOST_OFF, f"{words} {off:.1g} from one process"
+
+    if text.startswith("right"):
+        text = tried_on_processes(
+            text, attempt, attempts.train_wrapped, 2, judge=judge, backend=STRICT_NETWORK
+        )
+    report(text, attempt.__name__, DATA_PARALLEL.tier)
 
 
 def check_plan(attempt: Callable) -> None:

@@ -16,6 +16,7 @@ from lib.lessons.ddp.exercises import (
     ALL_REDUCE_MS,
     ASSIGN_BUCKETS,
     AVERAGE,
+    DATA_PARALLEL,
     MEAN_GRADIENT,
     PLAN,
     RING,
@@ -143,6 +144,18 @@ def test_right_hooks_train_on_ranks_whose_gradients_arrive_in_different_orders(c
     text = capsys.readouterr().out
     assert text.startswith("right")
     assert float(text.split("off by ")[1].split()[0]) < 1e-6
+
+
+def test_a_right_wrapper_trains_on_two_processes(capsys):
+    exercises.check_data_parallel(DATA_PARALLEL.solve.__wrapped__)
+    text = capsys.readouterr().out
+    assert text.startswith("right")
+    assert float(text.split("off by ")[1].split()[0]) < 1e-6
+
+
+def test_a_wrapper_that_returns_nothing_is_told_what_to_return():
+    text = verdict(DATA_PARALLEL, exercises.training(lambda *arguments: None))
+    assert "return the function that ends a step, not None" in text
 
 
 @pytest.mark.parametrize("seed", range(5))
