@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -387,6 +387,10 @@ class Tokenizer:
         self._compiled: CompiledEncoder | None = None
         # word -> the ids of a space and the word
         self._spaced_words: dict[str, list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the compiled code works on addresses of this process; a copy makes its own
+        return self.__dict__ | {"_compiled": None}
 
     @cached_property
     def vocab_size(self) -> int:

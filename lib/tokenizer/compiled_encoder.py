@@ -372,20 +372,11 @@ def encode_text(addresses, start, end, n, width):
 
 
 @compiled
-def encode_beginning(address, length, width):
-    """Encode the first `length` bytes of `data`, one text; return the number of ids.
-
-    Writes the ids, of `width` bytes each, to `out`. `address` is that of the array of addresses.
-    """
-    addresses = array_at(address, 2 * ARRAYS, np.int64)
-    return encode_text(addresses, np.int64(0), length, np.int64(0), width) // width
-
-
-@compiled
 def encode_texts(address, number, width):
     """Encode as many texts as `number`, which end at `ends` in `data`; return the number of ids.
 
-    Writes the ids, of `width` bytes each, to `out`, and their ends to `id_ends`.
+    Writes the ids, of `width` bytes each, to `out`, and their ends to `id_ends`. `address` is that
+    of the array of addresses.
     """
     addresses = array_at(address, 2 * ARRAYS, np.int64)
     arrays = arrays_at(addresses)
@@ -497,7 +488,8 @@ class CompiledEncoder:
         except IndexError:
             work = Workspace(self, CAPACITY)
         work.text[:size] = data
-        number = encode_beginning(work.address[allow_special], size, self.width)
+        work.ends[0] = size
+        number = encode_texts(work.address[bool(allow_special)], 1, self.width)
         ids = np.array(work.ids[:number])
         self.idle.append(work)
         return ids
@@ -510,7 +502,8 @@ class CompiledEncoder:
         for chunk in split_at_safe_cuts(data, CAPACITY, special_tokens):
             work = self._workspace(len(chunk))
             work.text[: len(chunk)] = chunk
-            found = encode_beginning(work.address[allow_special], len(chunk), self.width)
+            work.ends[0] = len(chunk)
+            found = encode_texts(work.address[bool(allow_special)], 1, self.width)
             ids[number : number + found] = work.ids[:found]
             number += found
             self._put_back(work)
@@ -529,7 +522,7 @@ class CompiledEncoder:
         work = self._workspace(len(data))
         work.text[: len(data)] = data
         work.ends[: len(texts)] = np.cumsum([len(text) for text in texts])
-        number = encode_texts(work.address[allow_special], len(texts), self.width)
+        number = encode_texts(work.address[bool(allow_special)], len(texts), self.width)
         ids = work.ids[:number].copy()
         ends = work.id_ends[: len(texts)].tolist()
         self._put_back(work)
@@ -566,6 +559,8 @@ class CompiledEncoder:
         if isinstance(ids, list):
             # twice as fast as NumPy's own conversion
             ids = np.frombuffer(array("I", ids), dtype=np.uint32)
+        elif not ids.dtype.isnative:
+            ids = ids.astype(ids.dtype.newbyteorder("="))
         length = decoded_length(ids, self.starts)
         if length < 0:
             raise KeyError(int(ids[-1 - length]))

@@ -228,19 +228,21 @@ EXCEEDS_Z = np.uint64(0x0101010101010101 * (0x7F - ord("z")))
 
 
 @compiled
-def ascii_letters_end(data, i):
+def ascii_letters_end(data, i, end):
     """Return the first index from `i` on that is not an ASCII letter.
 
-    It may be beyond the end of a segment; the caller clips it. Bytes of other alphabets have their
-    high bit set, which `| word` catches.
+    It may be a few bytes beyond `end`; the caller clips it. What follows there, of another text
+    perhaps, is not searched through. Bytes of other alphabets have their high bit set, which
+    `| word` catches.
     """
-    while True:
+    while i < end:
         word = load_word(data, i)
         lower = (word | TO_LOWER) & LOW_BITS
         other = (~(lower + REACHES_A) | (lower + EXCEEDS_Z) | word) & HIGH_BITS
         if other:
             return i + np.int64(trailing_zeros(other) >> 3)
         i += 8
+    return i
 
 
 @compiled
@@ -262,7 +264,7 @@ def run_end(data, i, end, kind, classes):
     """Return the first index from `i` on whose character is not of class `kind`."""
     while True:
         if kind == LETTER:
-            i = ascii_letters_end(data, i)
+            i = ascii_letters_end(data, i, end)
         if i >= end:
             return end
         found, width = character(data, i, classes)

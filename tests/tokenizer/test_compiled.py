@@ -1,7 +1,9 @@
 """The compiled implementation: kernels against plain Python, full tables, threads, its cache."""
 
+import copy
 import gc
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from lib.tokenizer.compiled_merges import Learner, learn_merges, new_learner
 from lib.tokenizer.compiled_scan import (
     PADDING,
     WINDOW,
+    ascii_letters_end,
     class_table,
     is_valid_utf8,
     load_word,
@@ -295,6 +298,33 @@ def test_a_text_of_megabytes_is_encoded_without_a_copy_of_it(trained, text):
     assert np.array_equal(ids, compiled.encode_array(text.encode()))
     with pytest.raises(UnicodeEncodeError):
         compiled.encode_array(text + "\ud800")
+
+
+def test_a_letter_run_is_not_followed_beyond_the_end_of_its_text():
+    """Else many short texts of letters take time that grows with the square of their number."""
+    letters = padded(b"a" * 1000)
+    assert 10 <= ascii_letters_end(letters, 0, 10) < 20
+    assert ascii_letters_end(letters, 0, 1000) == 1000
+
+
+def test_a_copy_of_a_tokenizer_that_was_used_encodes(trained):
+    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
+    expected = tokenizer.encode(trained[0])
+    for made in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
+        assert made.encode(trained[0]) == expected
+
+
+def test_what_is_true_or_false_allows_special_tokens(trained):
+    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
+    for yes, no in ((np.True_, np.False_), (2, None)):
+        assert tokenizer.encode(SEPARATOR, allow_special=yes) == [tokenizer.vocab_size - 1]
+        assert len(tokenizer.encode(SEPARATOR, allow_special=no)) > 1
+
+
+def test_ids_in_any_byte_order_are_decoded(trained):
+    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
+    ids = tokenizer.encode_array("the cat")
+    assert tokenizer.decode(ids.astype(">i4")) == "the cat"
 
 
 def test_arrays_live_as_long_as_a_thread_may_read_them(trained):
