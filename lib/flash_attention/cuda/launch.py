@@ -133,12 +133,21 @@ def load_kernel(name: str, q: Tensor) -> Kernel:
 
 def pick_tiles(file: str, dim: int, architecture: str) -> Tiles:
     """The tiles of a source for chips of an architecture, `sm_90` or `compute_75`."""
-    is_later = int(re.sub(r"\D", "", architecture)) >= 80
-    return (AMPERE_TILES if is_later else TILES)[file, dim]
+    return (AMPERE_TILES if is_ampere_or_later(architecture) else TILES)[file, dim]
+
+
+def is_ampere_or_later(architecture: str) -> bool:
+    """Whether chips of an architecture copy tiles without registers and multiply bfloat16."""
+    return int(re.sub(r"\D", "", architecture)) >= 80
 
 
 @functools.cache
 def _function(name: str, device: int, is_bfloat16: bool, dim: int, architecture: str) -> Function:
+    if is_bfloat16 and not is_ampere_or_later(architecture):
+        raise ValueError(
+            f"q must be float16 for code of {architecture} (WORKBOOK_CUDA_ARCHITECTURE), "
+            "got torch.bfloat16"
+        )
     tiles = pick_tiles(FILES[name], dim, architecture)
     image = build(FILES[name], constants(tiles, dim, is_bfloat16), architecture)
     shared_bytes = 0 if name == "row_dots" else tiles.shared_bytes(dim)

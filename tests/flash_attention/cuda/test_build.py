@@ -109,6 +109,12 @@ def test_a_t4_has_tiles_of_its_own():
         assert tiles.is_async
 
 
+def test_bfloat16_for_a_t4_is_refused_before_anything_is_compiled(compiled):
+    with pytest.raises(ValueError, match=r"float16 for code of compute_75 .*bfloat16"):
+        launch._function("forward", 0, True, 64, "compute_75")
+    assert not compiled
+
+
 def test_without_a_folder_to_write_to_kernels_are_compiled_again(compiled, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

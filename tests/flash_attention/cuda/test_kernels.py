@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+from random import Random
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lib.flash_attention.cuda import attention, launch
 from tests.flash_attention.cases import (
     EMPTY,
     GROUPED,
+    LAYOUTS,
     LONG,
     SCALED,
     SHAPES,
@@ -57,7 +59,26 @@ EDGES = [
     )
 ]
 GRID = [*EDGES, *SHAPES, *GROUPED, *STRIDED, *SCALED]
-ALL = [*GRID, *LONG]
+
+
+def draw_case(random: Random) -> Case:
+    """Draw a case of any lengths, head size, mask, groups, scale and layout."""
+    key_heads = random.choice((1, 2, 3))
+    layout = random.choice([layout for layout in LAYOUTS if layout != "packed"])
+    return Case(
+        random.randint(1, 500),
+        random.randint(1, 500),
+        random.randint(1, 128),
+        is_causal=random.random() < 0.5,
+        heads=key_heads * random.choice((1, 2, 4)),
+        key_heads=key_heads,
+        scale=random.choice((None, 0.05, 0.3)),
+        layout=layout,
+    )
+
+
+DRAWN = [draw_case(Random(seed)) for seed in range(100)]
+ALL = [*GRID, *LONG, *DRAWN]
 
 
 @pytest.fixture
