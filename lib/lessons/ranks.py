@@ -21,10 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
 from lib.ddp.simulated_network import Network
+from lib.lessons.exercise import Exercise, report, result_of, verdict
+
+# The largest difference of right weights from those trained in one process.
+MOST_OFF = 1e-5
 
 
 class Board:
-    """What ranks that are threads post for one another; names a deadlock as soon as there is one.
+    """The messages that threads as ranks post for one another; names a deadlock at once.
 
     A rank that waits gets on once all values that it waits for are there. If all ranks wait or have
     ended, and none can get on, they never will.
@@ -285,13 +289,41 @@ class Processes:
 # An attempt that is right on threads, on processes
 
 
+# From what the ranks return, whether that is right, and a phrase about it.
+Judge = Callable[[list[Any]], tuple[bool, str]]
+
+
+def check_on_processes(exercise: Exercise, played: Callable, *job: Any, **options: Any) -> None:
+    """Check an attempt on threads, and a right one on processes, too; print the verdict.
+
+    Args:
+        played: runs the attempt on threads, and wraps it, as `functools.wraps` does.
+        job, options: the arguments of `tried_on_processes` after the attempt.
+    """
+    text, attempt = verdict(exercise, played), played.__wrapped__  # type: ignore[attr-defined]
+    if result_of(text) == "passed":
+        text = tried_on_processes(text, attempt, *job, **options)
+    report(text, attempt.__name__, exercise.tier)
+
+
+def compared_with(alone: Callable[[], Tensor], where: str) -> Judge:
+    """A judge of the weights of all ranks by those that `alone` trains in one process."""
+
+    def judge(found: list[Tensor]) -> tuple[bool, str]:
+        expected = alone()
+        off = max((weights - expected).abs().max().item() for weights in found)
+        return off < MOST_OFF, f"{where}: off by {off:.1g} from one process"
+
+    return judge
+
+
 def tried_on_processes(
     text: str,
     attempt: Callable,
     job: Callable,
     count: int,
     *arguments: Any,
-    judge: Callable[[list[Any]], tuple[bool, str]],
+    judge: Judge,
     backend: str | Network = "gloo",
 ) -> str:
     """Run `job(source, name, *arguments)` on processes; return the verdict `text` with the result.
@@ -299,7 +331,7 @@ def tried_on_processes(
     Args:
         text: the verdict on `attempt`, which is right so far.
         job: makes the function `name` with `function_of(source, name)`.
-        judge: from what the ranks return, whether that is right, and what to say of it.
+        judge: decides whether what the ranks return is right.
     """
     source = source_with_helpers(attempt)
     wrong = text.replace("right: ", "not yet: ", 1)

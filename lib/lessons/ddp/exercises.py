@@ -17,13 +17,17 @@ from lib.ddp.launcher import launch
 from lib.ddp.simulated_network import Network
 from lib.lessons.ddp import attempts
 from lib.lessons.ddp.stack import Layers, bucketed, time_steps
-from lib.lessons.exercise import Exercise, check, difference, edited, report, verdict
-from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
+from lib.lessons.exercise import Exercise, check, difference, edited
+from lib.lessons.ranks import (
+    MOST_OFF,
+    Threads,
+    check_on_processes,
+    compared_with,
+    run_on_threads,
+)
 
 # A network of no particular speed, by a virtual clock, that names calls that do not match.
 STRICT_NETWORK = Network(Link(1.0, 1.0), clock="virtual")
-# Weights after training on processes, from those of one process.
-MOST_OFF = 1e-5
 
 
 def _whole_numbers(generator: random.Random, length: int) -> Tensor:
@@ -32,7 +36,7 @@ def _whole_numbers(generator: random.Random, length: int) -> Tensor:
 
 
 def _returned(found: Any) -> Tensor:
-    """What an attempt returned as a tensor.
+    """The result of an attempt as a tensor.
 
     Raises:
         ValueError: it returned nothing.
@@ -777,16 +781,13 @@ def check_all_reduce_ms(attempt: Callable) -> None:
 
 def check_ring(attempt: Callable) -> None:
     """Check `ring_all_reduce(tensor, ranks)` -> the sum, and run a right one on four processes."""
-    text = verdict(RING, on_ring(attempt))
 
     def judge(found: list[tuple[float, float]]) -> tuple[bool, str]:
         off, milliseconds = max(one[0] for one in found), found[0][1]
         words = f"on four processes, 4 MB: off by {off:.1g} from gloo's, {milliseconds:.0f} ms"
         return off < MOST_OFF, words
 
-    if text.startswith("right"):
-        text = tried_on_processes(text, attempt, attempts.ring, 4, judge=judge)
-    report(text, attempt.__name__, RING.tier)
+    check_on_processes(RING, on_ring(attempt), attempts.ring, 4, judge=judge)
 
 
 def check_mean_gradient(attempt: Callable) -> None:
@@ -801,19 +802,8 @@ def check_assign_buckets(attempt: Callable) -> None:
 
 def check_add_hooks(attempt: Callable) -> None:
     """Check `add_hooks(params, buckets, start)`, and train with a right one on two processes."""
-    text = verdict(ADD_HOOKS, play(attempt))
-
-    def judge(found: list[Tensor]) -> tuple[bool, str]:
-        alone = attempts.train_branches_alone(2)
-        off = max((one - alone).abs().max().item() for one in found)
-        words = "on two ranks whose gradients arrive in different orders: off by"
-        return off < MOST_OFF, f"{words} {off:.1g} from one process"
-
-    if text.startswith("right"):
-        text = tried_on_processes(
-            text, attempt, attempts.train_with_hooks, 2, judge=judge, backend=STRICT_NETWORK
-        )
-    report(text, attempt.__name__, ADD_HOOKS.tier)
+    where = "on two ranks whose gradients arrive in different orders"
+    _train_branches(ADD_HOOKS, play(attempt), attempts.train_with_hooks, where)
 
 
 def check_average(attempt: Callable) -> None:
@@ -823,19 +813,13 @@ def check_average(attempt: Callable) -> None:
 
 def check_data_parallel(attempt: Callable) -> None:
     """Check `data_parallel(params, buckets, ranks)` -> `finish`, and train on two processes."""
-    text = verdict(DATA_PARALLEL, training(attempt))
+    where = "your wrapper on two processes"
+    _train_branches(DATA_PARALLEL, training(attempt), attempts.train_wrapped, where)
 
-    def judge(found: list[Tensor]) -> tuple[bool, str]:
-        alone = attempts.train_branches_alone(2)
-        off = max((one - alone).abs().max().item() for one in found)
-        words = "your wrapper on two processes: off by"
-        return off < MOST_OFF, f"{words} {off:.1g} from one process"
 
-    if text.startswith("right"):
-        text = tried_on_processes(
-            text, attempt, attempts.train_wrapped, 2, judge=judge, backend=STRICT_NETWORK
-        )
-    report(text, attempt.__name__, DATA_PARALLEL.tier)
+def _train_branches(exercise: Exercise, played: Callable, job: Callable, where: str) -> None:
+    judge = compared_with(functools.partial(attempts.train_branches_alone, 2), where)
+    check_on_processes(exercise, played, job, 2, judge=judge, backend=STRICT_NETWORK)
 
 
 def check_plan(attempt: Callable) -> None:

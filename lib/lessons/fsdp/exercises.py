@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check, difference, report, verdict
+from lib.lessons.exercise import Exercise, check, difference
 from lib.lessons.fsdp.orders import Costs, Event, play
 from lib.lessons.fsdp.ranks import train_alone, train_attempt
-from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
+from lib.lessons.ranks import Threads, check_on_processes, compared_with, run_on_threads
 
 # Whole numbers, of which sums are exact in any order.
 SMALLEST, LARGEST = -4, 5
-# Weights after training on two processes, from those of one process.
-MOST_OFF = 1e-4
 
 
 def _whole_numbers(generator: random.Random, *shape: int) -> Tensor:
@@ -607,16 +605,10 @@ def check_reduce_scatter(attempt: Callable) -> None:
 
 def check_sharded_mlp(attempt: Callable) -> None:
     """Check `sharded_mlp(x, shard, d_ff, ranks)`, and run a right one on two processes."""
-    text, steps = verdict(SHARDED_MLP, on_threads(attempt)), 3
-
-    def judge(found: list[Tensor]) -> tuple[bool, str]:
-        off = max((one - train_alone(12, 2, steps)).abs().max().item() for one in found)
-        words = f"on two processes, after {steps} steps: off by {off:.1g} from one process"
-        return off < MOST_OFF, words
-
-    if text.startswith("right"):
-        text = tried_on_processes(text, attempt, train_attempt, 2, steps, judge=judge)
-    report(text, attempt.__name__, SHARDED_MLP.tier)
+    judge = compared_with(
+        functools.partial(train_alone, 12, 2, 3), "on two processes, after 3 steps"
+    )
+    check_on_processes(SHARDED_MLP, on_threads(attempt), train_attempt, 2, 3, judge=judge)
 
 
 def check_clip(attempt: Callable) -> None:

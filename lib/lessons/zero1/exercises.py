@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check, difference, report, verdict
-from lib.lessons.ranks import Threads, run_on_threads, tried_on_processes
+from lib.lessons.exercise import Exercise, check, difference
+from lib.lessons.ranks import Threads, check_on_processes, compared_with, run_on_threads
 from lib.lessons.zero1.attempts import train_alone, train_attempt
 from lib.sharded_optimizer import whole_parameters
-
-# Weights after training on two processes, from those of one process.
-MOST_OFF = 1e-5
 
 
 def _draw_parameters(generator: random.Random, size: int) -> tuple:
@@ -233,7 +230,7 @@ def stepping(attempt: Callable) -> Callable[[list[Tensor], list], dict[str, Any]
 
 
 def _numbers_of(params: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
-    """What a rank has after a step, one number at a time."""
+    """The tensors and state of a rank after a step, one number at a time."""
     held = [value for value in state.values() if isinstance(value, Tensor)]
     found: dict[str, Any] = {"numbers in state": sum(value.numel() for value in held)}
     tensors = {name: state[name] for name in ("m", "v") if isinstance(state.get(name), Tensor)}
@@ -348,7 +345,7 @@ ZERO1_STEP = Exercise(
     describe=difference,
 )
 
-# What ranks send
+# Bytes that ranks send
 
 METHODS = ("ddp", "zero1_parameters", "zero1_flat", "zero3")
 
@@ -478,16 +475,8 @@ def check_shard_boundaries(attempt: Callable) -> None:
 
 def check_zero1_step(attempt: Callable) -> None:
     """Check `zero1_step(params, grads, state, ranks)`, and run a right one on two processes."""
-    text, steps = verdict(ZERO1_STEP, stepping(attempt)), 5
-
-    def judge(found: list[Tensor]) -> tuple[bool, str]:
-        off = max((one - train_alone(2, steps)).abs().max().item() for one in found)
-        words = f"on two processes, after {steps} steps: off by {off:.1g} from one process"
-        return off < MOST_OFF, words
-
-    if text.startswith("right"):
-        text = tried_on_processes(text, attempt, train_attempt, 2, steps, judge=judge)
-    report(text, attempt.__name__, ZERO1_STEP.tier)
+    judge = compared_with(functools.partial(train_alone, 2, 5), "on two processes, after 5 steps")
+    check_on_processes(ZERO1_STEP, stepping(attempt), train_attempt, 2, 5, judge=judge)
 
 
 def check_fair_owners(attempt: Callable) -> None:
