@@ -266,7 +266,7 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
     return kernel if result_of(text) == "passed" else triton.jit(task.solution)
 
 
-# What Triton's compiler says -> what to do about it.
+# An error of Triton's compiler -> the cure.
 CURES = {
     "unsupported AST node type: Break": "Triton has no `break`: put the end into `range(…)`",
     "unsupported AST node type: Continue": "Triton has no `continue`: put the end into `range(…)`",
@@ -407,6 +407,18 @@ FORWARD = kernel_exercise(
         ),
     },
 )
+# Where the loop over tiles of keys ends, of kernels that skip those behind the diagonal.
+LOOP_END_MISTAKES = {
+    "the last tile of queries reaches beyond n, and so does the loop: let it end at "
+    "tl.minimum(…, n)": (
+        "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
+        "(tl.program_id(0) + 1) * BQ",
+    ),
+    "the loop ends at (i + 1) * BK; program i has queries up to (i + 1) * BQ": (
+        "(tl.program_id(0) + 1) * BQ, n",
+        "(tl.program_id(0) + 1) * BK, n",
+    ),
+}
 CAUSAL_TASK = KernelTask(solutions.causal_forward, ("out", "lse"), "k")
 CAUSAL = kernel_exercise(
     causal_attention,
@@ -432,15 +444,7 @@ CAUSAL = kernel_exercise(
             "key[None, :] <= query[:, None]",
             "key[None, :] <= query[:, None] & key[None, :] < n",
         ),
-        "the last tile of queries reaches beyond n, and so does the loop: let it end at "
-        "tl.minimum(…, n)": (
-            "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
-            "(tl.program_id(0) + 1) * BQ",
-        ),
-        "the loop ends at (i + 1) * BK; program i has queries up to (i + 1) * BQ": (
-            "(tl.program_id(0) + 1) * BQ, n",
-            "(tl.program_id(0) + 1) * BK, n",
-        ),
+        **LOOP_END_MISTAKES,
         "masked scores become 0, and exp(0) is 1; use -inf": (
             'scores, float("-inf"))',
             "scores, 0.0)",
@@ -489,6 +493,16 @@ LOADED = (
     "lse = tl.load(lse_ptr + {0}query, mask=query < n, other=0.0)\n"
     "    delta = tl.load(delta_ptr + {0}query"
 )
+HEAD_MISTAKES = {
+    "all programs load lse of the first head; a head has n of them": (
+        "lse_ptr + head + query",
+        "lse_ptr + query",
+    ),
+    "all programs load delta of the first head; a head has n of them": (
+        "delta_ptr + head + query",
+        "delta_ptr + query",
+    ),
+}
 QUERIES_TASK = KernelTask(solutions.backward_queries, ("grad_q",), "k")
 BACKWARD_QUERIES = kernel_exercise(
     gradient_of_queries,
@@ -500,15 +514,7 @@ BACKWARD_QUERIES = kernel_exercise(
         "there is no mask": ("key[None, :] <= query[:, None]", "key[None, :] < n"),
         "a query does not see its own key": ("key[None, :] <= query", "key[None, :] < query"),
         "tiles behind the diagonal are loaded too": ("range(0, end, BK)", "range(0, n, BK)"),
-        "the last tile of queries reaches beyond n, and so does the loop: let it end at "
-        "tl.minimum(…, n)": (
-            "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
-            "(tl.program_id(0) + 1) * BQ",
-        ),
-        "the loop ends at (i + 1) * BK; program i has queries up to (i + 1) * BQ": (
-            "(tl.program_id(0) + 1) * BQ, n",
-            "(tl.program_id(0) + 1) * BK, n",
-        ),
+        **LOOP_END_MISTAKES,
         "delta is summed over the keys of this tile; the one that is loaded covers the whole row": (
             "grad_p - delta[:, None]",
             "grad_p - tl.sum(p * grad_p, 1)[:, None]",
@@ -517,14 +523,7 @@ BACKWARD_QUERIES = kernel_exercise(
             LOADED.format("head + "),
             LOADED.format(""),
         ),
-        "all programs load lse of the first head; a head has n of them": (
-            "lse_ptr + head + query",
-            "lse_ptr + query",
-        ),
-        "all programs load delta of the first head; a head has n of them": (
-            "delta_ptr + head + query",
-            "delta_ptr + query",
-        ),
+        **HEAD_MISTAKES,
         "hidden scores are 0, and so their weights are not; mask P, with 0": (
             "p = tl.exp(scores - lse[:, None])\n"
             "        p = tl.where(key[None, :] <= query[:, None], p, 0.0)",
@@ -579,14 +578,7 @@ BACKWARD_KEYS = kernel_exercise(
             LOADED.replace("    delta", "        delta").format("head + "),
             LOADED.replace("    delta", "        delta").format(""),
         ),
-        "all programs load lse of the first head; a head has n of them": (
-            "lse_ptr + head + query",
-            "lse_ptr + query",
-        ),
-        "all programs load delta of the first head; a head has n of them": (
-            "delta_ptr + head + query",
-            "delta_ptr + query",
-        ),
+        **HEAD_MISTAKES,
         "what belongs to queries beyond the last is loaded without other=0.0; lanes that are off "
         "hold anything, also NaN, and 0 · NaN is NaN": (
             "lse_ptr + head + query, mask=query < n, other=0.0",
@@ -791,7 +783,7 @@ GRAD_SCORES = Exercise(
 )
 
 
-# Of the time; what the tensor cores must be busy in a right schedule.
+# The share of the time in which a right schedule keeps the tensor cores busy.
 BUSY = 0.85
 
 
@@ -834,7 +826,7 @@ def _scheduled_as(pattern: str) -> Callable[[], str]:
 
 
 def idle_percent(attempt: Callable[[], str]) -> float:
-    """Of the time, of the tensor cores."""
+    """The percentage of the time in which the tensor cores are idle."""
     schedule = getattr(attempt, "schedule", two_warpgroups)
     return 100 * (1 - busy_share(run_order(schedule())))
 
