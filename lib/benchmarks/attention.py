@@ -449,7 +449,7 @@ def _prepare(
 def _prepare_graph(
     kernel: str, case: AttentionCase, inputs: tuple[Tensor, ...]
 ) -> tuple[Function, dict[str, Any]]:
-    """As `_prepare`; the function replays a CUDA graph of a call."""
+    """Do as `_prepare`, but return a function that replays a CUDA graph of a call."""
     # a backward pass runs in the stream of the forward pass, which must be that of the recording
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

@@ -19,7 +19,7 @@ from lib.profiling.measurement import interquartile_range
 
 # Fields of a case that say how long it trained, not what was trained.
 LENGTH = ("epochs", "timed_epochs", "steps_per_epoch", "loss_steps")
-# What trainings share that may be compared.
+# Fields that trainings must share to be compared.
 SETTING = (
     "device",
     "model",

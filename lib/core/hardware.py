@@ -26,7 +26,7 @@ from lib.core.settings import to_dict
 if TYPE_CHECKING:
     import torch
 
-# What `pick_dtype` takes.
+# Names that `pick_dtype` takes.
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -157,7 +157,7 @@ class BucketTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Interference:
-    """What communication costs computation that runs beside it."""
+    """The slowdown of computation by communication that runs beside it."""
 
     hidden: float = 0.0
     """The part of the time of hidden messages by which the step gets longer."""

@@ -40,7 +40,7 @@ from lib.ddp.simulated_network import BACKEND, JOB_FOLDER, Network, register_bac
 T = TypeVar("T")
 # Seconds that the other ranks have to exit by themselves after one has failed.
 GRACE_SECONDS = 2.0
-# What gloo and NCCL say when the process at the other end is gone.
+# Errors of gloo and NCCL when the process at the other end is gone.
 LOST = ("connection reset by peer", "connection closed by peer", "remote process exited")
 
 

@@ -37,7 +37,7 @@ from lib.core.hardware import available_cpus, pick_device
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKENDS = ("nccl", "gloo")
-# What torchrun sets for each process.
+# Variables that torchrun sets for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

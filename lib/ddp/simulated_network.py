@@ -229,7 +229,7 @@ class VirtualClock:
 
 # Memory that ranks share
 
-# What a rank has called: its number from 1, when, where the data lie, and a description.
+# A call of a rank: its number from 1, its time, where the data are, and a description.
 CALL = np.dtype(
     [("number", "i8"), ("time", "f8"), ("buffer", "i8"), ("size", "i8"), ("what", "S96")]
 )

@@ -48,7 +48,7 @@ from lib.ddp.process_group import agree, broadcast_module, describe_tensor, rank
 from lib.fsdp.flat_parameters import FlatParameters, Places
 from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
 
-# What is gathered together: a module, or several that run one after another.
+# Modules that are gathered together: one, or several that run one after another.
 BlockOf = nn.Module | Sequence[nn.Module]
 
 

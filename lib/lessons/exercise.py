@@ -85,7 +85,7 @@ class Exercise:
     """For a right attempt and the solution, a figure that is better the lower it is."""
 
     unit: str = ""
-    """Of that figure."""
+    """The unit of that figure."""
 
     baseline: Callable | None = None
     """The function to beat, if that is not the solution; measured as well, and shown by name."""

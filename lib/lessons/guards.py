@@ -20,7 +20,7 @@ from typing import Any
 from lib.lessons.notebook import small
 
 STRICT = "WORKBOOK_STRICT"
-# What a notebook binds beside measurements; a condition may use it, and it is not spoiled.
+# Types of names that are no measurements; a condition may use them, and they are not spoiled.
 CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 

@@ -65,7 +65,7 @@ def attention_times(model: ModelConfig, device: torch.device) -> dict[AttentionK
 
 
 def _measure(sizes: tuple[int, int, int], device: torch.device) -> dict[AttentionKernel, float]:
-    """As `attention_times`, with num_heads, context_length and head_dim."""
+    """Measure `attention_times` of num_heads, context_length and head_dim."""
     options: dict = {"device": device, "dtype": torch.float16}
     q, k, v = (torch.randn(BATCH_SIZE, *sizes, **options).requires_grad_() for _ in range(3))
     grad_out = torch.randn(BATCH_SIZE, *sizes, **options)

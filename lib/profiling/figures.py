@@ -26,7 +26,7 @@ from lib.core.figures import (
 from lib.profiling.trace import CATEGORIES, Span, Trace, category_of
 
 TIME_COLORS = dict(zip(CATEGORIES, COLORS))
-# Of boxes with a name in them.
+# The color of boxes with a name in them.
 BOX = "#CFE6F4"
 MEMORY_COLORS = {
     "parameters": BLUE,

@@ -25,7 +25,7 @@ REPORT = "a report"
 EARLIER = "previous"
 # Earlier runs beyond these are removed, oldest first.
 KEPT_RUNS = 5
-# What the front page leads to beside the notebooks.
+# Links of the front page beside the notebooks.
 GUIDES = {"readme": "README.md.html", "results": "artifacts/README.md.html"}
 LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
 

@@ -304,7 +304,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# What must not leave this machine: name, for the message -> pattern.
+# Text that must not leave this machine: its name in a message -> pattern.
 LEAKS = {
     "a home folder": r"(?<![\w./:-])/(?:home|Users|root)/[\w.-]+",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
@@ -354,7 +354,7 @@ def _leaks_of_this_machine() -> dict[str, str]:
     return found
 
 
-# What this workbook's notebooks import, directly or indirectly. Kaggle's image is Colab's
+# Packages that this workbook's notebooks import, directly or indirectly. Kaggle's image is Colab's
 # (googlecolab/backend-info, pip-freeze.gpu.txt) with further packages (Kaggle/docker-python,
 # kaggle_requirements.txt); these are there, in versions that requirements.txt allows. It lacks
 # tyro, without which the command line has no help, and math-core, which only the report needs.
@@ -363,7 +363,7 @@ IMAGE_PACKAGES = (
     *("nbconvert", "nbformat", "numba", "numpy", "pandas", "papermill", "pip", "pooch", "pyyaml"),
     *("regex", "requests", "safetensors", "setuptools", "torch", "tqdm", "triton", "wandb"),
 )
-# What of this environment the notebook may see.
+# Variables of this environment that the notebook may see.
 ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 # Becomes papermill without root's right to write into read-only folders (PR_CAPBSET_DROP of
 # CAP_DAC_OVERRIDE on Linux); for other users, and elsewhere, that changes nothing.

@@ -145,7 +145,7 @@ class Merged(NamedTuple):
     """Cells that the reader has changed or added."""
 
     both: int
-    """Of these, how many have changed in the new version, too; it is in a cell below."""
+    """The number of these that the new version changes, too; its text is in a cell below."""
 
     notes: dict[str, str]
     """id -> key of the cells with a new version, as `base` has them in the next merge."""

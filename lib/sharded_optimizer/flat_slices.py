@@ -408,7 +408,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool
     ) -> Callable[[nn.Module], None]:
-        """As `ShardedOptimizer.overlap_gather_with_forward`."""
+        """See `ShardedOptimizer.overlap_gather_with_forward`."""
         self.starts_in_forward = in_graph
         covered = {id(param) for part in parts for param in part.parameters()}
         self.awaited_in_forward |= {
@@ -418,7 +418,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
         return functools.partial(_before_part, weakref.ref(self))
 
     def mark_replayed(self) -> None:
-        """As `ShardedOptimizer.mark_replayed`."""
+        """See `ShardedOptimizer.mark_replayed`."""
         self.must_gather = self.starts_in_forward
 
     def _buckets_of(self, params: Iterable[Tensor]) -> list[FlatBucket]:

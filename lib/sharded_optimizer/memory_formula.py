@@ -50,9 +50,9 @@ SIZES = ("small", "medium", "large", "xl", "2.7b")
 RESERVED_BYTES = 10**9
 # Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
 CPU_LOGITS_BYTES = 16 << 20
-# What `activation_bytes_by_part` counts that is not in a block.
+# Parts that `activation_bytes_by_part` counts outside the blocks.
 OUTSIDE_BLOCKS = ("token_ids", "loss")
-# Who averages gradients: `none` is a sharded optimizer by itself.
+# Wrappers that average gradients; with `none` the sharded optimizer averages them itself.
 AVERAGED_BY = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
 
 

@@ -84,11 +84,11 @@ class ShardingStrategy:
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool
     ) -> Callable[[nn.Module], None]:
-        """As `ShardedOptimizer.overlap_gather_with_forward`."""
+        """See `ShardedOptimizer.overlap_gather_with_forward`."""
         return lambda part: None
 
     def mark_replayed(self) -> None:
-        """As `ShardedOptimizer.mark_replayed`."""
+        """See `ShardedOptimizer.mark_replayed`."""
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank."""

@@ -59,15 +59,15 @@ class TorchZero(ZeroRedundancyOptimizer):
         self._load([state_dict], "state_dict")
 
     def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
-        """As `ShardedOptimizer.save_shard`."""
+        """See `ShardedOptimizer.save_shard`."""
         return write_shard(folder, self.state_dict(), group or self.group)
 
     def load_shards(self, folder: str | os.PathLike) -> None:
-        """As `ShardedOptimizer.load_shards`."""
+        """See `ShardedOptimizer.load_shards`."""
         on_each_rank(lambda: self.load_own_part(folder), self.group)
 
     def load_own_part(self, folder: str | os.PathLike) -> None:
-        """As `ShardedOptimizer.load_own_part`."""
+        """See `ShardedOptimizer.load_own_part`."""
         self._load(read_shards(folder), folder)
 
     def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:

@@ -40,7 +40,7 @@ from lib.sharded_optimizer.saved_state import load_unsharded
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
-# What each rank of a sharded optimizer writes.
+# The files that ranks of a sharded optimizer write, one each.
 SHARDS = "shard-*-of-*.pt"
 PARTS = ("model", "optimizer", "tensors")
 log = logging.getLogger(__name__)
@@ -360,8 +360,8 @@ def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) ->
         optimizer.load_state_dict(_unpack(packed["state"], tensors))
         return
 
-    # What was on an accelerator moves to the parameters' device; the rest, such as the step counts
-    # of torch's AdamW, stays on the CPU unless the optimizer moves it.
+    # Tensors from an accelerator move to the parameters' device; others, such as the step counts
+    # of torch's AdamW, stay on the CPU unless the optimizer moves them.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = {
         name: tensor.to("cpu" if name in packed["on_cpu"] else parameters[0].device, copy=True)

@@ -130,7 +130,7 @@ class TrainConfig:
     """
 
     activation_checkpointing: Literal["none", "input", "attention", "matmuls"] = "none"
-    """What a block keeps for the backward pass, which computes the rest again; `none`: everything.
+    """Tensors that a block keeps for the backward pass, which recomputes the rest; `none`: all.
 
     `input` keeps the least; `attention` also keeps attention's output, which takes longest to
     compute again in long sequences; `matmuls` also keeps the outputs of all matmuls.

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 OVERLAPPING = ("none", "overlap", "flashddp", "torch_ddp", "fsdp", "fsdp2")
 # Those that also shard parameters, gradients and the optimizer's state.
 FULLY_SHARDED = ("fsdp", "fsdp2")
-# What can't be combined on several ranks: (field, value) -> options, and a value that can.
+# Options that exclude each other on several ranks: (field, value) -> options, and a value that
+# works with them.
 EXCLUDED = {
     ("ddp_wrapper", "torch_ddp"): (("cuda_graph",), "flashddp"),
     ("ddp_wrapper", "fsdp"): (("cuda_graph",), "flashddp"),

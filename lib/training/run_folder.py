@@ -216,7 +216,7 @@ def describe_run(run: Run) -> None:
     run.tokenizer.save(tokenizer_files.find(run.folder))
 
 
-# What is checked
+# Checks before a run
 
 
 def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:

@@ -48,7 +48,7 @@ class StoredRun:
     """Step of the newest checkpoint; None without one."""
 
     bits_per_byte: float | None
-    """Of the last evaluation; None without one."""
+    """The figure of the last evaluation; None without one."""
 
     num_bytes: int
     changed: float

@@ -1,4 +1,4 @@
-"""What processes run to try attempts at exercises of notebook 07."""
+"""Jobs that run an attempt at an exercise of notebook 07 on processes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Step:
     wrapper: str
     ranks: int
     sequences: int
-    """Of each rank, with 256 tokens each."""
+    """Sequences of each rank, 256 tokens each."""
 
     bytes_per_gradient: int
     how: str

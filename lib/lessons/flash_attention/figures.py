@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lib.core.figures import GRID, INK, ORANGE, PAPER, SKY
 
-# Of the four lanes of a quad.
+# Colors of the four lanes of a quad.
 QUAD = ("#9fd3ef", "#fbe3b0", "#c9ead6", "#f3cfe0")
 
 
@@ -101,7 +101,7 @@ def draw_banks(figure: Figure, place: Callable[[int, int], int], chunk: int = 2)
         axes.grid(visible=False)
 
 
-# What the report of the sweep calls kernels -> their names in a figure, ours first.
+# Names of kernels in the sweep's report -> their names in a figure, ours first.
 KERNELS = {
     "flash_attention_triton": "ours",
     "sdpa_cudnn": "cuDNN",

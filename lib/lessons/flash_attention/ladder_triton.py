@@ -267,7 +267,7 @@ _jitted = functools.cache(triton.jit)
 
 
 def watch_rung(rung: Rung, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Run]:
-    """As `run_rung` for versions 2 to 5, interpreted in tiles of 16; also what it touched."""
+    """Run versions 2 to 5 as `run_rung` does, in tiles of 16; also return what was touched."""
     heads, out, grid, arguments = _launch(q, k, v, queries=16)
     run = watch(rung.source, grid, *heads, *out, *arguments, BQ=16, BK=16)
     return out[0].view_as(q), run

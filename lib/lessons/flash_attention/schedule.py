@@ -23,9 +23,9 @@ MATMUL, SOFTMAX, LOAD = 1.0, 2.0, 0.5
 STAGES = 2
 # Tiles of keys in `run_order`.
 TILES = 4
-# What a matmul reads.
+# A matmul -> the load that it waits for.
 LOADED = {"scores": "load K", "values": "load V"}
-# What readers call the matmuls.
+# Readers' names of the matmuls.
 SHORT = {"S": "scores", "PV": "values"}
 # (warpgroup or -1 for the producer, what, tile)
 Job = tuple[int, str, int]

@@ -28,9 +28,9 @@ RECORDS = ROOT / "artifacts/attention_timeline.jsonl"
 SHAPE = (4, 32, 4096, 64)
 # Steps of the loop that are noted, and the stamps of a step.
 NOTED, STAMPS = 12, 5
-# Of the tensor cores of a multiprocessor, in 16 bits.
+# Operations per clock of the tensor cores of a multiprocessor, in 16 bits.
 FLOPS_A_CLOCK = 4096
-# What a warpgroup does between a stamp and the next; from the last it waits for the others.
+# Work of a warpgroup from one stamp to the next; after the last it waits for the others.
 PARTS = ("issues matmuls", "waits for scores", "softmax", "waits for weights × values")
 COLORS = (BLUE, GREY, ORANGE, SKY)
 

@@ -89,7 +89,7 @@ class _Step:
 
     most: int = 0
     arrival: dict[int, float] = field(default_factory=dict)
-    """Of gathered blocks."""
+    """Block -> when it is gathered."""
 
     done: dict[str, list[int]] = field(
         default_factory=lambda: {"forward": [], "backward": [], "reduce": []}

@@ -1,4 +1,4 @@
-"""What processes run to try an attempt at exercise 2, and the same in one process."""
+"""Training with an attempt at exercise 2, on processes, and the same in one process."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ STYLE = (
 )
 FRAME = "#8a8f98"
 STREAM, MIX, ALONE, NORM, EDGE = "#0072B2", "#bfe0f5", "#f6d6c4", "#e9e6de", "#fbe3b0"
-# Of the heads: blue, orange, green, violet.
+# Colors of the heads: blue, orange, green, violet.
 HEADS = ("#8fc7e8", "#f3b98a", "#8fd0b5", "#cdb8e6")
 
 

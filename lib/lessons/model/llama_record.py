@@ -31,7 +31,7 @@ RECORD = ROOT / "artifacts/llama_logits.json"
 TRAINED = ROOT / "artifacts/tiny_stories"
 PROMPT = "Once upon a time, there was a little fox"
 STORY_TOKENS = 40
-# Of all logits, those of every so many-th token are kept.
+# The logits of every so many-th token are kept.
 EVERY = {"trained": 512, "grouped": 4}
 GROUPED: dict[str, Any] = {
     "model_type": "llama",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lib.profiling.measurement import Measurement
 
-# Of kernels by name; none of these means a kind of work elsewhere in the notebook.
+# Colors of kernels by name; none of these means a kind of work elsewhere in the notebook.
 TRACE_COLORS = (GREEN, PURPLE, SKY, VERMILLION)
 
 

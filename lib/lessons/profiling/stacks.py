@@ -96,7 +96,7 @@ class Run:
     """None: the result is that of a plain loop; else its norm, to three digits."""
 
     missing: tuple[str, ...]
-    """What gets no gradient: x, block 0, ..."""
+    """Names of the tensors and blocks without a gradient: x, block 0, ..."""
 
     wrong_gradients: float | None
     """None: the others get those of a plain loop; else the norm of the wrong ones, to three

@@ -54,7 +54,7 @@ class Machine:
     """CUDA's compute capability; None without CUDA."""
 
     memory_bytes: int = 0
-    """Of one GPU; 0 without."""
+    """Memory of one GPU; 0 without a GPU."""
 
 
 # A Kaggle notebook with the accelerator "GPU T4 x2".

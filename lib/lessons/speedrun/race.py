@@ -52,7 +52,7 @@ class Judged(NamedTuple):
     """That were trained on."""
 
     seconds: float
-    """Of training; judging does not count."""
+    """Training time; judging does not count."""
 
     bits: float
     """Per byte of the validation text."""
@@ -134,7 +134,7 @@ class Race:
         ).bits_per_byte
 
     def rules(self) -> dict[str, Any]:
-        """What two runs must share to be compared."""
+        """The settings that two runs must share to be compared."""
         targets = self.validation_tokens[1:]
         content = np.ascontiguousarray(self.validation_tokens, dtype=np.int64)
         return {
@@ -247,7 +247,7 @@ def enter(
 
 
 def faults(entry: Mapping[str, Any], race: Race) -> list[str]:
-    """What is wrong with the claim of an entry, as phrases; none if it stands."""
+    """The faults of an entry's claim, as phrases; none if the claim holds."""
     figures, found = entry["figures"], []
     rules, runs = race.rules(), figures["runs"]
     for name, value in rules.items():

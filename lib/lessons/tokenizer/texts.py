@@ -16,7 +16,7 @@ from pathlib import Path
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 
-# What tiktoken downloads for GPT-2, and calls in its cache by the hash of the address.
+# Files that tiktoken downloads for GPT-2, named in its cache by the hash of their address.
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 

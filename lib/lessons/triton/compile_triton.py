@@ -36,10 +36,10 @@ class Compiled:
     """NVIDIA's assembly language for an imagined chip: what one thread does."""
 
     registers: int
-    """Of each thread, at most 255."""
+    """Registers of each thread, at most 255."""
 
     spilled_bytes: int
-    """What a thread has to keep in memory, since it has no registers left: written and read."""
+    """Bytes that a thread keeps in memory, since it has no registers left: written and read."""
 
     shared_bytes: int
     threads: int
@@ -113,7 +113,7 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 
 def _forwarded(value: Any) -> Any:
-    """What a method of tiles forwards to, as `x.sum` to an interpreted `tl.sum`; else `value`."""
+    """The target of a method of tiles, as `tl.sum` of `x.sum`, interpreted; else `value`."""
     cells = getattr(value, "__closure__", None) or ()
     inside = (cell.cell_contents for cell in cells)
     return next((found for found in inside if isinstance(found, KERNELS)), value)

@@ -47,7 +47,7 @@ A100 = Chip("A100 (80 GB, SXM)", 108, 256, 192, 40, 80, 2039, 19.5, 312)
 H100 = Chip("H100 (SXM)", 132, 256, 256, 50, 80, 3350, 67, 989)
 H200 = Chip("H200 (SXM)", 132, 256, 256, 50, 141, 4800, 67, 989)
 CHIPS = (CPU, T4, A100, H100, H200)
-# What a level is called, its share of a multiprocessor or of the chip, and its latency in cycles.
+# A level of memory -> its latency in cycles.
 LATENCY_CYCLES = {"registers": 1, "shared memory": 30, "L2": 250, "HBM": 500}
 CLOCK_GHZ = 1.98
 

@@ -62,13 +62,13 @@ class Access:
     """The parameter whose pointer it went through."""
 
     offsets: np.ndarray
-    """Of the lanes that are on: elements from where the tensor starts, as a kernel counts them."""
+    """Elements from the start of the tensor, as a kernel counts them, of the lanes that are on."""
 
     masked: np.ndarray
     """The same of the lanes that the mask turns off."""
 
     shape: tuple[int, ...]
-    """Of the tile."""
+    """The shape of the tile."""
 
 
 @dataclass

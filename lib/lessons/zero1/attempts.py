@@ -1,4 +1,4 @@
-"""What processes run to try an attempt at the ZeRO-1 step, and the same in one process."""
+"""Training with an attempt at the ZeRO-1 step, on processes, and the same in one process."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def verdict(memory: RankMemory) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What the sliders of `memory_explorer` choose."""
+    """The choices of the sliders of `memory_explorer`."""
 
     model: str
     ranks: int

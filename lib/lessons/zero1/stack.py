@@ -32,7 +32,7 @@ class Step:
     timeline: Timeline
 
     sent_bytes: float
-    """What this rank sends."""
+    """Bytes that this rank sends."""
 
 
 class PartedStack(Stack):
