@@ -150,7 +150,7 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
 
 
 def keep_earlier(config: TokenizeConfig, corpus: Corpus) -> None:
-    """Rename the output folder if what it holds was made from another corpus or other settings."""
+    """Rename the output folder if its contents come from another corpus or other settings."""
     folder = config.output_dir
     path = tokenizer_files.find(folder)
     if not path.exists() and not any(folder.glob("*.npy")):
@@ -229,7 +229,7 @@ def train_tokenizer(
 
 
 def _source(config: TokenizeConfig, corpus: Corpus) -> dict[str, Any]:
-    """Return what decides a tokenizer: the text, the size and the special tokens.
+    """Return the facts that determine a tokenizer: text, size and special tokens.
 
     With the tokenizer's own hash, this is the content of `bpe.source.json`.
     """
