@@ -1,4 +1,4 @@
-"""The choice between the tokenizer to read (`bpe.py`) and the one that Numba compiles."""
+"""The choice between the readable tokenizer (`bpe.py`) and the one that Numba compiles."""
 
 import importlib.util
 import logging
@@ -11,8 +11,8 @@ from pathlib import Path
 IMPLEMENTATIONS = ("auto", "python", "numba")
 # below this size, compiling with Numba or even loading its cache costs more than it saves
 COMPILED_TRAINING_BYTES = 8 << 20
-# once a tokenizer has encoded so much, the compiled code is loaded; where it is loaded already, so
-# little
+# bytes that a tokenizer encodes before it loads the compiled code; before it uses code that is
+# loaded already
 COMPILED_ENCODING_BYTES, COMPILED_AGAIN_BYTES = 1 << 20, 1 << 12
 # the address space that importing and compiling with Numba takes
 NUMBA_BYTES = 1 << 30
