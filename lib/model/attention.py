@@ -223,7 +223,7 @@ def _check(
     mask: Tensor | None,
     scale: float | None,
 ) -> float:
-    """Reject what no kernel can do; return the scale."""
+    """Reject arguments that no kernel supports; return the scale."""
     if mask is not None and is_causal:
         raise ValueError("is_causal must be False where a mask is given, got True")
     if mask is not None and mask.dtype != torch.bool:

@@ -70,7 +70,7 @@ class ModelConfig:
         check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2")
         if self.d_model % self.num_heads:
             raise ValueError(
-                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}"
+                f"d_model must be a multiple of num_heads {self.num_heads}, got {self.d_model}"
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(

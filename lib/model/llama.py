@@ -49,7 +49,7 @@ ROTATED = ("q_proj.weight", "k_proj.weight")
 def pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder the rows of a query or key projection from our RoPE's layout to Llama's.
 
-    RoPE rotates the coordinates of a head in pairs, and the layouts differ in who is paired. Ours
+    RoPE rotates the coordinates of a head in pairs, and the layouts differ in the pairs. Ours
     pairs neighbors, as the paper does: (0, 1), (2, 3), … Hugging Face's Llama pairs each coordinate
     of the first half with one of the second: (0, head_dim / 2), (1, head_dim / 2 + 1), … So our
     coordinate 2i becomes i, and 2i + 1 becomes head_dim / 2 + i. Queries and keys are reordered
