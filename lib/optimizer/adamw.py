@@ -1,4 +1,4 @@
-"""AdamW in three implementations with one result: to read, in a few kernels, and in two kernels.
+"""AdamW in three implementations with one result: readable, in a few kernels, in two kernels.
 
 `reference_update` is the algorithm, `foreach_update` the same for many parameters at once, and
 `lib.optimizer.adamw_triton` runs it as a single pass over memory. `AdamW` picks one of them.
