@@ -33,7 +33,7 @@ class Link:
     """The connection between neighbors of a ring."""
 
     latency_us: float
-    """Microseconds that a message takes whatever its size."""
+    """Microseconds that a message of any size takes."""
 
     bandwidth_gbs: float
     """GB/s that each rank sends."""
@@ -146,10 +146,10 @@ class BucketTimes:
     """When a bucket of gradients is averaged, in milliseconds from the start of backward."""
 
     ready_ms: float
-    """When its gradients are complete."""
+    """The time when its gradients are complete."""
 
     start_ms: float
-    """When its all-reduce starts."""
+    """The time when its all-reduce starts."""
 
     end_ms: float
     """When its all-reduce ends."""
@@ -186,7 +186,7 @@ class ScalingPrediction:
     """Speed of each rank relative to one rank alone."""
 
     buckets: tuple[BucketTimes, ...]
-    """In the order in which they are averaged."""
+    """The buckets in the order in which they are averaged."""
 
 
 def predict_scaling(
@@ -271,10 +271,10 @@ class Cluster:
     gpus_per_host: int
 
     inside: Link
-    """Between the GPUs of a host."""
+    """The link between the GPUs of a host."""
 
     network: Link
-    """Between hosts; the bandwidth is a whole host's in one direction."""
+    """The link between hosts; the bandwidth is a whole host's in one direction."""
 
     def link(self, ranks: int) -> Link:
         """The bottleneck of a ring of `ranks`, with the mean latency of its messages.

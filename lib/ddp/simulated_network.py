@@ -106,7 +106,7 @@ class Network:
     """Between ranks of a host."""
 
     between: Link | None = None
-    """Between the halves of the ranks, which are two hosts then."""
+    """The link between the halves of the ranks, which are two hosts then."""
 
     algorithm: Literal["ring", "tree"] = "ring"
     """A tree's all-reduce and broadcast take 2 and 1 times log2(ranks) latencies."""
@@ -203,7 +203,7 @@ class WallClock:
     compute = staticmethod(time.sleep)
 
     def waited_until(self, end: float) -> None:
-        """Do nothing: who waited knows by the clock."""
+        """Do nothing: the clock tells ranks that waited."""
 
 
 class VirtualClock:
@@ -462,7 +462,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self.channels: dict[str, Channel] = {}
 
     def compute(self, seconds: float) -> None:
-        """Be busy for so long, by the network's clock."""
+        """Be busy for this long, by the network's clock."""
         self.clock.compute(seconds)
 
     def delay(self) -> float:

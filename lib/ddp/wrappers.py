@@ -416,7 +416,7 @@ class TorchDDP(Wrapper):
             before_leaving(self.free)
 
     def free(self) -> None:
-        """Leave the module to itself, without PyTorch's wrapper."""
+        """Take PyTorch's wrapper off the module."""
         self.inner = self.module
 
     @property
