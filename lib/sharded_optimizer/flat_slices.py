@@ -305,7 +305,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
             )
 
     def _reduce(self) -> None:
-        """Average what came since the last call, and add it to the gradients of the shards."""
+        """Average the gradients since the last call, and add them to those of the shards."""
         # start what backward did not
         self._agree_on_order()
         while self.num_started < len(self.order):

@@ -44,9 +44,9 @@ from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import activation_bytes_by_part, num_parameters, parameters_by_part
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# From small to large.
+# Presets from small to large.
 SIZES = ("small", "medium", "large", "xl", "2.7b")
-# Memory of a GPU that is not for tensors: CUDA's context, NCCL's buffers, gaps between blocks.
+# Memory of a GPU that tensors cannot use: CUDA's context, NCCL's buffers, gaps between blocks.
 RESERVED_BYTES = 10**9
 # Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
 CPU_LOGITS_BYTES = 16 << 20
@@ -64,13 +64,13 @@ class RankMemory:
     """Weights that the model computes with."""
 
     gradients: int
-    """At the end of the backward pass, when all are complete."""
+    """Gradients at the end of the backward pass, when all are complete."""
 
     optimizer_state: int
     """AdamW's moments, and float32 masters of low-precision weights; from the first step on."""
 
     activations: int
-    """At the start of the backward pass."""
+    """Activations at the start of the backward pass."""
 
     communication: int = 0
     """Sent and received at the end of the backward pass, besides the gradients."""
@@ -95,7 +95,7 @@ class RankMemory:
 
     @property
     def initialised(self) -> int:
-        """Before the first step, which creates the optimizer state."""
+        """Bytes held before the first step, which creates the optimizer state."""
         return self.between_steps - self.optimizer_state
 
     @property

@@ -91,7 +91,7 @@ from lib.sharded_optimizer.shards import Shard, ShardingStrategy
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
 STRATEGIES = ("parameters", "flat", "fsdp2")
-# Their update of an element depends on the rest of the parameter, or on all parameters.
+# Optimizers whose update of an element depends on the rest of the parameter, or on all parameters.
 NEEDS_WHOLE_PARAMETERS = ("LBFGS", "Adafactor", "Muon")
 NEEDS_ALL_PARAMETERS = ("LBFGS",)
 
@@ -409,7 +409,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.optimizer_cls(groups, **self.kwargs)
 
     def _take_gradients(self) -> None:
-        """Give the inner optimizer the averaged gradients, and average them first if nobody has."""
+        """Give the inner optimizer the averaged gradients; average them first if needed."""
         self.finish_gradient_synchronization()
         for shard in self.shards:
             shard.leaf.grad = shard.grad

@@ -1,4 +1,4 @@
-"""Shards of parameters, and what every strategy of sharding offers to `ShardedOptimizer`."""
+"""Shards of parameters, and the interface of sharding strategies to `ShardedOptimizer`."""
 
 from __future__ import annotations
 
