@@ -206,14 +206,14 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up: those asked for, or a tenth of all where there are fewer."""
+        """Steps of the warm-up: `warmup_steps`, or a tenth of all steps where there are fewer."""
         asked = self.optimizer.warmup_steps
         return asked if asked <= self.steps else self.steps // 10
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """How text is sampled from a trained model."""
+    """Settings of sampling text from a trained model."""
 
     prompts: tuple[str, ...] = ("Once upon a time",)
     """Texts to continue, as one batch; an empty one starts a new document."""
@@ -253,7 +253,7 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Which model continues which texts, and how they are sampled."""
+    """Settings of `generate`: the model, the texts to continue, and the sampling."""
 
     checkpoint: Path | None = None
     """A run's folder or one of its checkpoints. None = the newest run in `artifacts/runs`."""
@@ -270,7 +270,7 @@ class GenerateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """Which model is written, for which tool, and where to."""
+    """Settings of `export`: the model, the format, and the folder to write."""
 
     folder: Path | None = None
     """New or empty folder for the model. May be given without its flag."""
@@ -287,7 +287,7 @@ class ExportConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ImportConfig:
-    """Which model is read, and where its run goes."""
+    """Settings of `import`: the model to read, and the folder of its run."""
 
     folder: Path | None = None
     """Folder of a Llama-like model, as `transformers` saves it. May be given without its flag."""

@@ -26,7 +26,7 @@ CHUNK_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts a text."""
+    """The quality of a model's predictions of a text."""
 
     loss: float
     """Mean cross-entropy per target, in nats."""

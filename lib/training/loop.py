@@ -66,7 +66,7 @@ Status = Literal["finished", "stopped", "up to date"]
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended."""
+    """The outcome of a call of `train`."""
 
     status: Status
     """`stopped`: by a signal or max_seconds, and saved. `up to date`: finished before this call."""
@@ -86,7 +86,7 @@ class TrainResult:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is; saved in its checkpoints."""
+    """The progress of a run; saved in its checkpoints."""
 
     steps: int = 0
     """Optimizer steps done."""

@@ -1,4 +1,4 @@
-"""How ranks share the work of a `TrainConfig`: what averages gradients, who holds which state.
+"""The work of a `TrainConfig` on several ranks: who averages gradients, who holds which state.
 
 `ddp_wrapper` and `sharded_optimizer` together mean, on several ranks:
 
@@ -73,7 +73,7 @@ def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
 def parallelise(
     loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[nn.Module, AdamW | ShardedOptimizer | TorchZero]:
-    """Wrap the loss in what averages its gradients, and make the optimizer of its model.
+    """Wrap the loss in a module that averages its gradients, and make the optimizer of its model.
 
     All ranks get the weights of the group's rank 0.
 

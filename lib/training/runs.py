@@ -130,7 +130,7 @@ def remove_runs(config: RemoveRunsConfig) -> int:
 
 
 def _confirmed(question: str) -> bool:
-    """Whether the user typed yes; nobody there is a no."""
+    """Whether the user typed yes; without a user the answer is no."""
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:

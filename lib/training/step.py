@@ -49,7 +49,7 @@ class StepLog(NamedTuple):
 
 
 class TrainStep:
-    """Takes optimizer steps of `model`, and keeps what each reported until it is read.
+    """Takes optimizer steps of `model`, and keeps the report of each until it is read.
 
     Call it with the sequences of a step. The first call compiles or records what the config asks
     for. All ranks call it together, each with its own sequences. `parallel` is the model's loss in
@@ -293,7 +293,7 @@ class TrainStep:
 
 
 def _compile_sublayers(model: TransformerLM) -> None:
-    """Compile what runs between two gatherings of FSDP, whose hooks stay outside.
+    """Compile the code between two gatherings of FSDP, whose hooks stay outside.
 
     `Module.compile` would compile those hooks, too.
     """
