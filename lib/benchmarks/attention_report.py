@@ -209,7 +209,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """A speed for our kernel to reach in every case that the target applies to."""
+    """The speed that our kernel must reach in every case to which the target applies."""
 
     words: str
     """The peers and the cases."""
