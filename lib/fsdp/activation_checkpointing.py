@@ -37,7 +37,7 @@ OUTPUTS_KEPT: dict[str, set[str]] = {
 
 
 def checkpoint_activations(*, every: int = 1, keep: Kept = "input") -> Callable[..., Any]:
-    """Return what runs block `index` of a model: `run(index, block, *arguments)`.
+    """Return a function that runs block `index` of a model: `run(index, block, *arguments)`.
 
     For example `model.around_block = checkpoint_activations(every=2)`.
 

@@ -1,4 +1,4 @@
-"""FSDP of a language model's loss, and what a sharded optimizer has to know of its shards."""
+"""FSDP of a language model's loss, and the strategy of `ShardedOptimizer` for its shards."""
 
 from __future__ import annotations
 

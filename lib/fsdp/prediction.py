@@ -1,4 +1,4 @@
-"""A step of fully sharded data parallelism by formula: what prefetching hides, and what it cannot.
+"""A step of fully sharded data parallelism by formula: how much prefetching hides.
 
 All blocks are equal, one collective is sent at a time, and a block waits for its parameters only.
 """
@@ -16,7 +16,7 @@ class FSDPPrediction:
 
     step_ms: float
     exposed_ms: float
-    """The part of it that is waited for communication."""
+    """The part of it spent waiting for communication."""
 
     communication_ms: float
     """All communication, hidden or not."""
