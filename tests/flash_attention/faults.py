@@ -5,7 +5,6 @@ from tests.fault import Fault
 REFERENCE = "lib/flash_attention/reference.py"
 FORWARD = "lib/flash_attention/hopper/forward.py"
 BACKWARD = "lib/flash_attention/hopper/backward.py"
-FUSED = "lib/flash_attention/hopper/backward_fused.py"
 DIRECT = "lib/flash_attention/hopper/direct.py"
 BLOCKS = "lib/flash_attention/hopper/blocks.py"
 LAUNCH = "lib/flash_attention/hopper/launch.py"
@@ -71,15 +70,6 @@ FAULTS = [
     # launching: heads left out, a check skipped
     Fault(LAUNCH, "for s in starts for t in order", "for t in order for s in starts", TEST_LAUNCH),
     Fault(LAUNCH, "stride % 8 == 0 for", "stride % 4 == 0 for", TEST_LAUNCH),
-    # the fused kernel: a mask lost, a tile's part of dQ added to its neighbour's, no scale
-    Fault(FUSED, "visible = visible & (key <= query)", "pass", TEST_SIMULATED),
-    Fault(FUSED, "        sums += tile_size\n", "", TEST_SIMULATED),
-    Fault(
-        FUSED,
-        "gl.reshape(x, [ROWS, DIM]), COPY) * scale",
-        "gl.reshape(x, [ROWS, DIM]), COPY)",
-        TEST_SIMULATED,
-    ),
     # direct launches: another tensor's address, a map of the wrong place
     Fault(DIRECT, "            place += 8\n", "", TEST_DIRECT),
     Fault(DIRECT, "known(addresses[name])", "known(addresses[self.maps[0][1]])", TEST_DIRECT),

@@ -35,8 +35,7 @@ import torch
 LIB = Path(__file__).resolve().parents[2] / "lib"
 # in the order in which they import one another
 FILES = [
-    f"flash_attention/hopper/{name}.py"
-    for name in ("blocks", "forward", "backward", "backward_fused", "launch")
+    f"flash_attention/hopper/{name}.py" for name in ("blocks", "forward", "backward", "launch")
 ]
 # modules whose names are defined here, or in the files above
 REPLACED = ("triton", "lib.flash_attention.hopper")
@@ -371,12 +370,6 @@ class Pointer:
         check(np.isnan(self.array[offsets]).all(), "numbers are written twice")
         self.array[offsets] = x[mask]
 
-    def add(self, x: Value) -> None:
-        self.checked(True)
-        check(not np.isnan(self.array[self.offsets]).any(), "added to what was never written")
-        check(np.unique(self.offsets).size == self.offsets.size, "two threads add at one address")
-        self.array[self.offsets] += x
-
     def checked(self, mask) -> np.ndarray:
         offsets = np.asarray(self.offsets)
         mask = np.broadcast_to(mask, offsets.shape)
@@ -478,14 +471,6 @@ class Kernel:
         return launch
 
 
-def add_fours(instructions, constraints, operands: list, **settings) -> None:
-    """`red` of four numbers for each block of 8 columns (`add_instructions` in the library)."""
-    pointers, *fours = operands
-    blocks = 512 * np.arange(pointers.offsets.shape[2]).reshape(1, 1, -1, 1)
-    for place, x in enumerate(fours):
-        (pointers + (blocks + place)).add(x)
-
-
 class Language(SimpleNamespace):
     """NumPy's functions under Triton's names; layouts are None."""
 
@@ -524,7 +509,6 @@ NAMES = {
         convert_layout=lambda x, layout: x,
         broadcast=lambda *xs: [value(x) for x in np.broadcast_arrays(*xs)],
         permute=lambda x, order: value(np.transpose(x, order)),
-        inline_asm_elementwise=add_fours,
         split=lambda x: (x[..., 0], x[..., 1]),
         join=lambda a, b: value(np.stack([a, b], -1)),
     ),

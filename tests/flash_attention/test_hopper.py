@@ -30,19 +30,10 @@ from tests.flash_attention.test_tiles import (
     resources,
 )
 
-KERNELS = (
-    "forward_kernel",
-    "backward_queries_kernel",
-    "backward_keys_kernel",
-    "backward_fused_kernel",
-)
-# These have no matmul.
-HELPERS = ("prepare_backward_kernel", "finish_queries_kernel")
+KERNELS = ("forward_kernel", "backward_queries_kernel", "backward_keys_kernel")
 # Bytes that a thread may spill: for dK and dV with head_dim 128, and for the others
 MAX_SPILLED = {True: 120, False: 16}
-# and in the fused kernel, by head_dim: mostly addresses, which are the same for all threads
-MAX_SPILLED_FUSED = {64: 64, 128: 320}
-# what the former may spill in addition if lengths are uneven or gradients rotated back
+# what dK and dV may spill in addition if lengths are uneven or gradients rotated back
 MAX_SPILLED_FURTHER = 24
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
@@ -71,7 +62,7 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
         def __getitem__(self, grid):
             return lambda **arguments: found.update({self.name: arguments})
 
-    for name in KERNELS + HELPERS:
+    for name in KERNELS:
         replace(hopper, name, Recorder(name))
     # fewer than there are items of work
     replace(hopper, "_multiprocessors", lambda device: 2)
@@ -79,13 +70,9 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
     dtype = {name: dtype for dtype, name in DTYPES.items()}[job["dtype"]]
     head_dim, length = job["head_dim"], 384 + job.get("is_uneven", False)
     is_persistent = job.get("is_persistent", True)
-    first, fused, *others = (
+    first, *others = (
         schedule._replace(is_persistent=is_persistent)
-        for schedule in (
-            hopper.forward_schedule(head_dim),
-            hopper.fused_schedule(head_dim),
-            *hopper.backward_schedules(head_dim),
-        )
+        for schedule in (hopper.forward_schedule(head_dim), *hopper.backward_schedules(head_dim))
     )
     q = torch.zeros(1, 2, length, head_dim, dtype=dtype)
     angles = (torch.zeros(length, head_dim // 2),) * 2 if job.get("has_rope") else None
@@ -94,7 +81,6 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
     hopper.flash_backward(
         out, q, q, q, out, lse, *mask_and_scale, schedules=tuple(others), angles=angles
     )
-    hopper.fused_backward(out, q, q, q, out, lse, *mask_and_scale, schedule=fused, angles=angles)
     return found
 
 
@@ -160,8 +146,6 @@ def assert_all_fit(compiled: list[dict]) -> None:
         is_largest = row["kernel"] == "backward_keys_kernel" and row["head_dim"] == 128
         further = row.get("has_rope", False) or row.get("is_uneven", False)
         most = MAX_SPILLED[is_largest] + MAX_SPILLED_FURTHER * (is_largest and further)
-        if row["kernel"] == "backward_fused_kernel":
-            most = MAX_SPILLED_FUSED[row["head_dim"]] + MAX_SPILLED_FURTHER * further
         assert row["stack"] <= most, row
         assert row["matmuls"] > 0, row
 
@@ -173,7 +157,6 @@ def test_the_tightest_kernels_fit_the_chip(quiet_environment):
         ("forward_kernel", 64),
         ("backward_queries_kernel", 64),
         ("backward_keys_kernel", 128),
-        ("backward_fused_kernel", 128),
     ]
     wanted = [job for job in jobs() if (job["kernel"], job["head_dim"]) in tightest]
     assert_all_fit(compile_all(wanted, quiet_environment, __file__))
@@ -274,10 +257,7 @@ def scheduled(hopper, forward, backward):
         @staticmethod
         def backward(ctx, grad_out):
             tensors = (grad_out, *ctx.saved_tensors)
-            if isinstance(backward, hopper.Schedule):
-                grads = hopper.fused_backward(*tensors, *ctx.settings, schedule=backward)
-            else:
-                grads = hopper.flash_backward(*tensors, *ctx.settings, schedules=backward)
+            grads = hopper.flash_backward(*tensors, *ctx.settings, schedules=backward)
             return *grads, None, None
 
     return lambda q, k, v, *, is_causal, scale: Scheduled.apply(q, k, v, is_causal, scale)
@@ -297,9 +277,8 @@ BACKWARD = {
     ],
     128: [((2, 64, 3), (2, 64, 2)), ((2, 64, 3, False, False, 1), (2, 64, 3, False, False))],
 }
-FUSED = {64: [(2, 64, 3, False, True, 2), (2, 64, 2, False, False)], 128: [(2, 64, 2)]}
 SCHEDULES = [(d, s, None) for d in FORWARD for s in FORWARD[d]]
-SCHEDULES += [(d, None, s) for d in BACKWARD for s in (*BACKWARD[d], *FUSED[d])]
+SCHEDULES += [(d, None, s) for d in BACKWARD for s in BACKWARD[d]]
 TUNED = [
     Case(1, 300, 64),
     Case(300, 1, 128),
@@ -312,8 +291,8 @@ TUNED = [
 ]
 # In wider tiles.
 NARROW = [
-    Case(193, 191, 32, heads=4, key_heads=1),
-    Case(150, 150, 40, False),
+    Case(193, 191, 40, heads=4, key_heads=1),
+    Case(150, 150, 56, False),
     Case(300, 200, 80, heads=4, key_heads=2),
     Case(257, 257, 96),
 ]
@@ -341,10 +320,7 @@ def ours(kernels, case: Case):
 @pytest.mark.parametrize(("head_dim", "forward", "backward"), SCHEDULES, ids=str)
 @pytest.mark.usefixtures("kernels")
 def test_every_schedule_is_right(hopper, head_dim, forward, backward):
-    if backward and isinstance(backward[0], tuple):
-        backward = tuple(hopper.Schedule(*schedule) for schedule in backward)
-    elif backward:
-        backward = hopper.Schedule(*backward)
+    backward = backward and tuple(hopper.Schedule(*schedule) for schedule in backward)
     attention = scheduled(hopper, forward and hopper.Schedule(*forward), backward)
     for sizes in [(450, 450), (130, 700), (700, 130), (1, 1)]:
         # more items than an H200 has multiprocessors, and some rows in the last tiles
@@ -366,21 +342,8 @@ def test_the_tuned_kernels_are_right(hopper, case, dtype, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", NARROW, ids=str)
 @pytest.mark.usefixtures("kernels")
-def test_other_head_sizes_are_right_in_wider_tiles(hopper, case, monkeypatch):
-    monkeypatch.setattr(hopper, "HEAD_DIMS", (case.head_dim,))
-    hopper._layouts_fit.cache_clear()
-    for backward in (None, hopper.fused_schedule(case.head_dim)):
-        attention = scheduled(hopper, None, backward)
-        assert_error_at_most_twice_pytorchs(attention, case, torch.bfloat16, "cuda")
-    hopper._layouts_fit.cache_clear()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", TUNED, ids=str)
-@pytest.mark.usefixtures("kernels")
-def test_the_fused_kernel_is_right(hopper, case, monkeypatch):
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
-    attention = scheduled(hopper, None, hopper.fused_schedule(case.head_dim))
+def test_other_head_sizes_are_right_in_wider_tiles(hopper, case):
+    attention = scheduled(hopper, None, None)
     assert_error_at_most_twice_pytorchs(attention, case, torch.bfloat16, "cuda")
 
 

@@ -250,6 +250,8 @@ WIDE = (2, 4, 5, 64)
     [
         heads(*WIDE),
         heads(2, 4, 5, 128),
+        heads(2, 4, 5, 40),
+        heads(2, 4, 5, 96),
         heads(*WIDE, dtype=torch.float16),
         heads(2, 5, 4, 64).transpose(1, 2),
         heads(2, 5, 3, 4, 64)[:, :, 1].transpose(1, 2),
@@ -270,8 +272,8 @@ def test_it_takes_aligned_rows_of_16_bit_numbers(on_hopper, q):
     [
         heads(*WIDE, dtype=torch.float32),
         heads(2, 4, 5, 32),
-        heads(2, 4, 5, 96),
-        heads(2, 4, 5, 256),
+        heads(2, 4, 5, 84),
+        heads(2, 4, 5, 136),
         heads(0, 4, 5, 64),
         heads(2, 4, 0, 64),
         heads(*WIDE, offset=1),

@@ -37,7 +37,6 @@ def assert_forward_is_right(case: Case, kernels: SimpleNamespace, schedule: tupl
 def assert_backward_is_right(
     case: Case, kernels: SimpleNamespace, schedules: tuple[tuple, ...], is_rotated: bool = False
 ) -> None:
-    """Two schedules are those of the two kernels, one that of the fused one."""
     *leaves, grad_out = make_inputs(case, torch.float64)
     angles = torch.zeros(max(case.queries, case.keys), HEAD_DIM // 2, dtype=torch.float64)
     if is_rotated:
@@ -49,12 +48,8 @@ def assert_backward_is_right(
     settings = {"angles": (angles.cos(), angles.sin()) if is_rotated else None}
     of_kernels = tuple(kernels.Schedule(*schedule) for schedule in schedules)
     with new_memory_is_nan():
-        if len(schedules) == 1:
-            settings |= {"schedule": of_kernels[0]}
-            grads = kernels.fused_backward(*tensors, case.is_causal, SCALE, **settings)
-        else:
-            settings |= {"schedules": of_kernels}
-            grads = kernels.flash_backward(*tensors, case.is_causal, SCALE, **settings)
+        settings |= {"schedules": of_kernels}
+        grads = kernels.flash_backward(*tensors, case.is_causal, SCALE, **settings)
     for ours, theirs in zip(grads, right):
         assert_close(ours, theirs)
 
@@ -113,17 +108,10 @@ def test_backward(seed, is_causal, warpgroups, is_persistent):
     assert_backward_is_right(case, kernels, (of_queries, of_keys))
 
 
-@of_seeds(2, slow=40)
-def test_fused_backward(seed, is_causal, warpgroups, is_persistent):
-    rng, case, kernels = drawn(seed, is_causal)
-    schedule = (2, 64, rng.choice([2, 3, 4]), False, is_persistent, rng.choice([0, 1, 2]))
-    assert_backward_is_right(case, kernels, (schedule,))
-
-
-@pytest.mark.parametrize("schedules", [((3, 64, 4), (2, 64, 4)), ((2, 64, 2),)], ids=str)
 @pytest.mark.parametrize(("sizes", "is_causal"), [((70, 150), True), ((150, 70), False)], ids=str)
-def test_gradients_are_rotated_back_by_the_angles_of_rope(sizes, is_causal, schedules):
+def test_gradients_are_rotated_back_by_the_angles_of_rope(sizes, is_causal):
     case = Case(*sizes, HEAD_DIM, is_causal, scale=SCALE)
+    schedules = ((3, 64, 4), (2, 64, 4))
     assert_backward_is_right(case, simulated(0), schedules, is_rotated=True)
 
 
@@ -209,21 +197,6 @@ PLANTED = {
         "step & 1",
         r"_attend_partition 0 waits for turns\[0\]",
     ),
-    "dS is read before the other warpgroup has written it": (
-        "    mbarrier.wait(args.grad_scores_full.index(step % 2), step // 2 & 1)\n",
-        "",
-        r"grad_scores_tiles\[\d\] is read before the wait",
-    ),
-    "dS is announced without a fence": (
-        "store(grad_scores)\n    fence_async_shared()\n",
-        "store(grad_scores)\n",
-        r"grad_scores_tiles\[\d\] is announced before a fence",
-    ),
-    "dS of two steps shares a tile": (
-        "number = step % 2 * 2",
-        "number = 0",
-        r"grad_scores_tiles\[\d\] is (written|read) before the wait",
-    ),
     "rows past the last are written": (
         "gl.store(lse_ptrs, lse, row < args.sizes.num_queries)",
         "gl.store(lse_ptrs, lse)",
@@ -241,7 +214,6 @@ def test_faults_put_into_the_source_are_found(fault):
             kernels = simulated(seed, [(old, new)] if fault else [], multiprocessors=3)
             assert_forward_is_right(FULL, kernels, SCHEDULES[0])
             assert_backward_is_right(FULL, kernels, SCHEDULES[1])
-            assert_backward_is_right(FULL, kernels, ((2, 64, 3),))
 
     if not fault:
         run_all()

@@ -4,8 +4,7 @@ One warp copies tiles into rings in shared memory (TMA). Two or three warpgroups
 there, each for 64 queries, or 64 keys, of its own. Matmuls are asynchronous: a warpgroup issues
 those of the next tile and computes exponentials while they run; the other warpgroups fill the gaps
 that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
-one order and results repeat to the bit; `fused_backward` makes all three in one kernel, without
-that. The kernels are written in Gluon, Triton's language with
+one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
 explicit layouts, shared memory and barriers.
 
 Programs are persistent: one on each multiprocessor, for many tiles. Under a causal mask the last
@@ -29,11 +28,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lib.core.settings import require
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
-from lib.flash_attention.hopper.backward_fused import (
-    backward_fused_kernel,
-    finish_queries_kernel,
-    prepare_backward_kernel,
-)
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
 from lib.flash_attention.hopper.direct import DirectLaunch
 from lib.flash_attention.hopper.forward import forward_kernel
@@ -51,9 +45,9 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
-# Columns of q, k and v that the kernels are used for. They are written for other multiples of 8
-# too, in tiles with zeros past the last column, but have only been simulated with these.
-HEAD_DIMS = (64, 128)
+# Columns of q, k and v that the kernels take: tiles of 64 or 128 columns end in zeros. At 32 the
+# portable kernels are faster.
+HEAD_DIMS = range(40, 129, 8)
 # Bytes: addresses of tensors are multiples of it.
 ALIGNMENT = 16
 # Calls that are remembered (`_repeat`); more are no loss, as each takes some KB.
@@ -227,43 +221,6 @@ def flash_backward(
     return call.grads
 
 
-def fused_schedule(head_dim: int) -> Schedule:
-    """The schedule of the fused backward kernel for this head_dim."""
-    if tile_width(head_dim) == 64:
-        return Schedule(2, 64, 3, kept=2)
-    return Schedule(2, 64, 2)
-
-
-def fused_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    schedule: Schedule | None = None,
-    grads: Grads | None = None,
-    angles: tuple[Tensor, Tensor] | None = None,
-) -> Grads:
-    """As `flash_backward`, in one kernel of five matmuls; the last bits of dQ differ between calls.
-
-    The kernel holds a tile of keys and adds each tile of queries' part of dQ to float32 sums, in
-    the order in which multiprocessors come to it. Nothing calls this function by default: at
-    head_dim 64 it is as fast as the other two kernels, and at 128 it has not been timed.
-    """
-    call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
-    key = ("fused", schedule, *call.key())
-    sums = lse.new_empty(len(call.for_rows) // 2 * tile_width(q.shape[3]))
-    if not _repeat(key, q.device, call.addresses() | {"sums_ptr": sums.data_ptr()}):
-        schedule = schedule or fused_schedule(q.shape[3])
-        prepare, finish = _helper_launches(call, sums)
-        _launch(key, q.device, prepare, _fused_launch(call, sums, schedule), finish)
-    return call.grads
-
-
 class BackwardCall(NamedTuple):
     """The tensors and settings of a backward pass."""
 
@@ -300,12 +257,9 @@ class BackwardCall(NamedTuple):
         return {
             "q_desc": q,
             "k_desc": k,
-            "k_half_desc": k,
             "v_desc": self.v.data_ptr(),
             "grad_out_desc": grad_out,
-            "grad_out_ptr": grad_out,
             "grad_q_desc": grad_q,
-            "grad_q_ptr": grad_q,
             "grad_k_desc": grad_k,
             "grad_v_desc": grad_v,
             "out_ptr": self.out.data_ptr(),
@@ -319,18 +273,14 @@ class BackwardCall(NamedTuple):
         }
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that kernels with matmuls share, apart from those of `_launch_settings`."""
+        """The arguments that both kernels share, apart from those of `_launch_settings`."""
         return {
             "q_desc": _descriptor(self.q, ROWS),
             "grad_out_desc": _descriptor(self.grad_out, ROWS),
-            **self.rope(),
+            **dict(zip(("cos_ptr", "sin_ptr"), self.angles)),
             "padded": _num_tiles(self.q.shape[2], ROWS) * ROWS,
             "scale": self.scale,
         }
-
-    def rope(self) -> dict[str, Tensor]:
-        """The arguments for rotating back."""
-        return dict(zip(("cos_ptr", "sin_ptr"), self.angles))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The log-sum-exp in base 2, and -delta."""
@@ -407,51 +357,6 @@ def _keys_launch(call: BackwardCall, schedule: Schedule) -> Launch:
         **settings,
     }
     return backward_keys_kernel, grid, arguments
-
-
-def _fused_launch(call: BackwardCall, sums: Tensor, schedule: Schedule) -> Launch:
-    """The kernel for dK, dV and the sums of dQ."""
-    # masks are there for lengths of any kind
-    _, grid, arguments = _keys_launch(call, schedule)
-    arguments["CONFIG"] = arguments["CONFIG"]._replace(IS_EVEN=False)
-    half = _descriptor(call.k, ROWS, tile_width(call.k.shape[3]) // 2)
-    return backward_fused_kernel, grid, {**arguments, "k_half_desc": half, "sums_ptr": sums}
-
-
-def _helper_launches(call: BackwardCall, sums: Tensor) -> tuple[Launch, Launch]:
-    """The kernels before the fused one and after it."""
-    q, out, grad_out, grad_q = call.q, call.out, call.grad_out, call.grads[0]
-    tiles = _num_tiles(q.shape[2], ROWS)
-    grid = (q.shape[0] * q.shape[1] * tiles,)
-    lse_log2, minus_delta = call.rows()
-    shared = {
-        "sums_ptr": sums,
-        "heads": q.shape[1],
-        "num_queries": q.shape[2],
-        "padded": tiles * ROWS,
-        "DIM": tile_width(q.shape[3]),
-        "HEAD_DIM": q.shape[3],
-        "num_warps": 4,
-    }
-    before = {
-        "out_ptr": out,
-        "grad_out_ptr": grad_out,
-        "lse_ptr": call.lse,
-        "lse_log2_ptr": lse_log2,
-        "minus_delta_ptr": minus_delta,
-        **strides(out=out, grad_out=grad_out),
-    }
-    after = {
-        "grad_q_ptr": grad_q,
-        **strides(grad_q=grad_q),
-        **call.rope(),
-        "scale": call.scale,
-        "HAS_ROPE": call.has_rope,
-    }
-    return (
-        (prepare_backward_kernel, grid, {**before, **shared}),
-        (finish_queries_kernel, grid, {**after, **shared}),
-    )
 
 
 def _layouts(*tensors: Tensor) -> tuple:
@@ -612,17 +517,12 @@ def _multiprocessors(device: torch.device) -> int:
     return properties.multi_processor_count if properties.major == 9 else 0
 
 
-def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Copies of (rows, columns) tiles of (batch, heads, tokens, head_dim); zeros past the end.
-
-    By default tiles are as wide as `tile_width` says.
-    """
-    columns = columns or tile_width(x.shape[3])
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Copies of `rows` rows of (batch, heads, tokens, head_dim), with zeros past the end."""
     # PyTorch allows any stride in a dimension of size 1
     strides = [stride if size > 1 else 8 for stride, size in zip(x.stride(), x.shape)]
-    # rows of 64 bytes, or parts of them of 128, are swizzled
-    layout = _layout(min(128, 2 * columns), 16, 4)
-    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, columns], layout)
+    block = [1, 1, rows, tile_width(x.shape[3])]
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, _layout(128, 16, 4))
 
 
 def _row_descriptor(x: Tensor) -> TensorDescriptor:
