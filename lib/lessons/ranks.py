@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import random
 import re
 import textwrap
 import threading
@@ -284,6 +286,12 @@ class Processes:
         found = tensor.detach().clone()
         dist.broadcast(found, src=0)
         return found
+
+
+def whole_numbers(generator: random.Random, *shape: int) -> Tensor:
+    """Random whole numbers, whose sums over ranks are exact in any order."""
+    values = [float(generator.randint(-4, 4)) for _ in range(math.prod(shape))]
+    return torch.tensor(values).view(shape)
 
 
 # An attempt that is right on threads, on processes

@@ -24,15 +24,11 @@ from lib.lessons.ranks import (
     check_on_processes,
     compared_with,
     run_on_threads,
+    whole_numbers,
 )
 
 # A network of no particular speed, by a virtual clock, that names calls that do not match.
 STRICT_NETWORK = Network(Link(1.0, 1.0), clock="virtual")
-
-
-def _whole_numbers(generator: random.Random, length: int) -> Tensor:
-    """Numbers of which sums are exact in any order."""
-    return torch.tensor([float(generator.randrange(-4, 5)) for _ in range(length)])
 
 
 def _returned(found: Any) -> Tensor:
@@ -90,7 +86,7 @@ def _draw_ring(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 5)
     # mostly no multiple of the ranks
     length = ranks * generator.randint(1, 1 + size // 4) + generator.choice([0, 1, 1, 2])
-    return ([_whole_numbers(generator, length) for _ in range(ranks)],)
+    return ([whole_numbers(generator, length) for _ in range(ranks)],)
 
 
 def on_ring(attempt: Callable) -> Callable[[Sequence[Tensor]], dict[str, Any]]:
@@ -216,7 +212,7 @@ def _draw_uneven(generator: random.Random, size: int) -> tuple:
     shape = 1 + size // 4
     # the gradient of a mean over nothing is nan
     gradients = [
-        _whole_numbers(generator, shape) if count else torch.full((shape,), torch.nan)
+        whole_numbers(generator, shape) if count else torch.full((shape,), torch.nan)
         for count in counts
     ]
     return gradients, counts
@@ -508,7 +504,7 @@ def _draw_deadlock(generator: random.Random, size: int) -> tuple:
     for _ in range(ranks):
         # in the order in which backward made them, mostly not all
         names = generator.sample(list(shapes), generator.randint(1, len(shapes)))
-        gradients.append({name: _whole_numbers(generator, shapes[name]) for name in names})
+        gradients.append({name: whole_numbers(generator, shapes[name]) for name in names})
     return {name: torch.ones(length) for name, length in shapes.items()}, gradients
 
 

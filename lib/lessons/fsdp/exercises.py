@@ -15,16 +15,13 @@ from torch import Tensor
 from lib.lessons.exercise import Exercise, check, difference
 from lib.lessons.fsdp.orders import Costs, Event, play
 from lib.lessons.fsdp.ranks import train_alone, train_attempt
-from lib.lessons.ranks import Threads, check_on_processes, compared_with, run_on_threads
-
-# Whole numbers, of which sums are exact in any order.
-SMALLEST, LARGEST = -4, 5
-
-
-def _whole_numbers(generator: random.Random, *shape: int) -> Tensor:
-    count = math.prod(shape)
-    values = [float(generator.randrange(SMALLEST, LARGEST)) for _ in range(count)]
-    return torch.tensor(values).view(shape)
+from lib.lessons.ranks import (
+    Threads,
+    check_on_processes,
+    compared_with,
+    run_on_threads,
+    whole_numbers,
+)
 
 
 def _returned(value: Any) -> Any:
@@ -39,7 +36,7 @@ def _returned(value: Any) -> Any:
 def _draw_gradients(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 4)
     length = ranks * generator.randint(1, 2 + size // 3) + generator.choice([0, 0, 1])
-    return ([_whole_numbers(generator, length) for _ in range(ranks)],)
+    return ([whole_numbers(generator, length) for _ in range(ranks)],)
 
 
 def reduce_scatter(gradients: Sequence[Tensor]) -> Tensor:
@@ -86,9 +83,9 @@ def _draw_mlp(generator: random.Random, size: int) -> tuple:
     d_ff = ranks * generator.randint(1, 2 if size > 4 else 1)
     # fewer than d_ff, so that only weights are as large as a matrix
     rows = generator.randint(1, min(2, d_ff - 1))
-    whole = _whole_numbers(generator, 2 * d_model * d_ff)
-    x = _whole_numbers(generator, ranks, rows, d_model)
-    return x, whole, _whole_numbers(generator, ranks, rows, d_model), d_ff
+    whole = whole_numbers(generator, 2 * d_model * d_ff)
+    x = whole_numbers(generator, ranks, rows, d_model)
+    return x, whole, whole_numbers(generator, ranks, rows, d_model), d_ff
 
 
 def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dict[str, Any]]:
@@ -239,9 +236,9 @@ SHARDED_MLP = Exercise(
 
 def _draw_norm(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 4)
-    shards = _whole_numbers(generator, ranks, 1 + size)
+    shards = whole_numbers(generator, ranks, 1 + size)
     shards[0, 0], shards[1, 0] = 3.0, 4.0
-    vector = _whole_numbers(generator, 3)
+    vector = whole_numbers(generator, 3)
     vector[0] = 5.0
     norm = (shards.square().sum() + vector.square().sum()).sqrt().item()
     # mostly clipped, now and then below the limit

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from lib.lessons.exercise import Exercise, check, difference
-from lib.lessons.ranks import Threads, check_on_processes, compared_with, run_on_threads
+from lib.lessons.ranks import (
+    Threads,
+    check_on_processes,
+    compared_with,
+    run_on_threads,
+    whole_numbers,
+)
 from lib.lessons.zero1.attempts import train_alone, train_attempt
 from lib.sharded_optimizer import whole_parameters
 
@@ -185,18 +191,12 @@ class Steps(list):
         return f"gradients of {len(self)} steps on {len(self[0])} ranks"
 
 
-def _numbers(generator: random.Random, shape: Sequence[int]) -> Tensor:
-    # whole ones, of which sums are exact in any order
-    values = [float(generator.randint(-4, 4)) for _ in range(math.prod(shape))]
-    return torch.tensor(values).view(*shape)
-
-
 def _draw_step(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 3)
     shapes = [(generator.randint(1, 2 + size // 4), 2), (ranks + generator.randint(1, 3),)]
 
     def tensors() -> Tensors:
-        return Tensors(_numbers(generator, shape) for shape in shapes)
+        return Tensors(whole_numbers(generator, *shape) for shape in shapes)
 
     # several steps, since the first one begins without moments
     return tensors(), Steps([tensors() for _ in range(ranks)] for _ in range(3))
