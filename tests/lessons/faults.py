@@ -176,6 +176,13 @@ FAULTS = [
         "any(",
         "tests/lessons/fsdp/test_exercises.py",
     ),
+    # gradients of a tensor-parallel MLP may be wrong on processes
+    Fault(
+        "lib/lessons/fsdp/exercises.py",
+        "return max(off.values()) < MOST_OFF, f",
+        'return off["y"] < MOST_OFF, f',
+        "tests/lessons/fsdp/test_exercises.py",
+    ),
     # a broken run is healthy
     Fault(
         "lib/lessons/training/broken.py",

@@ -1,4 +1,6 @@
-"""Exercises of notebook 09: shards of gradients, ZeRO-3 of an MLP, clipping, orders of a step."""
+"""Exercises of notebook 09: shards of gradients, ZeRO-3 and tensor parallelism of an MLP, clipping,
+orders of a step, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from lib.lessons.exercise import Exercise, check, difference
 from lib.lessons.fsdp.orders import Costs, Event, play
-from lib.lessons.fsdp.ranks import train_alone, train_attempt
+from lib.lessons.fsdp.ranks import mlp_alone, run_mlp_attempt, train_alone, train_attempt
 from lib.lessons.ranks import (
+    MOST_OFF,
     Threads,
     check_on_processes,
     compared_with,
@@ -424,77 +427,6 @@ ORDER = Exercise(
 # Exercise 5
 
 
-def _draw_stack(generator: random.Random, size: int) -> tuple:
-    layers = generator.randint(2, 8 + size)
-    return layers, generator.choice([1, 2, 3]), generator.choice([1, 2, 4, 12])
-
-
-def weighing(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
-    """A function that weighs the size given by `attempt(layers, boundary, inside)`.
-
-    Another size that keeps as little is as right.
-    """
-
-    @functools.wraps(attempt)
-    def played(layers: int, boundary: int, inside: int) -> dict[str, Any]:
-        def kept(size: int) -> int:
-            return math.ceil(layers / size) * boundary + size * inside
-
-        size = _returned(attempt(layers, boundary, inside))
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"the size must be an int, got {size!r}")
-        if not 1 <= size <= layers:
-            raise ValueError(f"the size must be between 1 and {layers}, got {size}")
-        return {"bytes kept": kept(size)}
-
-    return played
-
-
-@weighing
-def best_size(layers: int, boundary: int, inside: int) -> int:
-    def kept(size):
-        return -(-layers // size) * boundary + size * inside
-
-    return min(range(1, layers + 1), key=kept)
-
-
-BEST_SIZE = Exercise(
-    best_size,
-    _draw_stack,
-    {
-        "the size is √L whatever a layer keeps; weigh a boundary against an inside": (
-            "min(range(1, layers + 1), key=kept)",
-            "min(layers, max(1, round(layers**0.5)))",
-        ),
-        "the last, shorter segment isn't counted as a whole one: there are ⌈L/k⌉": (
-            "-(-layers // size)",
-            "layers / size",
-        ),
-        "the last, shorter segment isn't counted at all; there are ⌈L/k⌉": (
-            "-(-layers // size)",
-            "layers // size",
-        ),
-        "the number of segments is returned, not the layers in one": (
-            "min(range(1, layers + 1), key=kept)",
-            "-(-layers // min(range(1, layers + 1), key=kept))",
-        ),
-        "boundary and inside are mixed up": (
-            "-(-layers // size) * boundary + size * inside",
-            "-(-layers // size) * inside + size * boundary",
-        ),
-        "every layer is a checkpoint of its own": ("min(range(1, layers + 1), key=kept)", "1"),
-        "one checkpoint around everything keeps everything again in backward": (
-            "min(range(1, layers + 1), key=kept)",
-            "layers",
-        ),
-    },
-    describe=difference,
-)
-
-
-# Exercise 6
-
-
 def _draw_uneven(generator: random.Random, size: int) -> tuple:
     blocks = 2 + generator.randint(1, 2 + size // 3)
     sizes = [generator.choice([1, 1, 2, 4]) for _ in range(blocks)]
@@ -580,6 +512,208 @@ FAST_ORDER = Exercise(
 )
 
 
+# Exercise 6
+
+
+def _draw_stack(generator: random.Random, size: int) -> tuple:
+    layers = generator.randint(2, 8 + size)
+    return layers, generator.choice([1, 2, 3]), generator.choice([1, 2, 4, 12])
+
+
+def weighing(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
+    """A function that weighs the size given by `attempt(layers, boundary, inside)`.
+
+    Another size that keeps as little is as right.
+    """
+
+    @functools.wraps(attempt)
+    def played(layers: int, boundary: int, inside: int) -> dict[str, Any]:
+        def kept(size: int) -> int:
+            return math.ceil(layers / size) * boundary + size * inside
+
+        size = _returned(attempt(layers, boundary, inside))
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"the size must be an int, got {size!r}")
+        if not 1 <= size <= layers:
+            raise ValueError(f"the size must be between 1 and {layers}, got {size}")
+        return {"bytes kept": kept(size)}
+
+    return played
+
+
+@weighing
+def best_size(layers: int, boundary: int, inside: int) -> int:
+    def kept(size):
+        return -(-layers // size) * boundary + size * inside
+
+    return min(range(1, layers + 1), key=kept)
+
+
+BEST_SIZE = Exercise(
+    best_size,
+    _draw_stack,
+    {
+        "the size is √L whatever a layer keeps; weigh a boundary against an inside": (
+            "min(range(1, layers + 1), key=kept)",
+            "min(layers, max(1, round(layers**0.5)))",
+        ),
+        "the last, shorter segment isn't counted as a whole one: there are ⌈L/k⌉": (
+            "-(-layers // size)",
+            "layers / size",
+        ),
+        "the last, shorter segment isn't counted at all; there are ⌈L/k⌉": (
+            "-(-layers // size)",
+            "layers // size",
+        ),
+        "the number of segments is returned, not the layers in one": (
+            "min(range(1, layers + 1), key=kept)",
+            "-(-layers // min(range(1, layers + 1), key=kept))",
+        ),
+        "boundary and inside are mixed up": (
+            "-(-layers // size) * boundary + size * inside",
+            "-(-layers // size) * inside + size * boundary",
+        ),
+        "every layer is a checkpoint of its own": ("min(range(1, layers + 1), key=kept)", "1"),
+        "one checkpoint around everything keeps everything again in backward": (
+            "min(range(1, layers + 1), key=kept)",
+            "layers",
+        ),
+    },
+    describe=difference,
+)
+
+
+# Exercise 7
+
+
+def _draw_whole_mlp(generator: random.Random, size: int) -> tuple:
+    ranks = generator.randint(2, 4)
+    # a part of d_ff is never as long as d_model or a part of it, so that a wrong cut does not fit
+    d_model, d_ff = ranks, ranks * (ranks + generator.randint(1, 2))
+    rows = generator.randint(1, 2)
+    shapes = (rows, d_model), (d_ff, d_model), (d_model, d_ff), (rows, d_model)
+    return *(whole_numbers(generator, *shape) for shape in shapes), ranks
+
+
+def on_all_ranks(attempt: Callable) -> Callable[..., dict[str, Any]]:
+    """A function that runs `attempt` on ranks with the same input, and counts their all-reduces.
+
+    Args:
+        attempt: `attempt(x, w1, w2, ranks)` -> output, backward.
+    """
+
+    @functools.wraps(attempt)
+    def played(x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, count: int) -> dict[str, Any]:
+        def job(ranks: Threads) -> dict[str, Any]:
+            y, backward = _returned(attempt(x.clone(), w1.clone(), w2.clone(), ranks))
+            found = {"y": y.tolist(), "all-reduces in forward": ranks.calls["all-reduces"]}
+            grad_x, grad_w1, grad_w2 = _returned(backward(grad_y.clone()))
+            found |= {"grad_x": grad_x.tolist(), "all-reduces in both": ranks.calls["all-reduces"]}
+            return found | {"grad_w1": grad_w1.tolist(), "grad_w2": grad_w2.tolist()}
+
+        found = run_on_threads(job, count)
+        return {f"{key} of rank {r}": one[key] for r, one in enumerate(found) for key in one}
+
+    return played
+
+
+@on_all_ranks
+def tensor_parallel_mlp(
+    x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads
+) -> tuple[Tensor, Callable]:
+    # this rank's hidden units: rows of W1, columns of W2
+    w1 = w1.chunk(ranks.count, dim=0)[ranks.number]
+    w2 = w2.chunk(ranks.count, dim=1)[ranks.number]
+
+    # forward
+    h = x @ w1.T  # (tokens, d_ff / ranks)
+    y = ranks.all_reduce(h.relu() @ w2.T)
+
+    def backward(grad_y):
+        grad_h = (grad_y @ w2) * (h > 0)
+        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()
+        return ranks.all_reduce(grad_h @ w1), grad_w1, grad_w2
+
+    return y, backward
+
+
+TENSOR_PARALLEL_MLP = Exercise(
+    tensor_parallel_mlp,
+    _draw_whole_mlp,
+    {
+        "nothing is sent; y and the gradient of x are sums over the ranks": (
+            "    y = ranks.all_reduce(h.relu() @ w2.T)\n\n"
+            "    def backward(grad_y):\n"
+            "        grad_h = (grad_y @ w2) * (h > 0)\n"
+            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
+            "        return ranks.all_reduce(grad_h @ w1)",
+            "    y = h.relu() @ w2.T\n\n"
+            "    def backward(grad_y):\n"
+            "        grad_h = (grad_y @ w2) * (h > 0)\n"
+            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
+            "        return grad_h @ w1",
+        ),
+        "y is only what this rank's hidden units give; add it up over the ranks": (
+            "ranks.all_reduce(h.relu() @ w2.T)",
+            "h.relu() @ w2.T",
+        ),
+        "the gradient of x is only what this rank's hidden units give; add it up over the ranks": (
+            "ranks.all_reduce(grad_h @ w1)",
+            "grad_h @ w1",
+        ),
+        "y is divided by the number of ranks; it is their sum, not their mean": (
+            "ranks.all_reduce(h.relu() @ w2.T)",
+            "ranks.all_reduce(h.relu() @ w2.T) / ranks.count",
+        ),
+        "the gradient of x is divided by the number of ranks; it is their sum, not their mean": (
+            "ranks.all_reduce(grad_h @ w1)",
+            "ranks.all_reduce(grad_h @ w1) / ranks.count",
+        ),
+        "hidden units are added up, but each rank has other ones; add up what W2 makes of them": (
+            "    h = x @ w1.T  # (tokens, d_ff / ranks)\n    y = ranks.all_reduce(h.relu() @ w2.T)",
+            "    h = ranks.all_reduce(x @ w1.T)\n    y = h.relu() @ w2.T",
+        ),
+        "backward adds up grad_y, which every rank has whole; add up the gradient of x instead": (
+            "        grad_h = (grad_y @ w2) * (h > 0)\n"
+            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
+            "        return ranks.all_reduce(grad_h @ w1)",
+            "        grad_y = ranks.all_reduce(grad_y)\n"
+            "        grad_h = (grad_y @ w2) * (h > 0)\n"
+            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
+            "        return grad_h @ w1",
+        ),
+        "backward adds up grad_y too, which every rank has whole; add up the gradient of x only": (
+            "        grad_h = (grad_y @ w2) * (h > 0)",
+            "        grad_y = ranks.all_reduce(grad_y)\n        grad_h = (grad_y @ w2) * (h > 0)",
+        ),
+        "the gradients of the weights are added up; those of other ranks are of other weights": (
+            "grad_h.T @ x, grad_y.T @ h.relu()",
+            "(\n            ranks.all_reduce(grad_h.T @ x),\n"
+            "            ranks.all_reduce(grad_y.T @ h.relu()),\n        )",
+        ),
+        "W1 is cut by columns; a hidden unit is a row of it": ("dim=0", "dim=1"),
+        "W2 is cut by rows; a hidden unit is a column of it": ("dim=1", "dim=0"),
+        "the number of ranks is fixed at 2; it is `ranks.count`": (
+            "    w1 = w1.chunk(ranks.count, dim=0)[ranks.number]\n"
+            "    w2 = w2.chunk(ranks.count, dim=1)[ranks.number]",
+            "    w1, w2 = w1.chunk(2, dim=0)[ranks.number], w2.chunk(2, dim=1)[ranks.number]",
+        ),
+        "the ReLU is applied to the sum; it belongs between the two matrices": (
+            "ranks.all_reduce(h.relu() @ w2.T)",
+            "ranks.all_reduce(h @ w2.T).relu()",
+        ),
+        "the ReLU is missing in backward: where h was not above 0, no gradient passes": (
+            " * (h > 0)",
+            "",
+        ),
+        "the gradient of W2 takes h before its ReLU": ("grad_y.T @ h.relu()", "grad_y.T @ h"),
+    },
+    tier="core",
+    trials=40,
+    describe=difference,
+)
+
+
 def check_reduce_scatter(attempt: Callable) -> None:
     """Check `reduce_scatter(gradients)` -> each rank's slice of the mean, (ranks, length)."""
     check(REDUCE_SCATTER, attempt)
@@ -611,3 +745,17 @@ def check_best_size(attempt: Callable) -> None:
 def check_fast_order(attempt: Callable) -> None:
     """Check `fast_order(sizes, limit)` -> events of a step, and time them."""
     check(FAST_ORDER, limited(attempt))
+
+
+def check_tensor_parallel_mlp(attempt: Callable) -> None:
+    """Check `tensor_parallel_mlp(x, w1, w2, ranks)`, and run a right one on two processes."""
+
+    def judge(found: list[dict[str, Tensor]]) -> tuple[bool, str]:
+        off = dict.fromkeys(found[0], 0.0)
+        for number, one in enumerate(found):
+            for name, expected in mlp_alone(number, len(found)).items():
+                off[name] = max(off[name], (one[name] - expected).abs().max().item())
+        told = ", ".join(f"{name} {value:.1g}" for name, value in off.items())
+        return max(off.values()) < MOST_OFF, f"on two processes, off from one process by: {told}"
+
+    check_on_processes(TENSOR_PARALLEL_MLP, on_all_ranks(attempt), run_mlp_attempt, 2, judge=judge)

@@ -1,4 +1,4 @@
-"""Training with an attempt at exercise 2, on processes, and the same in one process."""
+"""Attempts at exercises 2 and 7 on processes, and the same in one process."""
 
 from __future__ import annotations
 
@@ -44,3 +44,34 @@ def train_alone(d_ff: int, count: int, steps: int) -> Tensor:
         with torch.no_grad():
             whole -= 0.1 * gradient
     return whole.detach()
+
+
+def run_mlp_attempt(source: str, name: str) -> dict[str, Tensor]:
+    """Run an MLP forward and backward on this rank with the function `name` of `source`.
+
+    The function is an attempt at exercise 7: `name(x, w1, w2, ranks)` -> output, backward.
+    """
+    x, w1, w2, grad_y = tensor_parallel_case()
+    y, backward = function_of(source, name)(x, w1, w2, Processes())
+    return dict(zip(("y", "grad_x", "grad_w1", "grad_w2"), (y.detach(), *backward(grad_y))))
+
+
+def tensor_parallel_case() -> list[Tensor]:
+    """Input, whole matrices, and gradient of the output, for 6 wide tokens and 12 hidden units."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 6), (12, 6), (6, 12), (5, 6)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def mlp_alone(number: int, count: int) -> dict[str, Tensor]:
+    """What rank `number` of `count` should find, by autograd in one process with whole matrices."""
+    *inputs, grad_y = tensor_parallel_case()
+    x, w1, w2 = (tensor.requires_grad_() for tensor in inputs)
+    y = (x @ w1.T).relu() @ w2.T
+    grad_x, grad_w1, grad_w2 = torch.autograd.grad(y, (x, w1, w2), grad_y)
+    return {
+        "y": y.detach(),
+        "grad_x": grad_x,
+        "grad_w1": grad_w1.chunk(count, dim=0)[number],
+        "grad_w2": grad_w2.chunk(count, dim=1)[number],
+    }

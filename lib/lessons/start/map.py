@@ -57,7 +57,7 @@ STOPS = (
     Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 7, "1", VERMILLION),
     Stop("07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 5, "1", GREEN),
     Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "sharded\nstate", 2.5, "1", GREEN),
-    Stop("09_fsdp", "FSDP", "everything is sharded", "every\npart", 3.5, "1", GREEN),
+    Stop("09_fsdp", "FSDP", "everything is sharded", "every\npart", 4, "1", GREEN),
     Stop("10_speedrun", "Speedrun", "a race, and a real run", "a trained model", 1.5, "1"),
 )
 COLUMNS = 3

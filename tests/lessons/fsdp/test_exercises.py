@@ -15,18 +15,22 @@ from lib.lessons.fsdp.exercises import (
     ORDER,
     REDUCE_SCATTER,
     SHARDED_MLP,
+    TENSOR_PARALLEL_MLP,
     check_order,
     check_sharded_mlp,
+    check_tensor_parallel_mlp,
     clipping,
     limited,
+    on_all_ranks,
     on_threads,
     prefetching,
     sharded_mlp,
+    tensor_parallel_mlp,
     timed,
     weighing,
 )
 from lib.lessons.fsdp.host import host_ms
-from lib.lessons.fsdp.ranks import train_alone
+from lib.lessons.fsdp.ranks import mlp_alone, train_alone
 from lib.lessons.fsdp.stack import time_steps
 from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
@@ -150,7 +154,13 @@ def test_what_is_wrong_with_an_order_is_a_sentence():
 
 @pytest.mark.parametrize(
     ("exercise", "around"),
-    [(SHARDED_MLP, on_threads), (CLIP, clipping), (ORDER, timed), (FAST_ORDER, limited)],
+    [
+        (SHARDED_MLP, on_threads),
+        (CLIP, clipping),
+        (ORDER, timed),
+        (FAST_ORDER, limited),
+        (TENSOR_PARALLEL_MLP, on_all_ranks),
+    ],
 )
 def test_a_missing_return_is_named(exercise, around):
     text = verdict(exercise, around(lambda *_: None))
@@ -205,6 +215,72 @@ def test_an_answer_that_fails_on_processes_is_not_right(capsys):
     text = capsys.readouterr().out
     assert text.startswith("not yet: as expected on 40 random inputs; on processes")
     assert "belongs inside it" in text
+
+
+def offs(text):
+    """What a check says that two processes are off by: name -> figure."""
+    told = text.split("off from one process by: ")[1].strip()
+    return {name: float(value) for name, value in map(str.split, told.split(", "))}
+
+
+def test_a_right_tensor_parallel_mlp_gives_on_two_processes_what_one_does(capsys):
+    check_tensor_parallel_mlp(tensor_parallel_mlp.__wrapped__)
+    text = capsys.readouterr().out
+    assert text.startswith("right")
+    assert offs(text).keys() == {"y", "grad_x", "grad_w1", "grad_w2"}
+    assert max(offs(text).values()) < 1e-5
+
+
+def by_autograd(x, w1, w2, ranks):
+    x.requires_grad_()
+    w1 = w1.chunk(ranks.count)[ranks.number].requires_grad_()
+    w2 = w2.chunk(ranks.count, dim=1)[ranks.number].requires_grad_()
+    part = functional.relu(x @ w1.T) @ w2.T
+
+    def backward(grad_y):
+        grad_x, *own = torch.autograd.grad(part, (x, w1, w2), grad_y)
+        return ranks.all_reduce(grad_x), *own
+
+    return ranks.all_reduce(part), backward
+
+
+def test_its_backward_may_be_that_of_autograd(capsys):
+    check_tensor_parallel_mlp(by_autograd)
+    assert capsys.readouterr().out.startswith("right")
+
+
+def output_off_on_processes(x, w1, w2, ranks):
+    y, backward = by_autograd(x, w1, w2, ranks)
+    return (y if type(ranks).__name__ == "Threads" else 1.01 * y), backward
+
+
+def gradient_off_on_processes(x, w1, w2, ranks):
+    y, backward = by_autograd(x, w1, w2, ranks)
+    factor = 1 if type(ranks).__name__ == "Threads" else 1.01
+
+    def nearly(grad_y):
+        *others, grad_w2 = backward(grad_y)
+        return *others, factor * grad_w2
+
+    return y, nearly
+
+
+@pytest.mark.parametrize(
+    ("attempt", "wrong"), [(output_off_on_processes, "y"), (gradient_off_on_processes, "grad_w2")]
+)
+def test_a_tensor_parallel_mlp_that_is_off_on_processes_is_not_right(attempt, wrong, capsys):
+    check_tensor_parallel_mlp(attempt)
+    text = capsys.readouterr().out
+    assert text.startswith("not yet: as expected on 40 random inputs; on two processes")
+    assert [name for name, off in offs(text).items() if off > 1e-4] == [wrong]
+
+
+def test_what_the_ranks_find_together_is_what_one_process_finds():
+    first, second = mlp_alone(0, 2), mlp_alone(1, 2)
+    whole = mlp_alone(0, 1)
+    assert torch.equal(torch.cat([first["grad_w1"], second["grad_w1"]]), whole["grad_w1"])
+    assert torch.equal(torch.cat([first["grad_w2"], second["grad_w2"]], dim=1), whole["grad_w2"])
+    assert torch.equal(first["y"], whole["y"])
 
 
 def test_steps_of_the_stack_are_timed_and_their_messages_counted():
