@@ -16,13 +16,18 @@ from lib.lessons.fsdp.exercises import (
     REDUCE_SCATTER,
     SHARDED_MLP,
     TENSOR_PARALLEL_MLP,
+    best_size,
+    check_best_size,
+    check_fast_order,
     check_order,
     check_sharded_mlp,
     check_tensor_parallel_mlp,
     clipping,
+    fast_order,
     limited,
     on_all_ranks,
     on_threads,
+    one_block_ahead,
     prefetching,
     sharded_mlp,
     tensor_parallel_mlp,
@@ -124,7 +129,7 @@ def test_the_rounded_root_of_the_formula_is_recognised():
 
 
 def test_an_order_that_ignores_the_limit_is_not_right():
-    text = verdict(FAST_ORDER, limited(lambda sizes, limit: prefetching(len(sizes))))
+    text = verdict(FAST_ORDER, one_block_ahead)
     assert "'within the limit': yours False, expected True" in text
     assert "whatever the limit" in text
 
@@ -135,7 +140,7 @@ def test_the_order_of_the_lesson_without_prefetching_is_recognised():
         kinds = ("gather", "backward", "reduce", "free")
         return forward + [(kind, b) for b in reversed(range(blocks)) for kind in kinds]
 
-    assert "nothing is gathered ahead" in verdict(ORDER, timed(just_in_time))
+    assert "each block is gathered just before it runs" in verdict(ORDER, timed(just_in_time))
 
 
 def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(capsys):
@@ -145,6 +150,18 @@ def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(caps
     assert check_order(stub)(3) == prefetching(3)
     assert check_order(prefetching) is prefetching
     assert [line[:5] for line in capsys.readouterr().out.splitlines()] == ["not a", "right"]
+
+
+def test_a_right_order_of_exercise_5_is_shown_beside_that_of_the_lesson(capsys):
+    check_fast_order(fast_order.__wrapped__)
+    times = capsys.readouterr().out.splitlines()[1]
+    assert times == "  yours 56 ms, the solution 56 ms, `one_block_ahead` 60 ms"
+
+
+def test_the_best_size_for_transformer_blocks_is_shown(capsys):
+    check_best_size(best_size.__wrapped__)
+    told = capsys.readouterr().out.splitlines()[1]
+    assert told == "  34 blocks that keep 20 times their input each: 1 in a checkpoint"
 
 
 def test_what_is_wrong_with_an_order_is_a_sentence():
