@@ -95,10 +95,10 @@ def time_steps(
     layers: Layers,
     samples: int = 1,
 ) -> dict[tuple[str, str], Timeline]:
-    """The fastest step on this rank with each wrapper on each network; all ranks of a job call it.
+    """The fastest step with each wrapper on each network; all ranks of a job call it.
 
-    By the wall clock other programs disturbed that one least. Wrappers are interleaved, so that all
-    see the same machine.
+    It is the same step on all ranks, the one whose slowest rank is fastest: by the wall clock other
+    programs disturbed that one least. Wrappers are interleaved, so that all see the same machine.
 
     Args:
         makers: name -> makes the wrapper from a module and `group=`; None trains each rank alone.
@@ -118,7 +118,9 @@ def time_steps(
         for name in makers:
             # the first step may agree on an order
             steps = [turn[name] for turn in turns[1:]]
-            found[place, name] = min(steps, key=lambda step: step.step_ms)
+            slowest = torch.tensor([step.step_ms for step in steps])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found[place, name] = steps[int(slowest.argmin())]
     return found
 
 
