@@ -18,6 +18,7 @@ from lib.lessons.zero1.exercises import (
     SHARD_BOUNDARIES,
     ZERO1_STEP,
     Close,
+    check_fair_owners,
     check_zero1_step,
     stepping,
     weighed,
@@ -67,6 +68,29 @@ def test_an_impossible_partition_is_told_from_a_bad_one(given, key, found):
     weighing = weighed(lambda sizes, ranks: given)
     assert weighing([5, 4, 3], 2)[key] == found
     assert BALANCED_OWNERS.solve([5, 4, 3], 2)[key] != found
+
+
+def sorted_in_place(sizes, ranks):
+    sizes.sort(reverse=True)
+    owners, loads = [], [0] * ranks
+    for size in sizes:
+        owners.append(loads.index(min(loads)))
+        loads[owners[-1]] += size
+    return owners
+
+
+def test_owners_of_a_list_sorted_in_place_are_in_the_wrong_order():
+    text = verdict(BALANCED_OWNERS, weighed(sorted_in_place), seed=0)
+    assert text.startswith("not yet")
+    assert "in the order in which they were assigned" in text
+
+    @weighed
+    def sorted_copy(sizes, ranks):
+        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+        by_size = sorted_in_place(sizes, ranks)
+        return [by_size[order.index(number)] for number in range(len(sizes))]
+
+    assert verdict(BALANCED_OWNERS, sorted_copy).startswith("right")
 
 
 def test_smallest_first_is_named():
@@ -138,3 +162,14 @@ def test_moving_and_swapping_is_better_than_largest_first():
     # as the notebook says
     assert f"{rule:.1f}" == "3.3"
     assert ours < 0.75 * rule
+
+
+@pytest.mark.parametrize(
+    ("attempt", "expected"),
+    [(BALANCED_OWNERS.solve, "not yet"), (FAIR_OWNERS.solve, "right")],
+)
+def test_fair_owners_must_be_better_than_largest_first(attempt, expected, capsys):
+    check_fair_owners(attempt.__wrapped__)
+    text = capsys.readouterr().out
+    assert text.startswith(expected)
+    assert ("must be below largest first, 3.33 %" in text) == (expected == "not yet")
