@@ -23,10 +23,17 @@ A weight, its gradient and its state take 4 + 4 + 8 bytes in float32 and under a
   gradients of a block;
 - **gathered** weights in stage 3: embedding, head, and two blocks in `dtype`, one in use and one on
   its way;
-- with activation **checkpoints** around every block: in place of its activations the block's input,
-  and everything of one block at a time, which backward computes again;
-- **working** memory: the logits (on a CPU 16 MiB at a time, three times that in 2-byte types) or
-  what is between the matmuls of a feed-forward layer, whichever is larger.
+- with activation **checkpoints** around every block: in place of its activations the block's input
+  (on a GPU with pre-norm also its norm), and everything of one block at a time, which backward
+  computes again;
+- **working** memory: what is between the matmuls of a feed-forward layer;
+- at the end of the **forward** pass that, or the loss, whichever is larger: logits (on a CPU 16 MiB
+  at a time, three times that in 2-byte types, and the sum over chunks) and the head's copy in a
+  2-byte type. Autocast keeps its copies of all blocks' weights until then, with checkpoints, too.
+
+A GPU computes logits in chunks of 1/32 of its memory and sums their gradients in float32. That is
+not in the formula, which takes all logits: on an H200 with 151,936 entries and 32,768 tokens both
+are 9.9 GB, and on a smaller GPU chunks take less.
 
 Stages 0 and 1 are what `lib.ddp.wrappers` and `lib.sharded_optimizer.optimizer` hold; 2 and 3 are
 the paper's, with this library's precisions. Like `lib.model.costs` it needs no model and no torch.
@@ -50,8 +57,6 @@ SIZES = ("small", "medium", "large", "xl", "2.7b")
 RESERVED_BYTES = 10**9
 # Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
 CPU_LOGITS_BYTES = 16 << 20
-# Parts that `activation_bytes_by_part` counts outside the blocks.
-OUTSIDE_BLOCKS = ("token_ids", "loss")
 # Wrappers that average gradients; with `none` the sharded optimizer averages them itself.
 AVERAGED_BY = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
 
@@ -82,13 +87,20 @@ class RankMemory:
     """Other ranks' weights while they are needed (stage 3)."""
 
     working: int = 0
-    """Temporaries of a layer or of the loss when activations are at their maximum."""
+    """Temporaries of a layer when activations are at their maximum."""
+
+    forward: int = 0
+    """Temporaries at the end of the forward pass: of the loss or of a layer, and copies of weights
+    that autocast keeps until then."""
 
     update: int = 0
     """Temporaries of the optimizer's step; 0 on a GPU, where it is one fused kernel."""
 
     recomputed: int = 0
     """The part of `activations` that backward computes again, block by block (checkpoints)."""
+
+    late_gradients: int = 0
+    """The part of `gradients` that is not there yet when the first block is computed again."""
 
     gradients_stay: bool = False
     """Whether the gradients' memory is kept between steps, as by PyTorch's DDP."""
@@ -112,18 +124,22 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The maximum over a step: at the start or the end of backward, or in the update.
+        """The maximum over a step: when the loss is computed, in backward, or in the update.
 
         Backward frees activations while it creates gradients, layer by layer, so its maximum is at
-        one of its ends. With checkpoints a whole block is there at both ends.
+        its start or at its end. With checkpoints a whole block is there in its last block and in
+        its first one, but not in the loss.
         """
         kept = self.parameters + self.optimizer_state + self.gathered
         gradients = self.gradients if self.gradients_stay else 0
+        end_of_forward = kept + gradients + self.activations - self.recomputed + self.forward
         start_of_backward = kept + gradients + self.activations + self.working
         end_of_backward = kept + self.gradients + self.communication
+        moments = [end_of_forward, start_of_backward, end_of_backward]
         if self.recomputed:
-            end_of_backward += self.recomputed + self.working
-        return max(start_of_backward, end_of_backward, self.before_step + self.update)
+            late = 0 if self.gradients_stay else self.late_gradients
+            moments.append(end_of_backward - late + self.recomputed + self.working)
+        return max(*moments, self.before_step + self.update)
 
 
 def rank_memory(
@@ -166,23 +182,23 @@ def rank_memory(
     weights, state = _weight_and_state_bytes(config, element_bytes if low_precision_weights else 4)
     updated = num_parameters(config)
     autocast = not low_precision_weights and stage < 3
-    kept = activation_bytes_by_part(
-        config, batch_size, element_bytes=element_bytes, autocast=autocast, cuda=cuda
+    kept, recomputed, copies = _activation_bytes(
+        config, batch_size, element_bytes, autocast=autocast, cuda=cuda, checkpoints=checkpoints
     )
-    recomputed = 0
-    if checkpoints:
-        outside = {part: kept[part] for part in OUTSIDE_BLOCKS}
-        recomputed = (sum(kept.values()) - sum(outside.values())) // config.num_layers
-        inputs = config.num_layers * batch_size * config.context_length * config.d_model
-        kept = outside | {"inputs": element_bytes * inputs, "recomputed": recomputed}
+    late = _late_weights(config) * (element_bytes if low_precision_weights else 4)
+    working = _working_bytes(config, batch_size, element_bytes)
+    is_cast = element_bytes < 4 and not low_precision_weights
+    loss = _loss_bytes(config, batch_size, element_bytes, is_cast=is_cast, cuda=cuda)
     whole = RankMemory(
         parameters=weights,
         gradients=weights,
         optimizer_state=share(state) if stage else state,
-        activations=sum(kept.values()),
+        activations=kept,
         recomputed=recomputed,
+        late_gradients=late,
         averaged_gradients=weights,
-        working=_working_bytes(config, batch_size, element_bytes, cuda=cuda),
+        working=working,
+        forward=copies + max(working, loss),
         update=0 if cuda else 8 * (share(updated) if stage else updated),
     )
     if ranks == 1:
@@ -195,7 +211,8 @@ def rank_memory(
         # a wrapper averages whole gradients
         copied = {"flat": weights, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
         return change(whole, communication=copied, gradients_stay=ddp_wrapper == "torch_ddp")
-    sliced = change(whole, gradients=share(weights), averaged_gradients=share(weights))
+    own = share(weights)
+    sliced = change(whole, gradients=own, averaged_gradients=own, late_gradients=share(late))
     if stage == 1:
         return change(sliced, communication=min((3 if cuda else 4) * bucket, 2 * weights))
     if stage == 2:
@@ -205,7 +222,7 @@ def rank_memory(
     outer_bytes = element_bytes if low_precision_weights else 4
     outer = outer_bytes * (parts["token_embeddings"] + parts["lm_head"])
     gathered = outer + min(2, config.num_layers) * block
-    return change(sliced, parameters=share(weights), gathered=gathered, communication=block)
+    return change(sliced, parameters=own, gathered=gathered, communication=block)
 
 
 def largest_preset(
@@ -259,14 +276,68 @@ def _weight_and_state_bytes(config: ModelConfig, element_bytes: int) -> tuple[in
     return weights, state
 
 
-def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int, *, cuda: bool) -> int:
-    """Bytes of temporaries in the loss or in a feed-forward layer."""
-    token_bytes = batch_size * config.context_length * element_bytes
-    logits = token_bytes * (config.vocab_size or 0)
-    if not cuda:
-        # in 2-byte types the loss also copies them to float32
-        logits = min(logits, CPU_LOGITS_BYTES) * (1 if element_bytes == 4 else 3)
-    return max(logits, token_bytes * (4 * config.d_model + 3 * config.ff_width))
+def _activation_bytes(
+    config: ModelConfig,
+    batch_size: int,
+    element_bytes: int,
+    *,
+    autocast: bool,
+    cuda: bool,
+    checkpoints: bool,
+) -> tuple[int, int, int]:
+    """Bytes of activations, the part of them that is recomputed, and other copies of weights.
+
+    Without checkpoints the copies are kept for backward, and are activations. With checkpoints all
+    are there until the forward pass ends, and those of one block when it is computed again.
+    """
+
+    def kept(shape: ModelConfig) -> dict[str, int]:
+        return activation_bytes_by_part(
+            shape, batch_size, element_bytes=element_bytes, autocast=autocast, cuda=cuda
+        )
+
+    all_parts = kept(config)
+    if not checkpoints:
+        return sum(all_parts.values()), 0, 0
+    # a fused block takes the residual stream and its norm
+    num_inputs = 2 if cuda and config.norm == "pre" else 1
+    width = batch_size * config.context_length * config.d_model
+    inputs = num_inputs * config.num_layers * width * element_bytes
+    # what one more block would keep
+    deeper = kept(dataclasses.replace(config, num_layers=config.num_layers + 1))
+    recomputed = sum(deeper.values()) - sum(all_parts.values())
+    outside = sum(all_parts.values()) - config.num_layers * recomputed
+    return outside + inputs + recomputed, recomputed, all_parts["weight_copies"]
+
+
+def _late_weights(config: ModelConfig) -> int:
+    """The number of weights in the first block's matrices and in an embedding of its own."""
+    parts = parameters_by_part(config)
+    block = (parts["attention"] + parts["feed_forward"]) // config.num_layers
+    # the head has given a tied one its gradient
+    return block + (0 if config.tied_embeddings else parts["token_embeddings"])
+
+
+def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int) -> int:
+    """Bytes of temporaries in a feed-forward layer."""
+    tokens = batch_size * config.context_length
+    return tokens * element_bytes * (4 * config.d_model + 3 * config.ff_width)
+
+
+def _loss_bytes(
+    config: ModelConfig, batch_size: int, element_bytes: int, *, is_cast: bool, cuda: bool
+) -> int:
+    """Bytes of temporaries in the loss: logits, and the head in the dtype of the matmuls."""
+    vocabulary = config.vocab_size or 0
+    logits = batch_size * config.context_length * element_bytes * vocabulary
+    head = vocabulary * config.d_model
+    copy = head * element_bytes if is_cast else 0
+    if cuda or logits <= CPU_LOGITS_BYTES:
+        # on a CPU the loss also copies logits in 2-byte types to float32
+        return logits * (1 if cuda or element_bytes == 4 else 3) + copy
+    # the head's gradient of one chunk, and in 2-byte types that and the sum in float32
+    sums = head * (4 if element_bytes == 4 else 8)
+    return CPU_LOGITS_BYTES * (1 if element_bytes == 4 else 3) + sums + copy
 
 
 def _check(

@@ -109,8 +109,8 @@ FAULTS = [
     ),
     Fault(
         "lib/sharded_optimizer/memory_formula.py",
-        '"inputs": element_bytes * inputs',
-        '"inputs": 4 * inputs',
+        "inputs = num_inputs *",
+        "inputs = 1 *",
         "tests/sharded_optimizer/test_memory_formula.py",
     ),
     # a copy lacks what torch does not know

@@ -177,6 +177,11 @@ MEMORY = RankMemory(parameters=10, gradients=20, optimizer_state=40, activations
         ({"activations": 1, "averaged_gradients": 9, "update": 30}, 10 + 40 + 9 + 30),
         ({"gradients_stay": True}, 10 + 40 + 20 + 100),
         ({"gathered": 3}, 10 + 40 + 3 + 100),
+        ({"forward": 9, "working": 5}, 10 + 40 + 100 + 9),
+        ({"forward": 9, "working": 5, "recomputed": 30}, 10 + 40 + 100 + 5),
+        ({"activations": 40, "forward": 90, "recomputed": 30}, 10 + 40 + 10 + 90),
+        ({"activations": 31, "recomputed": 30, "late_gradients": 4}, 10 + 40 + 16 + 30),
+        ({"activations": 5, "recomputed": 2, "late_gradients": 4}, 10 + 40 + 20),
     ],
 )
 def test_the_peak_is_at_an_end_of_backward_or_in_the_update(changes, peak):
@@ -211,9 +216,38 @@ def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
     assert CPU_LOGITS_BYTES == loss.CHUNK_BYTES
     config = dataclasses.replace(model_preset("tiny"), context_length=4096)
     memory = rank_memory(config, ranks=1, dtype="float32", cuda=False)
-    assert memory.working == 4096 * 4 * (4 * 128 + 3 * 352)
+    assert memory.working == memory.forward == 4096 * 4 * (4 * 128 + 3 * 352)
     wide = dataclasses.replace(config, vocab_size=10**6)
-    assert rank_memory(wide, ranks=1, dtype="bfloat16", cuda=False).working == 3 * loss.CHUNK_BYTES
+    # beside the logits the head in bfloat16, its gradient in a chunk, and the sum in float32
+    sums = 10**6 * 128 * (2 + 8)
+    memory = rank_memory(wide, ranks=1, dtype="bfloat16", cuda=False)
+    assert memory.forward == 3 * loss.CHUNK_BYTES + sums
+
+
+# GB beyond weights and moments on one H200 with PyTorch 2.11, under autocast to bfloat16, one
+# sequence of `8b` with other layers and vocabularies, each block a checkpoint.
+ON_H200 = [  # layers, vocabulary, tokens, most in forward, kept for backward, most in backward
+    (2, 151_936, 32_768, 15.654, 3.661, 11.432),
+    (6, 151_936, 32_768, 19.420, 5.808, 14.670),
+    (12, 151_936, 32_768, 25.070, 9.029, 19.527),
+    (12, 1_024, 32_768, 15.343, 7.793, 17.055),
+    (6, 32_768, 8_192, 4.710, 1.409, 6.989),
+]
+
+
+@pytest.mark.parametrize(("layers", "vocabulary", "length", "forward", "kept", "backward"), ON_H200)
+def test_with_checkpoints_the_peak_is_that_of_a_gpu(
+    layers, vocabulary, length, forward, kept, backward
+):
+    config = dataclasses.replace(
+        model_preset("8b"), num_layers=layers, vocab_size=vocabulary, context_length=length
+    )
+    memory = rank_memory(config, ranks=1, checkpoints=True)
+    kept_bytes = memory.activations - memory.recomputed
+    assert kept_bytes / 1e9 == pytest.approx(kept, rel=0.001)
+    assert (kept_bytes + memory.forward) / 1e9 == pytest.approx(forward, rel=0.04)
+    beyond = memory.peak - memory.parameters - memory.optimizer_state
+    assert beyond / 1e9 == pytest.approx(max(forward, backward), rel=0.025)
 
 
 def test_wrappers_are_those_of_training():
@@ -240,11 +274,17 @@ def test_a_wrong_argument_is_named(wrong):
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("layers", "length", "width"), [(6, 256, 128), (24, 512, 64)])
-def test_the_peak_of_backward_is_that_of_the_formula(checkpoints, dtype, layers, length, width):
-    # few wide layers peak at the end of backward with checkpoints, many narrow ones at the start
+@pytest.mark.parametrize(
+    ("layers", "length", "width", "vocabulary"),
+    [(6, 256, 128, 64), (24, 512, 64, 64), (4, 512, 64, 8192)],
+)
+def test_the_peak_of_a_step_is_that_of_the_formula(
+    checkpoints, dtype, layers, length, width, vocabulary
+):
+    # with checkpoints few wide layers peak at the end of backward, many narrow ones at its start,
+    # and a large vocabulary in the loss
     config = ModelConfig(
-        vocab_size=64,
+        vocab_size=vocabulary,
         context_length=length,
         d_model=width,
         num_layers=layers,
@@ -255,7 +295,7 @@ def test_the_peak_of_backward_is_that_of_the_formula(checkpoints, dtype, layers,
     model = TransformerLM(config, generator=torch.Generator().manual_seed(0))
     if checkpoints:
         model.around_block = checkpoint_activations()
-    tokens = torch.randint(64, (2, length))
+    tokens = torch.randint(vocabulary, (2, length))
 
     def step():
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
