@@ -460,7 +460,8 @@ def _prepare_graph(
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay, figures
+    # `run` holds the tensors that the graph reads
+    return lambda _held=run: graph.replay(), figures
 
 
 def _fits_memory(case: AttentionCase, kernel: str, device: torch.device) -> bool:

@@ -25,6 +25,7 @@ from lib.benchmarks.attention import (
     target_cases,
 )
 from lib.benchmarks.attention_report import attention_rows
+from lib.core.allocator import free_memory
 from lib.core.records import read_records
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -345,3 +346,13 @@ def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction, in_graph):
     for name in set(rows) - refused:
         assert rows[name]["status"] == "ok", (name, rows[name])
         assert rows[name]["peak_memory_bytes"] > 0
+
+
+@pytest.mark.gpu
+def test_a_recorded_backward_pass_keeps_what_it_reads():
+    case = dataclasses.replace(CASE, head_dim=64, direction="backward", dtype="float16")
+    function, _ = benchmark._prepare_graph("sdpa", case, make_inputs(case, CUDA, seed=0))
+    # memory that nobody holds goes back to the driver
+    free_memory()
+    function()
+    torch.cuda.synchronize()
