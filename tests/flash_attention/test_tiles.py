@@ -129,7 +129,8 @@ def compile_jobs_from_stdin(compile_one: Callable[[dict], dict]) -> None:
     """The program that `compile_all` starts: jobs in, results out, as JSON."""
     wanted = json.load(sys.stdin)
     workers = min(4, available_cpus())
-    context = multiprocessing.get_context("spawn")
+    # copies of this process, which has loaded torch and started no thread
+    context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
         print(json.dumps(list(pool.map(compile_one, wanted))))
 
