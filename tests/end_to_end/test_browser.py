@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 
-from lib.publish.cells import clean, static_widgets
+from lib.publish.cells import static_widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "artifacts/screenshots"
@@ -62,23 +62,16 @@ def opened(browser, name: str, **options) -> Iterator[View]:
 
 
 @pytest.fixture(scope="module")
-def book(tmp_path_factory) -> Path:
-    """A copy of the workbook, with the notebook that is opened as if it had never been run.
+def book(tmp_path_factory, make_notebook) -> Path:
+    """A workbook with a notebook of one picture and one slider, which has never been run.
 
-    It ends with its first slider; `make test` runs the cells behind it without JupyterLab.
+    `make test` runs the cells of the real ones, without JupyterLab.
     """
-    book, source = tmp_path_factory.mktemp("book"), ROOT / "notebooks/02_model.ipynb"
-    for folder in ("lib", "artifacts"):
-        remade = ("__pycache__", "runs", "report", "profile", "kaggle", "screenshots", ".*.lock")
-        shutil.copytree(ROOT / folder, book / folder, ignore=shutil.ignore_patterns(*remade))
-    notebook = clean(nbformat.read(source, as_version=4))
-    slider = next(i for i, cell in enumerate(notebook.cells) if "scale_slider()" in cell.source)
-    del notebook.cells[slider + 1 :]
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    (book / "notebooks").mkdir()
-    nbformat.write(notebook, book / "notebooks/02_model.ipynb")
+    book = tmp_path_factory.mktemp("book")
+    shutil.copytree(ROOT / "lib", book / "lib", ignore=shutil.ignore_patterns("__pycache__"))
+    imports = "from lib.lessons.model import explorers, figures"
+    cells = ("figures.show_transformer()", "explorers.scale_slider()")
+    make_notebook(book / "notebooks/99_slider.ipynb", imports, *cells)
     return book
 
 
@@ -105,7 +98,7 @@ def jupyterlab(book, tmp_path, quiet_environment) -> Iterator[str]:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
         address = server_address(server, tmp_path / "RUNTIME", log)
-        yield address.format("lab/tree/notebooks/02_model.ipynb")
+        yield address.format("lab/tree/notebooks/99_slider.ipynb")
     finally:
         server.terminate()
         server.wait(60)
