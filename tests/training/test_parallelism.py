@@ -40,6 +40,8 @@ pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 STEPS = 12
 GLOO = {"backend": "gloo", "timeout": 60}
+# For processes that start from nothing: deterministic algorithms load torch's compiler for seconds.
+LIGHT = {"deterministic": False}
 
 
 @pytest.fixture(scope="module")
@@ -467,8 +469,8 @@ def config_file(folder, config):
     return path
 
 
-def test_two_hosts_train_as_one_and_a_killed_rank_loses_nothing(ranks, config, folder, tmp_path):
-    run = dataclasses.replace(config, output=tmp_path / "run", batch_size=3, steps=18)
+def test_two_hosts_train_as_one_and_a_killed_rank_loses_nothing(config, tmp_path):
+    run = dataclasses.replace(config, output=tmp_path / "run", batch_size=3, steps=18, **LIGHT)
     straight = dataclasses.replace(run, output=tmp_path / "straight")
     path = config_file(tmp_path, straight)
     with socket.socket() as listener:
@@ -483,9 +485,10 @@ def test_two_hosts_train_as_one_and_a_killed_rank_loses_nothing(ranks, config, f
     assert "step 18/18" in first
     assert "finished" not in second
     assert "step 18/18" not in second
-    # the same on one host, where rank 1 is killed in step 13
+    # the same on one host, where rank 1 is killed in step 13; the one restart fails where ranks
+    # still find addresses of the first start
     program = ("-m", "tests.training.ranks", config_file(tmp_path, run), tmp_path / "killed")
-    output = output_of(torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=2", *program))
+    output = output_of(torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1", *program))
     assert (tmp_path / "killed").exists()
     assert "finished 18\n" in output
     weights = [
@@ -505,7 +508,7 @@ def test_a_pipeline_of_ranks_makes_data_trains_and_prints_once(tmp_path):
         output=tmp_path / "tokens",
         workers=1,
     )
-    training = dataclasses.replace(CONFIG, output=tmp_path / "run", batch_size=2)
+    training = dataclasses.replace(CONFIG, output=tmp_path / "run", batch_size=2, **LIGHT)
     sample = SampleConfig(prompts=("The cat",), max_new_tokens=6)
     path = config_file(tmp_path, PipelineConfig(corpus=corpus, train=training, sample=sample))
     command = ("--standalone", "--nproc_per_node=2", "-m", "lib", "pipeline", "--config", path)
