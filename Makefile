@@ -40,7 +40,9 @@ ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_P
 # Two tests run at a time, each with one thread: more threads than cores slow all of them down.
 # tests/guard keeps them from changing any file of the reader's.
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
-PYTEST := OMP_NUM_THREADS=1 $(GUARD) $(PY) -m pytest -q
+# Compiled modules are kept even where the environment says not to: tests start many processes, and
+# pytest would rewrite each test file anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(GUARD) $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
 # Where the tests are that must run alone: to look through all files would take longer than they do.
 SERIAL := $(shell grep -rl --include='*.py' 'mark\.serial' tests)
