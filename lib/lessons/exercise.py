@@ -81,6 +81,9 @@ class Exercise:
     describe: Callable[[Any, Any], str] | None = None
     """(yours, expected) -> what is wrong, where the first difference would tell too much."""
 
+    show: Callable[..., str] | None = None
+    """Arguments -> how the verdict shows them, where each by itself would tell too little."""
+
     measure: Callable[[Callable], float] | None = None
     """For a right attempt and the solution, a figure that is better the lower it is."""
 
@@ -170,7 +173,7 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
     else:
         tried = f" on {len(inputs)} random inputs" if len(inputs) > 1 else ""
         return f"right: as expected{tried}{_figures(exercise, attempt)}"
-    shown = ", ".join(map(_shown, arguments))
+    shown = exercise.show(*arguments) if exercise.show else ", ".join(map(_shown, arguments))
     if exercise.describe is None:
         found = difference(result, expected)
     else:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +32,39 @@ from lib.lessons.exercise import (
 from lib.lessons.flash_attention import solutions_triton as solutions
 from lib.lessons.flash_attention.schedule import TILES, busy_share, draw_spans, run_order
 from lib.lessons.triton.exercises import Launch, compile_launch
-from lib.lessons.triton.recorder_triton import watch
+from lib.lessons.triton.recorder_triton import Run, watch
 
-# head_dim, queries and keys in a tile, of the kernels that are checked: three sizes, so that none
-# passes for another.
-DIM, QUERIES, KEYS = 64, 32, 16
-KERNEL_TRIALS = 4
+
+class Tiling(NamedTuple):
+    """Queries and keys in a tile, as a kernel gets them."""
+
+    BQ: int
+    BK: int
+
+
+class Case(NamedTuple):
+    """What a trial of a kernel draws."""
+
+    heads: int
+    lengths: tuple[int, int]
+    """The least and the largest n."""
+
+    head_dim: int
+    tiling: Tiling
+    is_large: bool = False
+    """Whether exponentials of scores overflow; for a scale that is exact, so a head_dim of 64."""
+
+
+# No size passes for another, and none can be written into a kernel: head_dim has two values (and so
+# has the scale), and tiles of queries are larger than those of keys, and smaller. With 33 tokens,
+# one is left in a tile of its own. Scores are large with keys beyond the last, and without.
+CASES = (
+    Case(1, (2, 15), 64, Tiling(32, 16)),
+    Case(2, (33, 33), 32, Tiling(16, 32)),
+    Case(2, (33, 33), 64, Tiling(32, 16)),
+    Case(2, (48, 48), 64, Tiling(32, 16), is_large=True),
+    Case(2, (34, 40), 64, Tiling(16, 32), is_large=True),
+)
 
 
 def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
@@ -162,46 +190,57 @@ class KernelTask:
 
     is_causal: bool = True
 
-    sizes: Mapping[str, int] = field(default_factory=lambda: {"D": DIM, "BQ": QUERIES, "BK": KEYS})
-
-    def plan(self, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
-        """The launch on `tensors`, (heads, n, DIM) or (heads, n), and the results, full of NaN."""
-        heads, n, _ = tensors[0].shape
-        shapes = [(heads, n, DIM)[: 2 if name == "lse" else 3] for name in self.results]
+    def plan(self, tiling: Tiling, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
+        """The launch on `tensors`, (heads, n, D) or (heads, n), and the results, full of NaN."""
+        heads, n, head_dim = tensors[0].shape
+        shapes = [(heads, n, head_dim)[: 2 if name == "lse" else 3] for name in self.results]
         types = [torch.float32 if name == "lse" else tensors[0].dtype for name in self.results]
         stored = [
             tensors[0].new_full(shape, math.nan, dtype=dtype) for shape, dtype in zip(shapes, types)
         ]
-        tile = self.sizes["BQ" if self.passing == "k" else "BK"]
-        arguments = (*tensors, *stored, n, DIM**-0.5)
-        return Launch(stored[0], (-(-n // tile), heads), arguments, dict(self.sizes)), stored
+        tile = tiling.BQ if self.passing == "k" else tiling.BK
+        arguments = (*tensors, *stored, n, head_dim**-0.5)
+        sizes = {"D": head_dim, **tiling._asdict()}
+        return Launch(stored[0], (-(-n // tile), heads), arguments, sizes), stored
 
-    def tiles_seen(self, heads: int, n: int) -> int:
-        """How many tiles of the passing tensor all programs need: those with a visible pair."""
-        queries, keys = range(0, n, self.sizes["BQ"]), range(0, n, self.sizes["BK"])
-        last = [min(q + self.sizes["BQ"], n) - 1 for q in queries]
-        return heads * sum(not self.is_causal or key <= end for end in last for key in keys)
+    def tiles_seen(self, tile: int, n: int, tiling: Tiling) -> int:
+        """How many tiles that pass by have a visible pair with the `tile`-th one that is kept."""
+        if self.passing == "k":
+            last = min((tile + 1) * tiling.BQ, n) - 1
+            return sum(key <= last for key in range(0, n, tiling.BK))
+        first = tile * tiling.BK
+        return sum(min(query + tiling.BQ, n) > first for query in range(0, n, tiling.BQ))
 
-    def run(self, kernel: Any, *tensors: Tensor) -> Tensor:
-        """The results side by side, (heads, n, all their columns).
+    def refuse_hidden_tiles(self, run: Run, n: int, tiling: Tiling) -> None:
+        """ValueError if a program loads more tiles than have a visible pair."""
+        if not self.is_causal:
+            return
+        heads, name = run.grid[1], self.passing
+        loaded = Counter(access.program for access in run.of("load", name))
+        for program, count in sorted(loaded.items()):
+            seen = self.tiles_seen(program // heads, n, tiling)
+            if count > seen:
+                raise ValueError(
+                    f"program {divmod(program, heads)} loads {count} tiles of {name}; only {seen} "
+                    f"{'has' if seen == 1 else 'have'} a pair that is visible"
+                )
+
+    def run(self, kernel: Any, *given: Any) -> Tensor:
+        """The results side by side, (heads, n, all their columns); `given` ends with a Tiling.
 
         Raises:
             ValueError: nothing is stored in one of the results, or a tile that the mask hides is
                 loaded.
         """
-        launch, stored = self.plan(*tensors)
+        *tensors, tiling = given
+        launch, stored = self.plan(tiling, *tensors)
         run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
         for name in self.results:
             if not run.of("store", name):
                 raise ValueError(f"nothing is stored in {name}")
-        loaded, seen = len(run.of("load", self.passing)), self.tiles_seen(*tensors[0].shape[:2])
-        if self.is_causal and loaded > seen:
-            raise ValueError(
-                f"{loaded} tiles of {self.passing} are loaded; only {seen} "
-                f"{'has' if seen == 1 else 'have'} a pair that is visible"
-            )
+        self.refuse_hidden_tiles(run, tensors[0].shape[1], tiling)
         if torch.cuda.is_available() and hasattr(kernel, "fn"):
-            launch, stored = self.plan(*(x.cuda() for x in tensors))
+            launch, stored = self.plan(tiling, *(x.cuda() for x in tensors))
             kernel[launch.grid](*launch.arguments, **launch.options)
         return side_by_side(*stored)
 
@@ -209,14 +248,21 @@ class KernelTask:
         """The first wrong value, by the name of its tensor, head and row."""
         if isinstance(yours, Raised) or getattr(yours, "shape", None) != expected.shape:
             return difference(yours, expected)
-        start, (heads, n, _) = 0, expected.shape
+        start, (heads, n, width) = 0, expected.shape
+        num_lse = self.results.count("lse")
         for name in self.results:
-            columns = 1 if name == "lse" else DIM
+            columns = 1 if name == "lse" else (width - num_lse) // (len(self.results) - num_lse)
             part = slice(start, start + columns)
             start += columns
             if words := difference(yours[..., part], expected[..., part]):
                 return f"{name}, ({heads} heads, {n} rows, {columns}): {words}"
         return difference(yours, expected)
+
+
+def show_case(q: Tensor, *others: Any) -> str:
+    """The sizes of a trial."""
+    (heads, n, head_dim), tiling = q.shape, others[-1]
+    return f"heads={heads}, n={n}, D={head_dim}, BQ={tiling.BQ}, BK={tiling.BK}"
 
 
 def side_by_side(*tensors: Tensor) -> Tensor:
@@ -233,15 +279,22 @@ def kernel_exercise(
     """An exercise whose answer is a kernel; `mistakes` are edits of its solution's source."""
 
     def made(sentence: str, edit: tuple[str, str]) -> Callable:
-        def run(*tensors: Tensor) -> Tensor:
-            return task.run(edited(task.solution, *edit), *tensors)
+        def run(*given: Any) -> Tensor:
+            return task.run(edited(task.solution, *edit), *given)
 
         run.__name__ = task.solution.__name__
         return run
 
     wrong = {sentence: made(sentence, edit) for sentence, edit in mistakes.items()}
     return Exercise(
-        solve, draw, wrong, "core", trials=KERNEL_TRIALS, seconds=20, describe=task.describe
+        solve,
+        draw,
+        wrong,
+        "core",
+        trials=len(CASES),
+        seconds=20,
+        describe=task.describe,
+        show=show_case,
     )
 
 
@@ -253,14 +306,14 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
     """
     import triton
 
-    def attempt(*tensors: Tensor) -> Tensor:
-        return task.run(kernel, *tensors)
+    def attempt(*given: Any) -> Tensor:
+        return task.run(kernel, *given)
 
     attempt.__name__ = kernel.__name__
     text = verdict(exercise, attempt)
     if result_of(text) == "passed":
-        given = exercise.draw(random.Random(0), 1)
-        launch, _ = task.plan(*(x.bfloat16() if x.ndim == 3 else x for x in given))
+        *given, tiling = exercise.draw(random.Random(0), 1)
+        launch, _ = task.plan(tiling, *(x.bfloat16() if x.ndim == 3 else x for x in given))
         text = with_compilation(text, kernel, launch)
     report(text, kernel.__name__, exercise.tier)
     return kernel if result_of(text) == "passed" else triton.jit(task.solution)
@@ -291,13 +344,13 @@ def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
     return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
 
 
-def draw_heads(generator: random.Random, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v: first one head that fits a tile of keys, then two heads of several tiles."""
-    low, high = (2, KEYS) if size < 4 else (KEYS + 1, QUERIES) if size < 8 else (QUERIES + 1, 40)
-    heads, n = 1 if size < 4 else 2, generator.randint(low, high)
+def draw_heads(generator: random.Random, size: int) -> tuple[Any, ...]:
+    """q, k, v and a Tiling: one head that fits a tile of keys, then two of several tiles."""
+    case = CASES[size * len(CASES) // 16]
+    n = generator.randint(*case.lengths)
     seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
-    q, k, v = torch.randn((3, heads, n, DIM), generator=seeded)
-    if 8 <= size < 12:
+    q, k, v = torch.randn((3, case.heads, n, case.head_dim), generator=seeded)
+    if case.is_large:
         # scores whose exponentials overflow float32, and rows of them that all underflow to 0;
         # of quarters, so that scores are exact, as their rounding would show in exponentials
         q, k = 40 * (4 * q).round() / 4, (4 * k).round() / 4
@@ -306,23 +359,23 @@ def draw_heads(generator: random.Random, size: int) -> tuple[Tensor, Tensor, Ten
         q[:, rows] = 0
         # only relative to the largest score of its tile does the second row's underflow, too
         q[:, rows, 0] = torch.tensor([-1000.0, -400.0])
-    return q, k, v
+    return q, k, v, case.tiling
 
 
 def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """By PyTorch, all scores at once."""
-    scores = q @ k.mT * DIM**-0.5
+    scores = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def full_attention(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling) -> Tensor:
     return side_by_side(*attention_and_lse(q, k, v, is_causal=False))
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling) -> Tensor:
     return side_by_side(*attention_and_lse(q, k, v, is_causal=True))
 
 
@@ -462,15 +515,15 @@ CAUSAL = kernel_exercise(
 )
 
 
-def draw_for_backward(generator: random.Random, size: int) -> tuple[Tensor, ...]:
-    """q, k, v, dO, lse and delta, as the backward kernels get them."""
-    q, k, v = draw_heads(generator, size)
+def draw_for_backward(generator: random.Random, size: int) -> tuple[Any, ...]:
+    """q, k, v, dO, lse and delta, as the backward kernels get them, and a Tiling."""
+    q, k, v, tiling = draw_heads(generator, size)
     seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
     # so large that weights are 0 and 1, gradients would be 0
     q = q.clamp(-3, 3)
     grad_out = torch.randn(q.shape, generator=seeded)
     out, lse = attention_and_lse(q, k, v, is_causal=True)
-    return q, k, v, grad_out, lse, (grad_out * out).sum(-1)
+    return q, k, v, grad_out, lse, (grad_out * out).sum(-1), tiling
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
@@ -480,11 +533,11 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor
     return torch.autograd.grad(out, leaves, grad_out)
 
 
-def gradient_of_queries(q, k, v, grad_out, lse, delta) -> Tensor:
+def gradient_of_queries(q, k, v, grad_out, lse, delta, tiling) -> Tensor:
     return gradients(q, k, v, grad_out)[0]
 
 
-def gradients_of_keys(q, k, v, grad_out, lse, delta) -> Tensor:
+def gradients_of_keys(q, k, v, grad_out, lse, delta, tiling) -> Tensor:
     return side_by_side(*gradients(q, k, v, grad_out)[1:])
 
 

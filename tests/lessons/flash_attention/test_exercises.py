@@ -20,6 +20,7 @@ from lib.lessons.flash_attention.exercises import (  # noqa: E402
     FRAGMENTS,
     GRAD_SCORES,
     ONLINE_SOFTMAX,
+    Tiling,
 )
 
 CHECKED = {"online softmax": ONLINE_SOFTMAX, "gradient": GRAD_SCORES}
@@ -203,21 +204,27 @@ def test_a_maximum_that_starts_at_0_is_too_large_for_scores_far_below(name):
 def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
     assert verdict(CAUSAL, attempt_at(ladder_triton.mask_on_diagonal)).startswith("right")
     text = verdict(CAUSAL, attempt_at(ladder_triton.every_tile))
-    assert "tiles of k are loaded; only 10 have a pair that is visible" in text
+    assert "heads=2, n=33, D=32, BQ=16, BK=32" in text
+    assert "program (0, 0) loads 2 tiles of k; only 1 has a pair that is visible" in text
     assert "let the loop end with the last query of the tile" in text
 
 
-@pytest.mark.parametrize(("heads", "n", "tiles"), [(1, 16, 1), (1, 17, 2), (2, 40, 2 * 5)])
-def test_tiles_with_a_visible_pair_are_counted(heads, n, tiles):
-    assert CAUSAL_TASK.tiles_seen(heads, n) == tiles
-    seen = torch.ones(n, n).tril()
-    pairs = [rows.split(16, 1) for rows in seen.split(32)]
-    assert heads * sum(bool(tile.any()) for row in pairs for tile in row) == tiles
+@pytest.mark.parametrize("tiling", [Tiling(32, 16), Tiling(16, 32)], ids=str)
+@pytest.mark.parametrize("n", [1, 16, 17, 33, 40, 64])
+@pytest.mark.parametrize("passing", ["k", "q"])
+def test_tiles_with_a_visible_pair_are_counted(passing, n, tiling):
+    task = CAUSAL_TASK if passing == "k" else exercises.KEYS_TASK
+    pairs = [rows.split(tiling.BK, 1) for rows in torch.ones(n, n).tril().split(tiling.BQ)]
+    seen = torch.tensor([[bool(tile.any()) for tile in row] for row in pairs])
+    kept = range(seen.shape[0 if passing == "k" else 1])
+    found = [task.tiles_seen(tile, n, tiling) for tile in kept]
+    assert found == seen.sum(1 if passing == "k" else 0).tolist()
 
 
-def test_a_loop_that_goes_on_behind_the_last_key_is_told_how_many_tiles_it_needs():
-    text = wrong("CAUSAL", "tl.minimum((tl.program_id(0) + 1) * BQ, n)", "BQ")
-    assert "2 tiles of k are loaded; only 1 has a pair that is visible" in text
+def test_a_program_that_loads_too_many_tiles_is_named_even_if_all_together_load_too_few():
+    # the first skips nothing, and all others load nothing
+    text = wrong("CAUSAL", "range(0, end, BK)", "range(0, n if tl.program_id(0) == 0 else 0, BK)")
+    assert "program (0, 0) loads 2 tiles of k; only 1 has a pair" in text
 
 
 def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_not(capsys):
@@ -233,16 +240,14 @@ def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_n
 
 
 def test_the_first_wrong_value_is_named_by_its_tensor():
-    task, expected = exercises.FORWARD_TASK, torch.zeros(1, 3, exercises.DIM + 1)
+    task, expected = exercises.FORWARD_TASK, torch.zeros(1, 3, 32 + 1)
     yours = expected.clone()
     yours[0, 2, -1] = 1
     assert "lse, (1 heads, 3 rows, 1): position (0, 2, 0): yours 1" in task.describe(
         yours, expected
     )
     yours[0, 1, 4] = 2
-    assert f"out, (1 heads, 3 rows, {exercises.DIM}): position (0, 1, 4)" in task.describe(
-        yours, expected
-    )
+    assert "out, (1 heads, 3 rows, 32): position (0, 1, 4)" in task.describe(yours, expected)
 
 
 @pytest.mark.gpu
@@ -320,7 +325,7 @@ CHANGES = {
 def test_slopes_accept_right_gradients_and_refuse_wrong_ones(number):
     names = slopes_of_the_notebook()
     generator = torch.Generator().manual_seed(1)
-    *inputs, grad_out = torch.randn((4, 2, 19, exercises.DIM), generator=generator).unbind()
+    *inputs, grad_out = torch.randn((4, 2, 19, 64), generator=generator).unbind()
     right = names["slopes"](spoil(number, lambda x: x), inputs, grad_out)
     assert names["gap"](right) < 1e-3
     for name, change in CHANGES.items():
