@@ -379,7 +379,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling) -> Tensor:
     return side_by_side(*attention_and_lse(q, k, v, is_causal=True))
 
 
+# What belongs to a launch, written into the kernel.
+SIZE_MISTAKES = {
+    "head_dim is taken to be 64; it is `D`": (
+        "    query, channel =",
+        "    D = 64\n    query, channel =",
+    ),
+    "a tile has 64 columns; it has `D`": ("tl.arange(0, D)", "tl.arange(0, 64)"),
+    "the scale is taken to be 1/8, that of a head_dim of 64; it is `scale`": (
+        "    query, channel =",
+        "    scale = 0.125\n    query, channel =",
+    ),
+}
 STATE_MISTAKES = {
+    **SIZE_MISTAKES,
     "the scale is missing": (") * scale  # (BQ, BK)", ")  # (BQ, BK)"),
     "neither the sum nor the output so far is rescaled when the maximum grows": (
         "tl.exp(m - new_m)",
@@ -387,8 +400,11 @@ STATE_MISTAKES = {
     ),
     "the output so far is not rescaled when the maximum grows": ("out * shrink[:, None]", "out"),
     "the sum so far is not rescaled when the maximum grows": ("l * shrink", "l"),
-    "the earlier sums are rescaled the wrong way round; the factor is exp(old maximum - new "
-    "maximum)": ("m - new_m)\n", "new_m - m)\n"),
+    "all is NaN because the earlier sums are rescaled the wrong way round (the factor is exp(old "
+    "maximum - new maximum)), or a mask is multiplied by infinity (0 · inf is NaN; use "
+    "tl.where)": ("m - new_m)\n", "new_m - m)\n"),
+    "the exponentials are relative to the maximum before this tile; the new one is at least as "
+    "large as all scores": ("scores - new_m[:, None]", "scores - m[:, None]"),
     "each tile's exponentials are relative to the tile's own maximum; use the maximum so far, with "
     "tl.maximum, as Python's max cannot compare tiles number by number": (
         "tl.maximum(m, tl.max(scores, 1))",
@@ -404,7 +420,16 @@ STATE_MISTAKES = {
         "0.0, tl.float32",
     ),
     "the division by the sum at the end is missing": ("out / l[:, None]", "out"),
+    "the output is divided by the sum in each step; divide once, behind the loop": (
+        "        m = new_m\n    tl.store(out_ptr + q_rows, out / l[:, None]",
+        "        out = out / l[:, None]\n        m = new_m\n    tl.store(out_ptr + q_rows, out",
+    ),
     "lse lacks the maximum: it is m + log(l)": ("m + tl.log(l)", "tl.log(l)"),
+    "lse lacks the logarithm of the sum: it is m + log(l)": ("m + tl.log(l)", "m"),
+    "the maximum in lse is that of scores that are not scaled": (
+        "m + tl.log(l)",
+        "m / scale + tl.log(l)",
+    ),
     "all programs work on the first head: use tl.program_id(1)": ("tl.program_id(1) * n", "0"),
     "all programs take keys and values of the first head": (
         "k_rows = (head + key[:, None])",
@@ -442,6 +467,9 @@ STATE_MISTAKES = {
         "out / l[:, None]",
     ),
 }
+# Two lines of a forward kernel.
+HIDE = '        scores = tl.where({0}, scores, float("-inf"))\n'
+GROW = "        new_m = tl.maximum(m, tl.max(scores, 1))\n"
 FORWARD_TASK = KernelTask(solutions.flash_forward, ("out", "lse"), "k", is_causal=False)
 FORWARD = kernel_exercise(
     full_attention,
@@ -453,7 +481,19 @@ FORWARD = kernel_exercise(
             'tl.where(key[None, :] < n, scores, float("-inf"))',
             "scores",
         ),
+        "the maximum is taken before keys beyond the last are hidden, whose scores are 0": (
+            HIDE.format("key[None, :] < n") + GROW,
+            GROW + HIDE.format("key[None, :] < n"),
+        ),
+        "there is a causal mask; here all queries see all keys": (
+            "key[None, :] < n, scores",
+            "key[None, :] <= query[:, None], scores",
+        ),
         "a last tile of fewer keys is left out": ("range(0, n, BK)", "range(0, n // BK * BK, BK)"),
+        "the last key is left out; `range` excludes its end, so that is n": (
+            "range(0, n, BK)",
+            "range(0, n - 1, BK)",
+        ),
         "only the first tile of keys is visited; all queries see all keys": (
             "range(0, n, BK)",
             "range(0, BK, BK)",
@@ -466,6 +506,11 @@ LOOP_END_MISTAKES = {
     "tl.minimum(…, n)": (
         "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
         "(tl.program_id(0) + 1) * BQ",
+    ),
+    "the last tile is left out if a single key is in it; `range` excludes its end, so that is "
+    "(i + 1) * BQ, or n": (
+        "tl.minimum((tl.program_id(0) + 1) * BQ, n)",
+        "tl.minimum((tl.program_id(0) + 1) * BQ - 1, n - 1)",
     ),
     "the loop ends at (i + 1) * BK; program i has queries up to (i + 1) * BQ": (
         "(tl.program_id(0) + 1) * BQ, n",
@@ -496,6 +541,23 @@ CAUSAL = kernel_exercise(
         "`a <= b & c < d` is read as `a <= (b & c) < d`; put each comparison into parentheses": (
             "key[None, :] <= query[:, None]",
             "key[None, :] <= query[:, None] & key[None, :] < n",
+        ),
+        "`a <= b & (c < d)` is read as `a <= (b & (c < d))`; put each comparison into "
+        "parentheses": (
+            "key[None, :] <= query[:, None]",
+            "key[None, :] <= query[:, None] & (key[None, :] < n)",
+        ),
+        "the mask counts the keys of each tile from 0; key j is number start + j": (
+            "key[None, :] <= query",
+            "tl.arange(0, BK)[None, :] <= query",
+        ),
+        "the mask compares keys with rows that count those of other heads, too": (
+            "key[None, :] <= query[:, None]",
+            "key[None, :] <= head + query[:, None]",
+        ),
+        "the maximum is taken over hidden scores, too; hide them before": (
+            HIDE.format("key[None, :] <= query[:, None]") + GROW,
+            GROW + HIDE.format("key[None, :] <= query[:, None]"),
         ),
         **LOOP_END_MISTAKES,
         "masked scores become 0, and exp(0) is 1; use -inf": (
@@ -562,6 +624,7 @@ BACKWARD_QUERIES = kernel_exercise(
     QUERIES_TASK,
     draw_for_backward,
     {
+        **SIZE_MISTAKES,
         "delta is missing: dS is P ∘ (dP - delta)": (" - delta[:, None]", ""),
         "lse is not subtracted: P is exp(score - lse)": (" - lse[:, None]", ""),
         "there is no mask": ("key[None, :] <= query[:, None]", "key[None, :] < n"),
@@ -598,6 +661,11 @@ BACKWARD_QUERIES = kernel_exercise(
         ),
         "the scores are not scaled": (") * scale  # (BQ, BK)", ")  # (BQ, BK)"),
         "dQ is not scaled: S is scale · Q Kᵀ": ("grad_q * scale", "grad_q"),
+        "dQ is scaled twice; the scale comes once in the scores, and once at the end": (
+            "grad_q * scale",
+            "grad_q * scale * scale",
+        ),
+        "P multiplies the keys; dQ is dS K": ("grad_scores.to(k.dtype), k,", "p.to(k.dtype), k,"),
         "dP multiplies dO with the keys; it is dO Vᵀ": (
             "tl.dot(grad_out, tl.trans(v)",
             "tl.dot(grad_out, tl.trans(k)",
@@ -641,6 +709,35 @@ BACKWARD_KEYS = kernel_exercise(
         "0 · NaN is NaN": (
             "delta_ptr + head + query, mask=query < n, other=0.0",
             "delta_ptr + head + query, mask=query < n",
+        ),
+        "head_dim is taken to be 64; it is `D`": (
+            "    key, channel =",
+            "    D = 64\n    key, channel =",
+        ),
+        "a tile has 64 columns; it has `D`": SIZE_MISTAKES["a tile has 64 columns; it has `D`"],
+        "the scale is taken to be 1/8, that of a head_dim of 64; it is `scale`": (
+            "    key, channel =",
+            "    scale = 0.125\n    key, channel =",
+        ),
+        "a program keeps BQ keys, counted from i * BQ; it keeps BK, from i * BK": (
+            "    key, channel = first +",
+            "    BK = BQ\n    key, channel = tl.program_id(0) * BQ +",
+        ),
+        "a query does not see its own key": ("key[:, None] <= query", "key[:, None] < query"),
+        "the loop starts at `first // BQ`, the number of a tile; its first query is that times "
+        "BQ": ("range(first // BQ * BQ, n, BQ)", "range(first // BQ, n, BQ)"),
+        "the last tile is left out if a single query is in it; `range` excludes its end, so that "
+        "is n": (
+            "range(first // BQ * BQ, n, BQ)",
+            "range(first // BQ * BQ, n - 1, BQ)",
+        ),
+        "P multiplies the queries; dK is dS Q": (
+            "grad_scores.to(q.dtype), q,",
+            "p.to(q.dtype), q,",
+        ),
+        "dK is scaled twice; the scale comes once in the scores, and once at the end": (
+            "grad_k * scale",
+            "grad_k * scale * scale",
         ),
         "a last tile of fewer queries is left out": (
             "range(first // BQ * BQ, n, BQ)",
@@ -822,6 +919,14 @@ GRAD_SCORES = Exercise(
         "delta is a mean; take the sum of each row of dO ∘ O": (".sum", ".mean"),
         "delta is summed over the queries; each row has its own, dim=-1": (".sum(1", ".sum(0"),
         "delta is one sum over all queries; each row has its own, dim=-1": ("1, keepdim=True", ""),
+        "delta lacks the output; take the sum of each row of dO ∘ O": (
+            "grad_out * out",
+            "grad_out",
+        ),
+        "the largest score is subtracted, not lse: P is exp(score - lse)": (
+            "lse[:, None]",
+            "scores.amax(1, keepdim=True)",
+        ),
         "lse is not subtracted: P is exp(score - lse)": (" - lse[:, None]", ""),
         "the exponent is negated: P is exp(score - lse)": (
             "scores - lse[:, None]",
