@@ -7,6 +7,8 @@ that the causal mask hides but that is loaded, are errors.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import random
 from collections import Counter
@@ -306,21 +308,36 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
     """
     import triton
 
+    # an error names its line in the kernel
+    @functools.wraps(kernel.fn)
     def attempt(*given: Any) -> Tensor:
         return task.run(kernel, *given)
 
-    attempt.__name__ = kernel.__name__
     text = verdict(exercise, attempt)
     if result_of(text) == "passed":
         *given, tiling = exercise.draw(random.Random(0), 1)
         launch, _ = task.plan(tiling, *(x.bfloat16() if x.ndim == 3 else x for x in given))
         text = with_compilation(text, kernel, launch)
+    if result_of(text) == "failed":
+        text = "\n  ".join([text, *(cure for sign, cure in CURES.items() if sign in text)])
     report(text, kernel.__name__, exercise.tier)
     return kernel if result_of(text) == "passed" else triton.jit(task.solution)
 
 
-# An error of Triton's compiler -> the cure.
+TILES_ARE_TRITONS = "tiles are Triton's: `tl.exp`, `tl.log`, `tl.where`, not PyTorch's or Python's"
+WHERE = "a tile is not changed in place: `tl.where(condition, a, b)` makes a new one"
+# An error of Triton's interpreter or compiler -> the cure.
 CURES = {
+    "does not support item assignment": WHERE,
+    "no attribute 'masked_fill'": WHERE,
+    "must be Tensor, not tensor": TILES_ARE_TRITONS,
+    "got (tensor": TILES_ARE_TRITONS,
+    "can only convert an array of size 1": TILES_ARE_TRITONS,
+    "incompatible dimensions": "numbers of rows meet a tile: `x[:, None]` makes a column of them",
+    "equal reduction dimensions": "the columns of a are the rows of b in `tl.dot(a, b)`: "
+    "`tl.trans` turns a tile on its side",
+    "is not string": "take out the `print`",
+    "Loop-carried variable": "start with a tile: `tl.full((BQ,), …)` or `tl.zeros((BQ,), …)`",
     "unsupported AST node type: Break": "Triton has no `break`: put the end into `range(…)`",
     "unsupported AST node type: Continue": "Triton has no `continue`: put the end into `range(…)`",
     "Both operands must be same dtype": "cast the factor in float32, as in `p.to(v.dtype)`",
@@ -338,10 +355,12 @@ def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
         carets = [number for number, line in enumerate(words) if line.strip() == "^"]
         if carets and carets[-1] > 0:
             lines.append(f"in `{words[carets[-1] - 1].strip()}`")
-        lines.append(words[-1])
-        lines += [cure for sign, cure in CURES.items() if sign in words[-1]]
-        return "\n  ".join(lines)
-    return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
+        return "\n  ".join([*lines, words[-1]])
+    text += f"\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
+    source = inspect.getsource(kernel.fn)
+    if source.count("tl.dot(") > source.count("input_precision"):
+        text += '\n  but on a GPU `tl.dot` rounds float32, unless it has input_precision="ieee"'
+    return text
 
 
 def draw_heads(generator: random.Random, size: int) -> tuple[Any, ...]:

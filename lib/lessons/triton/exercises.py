@@ -45,6 +45,8 @@ class Launch:
 def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
     """A function of tensors that launches `kernel` as `plan` says, and returns the output."""
 
+    # an error names its line in the kernel
+    @functools.wraps(getattr(kernel, "fn", kernel))
     def run(*tensors: Tensor) -> Tensor:
         launch = plan(*tensors)
         watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
@@ -52,7 +54,6 @@ def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
             return on_gpu(kernel, plan, tensors)
         return launch.output
 
-    run.__name__ = kernel.__name__
     return run
 
 

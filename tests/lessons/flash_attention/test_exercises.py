@@ -337,6 +337,48 @@ def test_the_schedule_is_asked_for_before_the_pictures_that_show_one():
     assert cell_with("check_schedule(") < cell_with("timeline_slider()")
 
 
+def kernel_in_a_file(folder: Path, name: str, old: str, new: str):
+    """The solution `name` with `old` replaced by `new`: Triton compiles what is in a file."""
+    file = folder / "wrong_kernels.py"
+    source = Path(solutions_triton.__file__).read_text(encoding="utf-8")
+    file.write_text(source.replace(old, new), encoding="utf-8")
+    return triton.jit(runpy.run_path(str(file))[name])
+
+
+SCORES = 'tl.where(key[None, :] < n, scores, float("-inf"))'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cure"),
+    [
+        (f"scores = {SCORES}", 'scores[:, key >= n] = float("-inf")', "`tl.where(condition"),
+        (SCORES, 'scores.masked_fill(key >= n, float("-inf"))', "`tl.where(condition"),
+        ("m + tl.log(l)", '__import__("math").log(l)', "not PyTorch's"),
+        ("m + tl.log(l)", '__import__("torch").log(l)', "not PyTorch's"),
+        ("scores - new_m[:, None]", "scores - new_m", "`x[:, None]` makes a column"),
+        ("tl.trans(k)", "k", "`tl.trans` turns"),
+    ],
+)
+def test_an_error_names_its_line_in_the_kernel_and_a_cure(old, new, cure, tmp_path, capsys):
+    source = Path(solutions_triton.__file__).read_text(encoding="utf-8").splitlines()
+    line = 1 + next(i for i, text in enumerate(source) if old in text)
+    exercises.check_forward(kernel_in_a_file(tmp_path, "flash_forward", old, new))
+    words = capsys.readouterr().out
+    assert f"line {line} of the cell raised" in words
+    assert cure in words
+
+
+def test_a_right_kernel_that_rounds_float32_on_a_gpu_is_told_so(tmp_path, capsys):
+    exercises.check_forward(triton.jit(solutions_triton.flash_forward))
+    assert "rounds" not in capsys.readouterr().out
+    old = 'tl.trans(k), input_precision="ieee"'
+    kernel = kernel_in_a_file(tmp_path, "flash_forward", old, "tl.trans(k)")
+    assert exercises.check_forward(kernel) is kernel
+    words = capsys.readouterr().out
+    assert words.startswith("right")
+    assert "on a GPU `tl.dot` rounds float32" in words
+
+
 LOOP = "for start in range(0, end, BK):\n"
 
 
@@ -351,20 +393,23 @@ LOOP = "for start in range(0, end, BK):\n"
             "in `break`",
             "put the end into `range(…)`",
         ),
+        ('tl.full((BQ,), float("-inf"), tl.float32)', 'float("-inf")', "in `", "start with a tile"),
+        (
+            "        m = new_m",
+            "        print(m)\n        m = new_m",
+            "print",
+            "take out the `print`",
+        ),
     ],
-    ids=["cast", "accumulator", "break"],
+    ids=["cast", "accumulator", "break", "start", "print"],
 )
 def test_a_kernel_that_does_not_compile_for_16_bits_is_not_right(
     old, new, line, cure, tmp_path, capsys
 ):
-    # Triton compiles what is in a file
-    file = tmp_path / "wrong_kernels.py"
-    source = Path(solutions_triton.__file__).read_text(encoding="utf-8")
-    file.write_text(source.replace(old, new), encoding="utf-8")
-    wrong = triton.jit(runpy.run_path(str(file))["causal_forward"])
+    wrong = kernel_in_a_file(tmp_path, "causal_forward", old, new)
     assert exercises.check_causal(wrong).fn is solutions_triton.causal_forward
     words = capsys.readouterr().out
-    assert words.startswith("not yet: right in the interpreter, but for bfloat16 it does not")
+    assert "not yet: right in the interpreter, but for bfloat16 it does not" in words
     assert line in words
     assert cure in words
 
