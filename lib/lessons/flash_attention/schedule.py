@@ -80,12 +80,13 @@ def simulate(
 def run_order(order: str) -> list[Span]:
     """Let the tensor cores multiply in this order: `A.S0 B.S0 A.PV0 …`.
 
-    A and B are warpgroups, S0 the scores of tile 0, and PV0 its weights times values. A softmax
-    begins as soon as its scores are there. A warpgroup has room for two tiles of scores.
+    A and B are warpgroups, S0 the scores of tile 0, and PV0 its weights times values. All keys and
+    values are there. A softmax begins as soon as its scores are there. A warpgroup has room for two
+    tiles of scores.
 
     Raises:
         TypeError: `order` is not a string.
-        ValueError: a matmul is unknown, missing or there twice, or waits forever.
+        ValueError: a matmul is unknown, missing or there twice, or waits for one that comes later.
     """
     if not isinstance(order, str):
         raise TypeError(f"the order must be one string, found {type(order).__name__}")
@@ -102,30 +103,34 @@ def run_order(order: str) -> list[Span]:
     for name in jobs:
         if words.count(name) != 1:
             raise ValueError(f"{name} must be there once, found {words.count(name)} times")
+    for index, word in enumerate(words):
+        group, short, tile = word[0], word[2:-1], int(word[-1])
+        needed = f"{group}.S{tile}" if short == "PV" else f"{group}.PV{tile - 2}"
+        if needed in words[index:]:
+            raise ValueError(f"{word} waits for {needed}, which comes later in this order")
 
     def choose(done: Mapping[Job, float]) -> list[Job]:
         word = next((word for word in words if jobs[word] not in done), None)
         if word is None:
             return []
         group, what, tile = jobs[word]
-        needed: list[Job] = [(-1, LOADED[what], tile)]
-        if what == "values":
-            needed.append((group, "softmax", tile))
-        elif tile >= 2:
-            needed.append((group, "values", tile - 2))
-        return [jobs[word]] if all(job in done for job in needed) else []
+        # the matmuls that it needs came before
+        is_ready = what == "scores" or (group, "softmax", tile) in done
+        return [jobs[word]] if is_ready else []
 
-    try:
-        return _run(2, TILES, choose)
-    except RuntimeError as error:
-        stuck = next(word for word in words if jobs[word] not in error.args[0])
-        raise ValueError(f"{stuck} waits forever for what comes later in this order") from None
+    return _run(2, TILES, choose, has_producer=False)
 
 
 def _run(
-    warpgroups: int, tiles: int, choose: Callable[[Mapping[Job, float]], list[Job]]
+    warpgroups: int,
+    tiles: int,
+    choose: Callable[[Mapping[Job, float]], list[Job]],
+    *,
+    has_producer: bool = True,
 ) -> list[Span]:
     """Tick until all is done; `choose` says which matmuls share the tensor cores now.
+
+    Without a producer, nothing is loaded.
 
     Raises:
         RuntimeError: nothing can go on; its argument is what is done.
@@ -133,9 +138,9 @@ def _run(
     began: dict[Job, float] = {}
     left: dict[Job, float] = {}
     done: dict[Job, float] = {}
-    loads: list[Job] = [(-1, f"load {x}", i) for i in range(tiles) for x in "KV"]
+    loads: list[Job] = [(-1, f"load {x}", i) for i in range(tiles) for x in "KV" * has_producer]
     groups, now = range(warpgroups), 0
-    while len(done) < 2 * tiles + 3 * tiles * warpgroups:
+    while len(done) < len(loads) + 3 * tiles * warpgroups:
         heads = choose(done)
         sums = [(g, "softmax", i) for g in groups for i in range(tiles) if _is_next(g, i, done)]
         loading = [job for job in loads if job not in done][:1]

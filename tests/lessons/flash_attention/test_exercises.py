@@ -267,7 +267,7 @@ def test_another_good_schedule_is_right_and_says_how_long_tensor_cores_idle(caps
         )
 
     exercises.check_schedule(best_schedule)
-    assert capsys.readouterr().out.startswith("right: as expected\n  yours 13.5 % idle")
+    assert capsys.readouterr().out.startswith("right: as expected\n  yours 11.1 % idle")
 
 
 def test_a_schedule_that_cannot_be_done_is_told_why(capsys):
