@@ -182,8 +182,9 @@ LADDER = (
 def diff(number: int) -> list[str]:
     """The lines that version `number` (2 to 8) changes, with `-` and `+` before them.
 
-    Lines that are only indented otherwise are left out. Version 6 is in another language, Gluon:
-    its two loops are shown as new. Versions 7 and 8 switch lines on that it has already.
+    Lines that are only indented otherwise are left out, but for one under a new `if`.
+    Version 6 is in another language, Gluon: its two loops are shown as new. Versions 7 and 8 switch
+    lines on that it has already.
     """
     rung = LADDER[number - 1]
     if number == 6:
@@ -196,6 +197,9 @@ def diff(number: int) -> list[str]:
     ).get_opcodes():
         if kind != "equal":
             changed += [f"-{line}" for line in old[a:b]] + [f"+{line}" for line in new[c:d]]
+        elif changed and changed[-1].lstrip("+ ").startswith("if "):
+            # an old line, now under a new `if`
+            changed.append(f" {new[c]}")
     return changed + [f"+{line}" for line in _switched_on(rung)]
 
 

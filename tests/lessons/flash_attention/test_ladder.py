@@ -41,6 +41,10 @@ def test_a_diff_leaves_out_what_is_only_indented_otherwise():
     lines = diff(4)
     assert not any("key = start + tl.arange" in line for line in lines)
     assert any(line.startswith("+") and "static_range" in line for line in lines)
+    # but the old line under a new `if` is there
+    following = lines[lines.index("+            if phase:") + 1]
+    assert following.startswith(" ")
+    assert "tl.where(" in following
     assert diff(5) == ["-num_stages=1", "+num_stages=3"]
     assert "+    mbarrier.arrive(turns.index((PART + 1) % CONFIG.WARPGROUPS))" in diff(8)
 
