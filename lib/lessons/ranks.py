@@ -134,7 +134,17 @@ class Threads:
         return self.gathered[-1]
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
-        """This rank's slice of the sum over all ranks, (n,) of (count · n,)."""
+        """This rank's slice of the sum over all ranks, (n,) of (count · n,).
+
+        Raises:
+            ValueError: `whole` can't be cut into `count` equal slices.
+        """
+        _check_is_tensor("reduce_scatter", whole)
+        if whole.ndim == 1 and len(whole) % self.count:
+            raise ValueError(
+                f"reduce_scatter cuts a tensor into {self.count} equal slices, got {len(whole)} "
+                f"elements; pad to a multiple of {self.count}"
+            )
         self.calls["reduce-scatters"] += 1
         total = sum(self._exchange("reduce_scatter", whole))
         return total.chunk(self.count)[self.number].clone()  # type: ignore[union-attr]

@@ -25,7 +25,8 @@ def train_attempt(source: str, name: str, steps: int) -> Tensor:
     for _ in range(steps):
         grads = torch.autograd.grad(loss(params, x, target), params)
         with torch.no_grad():
-            attempt(params, list(grads), state, ranks)
+            # a new list: what the attempt puts into it is no parameter
+            attempt([*params], list(grads), state, ranks)
     return torch.cat([param.detach().flatten() for param in params])
 
 

@@ -196,11 +196,14 @@ def _draw_step(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 3)
     shapes = [(generator.randint(1, 2 + size // 4), 2), (ranks + generator.randint(1, 3),)]
 
-    def tensors() -> Tensors:
-        return Tensors(whole_numbers(generator, *shape) for shape in shapes)
+    # last, small gradients, whose ε counts; a power of two keeps sums exact
+    scale = 2.0**-20 if size > 10 else 1.0
+
+    def tensors(scale: float = 1.0) -> Tensors:
+        return Tensors(whole_numbers(generator, *shape) * scale for shape in shapes)
 
     # several steps, since the first one begins without moments
-    return tensors(), Steps([tensors() for _ in range(ranks)] for _ in range(3))
+    return tensors(), Steps([tensors(scale) for _ in range(ranks)] for _ in range(3))
 
 
 def stepping(attempt: Callable) -> Callable[[list[Tensor], list], dict[str, Any]]:
@@ -215,7 +218,8 @@ def stepping(attempt: Callable) -> Callable[[list[Tensor], list], dict[str, Any]
         def job(ranks: Threads) -> list[dict[str, Any]]:
             own, state, found = [param.clone() for param in params], {}, []
             for step in grads:
-                attempt(own, [grad.clone() for grad in step[ranks.number]], state, ranks)
+                # a new list: what an attempt puts into it is no parameter
+                attempt([*own], [grad.clone() for grad in step[ranks.number]], state, ranks)
                 found.append(_numbers_of(own, state) | ranks.calls)
             return found
 
@@ -340,6 +344,19 @@ ZERO1_STEP = Exercise(
             "",
         ),
         "the second moment is that of the gradient itself; square it": ("gradient**2", "gradient"),
+        "ε is inside the root; add it to the root": (
+            "(v_hat.sqrt() + eps)",
+            "(v_hat + eps).sqrt()",
+        ),
+        "ε is missing, so that an element without gradient gives 0 / 0": (" + eps)", ")"),
+        "β₂ is 0.999, as in PyTorch; here it is 0.95": ("0.95", "0.999"),
+        "β₁ is in the second moment, too; that has β₂": ("0.9, 0.95", "0.9, 0.9"),
+        "the learning rate is 0.001, as in PyTorch; here it is 0.01": ("0.01", "0.001"),
+        "the first step has the number 0, so that bias correction divides by 0": (
+            "    m_hat, v_hat",
+            "    step -= 1\n    m_hat, v_hat",
+        ),
+        "weights go up the gradient; subtract the update": ("mine - lr", "mine + lr"),
     },
     tier="core",
     trials=30,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lib.ddp import costs
-from lib.lessons.exercise import verdict
+from lib.lessons.exercise import edited, verdict
 from lib.lessons.ranks import run_on_threads
 from lib.lessons.zero1 import attempts
 from lib.lessons.zero1.exercises import (
@@ -148,6 +148,27 @@ def test_a_rank_that_leaves_a_message_out_is_named():
             ranks.reduce_scatter(torch.zeros(ranks.count))
 
     assert "forever: rank 0 waits in reduce_scatter" in verdict(ZERO1_STEP, stepping(attempt))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("(v_hat.sqrt() + eps)", "(v_hat + eps).sqrt()", "ε is inside the root"),
+        ("1e-8", "1e-6", "expected"),
+        ("param.copy_(", "params[0] = (", "with copy_"),
+        ("torch.zeros(-len(joined) % ranks.count)", "joined[:0]", "pad to a multiple of"),
+    ],
+)
+def test_a_wrong_step_fails_on_threads(old, new, told):
+    text = verdict(ZERO1_STEP, edited(zero1_step, old, new), seed=0)
+    assert text.startswith("not yet")
+    assert told in text
+
+
+def test_a_step_with_another_order_of_roundings_is_right():
+    old = "mine - lr * m_hat / (v_hat.sqrt() + eps)"
+    new = "mine - lr / (1 - beta1**step) * m / (v.sqrt() / (1 - beta2**step) ** 0.5 + eps)"
+    assert verdict(ZERO1_STEP, edited(zero1_step, old, new)).startswith("right")
 
 
 def test_numbers_are_close_up_to_rounding():
