@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from lib.core.settings import require
 from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, report
 from lib.lessons.speedrun.race import FEWEST_SEEDS, Race, Recipe, at_target, enter, faults
 
@@ -68,6 +69,11 @@ TIME_TO_TARGET = Exercise(
             "return None",
             "return last_seconds",
         ),
+        "a first point that is there already is left out; its seconds count": (
+            "        if bits <= target:\n            if last_bits is None:\n"
+            "                return seconds\n",
+            "        if last_bits is not None and bits <= target < last_bits:\n",
+        ),
         "a later crossing is taken; the first counts": (
             "for _, seconds, bits in curve:",
             "first = [p[2] <= target for p in curve].index(True) if curve[-1][2] <= target else 0\n"
@@ -84,7 +90,7 @@ TIME_TO_TARGET = Exercise(
 
 
 class ToyRace:
-    """A race on a clock of its own: steps of known length, a model with known bits.
+    """A race on a clock of its own: steps of known length, after each a model with known bits.
 
     Args:
         steps: (seconds, tokens, bits afterwards) of each step; the last one is repeated.
@@ -93,25 +99,39 @@ class ToyRace:
     def __init__(
         self, steps: Sequence[tuple], target: float, judged_every: int, limit: float
     ) -> None:
-        self.steps, self.now, self.bits = steps, 100.0, 9.0
+        self.steps, self.now, self.clock_was_read = steps, 100.0, False
         self.target, self.judged_every, self.limit = target, judged_every, limit
+        self.bits: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        names = ("target", "judged_every", "limit")
+        rules = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        steps = f"steps of (seconds, tokens, bits after it) {self.steps}"
+        return f"a toy race with {rules}, and {steps}"
 
     def clock(self) -> float:
+        self.clock_was_read = True
         return self.now
 
+    def require_clock(self) -> None:
+        require(self.clock_was_read, "race.clock() was never read; take the time from it")
+
     def judge(self, model: str) -> float:
-        if model != "the model":
-            raise TypeError(f"judge takes the model that the recipe yields, got {model!r}")
+        if model not in self.bits:
+            raise TypeError(f"judge takes a model that the recipe yields, got {model!r}")
         self.now += 5.0
-        return self.bits
+        return self.bits[model]
 
     def recipe(self, race: ToyRace, seed: int) -> Iterator[tuple[str, int]]:
         if race is not self or seed != 7:
             raise ValueError("call recipe(race, seed) with what run_to_target was given")
         for step in range(50 * len(self.steps)):
-            seconds, tokens, self.bits = self.steps[min(step, len(self.steps) - 1)]
+            seconds, tokens, bits = self.steps[min(step, len(self.steps) - 1)]
             self.now += seconds
-            yield "the model", tokens
+            model = f"the model after step {step + 1}"
+            self.bits[model] = bits
+            yield model, tokens
+        self.require_clock()
         raise RuntimeError("the run goes on long after its target and its limit")
 
 
@@ -119,9 +139,9 @@ def on_toys(attempt: Callable) -> Callable:
     """A function that lets `attempt` run a `ToyRace`, and returns its curve."""
 
     @functools.wraps(attempt)
-    def played(steps: list, target: float, judged_every: int, limit: float) -> Any:
-        race = ToyRace(steps, target, judged_every, limit)
+    def played(race: ToyRace) -> Any:
         found = attempt(race.recipe, race, 7)
+        race.require_clock()
         return [tuple(point) for point in found] if isinstance(found, (list, tuple)) else found
 
     return played
@@ -136,7 +156,7 @@ def _draw_run(generator: random.Random, size: int) -> tuple:
     target = generator.choice([generator.choice(steps)[2], steps[-1][2], bits - 1])
     every = generator.choice([64, 128, 300])
     total = sum(step[0] for step in steps)
-    return steps, target, every, generator.choice([2 * total, total / 2])
+    return (ToyRace(steps, target, every, generator.choice([2 * total, total / 2])),)
 
 
 @on_toys
@@ -175,6 +195,26 @@ RUN_TO_TARGET = Exercise(
             "    before = race.clock()\n    while True:\n        model, count = next(steps)\n"
             "        seconds = race.clock() - before\n",
         ),
+        "the model of the first step is judged each time; judge the one that this step yielded": (
+            "        model, count = next(steps)\n",
+            "        latest, count = next(steps)\n        model = model if tokens else latest\n",
+        ),
+        "the model of the step before is judged; judge the one that this step yielded": (
+            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n",
+            "    latest = None\n    while True:\n        before = race.clock()\n"
+            "        model, (latest, count) = latest, next(steps)\n"
+            "        model = model or latest\n",
+        ),
+        "each round makes a new generator, which starts anew; make it once, before the loop": (
+            "next(steps)",
+            "next(recipe(race, seed))",
+        ),
+        "the first step is taken before the clock starts; it counts, too": (
+            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n"
+            "        seconds += race.clock() - before\n",
+            "    while True:\n        before = race.clock()\n        model, count = next(steps)\n"
+            "        seconds += race.clock() - before if tokens else 0\n",
+        ),
         "the model is judged after every step": (
             "tokens - judged_at >= race.judged_every or is_over",
             "True",
@@ -185,6 +225,14 @@ RUN_TO_TARGET = Exercise(
             "            judged_at = tokens\n",
             "",
         ),
+        "judged_at moves on by judged_every, but steps overshoot that; set it to tokens": (
+            "judged_at = tokens\n",
+            "judged_at += race.judged_every\n",
+        ),
+        "after exactly judged_every tokens the model is not judged; it is due": (
+            "tokens - judged_at >= race.judged_every",
+            "tokens - judged_at > race.judged_every",
+        ),
         "a model that is exactly at the target goes on; it has reached it": (
             "bits <= race.target",
             "bits < race.target",
@@ -193,6 +241,11 @@ RUN_TO_TARGET = Exercise(
         "the limit ends the run only where it would be judged anyway": (
             "race.judged_every or is_over:",
             "race.judged_every:",
+        ),
+        "a run at the limit returns without its last judgement; judge, append, then return": (
+            "        if tokens - judged_at >= race.judged_every or is_over:\n",
+            "        if is_over:\n            return curve\n"
+            "        if tokens - judged_at >= race.judged_every:\n",
         ),
         "a run that is exactly at the limit goes on": (
             "seconds >= race.limit",
@@ -208,6 +261,14 @@ RUN_TO_TARGET = Exercise(
             "            judged_at = tokens\n"
             "            if bits <= race.target or is_over:\n                return curve\n"
             "            curve.append((tokens, seconds, bits))\n",
+        ),
+        "the curve has its last point alone; append each": (
+            "curve.append((tokens, seconds, bits))",
+            "curve = [(tokens, seconds, bits)]",
+        ),
+        "a point is (tokens, seconds, bits), in this order": (
+            "(tokens, seconds, bits)",
+            "(seconds, tokens, bits)",
         ),
         "tokens are those of the last step; add them up": ("tokens += count", "tokens = count"),
         "steps are counted, not tokens": ("tokens += count", "tokens += 1"),

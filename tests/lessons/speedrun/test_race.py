@@ -97,8 +97,25 @@ def test_a_referee_that_counts_the_judges_time_is_named():
     assert verdict(RUN_TO_TARGET, exercises.on_toys(attempt)).startswith("not yet")
 
 
+def test_a_referee_with_another_clock_is_told():
+    def attempt(recipe, rules, seed):
+        clocked = copy.copy(rules)
+        clocked.clock = time.perf_counter
+        return referee(lambda _, seed: recipe(rules, seed), clocked, seed)
+
+    text = verdict(RUN_TO_TARGET, exercises.on_toys(attempt))
+    assert "race.clock() was never read" in text
+
+
+def test_a_toy_race_says_what_its_numbers_are():
+    text = verdict(RUN_TO_TARGET, exercises.on_toys(lambda recipe, rules, seed: []))
+    assert "a toy race with target=" in text
+    assert "steps of (seconds, tokens, bits after it) [(" in text
+
+
 def test_a_recipe_that_ends_the_generator_is_reported_not_hung():
     def attempt(recipe, rules, seed):
+        rules.clock()
         return list(recipe(rules, seed))
 
     text = verdict(RUN_TO_TARGET, exercises.on_toys(attempt))
