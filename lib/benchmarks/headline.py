@@ -110,7 +110,12 @@ class Comparison:
 
 
 # Peers that the table does not call by their names in the records.
-PEERS = {"torch_ddp": "PyTorch's DDP", "torch_ddp+torch_zero": "PyTorch's ZeRO"}
+PEERS = {
+    "torch_ddp": "PyTorch's DDP",
+    "torch_ddp+torch_zero": "PyTorch's ZeRO",
+    "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4",
+}
 DICTIONARY = {"text": "gcide", "vocab_size": 10_000}
 CODE = {"text": "linux", "vocab_size": 10_000}
 TOKENIZERS = (
@@ -126,7 +131,7 @@ CAUSAL = {
     "keys": 4096,
     "is_causal": True,
     "dtype": "bfloat16",
-    "in_graph": False,
+    "in_graph": True,
 }
 COMPARISONS = (
     Comparison(
