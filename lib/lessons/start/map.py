@@ -54,7 +54,7 @@ STOPS = (
         "04_profiling", "Profiling", "a clock you can trust", "what\nis slow", 3.5, "1", VERMILLION
     ),
     Stop("05_triton", "Triton", "your first GPU kernels", "kernels", 3, "½", VERMILLION),
-    Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 7, "1", VERMILLION),
+    Stop("06_flash_attention", "FlashAttention", "a fast kernel", "fast\nstep", 8, "1", VERMILLION),
     Stop("07_ddp", "Data parallelism", "one model, many ranks", "copies\nof state", 5, "1", GREEN),
     Stop("08_zero1", "ZeRO-1", "sharded optimizer state", "sharded\nstate", 2.5, "1", GREEN),
     Stop("09_fsdp", "FSDP", "everything is sharded", "every\npart", 4, "1", GREEN),
