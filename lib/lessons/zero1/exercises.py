@@ -109,6 +109,24 @@ def _draw_buffer(generator: random.Random, size: int) -> tuple:
     return elements, ranks, alignment
 
 
+def in_whole_numbers(attempt: Callable) -> Callable[..., list[tuple[int, int]]]:
+    """The function `attempt`, whose boundaries must be whole numbers: 8.0 equals 8, but can't cut.
+
+    Raises:
+        TypeError: one of them is a float.
+    """
+
+    @functools.wraps(attempt)
+    def checked(*arguments: int) -> list[tuple[int, int]]:
+        found = attempt(*arguments)
+        pairs = [pair for pair in found if isinstance(pair, tuple)] if found else []
+        if floats := [stop for pair in pairs for stop in pair if isinstance(stop, float)]:
+            raise TypeError(f"a boundary must be a whole number, got {floats[0]!r}; divide with //")
+        return found
+
+    return checked
+
+
 def shard_boundaries(num_elements: int, ranks: int, alignment: int) -> list[tuple[int, int]]:
     length = -(-num_elements // (ranks * alignment)) * alignment
     starts = [rank * length for rank in range(ranks)]
@@ -488,7 +506,7 @@ def check_balanced_owners(attempt: Callable) -> None:
 
 def check_shard_boundaries(attempt: Callable) -> None:
     """Check `shard_boundaries(num_elements, ranks, alignment)` -> (start, stop) of each rank."""
-    check(SHARD_BOUNDARIES, attempt)
+    check(SHARD_BOUNDARIES, in_whole_numbers(attempt))
 
 
 def check_zero1_step(attempt: Callable) -> None:

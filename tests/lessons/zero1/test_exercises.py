@@ -19,6 +19,7 @@ from lib.lessons.zero1.exercises import (
     ZERO1_STEP,
     Close,
     check_fair_owners,
+    check_shard_boundaries,
     check_zero1_step,
     stepping,
     weighed,
@@ -103,6 +104,20 @@ def test_smallest_first_is_named():
         return found
 
     assert "or from the small end" in verdict(BALANCED_OWNERS, smallest_first, seed=0)
+
+
+@pytest.mark.parametrize(("divide", "told"), [("//", "right"), ("/", "got 0.0; divide with //")])
+def test_boundaries_are_whole_numbers(divide, told, capsys):
+    old = "-(-num_elements // (ranks * alignment)) * alignment"
+    new = f"-(-num_elements // (ranks * alignment)) * alignment * ranks {divide} ranks"
+    check_shard_boundaries(edited(SHARD_BOUNDARIES.solve, old, new))
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "it returned None"), ([7], "yours 7")])
+def test_something_that_is_no_list_of_pairs_is_told(given, told, capsys):
+    check_shard_boundaries(lambda *arguments: given)
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("elements", [1, 4, 5, 97, 128])
