@@ -144,8 +144,8 @@ FAULTS = [
     # tiles may be as large as one likes
     Fault(
         PUZZLES,
-        "> MOST_NUMBERS:",
-        "> 1e9:",
+        "run.largest_tile > most_numbers:",
+        "run.largest_tile > 1e9:",
         "tests/lessons/triton/test_exercises.py",
     ),
     # the floor is counted on stories that models were trained on

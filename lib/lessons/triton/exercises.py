@@ -27,7 +27,6 @@ from lib.lessons.triton.recorder_triton import Run, watch, watched
 TRIALS = 5
 # Numbers that fit one tile of the last puzzle.
 MOST_NUMBERS = 1024
-EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,9 @@ class Launch:
     arguments: tuple
     options: dict[str, int]
 
+    most_numbers: int | None = None
+    """In a tile, if the puzzle limits that."""
+
 
 def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
     """A function of tensors that launches `kernel` as `plan` says, and returns the output."""
@@ -49,7 +51,8 @@ def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
     @functools.wraps(getattr(kernel, "fn", kernel))
     def run(*tensors: Tensor) -> Tensor:
         launch = plan(*tensors)
-        watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
+        run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
+        check_run(run, launch.most_numbers)
         if torch.cuda.is_available() and hasattr(kernel, "fn"):
             return on_gpu(kernel, plan, tensors)
         return launch.output
@@ -59,9 +62,23 @@ def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
 
 def on_gpu(kernel: Any, plan: Callable[..., Launch], tensors: tuple[Tensor, ...]) -> Tensor:
     """The output of the compiled kernel."""
-    launch = plan(*(x.cuda() for x in tensors))
+    launch = plan(*(x.cuda() if isinstance(x, Tensor) else x for x in tensors))
     kernel[launch.grid](*launch.arguments, **launch.options)
     return launch.output.cpu()
+
+
+def check_run(run: Run, most_numbers: int | None = None) -> None:
+    """Refuse programs that store nothing, and tiles that are too large.
+
+    Raises:
+        ValueError: no program stores anything, or a tile has more than `most_numbers` numbers.
+    """
+    if not run.of("store"):
+        raise ValueError("no program stores anything: tl.store is missing")
+    if most_numbers and run.largest_tile > most_numbers:
+        raise ValueError(
+            f"a tile must have at most {most_numbers:,} numbers, got {run.largest_tile:,}"
+        )
 
 
 def puzzle(
@@ -229,6 +246,17 @@ ADD_BIAS = puzzle(
             "offsets < M * N",
         ),
         "the load of the bias has no mask": ("columns, mask=columns < N)", "columns)"),
+        "the bias is missing": ("x + bias[None, :]", "x"),
+        "the stride is wrong: from a row to the next it is N elements, not COLUMNS": (
+            "rows[:, None] * N",
+            "rows[:, None] * COLUMNS",
+        ),
+        "the bias is that of the row: it has an element for each column": (
+            "tl.load(bias_ptr + columns, mask=columns < N)  # (COLUMNS,)\n"
+            "    tl.store(y_ptr + offsets, x + bias[None, :]",
+            "tl.load(bias_ptr + rows, mask=rows < M)\n"
+            "    tl.store(y_ptr + offsets, x + bias[:, None]",
+        ),
         "every program loads the first tile of the bias": (
             "tl.load(bias_ptr + columns, mask=columns < N)",
             "tl.load(bias_ptr + tl.arange(0, COLUMNS), mask=tl.arange(0, COLUMNS) < N)",
@@ -286,8 +314,11 @@ def check_row_sums(kernel: Any) -> None:
 def _draw_logits(generator: random.Random, size: int) -> tuple:
     shape = generator.randint(1, 5), generator.randint(2, 4 + size)
     x = floats(generator, *shape, scale=3.0)
-    # exp(100) is more than a float32 holds
-    return (x + (0.0 if size % 2 else 100.0),)
+    # exp(100) is more than a float32 holds, exp(-120) less; size is 1, 4, 7, 10 or 13
+    x += {4: 100.0, 7: -120.0, 10: -600.0}.get(size, 0.0)
+    # one number far above the mean
+    x[:, generator.randrange(shape[1])] += 200.0 if size > 10 else 0.0
+    return (x,)
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -313,6 +344,23 @@ SOFTMAX = puzzle(
         "the largest of the row is not subtracted, so that exp overflows": (
             "tl.exp(x - tl.max(x, axis=0))",
             "tl.exp(x)",
+        ),
+        "lanes that are masked off hold 0, which is the maximum of a row of negative numbers": (
+            'float("-inf"))\n    weights = tl.exp(x - tl.max(x, axis=0))\n',
+            "0.0)\n    weights = tl.exp(x - tl.max(x, axis=0))\n"
+            "    weights = tl.where(columns < N, weights, 0.0)\n",
+        ),
+        "lanes that are masked off hold -100, but rows may lie below: only -inf is below all": (
+            'float("-inf")',
+            "-100.0",
+        ),
+        "the mean of the row is subtracted, not its largest number, so that exp overflows": (
+            "tl.max(x, axis=0)",
+            "tl.sum(tl.where(columns < N, x, 0.0), axis=0) / N",
+        ),
+        "rows are taken to be BLOCK elements apart": (
+            "tl.load(x_ptr + row * N",
+            "tl.load(x_ptr + row * BLOCK",
         ),
         "the weights are not divided by their sum": (" / tl.sum(weights, axis=0)", ""),
         "they are divided by the sum of x": (
@@ -385,16 +433,16 @@ def check_transpose(kernel: Any) -> None:
 
 def _draw_rows(generator: random.Random, size: int) -> tuple:
     shape = generator.randint(1, 4), 1 + length(generator, size, 8)
-    return (floats(generator, *shape, scale=0.01 if size > 8 else 1.0),)
+    return floats(generator, *shape, scale=0.01 if size > 8 else 1.0), 10.0 ** -(1 + size % 5)
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[1:], eps=EPS)
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[1:], eps=eps)
 
 
-def launch_rms_norm(x: Tensor) -> Launch:
+def launch_rms_norm(x: Tensor, eps: float) -> Launch:
     y = empty(*x.shape, like=x)
-    return Launch(y, (len(x),), (x, y, x.shape[1], EPS), {"BLOCK": 8})
+    return Launch(y, (len(x),), (x, y, x.shape[1], eps), {"BLOCK": 8}, most_numbers=8)
 
 
 RMS_NORM = puzzle(
@@ -409,6 +457,18 @@ RMS_NORM = puzzle(
             "squares / BLOCK",
         ),
         "eps is missing": (" + eps", ""),
+        "eps is written as a number, where the argument belongs": ("+ eps", "+ 1e-5"),
+        "eps is divided by N, too": ("squares / N + eps", "(squares + eps) / N"),
+        "the sum of squares is not divided by N": ("squares / N", "squares"),
+        "only the first tile of each row is squared and added": (
+            "squares = 0.0\n    for start in range(0, N, BLOCK):",
+            "squares = 0.0\n    for start in range(0, 1):",
+        ),
+        "lanes that are masked off are added, too; `other` says what they hold": (
+            "other=0.0)\n        squares",
+            ")\n        squares",
+        ),
+        "the store has no mask": ("x * scale, mask=columns < N", "x * scale"),
         "eps is added outside of the root": (
             "tl.sqrt(squares / N + eps)",
             "(tl.sqrt(squares / N) + eps)",
@@ -428,13 +488,15 @@ RMS_NORM = puzzle(
 
 def check_rms_norm(kernel: Any) -> None:
     """Puzzle 6."""
-    check_kernel(RMS_NORM, kernel, launch_rms_norm, torch.arange(60.0).view(3, 20))
+    check_kernel(RMS_NORM, kernel, launch_rms_norm, torch.arange(60.0).view(3, 20), 1e-5)
 
 
 def _draw_matrices(generator: random.Random, size: int) -> tuple:
-    M, N, K = generator.randint(1, 18), generator.randint(1, 18), length(generator, size, 16)
+    M, N, K = generator.randint(1, 16), generator.randint(1, 16), length(generator, size, 16)
     # wider than it is deep, now and then: then other strides are out of bounds
     M, N = M + (M == K), N + (N == K) if size % 2 else K + 1
+    # one grid that is tall
+    M += 32 if size > 12 else 0
     return floats(generator, M, K), floats(generator, K, N)
 
 
@@ -469,6 +531,26 @@ MATMUL = puzzle(
             "rows[:, None] * K",
             "rows[:, None] * M",
         ),
+        "the stride of a is wrong: a row of a has K elements, not N": (
+            "rows[:, None] * K",
+            "rows[:, None] * N",
+        ),
+        "the stride of c is wrong: a row of c has N elements": (
+            "c_ptr + rows[:, None] * N",
+            "c_ptr + rows[:, None] * M",
+        ),
+        "the two axes of the grid are mixed up": (
+            "tl.program_id(0) * ROWS + tl.arange(0, ROWS)\n    columns = tl.program_id(1)",
+            "tl.program_id(1) * ROWS + tl.arange(0, ROWS)\n    columns = tl.program_id(0)",
+        ),
+        "each step takes the first DEPTH elements: k begins at start": (
+            "start + tl.arange(0, DEPTH)",
+            "tl.arange(0, DEPTH)",
+        ),
+        "tl.dot rounds a and b to TF32: give it input_precision": (
+            ', input_precision="ieee"',
+            "",
+        ),
         "`other=0.0` is missing: lanes that are off hold anything, and are multiplied": (
             "mask=a_mask, other=0.0",
             "mask=a_mask",
@@ -498,8 +580,16 @@ def check_matmul(kernel: Any) -> None:
 
 
 def _draw_layer(generator: random.Random, size: int) -> tuple:
-    x, w = _draw_matrices(generator, size)
-    return x, w, floats(generator, w.shape[1])
+    """Small at first, then larger on each axis than tiles of 32, then longer than any tile may be.
+
+    Longer on one axis after another, so that few programs are needed.
+    """
+    at_least = {1: (2, 2, 2), 4: (34, 66, 98)}  # size is 1, 4, 7, 10 or 13
+    long = tuple(MOST_NUMBERS + 1 if axis == size // 4 else 3 for axis in (1, 2, 3))
+    M, K, N = (least + generator.randint(0, 9) for least in at_least.get(size, long))
+    N += N in (M, K)
+    # small numbers, since rounding adds up along K
+    return floats(generator, M, K, scale=0.25), floats(generator, K, N), floats(generator, N)
 
 
 def linear_relu(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -510,14 +600,25 @@ def recorded(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor,
     """The result of a function that launches kernels, and what they did.
 
     Raises:
-        ValueError: none is launched, or a tile has more than MOST_NUMBERS numbers.
+        ValueError: not one kernel is launched, a tile has more than MOST_NUMBERS numbers, or
+            PyTorch computes what the kernel is to compute.
     """
     with watched() as runs:
         result = function(*tensors)
-    if not runs:
-        raise ValueError("no kernel was launched")
-    if (largest := max([run.largest_tile for run in runs], default=0)) > MOST_NUMBERS:
-        raise ValueError(f"a tile must have at most {MOST_NUMBERS:,} numbers, got {largest:,}")
+    if len(runs) != 1:
+        raise ValueError(
+            f"one kernel must be launched once, got {len(runs)} launches"
+            if runs
+            else "no kernel was launched"
+        )
+    (run,) = runs
+    check_run(run, MOST_NUMBERS)
+    loaded = [run.tensors[access.tensor].tensor.data_ptr() for access in run.of("load")]
+    if not {x.data_ptr() for x in tensors} <= set(loaded):
+        raise ValueError("the kernel must load x, w and bias as they were given")
+    stored = [run.tensors[access.tensor] for access in run.of("store")]
+    if isinstance(result, Tensor) and not any(memory.still_holds(result) for memory in stored):
+        raise ValueError("the result must be what the kernel stored, unchanged")
     return result, runs
 
 
@@ -537,9 +638,12 @@ def launches(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @functools.cache
 def kilobytes(function: Callable[..., Tensor]) -> float:
     """KB that the programs load and store, for 64 × 64 matrices."""
-    x, w, bias = torch.ones(64, 64), torch.ones(64, 64), torch.ones(64)
+    generator = random.Random(0)
+    x, w, bias = (floats(generator, *shape) for shape in ((64, 64), (64, 64), (64,)))
     function = solutions.linear_relu if function is linear_relu else function
-    _, runs = recorded(getattr(function, "__wrapped__", function), x, w, bias)
+    result, runs = recorded(getattr(function, "__wrapped__", function), x, w, bias)
+    if not torch.allclose(result, linear_relu(x, w, bias), atol=1e-4):
+        raise ValueError("for 64 × 64 matrices the result is wrong")
     return sum(run.bytes_moved() for run in runs) / 1e3
 
 
@@ -554,9 +658,15 @@ LINEAR_RELU = Exercise(
         "the bias is missing": _without_bias,
         "the ReLU is missing": lambda x, w, bias: x @ w + bias,
         "the bias is added after the ReLU": lambda x, w, bias: torch.relu(x @ w) + bias,
+        "only the first 32 of the K elements are multiplied": lambda x, w, bias: torch.relu(
+            x[:, :32] @ w[:32] + bias
+        ),
+        "the bias is added in each step of 32; add it once, after the loop": lambda x, w, bias: (
+            torch.relu(x @ w + bias * ceil(len(w), 32))
+        ),
     },
     "open",
-    trials=4,
+    trials=5,
     seconds=20,
     measure=kilobytes,
     unit="KB",

@@ -47,7 +47,7 @@ LANGUAGE = [
 
 
 class KernelError(IndexError):
-    """A kernel touched what is not there, or two programs stored to one element."""
+    """A kernel touched what is not there, used atomics, or two programs stored to one element."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,15 @@ class Memory:
             view = numbers.as_strided(self.shape, strides, start).reshape(-1)
             self.places[view.numpy()] = np.arange(len(view))
         self.start = start
+        self.version = self.tensor._version
 
     def data_ptr(self) -> int:
         return self.base
+
+    def still_holds(self, result: Tensor) -> bool:
+        """Whether `result` is this tensor, and PyTorch has not changed it since the launch."""
+        same = result.data_ptr() == self.tensor.data_ptr() and result.shape == self.shape
+        return same and result._version == self.version
 
     def place(self, offsets: np.ndarray) -> np.ndarray:
         """Row-major index in the tensor of each offset; -1 outside of it."""
@@ -319,12 +325,14 @@ def _noted(run: Run, strict: bool) -> Iterator[None]:
         memory.cells[offsets[chosen] + memory.start] = values[chosen].astype(memory.cells.dtype)
 
     def refuse(*_):
-        raise NotImplementedError("atomics are not recorded")
+        raise KernelError("atomics are not recorded: store each element once, with tl.store")
 
-    def dot(a, b, d, *rest):
+    def dot(a, b, d, precision, *rest):
         run.flops["matmul"] += 2 * a.data.size * b.data.shape[-1]
         run.largest_tile = max(run.largest_tile, a.data.size, b.data.size, d.data.size)
-        return matmul(a, b, d, *rest)
+        if getattr(precision, "name", precision) == "TF32" and a.data.dtype == np.float32:
+            a, b = (TensorHandle(to_tf32(x.data), x.dtype.scalar) for x in (a, b))
+        return matmul(a, b, d, precision, *rest)
 
     def counted(compute):
         def operation(*handles):
@@ -351,6 +359,11 @@ def _noted(run: Run, strict: bool) -> Iterator[None]:
             changes[f"create_{name}"] = counted(getattr(builder, f"create_{name}"))
     with patch.multiple(builder, **changes), patch.object(interpreter.ReduceOps, "apply", reduce):
         yield
+
+
+def to_tf32(x: np.ndarray) -> np.ndarray:
+    """Float32 numbers rounded to the 10 bits of TF32's fraction, as tensor cores take them."""
+    return ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32)
 
 
 def _patch_tensor(tensor: type, *scope: Any, patch_all=interpreter._patch_lang_tensor) -> None:

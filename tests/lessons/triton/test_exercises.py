@@ -1,5 +1,8 @@
 """The puzzles of notebook 05: other right answers, and wrong ones whose result is right."""
 
+import inspect
+import linecache
+
 import pytest
 import torch
 
@@ -73,6 +76,35 @@ def test_tiles_have_a_limit_and_a_kernel_has_to_be_launched():
     assert "at most 1,024 numbers, got 2,048" in verdict(exercises.LINEAR_RELU, too_large)
     by_torch = exercises.launches(lambda x, w, bias: torch.relu(x @ w + bias))
     assert "no kernel was launched" in verdict(exercises.LINEAR_RELU, by_torch)
+
+
+def with_kernel(old, new):
+    """The last puzzle with tiles of 32 and an edit of the kernel or its launch."""
+    source = inspect.getsource(solutions_triton).replace("16", "32")
+    assert source.count(old) >= 1
+    code, file = source.replace(old, new), f"<edited {hash((old, new))}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    names = {"__name__": "edited"}
+    exec(compile(code, file, "exec"), names)
+    return exercises.launches(names["linear_relu"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("range(0, K, DEPTH)", "range(0, 1, DEPTH)"),
+        ("tl.dot(x, w, total, ", "tl.dot(x, w, "),
+        ("k = start + ", "k = "),
+        ("(triton.cdiv(M, 32), triton.cdiv(N, 32))", "(triton.cdiv(N, 32), triton.cdiv(M, 32))"),
+        ("tl.program_id(0) * ROWS + ", ""),
+        ('total, input_precision="ieee")', "total)"),
+        ("return y", "return torch.relu(x @ w + bias)"),
+        ("return y", "return y.clamp_(min=0)"),
+    ],
+)
+def test_wrong_layers_with_tiles_of_32_are_found(old, new):
+    assert verdict(exercises.LINEAR_RELU, with_kernel("32", "32")).startswith("right")
+    assert verdict(exercises.LINEAR_RELU, with_kernel(old, new)).startswith("not yet")
 
 
 @pytest.mark.gpu
