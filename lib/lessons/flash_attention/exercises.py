@@ -319,7 +319,8 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
         launch, _ = task.plan(tiling, *(x.bfloat16() if x.ndim == 3 else x for x in given))
         text = with_compilation(text, kernel, launch)
     if result_of(text) == "failed":
-        text = "\n  ".join([text, *(cure for sign, cure in CURES.items() if sign in text)])
+        cures = [cure for sign, cure in CURES.items() if sign in text]
+        text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
     report(text, kernel.__name__, exercise.tier)
     return kernel if result_of(text) == "passed" else triton.jit(task.solution)
 
@@ -356,11 +357,16 @@ def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
         if carets and carets[-1] > 0:
             lines.append(f"in `{words[carets[-1] - 1].strip()}`")
         return "\n  ".join([*lines, words[-1]])
-    text += f"\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
+    return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
+
+
+ROUNDS = 'on a GPU, and here too, `tl.dot` rounds float32 unless it has input_precision="ieee"'
+
+
+def rounds_float32(kernel: Any) -> bool:
+    """Whether a kernel's source has a `tl.dot` without a precision."""
     source = inspect.getsource(kernel.fn)
-    if source.count("tl.dot(") > source.count("input_precision"):
-        text += '\n  but on a GPU `tl.dot` rounds float32, unless it has input_precision="ieee"'
-    return text
+    return source.count("tl.dot(") > source.count("input_precision")
 
 
 def draw_heads(generator: random.Random, size: int) -> tuple[Any, ...]:

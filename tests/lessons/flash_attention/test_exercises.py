@@ -368,15 +368,15 @@ def test_an_error_names_its_line_in_the_kernel_and_a_cure(old, new, cure, tmp_pa
     assert cure in words
 
 
-def test_a_right_kernel_that_rounds_float32_on_a_gpu_is_told_so(tmp_path, capsys):
+def test_a_kernel_that_rounds_float32_is_told_why_it_is_off(tmp_path, capsys):
     exercises.check_forward(triton.jit(solutions_triton.flash_forward))
     assert "rounds" not in capsys.readouterr().out
     old = 'tl.trans(k), input_precision="ieee"'
     kernel = kernel_in_a_file(tmp_path, "flash_forward", old, "tl.trans(k)")
-    assert exercises.check_forward(kernel) is kernel
+    assert exercises.check_forward(kernel) is not kernel
     words = capsys.readouterr().out
-    assert words.startswith("right")
-    assert "on a GPU `tl.dot` rounds float32" in words
+    assert words.startswith("not yet")
+    assert "`tl.dot` rounds float32 unless" in words
 
 
 LOOP = "for start in range(0, end, BK):\n"
