@@ -32,7 +32,7 @@ class Tiles:
     shared_operands: int = 0  # of the left ones, those in shared memory rather than registers
 
     def shared_bytes(self, dim: int) -> int:
-        """Of 16-bit tiles, and two float32 numbers for each of their rows; then of operands."""
+        """Bytes of 16-bit tiles, of two float32 numbers for each of their rows, and of operands."""
         stage = 2 * self.columns * dim * 2 + 2 * self.columns * 4
         return self.stages * stage + self.shared_operands * self.rows * dim * 2
 

@@ -27,7 +27,7 @@ NUMBERS: dict[str, Any] = {
     "i64": ctypes.c_int64,
     "fp32": ctypes.c_float,
 }
-# What `.param` says in PTX, and its bytes.
+# The types of `.param` in PTX, and their bytes.
 PTX_BYTES = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
 
 

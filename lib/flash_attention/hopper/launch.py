@@ -169,7 +169,7 @@ def flash_forward(
     *,
     schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `flash_forward` in `lib.flash_attention.triton_attention`, for what `supports` accepts."""
+    """Do what `lib.flash_attention.triton_attention.flash_forward` does, where `supports` holds."""
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
@@ -207,7 +207,7 @@ def flash_backward(
     grads: Grads | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
 ) -> Grads:
-    """As `flash_backward` in `lib.flash_attention.triton_attention`, for what `supports` accepts.
+    """Do what `lib.flash_attention.triton_attention.flash_backward` does, where `supports` holds.
 
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
@@ -233,7 +233,7 @@ class BackwardCall(NamedTuple):
     grads: Grads
 
     for_rows: Tensor
-    """Of each row of each tile of queries the log-sum-exp in base 2; then of each -delta."""
+    """The log-sum-exp in base 2 of each row of each tile of queries; then -delta of each."""
 
     angles: tuple[Tensor, Tensor]
     """Cosines and sines; any tensors if there is nothing to rotate back."""

@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a trial of a kernel draws."""
+    """The inputs that a trial of a kernel draws."""
 
     heads: int
     lengths: tuple[int, int]
@@ -404,7 +404,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling) -> Tensor:
     return side_by_side(*attention_and_lse(q, k, v, is_causal=True))
 
 
-# What belongs to a launch, written into the kernel.
+# Settings of a launch, written into the kernel.
 SIZE_MISTAKES = {
     "head_dim is taken to be 64; it is `D`": (
         "    query, channel =",

@@ -64,7 +64,7 @@ def tensor_parallel_case() -> list[Tensor]:
 
 
 def mlp_alone(number: int, count: int) -> dict[str, Tensor]:
-    """What rank `number` of `count` should find, by autograd in one process with whole matrices."""
+    """The results of rank `number` of `count`, by autograd in one process with whole matrices."""
     *inputs, grad_y = tensor_parallel_case()
     x, w1, w2 = (tensor.requires_grad_() for tensor in inputs)
     y = (x @ w1.T).relu() @ w2.T
