@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from lib.core.records import append_record
 from lib.core.settings import require
 from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, report
-from lib.lessons.speedrun.race import FEWEST_SEEDS, Race, Recipe, at_target, enter, faults
+from lib.lessons.speedrun.race import (
+    FEWEST_SEEDS,
+    Race,
+    Recipe,
+    at_target,
+    board_file,
+    entry_of,
+    faults,
+)
+from lib.model import TransformerLM
 
 # 1. Time to target
 
@@ -284,6 +296,8 @@ FAST_ENOUGH = 0.9
 SEEDS = tuple(range(1, 1 + FEWEST_SEEDS))
 # Seconds for which the starting recipe runs beside each run, as a yardstick.
 YARDSTICK_SECONDS = 1.5
+# The share of a uniform guess's bits that a model still needs after one step.
+UNTRAINED = 0.8
 
 
 def tokens_per_s(recipe: Recipe, race: Race) -> float:
@@ -296,37 +310,90 @@ def tokens_per_s(recipe: Recipe, race: Race) -> float:
     return tokens / (now - start)
 
 
+def watched(
+    recipe: Recipe, race: Race, seed: int, earlier: Sequence[TransformerLM]
+) -> Iterator[tuple[TransformerLM, int]]:
+    """Yield the steps of `recipe`, which is not given the held-out text.
+
+    Args:
+        earlier: models of other runs.
+
+    Raises:
+        ValueError: a step is against the rules, or they end.
+    """
+    given = dataclasses.replace(race, validation_tokens=race.validation_tokens[:0], handed_out=[])
+    steps = recipe(given, seed)
+    advice = "let it `yield model, tokens` after each step"
+    require(isinstance(steps, Iterator), f"a recipe is a generator; {advice}")
+    said = 0
+    for step in steps:
+        model, tokens = step if isinstance(step, tuple) and len(step) == 2 else (step, None)
+        kinds = f"{type(model).__name__} and {type(tokens).__name__}"
+        is_legal = isinstance(model, TransformerLM) and isinstance(tokens, int)
+        require(is_legal, f"a recipe yields a TransformerLM and an int, got {kinds}; {advice}")
+        said += tokens
+        is_new = all(model is not other for other in earlier)
+        require(is_new, "one model is trained in several runs; build it inside the recipe")
+        # a recipe may draw its next batch early
+        handed, most = sum(given.handed_out), max(given.handed_out, default=0)
+        require(
+            abs(said - handed) <= most,
+            f"it says {said:,} tokens, but race.batch handed out {handed:,}; take every batch "
+            "from there, and yield x.numel()",
+        )
+        yield model, tokens
+    raise ValueError(f"the recipe ended after {said:,} tokens; loop with itertools.count")
+
+
+def inspected(recipe: Recipe, race: Race, seed: int, earlier: Sequence[TransformerLM]) -> Any:
+    """The model of `recipe` after one step, which is not raced but warms the device up.
+
+    Raises:
+        ValueError: the model knows more than one step can teach.
+    """
+    model, _ = next(watched(recipe, race, seed, earlier))
+    rules = race.rules()
+    guessing = math.log2(race.vocab_size) * rules["validation_tokens"] / rules["validation_bytes"]
+    bits = race.judge(model)
+    require(
+        bits >= UNTRAINED * guessing,
+        f"after one step the model is at {bits:.2f} bits per byte, where guessing is at "
+        f"{guessing:.2f}; start from random weights, and yield after each step",
+    )
+    return model
+
+
 def race_verdict(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> str:
-    """Return the verdict on a recipe that must be faster than `start`; keep it on the leaderboard.
+    """Return the verdict on a recipe that must be faster than `start`; a right one is entered.
 
     What `start` would take is its tokens to the target over its speed, measured beside each run.
     """
     curves, speeds = {}, []
+    models: list[TransformerLM] = []
+    rules = race.rules()
     for seed in SEEDS:
         try:
-            steps = attempt(race, seed)
-        except NotImplementedError:
-            return NOT_ATTEMPTED
-        if not isinstance(steps, Iterator):
-            return "not yet: a recipe is a generator; let it `yield model, tokens` after each step"
-        try:
+            models.append(inspected(attempt, race, seed, models))
             speeds.append(tokens_per_s(start, race))
-            curves[seed] = referee(attempt, race, seed)
+            curves[seed] = referee(lambda on, seed: watched(attempt, on, seed, models), race, seed)
         except NotImplementedError:
             return NOT_ATTEMPTED
         except Exception as error:
             return f"not yet: with seed {seed} it raised {type(error).__name__}: {error}"
+        if race.rules() != rules:
+            return "not yet: the rules or the judge's text changed meanwhile; make `race` anew"
         if at_target(curves[seed], race.target) is None:
             bits = curves[seed][-1][2]
             return f"not yet: seed {seed} ended at {bits:.3f} bits per byte, not {race.target}"
-    entry = enter(race, attempt.__name__, attempt, curves)
+    entry = entry_of(race, attempt.__name__, attempt, curves)
     if wrong := faults(entry, race):
         return f"not yet: {'; '.join(wrong)}"
     yours = median(run["seconds"] for run in entry["figures"]["runs"])
     ours = tokens / median(speeds)
-    compared = f"{yours:.1f} s (median of {len(SEEDS)} seeds), the starting recipe {ours:.1f} s"
+    compared = f"{yours:.2f} s (median of {len(SEEDS)} seeds), the starting recipe {ours:.2f} s"
     if yours > FAST_ENOUGH * ours:
-        return f"not yet: {compared}; get to {FAST_ENOUGH * ours:.1f} s"
+        return f"not yet: {compared}; get to {FAST_ENOUGH * ours:.2f} s"
+    append_record(race.board or board_file(), entry)
     return f"right: {compared}; it is on your leaderboard"
 
 

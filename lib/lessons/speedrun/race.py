@@ -10,10 +10,11 @@ import difflib
 import hashlib
 import inspect
 import linecache
+import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,7 @@ from lib.core.files import ROOT
 from lib.core.hardware import pick_device
 from lib.core.records import append_record, new_record, read_records
 from lib.core.settings import require
+from lib.data.batches import get_batch
 from lib.data.prepare import TokenizeConfig
 from lib.data.token_array import load_token_array
 from lib.lessons.notebook import workspace
@@ -87,6 +89,9 @@ class Race:
     board: Path | None = None
     """The leaderboard that entries go to; None: the reader's own, `board_file()`."""
 
+    handed_out: list[int] = field(default_factory=list)
+    """The tokens of each batch so far."""
+
     @classmethod
     def on(
         cls,
@@ -117,6 +122,14 @@ class Race:
     def vocab_size(self) -> int:
         return len(self.bytes_of_token)
 
+    def batch(
+        self, size: int, length: int, generator: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Training sequences from places that `generator` draws: x and y, both (size, length)."""
+        x, y = get_batch(self.train_tokens, size, length, self.device, generator=generator)
+        self.handed_out.append(x.numel())
+        return x, y
+
     def clock(self) -> float:
         """The time in seconds, once the device has done all its work."""
         if self.device.type == "cuda":
@@ -124,14 +137,20 @@ class Race:
         return time.process_time() if self.by_processor else time.perf_counter()
 
     def judge(self, model: TransformerLM) -> float:
-        """The bits per byte of `model` on the validation tokens."""
-        return evaluate(
+        """The bits per byte of `model` on the validation tokens.
+
+        Raises:
+            ValueError: they are not finite.
+        """
+        bits = evaluate(
             model,
             self.validation_tokens,
             self.bytes_of_token,
             batch_size=JUDGED_AT_ONCE,
             device=self.device,
         ).bits_per_byte
+        require(math.isfinite(bits), f"the model is at {bits} bits per byte; try a lower rate")
+        return bits
 
     def rules(self) -> dict[str, Any]:
         """The settings that two runs must share to be compared."""
@@ -213,13 +232,13 @@ def board_file() -> Path:
     return workspace() / "artifacts/local/speedrun_leaderboard.jsonl"
 
 
-def enter(
+def entry_of(
     race: Race,
     name: str,
     recipe: Recipe,
     curves: Mapping[int, Sequence[tuple]],
 ) -> dict[str, Any]:
-    """Write an entry into the race's leaderboard, and return it: one run for each seed.
+    """An entry for the leaderboard: one run for each seed.
 
     Args:
         name: the recipe, or what it changes.
@@ -241,7 +260,17 @@ def enter(
     clock = "processor" if race.by_processor else "wall"
     figures |= {"rules": race.rules(), "threads": torch.get_num_threads(), "clock": clock}
     figures["runs"] = runs
-    entry = new_record(figures, device=race.device)
+    return new_record(figures, device=race.device)
+
+
+def enter(
+    race: Race,
+    name: str,
+    recipe: Recipe,
+    curves: Mapping[int, Sequence[tuple]],
+) -> dict[str, Any]:
+    """Write `entry_of` the same arguments into the race's leaderboard, and return it."""
+    entry = entry_of(race, name, recipe, curves)
     append_record(race.board or board_file(), entry)
     return entry
 
@@ -258,6 +287,9 @@ def faults(entry: Mapping[str, Any], race: Race) -> list[str]:
     seeds = {run["seed"] for run in runs if isinstance(run["seed"], int)}
     if len(seeds) < FEWEST_SEEDS:
         found.append(f"{len(seeds)} of {FEWEST_SEEDS} seeds")
+    scores = {tuple(bits for _, _, bits in run["curve"]) for run in runs}
+    if len(scores) < len(runs):
+        found.append("two seeds gave the same curve; draw weights and batches with `seed`")
     for run in runs:
         curve = [Judged(*point) for point in run["curve"]]
         where = at_target(curve, rules["target"])

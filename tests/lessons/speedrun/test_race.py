@@ -2,13 +2,16 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import time
 
 import numpy as np
 import pytest
+import torch
 
 from lib.core.records import read_records
+from lib.data import get_batch
 from lib.lessons.exercise import NOT_ATTEMPTED, verdict
 from lib.lessons.speedrun import exercises, race
 from lib.lessons.speedrun.exercises import (
@@ -50,8 +53,8 @@ def good_recipe(target_race, seed):
 def entry(tmp_path):
     """An entry of three seeds that stands."""
     rules = dataclasses.replace(toy_race(), board=tmp_path / "board.jsonl")
-    curve = [(2048, 1.0, 5.5), (4096, 2.0, 4.0)]
-    return enter(rules, "mine", good_recipe, dict.fromkeys(SEEDS, curve))
+    curves = {seed: [(2048, 1.0, 5.5), (4096, 2.0, 4.0 - seed / 100)] for seed in SEEDS}
+    return enter(rules, "mine", good_recipe, curves)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,24 @@ def test_a_recipe_that_ends_the_generator_is_reported_not_hung():
     assert "the run goes on long after its target and its limit" in text
 
 
+def test_a_model_that_is_not_finite_is_not_judged(notebook):
+    model, _ = next(notebook["recipe"](toy_race(), 0))
+    with torch.no_grad():
+        model.output_weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the model is at nan bits per byte; try a lower rate"):
+        toy_race().judge(model)
+
+
+def test_a_batch_is_of_the_training_tokens_and_counted():
+    rules = dataclasses.replace(toy_race(), handed_out=[])
+    x, y = rules.batch(2, 8, np.random.default_rng(0))
+    expected = get_batch(rules.train_tokens, 2, 8, "cpu", generator=np.random.default_rng(0))
+    assert torch.equal(x, expected[0])
+    assert torch.equal(y, expected[1])
+    rules.batch(3, 4, np.random.default_rng(0))
+    assert rules.handed_out == [16, 12]
+
+
 def test_the_judge_is_that_of_the_workbook(notebook):
     rules = toy_race()
     model, _ = next(notebook["recipe"](rules, 0))
@@ -158,7 +179,7 @@ def test_the_processor_clock_does_not_count_waiting():
 
 def test_a_true_claim_stands(entry):
     assert faults(entry, toy_race()) == []
-    assert summary(entry)["seconds"] == pytest.approx(1 + 1 / 1.5)
+    assert summary(entry)["seconds"] == pytest.approx(1 + 1 / 1.52)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +194,7 @@ def test_a_true_claim_stands(entry):
         (("runs", 1, "tokens"), 5.0, "seed 2: tokens or seconds are not those of its curve"),
         (("runs", 2, "curve"), [[2048, 1.0, 5.5]], "seed 3 did not reach the target"),
         (("runs", 2, "curve", 0, 0), 3900, "seed 3 was judged too often"),
+        (("runs", 2, "curve"), [[2048, 1.0, 5.5], [4096, 2.0, 3.98]], "gave the same curve"),
         (("source",), "def recipe(race, seed): ...", "the recipe is not the one that ran"),
     ],
 )
@@ -213,16 +235,19 @@ def test_a_faster_recipe_wins_and_is_kept_with_its_seeds(notebook, tmp_path):
     assert faults(kept, toy_race()) == []
 
 
-def test_a_recipe_that_is_no_faster_is_told_how_far_it_is(notebook):
-    text = race_verdict(notebook["best"], notebook["recipe"], 100.0, toy_race())
+def test_a_recipe_that_is_no_faster_is_told_how_far_it_is(notebook, tmp_path):
+    board = tmp_path / "board.jsonl"
+    rules = dataclasses.replace(toy_race(), board=board)
+    text = race_verdict(notebook["best"], notebook["recipe"], 100.0, rules)
     assert text.startswith("not yet: ")
     assert "get to" in text
+    assert not board.exists()
 
 
-def never_ends(rules, seed):
+def stands_still(rules, seed):
     model, _ = next(notebook_with_toy_race()["recipe"](rules, seed))
     while True:
-        yield model, 512
+        yield model, rules.batch(8, 64, np.random.default_rng(seed))[0].numel()
 
 
 def breaks(rules, seed):
@@ -230,7 +255,64 @@ def breaks(rules, seed):
 
 
 def returns(rules, seed):
-    return next(notebook_with_toy_race()["recipe"](rules, seed))
+    return list(next(notebook_with_toy_race()["recipe"](rules, seed)))
+
+
+def swaps(rules, seed):
+    for model, tokens in good_recipe(rules, seed):
+        yield tokens, model
+
+
+def counts(rules, seed):
+    yield np.bincount(rules.train_tokens), len(rules.train_tokens)
+
+
+def ends(rules, seed):
+    yield from itertools.islice(good_recipe(rules, seed), 3)
+
+
+def says_a_tenth(rules, seed):
+    for model, tokens in good_recipe(rules, seed):
+        yield model, tokens // 10
+
+
+def says_a_hundredfold(rules, seed):
+    for model, tokens in good_recipe(rules, seed):
+        yield model, 100 * tokens
+
+
+def takes_other_tokens(rules, seed):
+    elsewhere = dataclasses.replace(rules, handed_out=[])
+    yield from good_recipe(elsewhere, seed)
+
+
+def trains_on_the_held_out_text(rules, seed):
+    yield from good_recipe(dataclasses.replace(rules, train_tokens=rules.validation_tokens), seed)
+
+
+def trains_before_it_yields(rules, seed):
+    for step, (model, tokens) in enumerate(good_recipe(rules, seed), start=1):
+        if step % 100 == 0:
+            yield model, 100 * tokens
+
+
+def ignores_its_seed(rules, seed):
+    yield from good_recipe(rules, 0)
+
+
+def moves_the_target(rules, seed):
+    object.__setattr__(rules, "target", 9.0)
+    yield from stands_still(rules, seed)
+
+
+def changes_the_judge(rules, seed):
+    rules.bytes_of_token[0] += 1
+    yield from good_recipe(rules, seed)
+
+
+def shares_its_model(rules, seed, kept={}):  # noqa: B006
+    for model, tokens in good_recipe(rules, seed):
+        yield kept.setdefault("model", model), tokens
 
 
 def untouched(rules, seed):
@@ -240,19 +322,38 @@ def untouched(rules, seed):
 @pytest.mark.parametrize(
     ("attempt", "expected"),
     [
-        (never_ends, "not yet: seed 1 ended at"),
-        (breaks, "not yet: with seed 1 it raised KeyError"),
-        (returns, "not yet: a recipe is a generator"),
-        (untouched, NOT_ATTEMPTED),
+        (stands_still, "seed 1 ended at"),
+        (breaks, "with seed 1 it raised KeyError"),
+        (returns, "a recipe is a generator; let it `yield model, tokens`"),
+        (swaps, "a recipe yields a TransformerLM and an int, got int and TransformerLM"),
+        (counts, "a recipe yields a TransformerLM and an int, got ndarray and int"),
+        (ends, "the recipe ended after 1,536 tokens; loop with itertools.count"),
+        (says_a_tenth, "it says 102 tokens, but race.batch handed out 1,024"),
+        (says_a_hundredfold, "it says 51,200 tokens, but race.batch handed out 512"),
+        (takes_other_tokens, "but race.batch handed out 0; take every batch from there"),
+        (trains_on_the_held_out_text, "with seed 1 it raised ValueError: "),
+        (trains_before_it_yields, "start from random weights, and yield after each step"),
+        (ignores_its_seed, "two seeds gave the same curve"),
+        (moves_the_target, "seed 1 ended at"),
+        (changes_the_judge, "the rules or the judge's text changed meanwhile"),
+        (shares_its_model, "one model is trained in several runs; build it inside the recipe"),
     ],
 )
 def test_what_is_wrong_with_a_recipe_is_said(attempt, expected, notebook, tmp_path, monkeypatch):
     monkeypatch.setattr(exercises, "YARDSTICK_SECONDS", 0.01)
     board = tmp_path / "board.jsonl"
-    short = dataclasses.replace(toy_race(), limit=0.1, board=board)
-    text = race_verdict(attempt, notebook["recipe"], 1000.0, short)
-    assert text.startswith(expected)
+    whole = toy_race()
+    rules = dataclasses.replace(whole, bytes_of_token=whole.bytes_of_token.copy(), board=board)
+    if attempt in (stands_still, moves_the_target):
+        rules = dataclasses.replace(rules, limit=0.1)
+    text = race_verdict(attempt, notebook["recipe"], 1e9, rules)
+    assert text.startswith("not yet: ")
+    assert expected in text
     assert not board.exists()
+
+
+def test_an_untouched_recipe_is_not_attempted(notebook):
+    assert race_verdict(untouched, notebook["recipe"], 1e9, toy_race()) == NOT_ATTEMPTED
 
 
 # The committed entries
