@@ -1,9 +1,10 @@
 """Sizes, bandwidths and latencies of GPUs and a CPU, as a table and as a drawing.
 
 Sources. Sizes, bandwidths and peaks: NVIDIA's data sheets, and its white papers of the Turing,
-Ampere and Hopper architectures; Intel's page of the Xeon E5-2690 v4. L2 of an H100: Chips and
-Cheese (2023). Latencies, rounded: Jia et al. (2019) for Turing, Luo et al. (2024) for Ampere and
-Hopper; of the CPU: HPC latency numbers measured on that Xeon with TinyMemBench.
+Ampere and Hopper architectures; Intel's page of the Xeon E5-2690 v4; the H200's L2, as PyTorch
+reports it on one. Bandwidth of that L2: gpu-benches (`gpu-l2-cache/h200.txt`). Latencies of L2 and
+memory: gpu-benches (`gpu-latency/h100_pcie.txt`, at 1,755 MHz); of shared memory, rounded: Luo et
+al. (2024).
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ CPU = Chip("Xeon E5-2690 v4", 14, None, 32, 35, None, 77, 1.2, None)
 T4 = Chip("T4", 40, 256, 96, 4, 16, 320, 8.1, 65)
 A100 = Chip("A100 (80 GB, SXM)", 108, 256, 192, 40, 80, 2039, 19.5, 312)
 H100 = Chip("H100 (SXM)", 132, 256, 256, 50, 80, 3350, 67, 989)
-H200 = Chip("H200 (SXM)", 132, 256, 256, 50, 141, 4800, 67, 989)
+H200 = Chip("H200 (SXM)", 132, 256, 256, 60, 141, 4800, 67, 989)
 CHIPS = (CPU, T4, A100, H100, H200)
-# A level of memory -> its latency in cycles.
-LATENCY_CYCLES = {"registers": 1, "shared memory": 30, "L2": 250, "HBM": 500}
-CLOCK_GHZ = 1.98
+# A level of memory -> its latency in cycles of this clock, measured on an H100 (PCIe).
+LATENCY_CYCLES = {"registers": 1, "shared memory": 30, "L2": 265, "HBM": 658}
+CLOCK_GHZ = 1.755
 
 
 def show_chips() -> Markdown:
@@ -73,8 +74,8 @@ def gpu_svg() -> str:
     """The drawing, on an opaque light card: it reads the same on light and dark pages."""
     parts = [_sm(24 + 244 * i, 62, number) for i, number in enumerate((0, 1, 131))]
     parts.append(_text(505, 176, "…", "name"))
-    l2 = "L2 cache, 50 MB: all SMs share it · about 5.5 TB/s · about 250 cycles"
-    hbm = "HBM, 141 GB: your tensors are here · 4.8 TB/s · about 500 cycles"
+    l2 = "L2 cache, 60 MB: all SMs share it · about 9.7 TB/s · about 270 cycles"
+    hbm = "HBM, 141 GB: your tensors are here · 4.8 TB/s · about 660 cycles"
     parts += [_box(24, 316, 712, 48, "#fbe3b0", l2), _box(24, 398, 712, 60, "#f6d6c4", hbm)]
     for x in (134, 378, 622):
         parts.append(_arrow(x, 292, 314))
@@ -98,7 +99,7 @@ def gpu_words() -> str:
     """The drawing in words."""
     return (
         "132 multiprocessors side by side, each with tensor cores, 128 float32 units, 256 KB of "
-        "registers and 256 KB of shared memory and L1. Below them the L2 cache of 50 MB, which "
+        "registers and 256 KB of shared memory and L1. Below them the L2 cache of 60 MB, which "
         "they share, and below that HBM, 141 GB at 4.8 TB/s."
     )
 
