@@ -375,11 +375,13 @@ class Interleaved:
 
 
 def fits_together(cases: Sequence[TrainingCase], memory: float) -> bool:
-    """Whether the trainings probably fit into `memory` bytes of a rank at once.
+    """Whether the trainings probably fit into `memory` bytes of a rank at once; one always counts.
 
     Each holds its memory between steps. What its peak adds is needed by one training at a time, but
     by all of them if their steps are recorded as CUDA graphs.
     """
+    if len(cases) == 1:
+        return True
     predicted = [case.predicted for case in cases]
     held = sum(rank.between_steps for rank in predicted)
     working = [rank.peak - rank.between_steps for rank in predicted]

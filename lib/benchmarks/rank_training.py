@@ -240,6 +240,11 @@ class TrainingCase:
         return 0
 
     @property
+    def checkpoints(self) -> bool:
+        """Whether backward computes every block again."""
+        return False
+
+    @property
     def predicted(self) -> RankMemory:
         """A rank's memory by formula."""
         # the compiler keeps no more than the eager kernel
@@ -251,6 +256,7 @@ class TrainingCase:
             batch_size=self.tr_batch_size,
             dtype=self.dtype,
             low_precision_weights=self.low_precision_weights,
+            checkpoints=self.checkpoints,
             ddp_wrapper="none" if self.stage == 3 else self.wrapper,
             bucket_cap_mb=self.bucket_size_mb,
             cuda=self.backend == "nccl",

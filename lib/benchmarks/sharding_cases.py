@@ -35,6 +35,11 @@ SHARDING_METHODS: dict[str, dict[str, Any]] = {
     "torch_ddp+torch_zero": {"ddp_wrapper": "torch_ddp", "sharded_optimizer": "torch_zero"},
     "fsdp": {"ddp_wrapper": "fsdp", "sharded_optimizer": "none"},
     "fsdp2": {"ddp_wrapper": "fsdp2", "sharded_optimizer": "none"},
+    "fsdp+checkpoints": {
+        "ddp_wrapper": "fsdp",
+        "sharded_optimizer": "none",
+        "activation_checkpointing": "input",
+    },
 }
 # The method that the others are compared with.
 BASE = "flashddp"
@@ -61,7 +66,8 @@ class ShardingConfig(RanksBenchmarkConfig):
     methods: tuple[str, ...] = tuple(SHARDING_METHODS)
     """Ways to train; `none` is each rank alone, and `flashddp` what the others are compared with.
 
-    `zero1` averages gradients itself. Methods with a + shard the optimizer behind a wrapper.
+    `zero1` averages gradients itself, and behind a wrapper after a +. `+checkpoints` recomputes
+    every block in backward.
     """
 
     attention_kernel: str = "sdpa"
@@ -123,9 +129,14 @@ class ShardingCase(TrainingCase):
 
     @property
     def stage(self) -> int:
-        if self.method in ("fsdp", "fsdp2"):
+        fields = SHARDING_METHODS[self.method]
+        if fields["ddp_wrapper"] in ("fsdp", "fsdp2"):
             return 3
-        return int(SHARDING_METHODS[self.method]["sharded_optimizer"] != "none")
+        return int(fields["sharded_optimizer"] != "none")
+
+    @property
+    def checkpoints(self) -> bool:
+        return "activation_checkpointing" in SHARDING_METHODS[self.method]
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """The settings for `lib.training`, with those of the method."""
@@ -138,6 +149,8 @@ def predicted_bytes(memory: RankMemory) -> dict[str, int]:
     if not memory.gradients_stay:
         # measured before the optimizer's step, when only averaged ones are left
         kinds["gradients"] = memory.averaged_gradients
+    # measured when forward ends, before a block is computed again
+    kinds["activations"] -= memory.recomputed
     return kinds | {moment: getattr(memory, name) for moment, name in MOMENTS.items()}
 
 

@@ -45,10 +45,10 @@ from lib.sharded_optimizer.memory_formula import SIZES, largest_preset, rank_mem
 
 NOTE = """Each rank is a process with a part of the batch; in `none` each trains a model of its own
 while the others do the same. `flashddp` keeps the whole optimizer on every rank, `zero1` a slice of
-it, and averages gradients itself; a method with a + shards the optimizer behind a wrapper that
-averages. `fsdp` and PyTorch's `fully_shard`, `fsdp2`, shard weights and gradients too. Methods are
-interleaved, an epoch at a time; an epoch is a sample, its time the ranks' mean, and the ratio to
-`flashddp` the median over the epochs.
+it, and averages gradients itself; in `wrapper+zero1` the wrapper averages them. `fsdp` and
+PyTorch's `fully_shard`, `fsdp2`, shard weights and gradients too; with `+checkpoints` backward
+computes every block again. Methods are interleaved, an epoch at a time; an epoch is a sample, its
+time the ranks' mean, and the ratio to `flashddp` the median over the epochs.
 
 Bytes are those of the rank that has most, in a training's third step and of itself alone. Weights,
 gradients and state are counted from the tensors that are there when the optimizer steps; the rest
@@ -59,6 +59,9 @@ nothing else.
 TARGETS = """Targets for `zero1`: state · ranks within 1% of 1, at most 1.03 of the time of
 `flashddp` and less than that of `torch_ddp+torch_zero`, and memory saved within 5% of what the
 formulas say.
+"""
+FSDP_TARGETS = """Targets for `fsdp`: at most the time of PyTorch's `fsdp2` in the same run, and a
+peak within 3% of what the formula says.
 """
 GLOO_NOTE = "times say nothing about GPUs, and gloo's own copies are in the bytes."
 TIME_COLUMNS = {
@@ -104,6 +107,7 @@ METHOD_COLORS = {
     "torch_ddp+torch_zero": ORANGE,
     "fsdp": GREY,
     "fsdp2": PURPLE,
+    "fsdp+checkpoints": GREY,
 }
 # One of the two GPUs of a free notebook on Kaggle.
 T4_BYTES = 16 * 10**9
@@ -128,6 +132,9 @@ def write_report(records: Iterable[Record], output: Path) -> None:
     targets = target_table(settings)
     if targets:
         sections.append(Section("How zero1 compares", [Table(targets)]))
+    against_fsdp2 = fsdp_table(settings)
+    if against_fsdp2:
+        sections.append(Section("How fsdp compares", [FSDP_TARGETS, Table(against_fsdp2)]))
     sections += map(_setting_section, settings)
     bars, title = accounting(settings), accounting_title(settings)
     intro = f"{title}; in brackets what was measured."
@@ -224,6 +231,23 @@ def target_table(settings: Iterable[Setting]) -> list[dict[str, Any]]:
         known = [name for name in IS_MET if IS_MET[name] and found.get(name) is not None]
         met = sum(IS_MET[name](found[name]) for name in known)
         table.append(line | {"targets met": f"{met} of {len(known)}" if known else None})
+    return table
+
+
+def fsdp_table(settings: Iterable[Setting]) -> list[dict[str, Any]]:
+    """How `fsdp` compares with PyTorch's on GPUs: a row for each setting and way to train."""
+    table = []
+    for title, setting in gpu_settings(settings).items():
+        found = {row["method"]: row for row in setting.rows if row["status"] == "ok"}
+        for method in ("fsdp", "fsdp+checkpoints"):
+            row = found.get(method)
+            if row is None:
+                continue
+            ratio, iqr = time_ratio(row, found.get("fsdp2"))
+            peak = row["measured"]["peak"]
+            line = {"setting": title, "method": method, "ms a step": row["median_ms"]}
+            line |= {"time / fsdp2": ratio, "IQR": iqr, "peak (GB)": peak / 1e9}
+            table.append(line | {"peak / predicted": peak / row["predicted"]["peak"]})
     return table
 
 

@@ -318,45 +318,93 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple
     return _AddRMSNorm.apply(x, branch, weight, eps)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMSNorm of x, (..., d_model), contiguous."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, branch, weight, eps):
-        width = x.shape[-1]
-        num_rows = x.numel() // width
-        total, normed = torch.empty_like(x), torch.empty_like(x)
-        inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(width)
-        _add_rms_norm_kernel[(num_rows,)](
-            x, branch, weight, total, normed, inverse_rms, eps, WIDTH=width, BLOCK=block
-        )
+        total, normed, inverse_rms = _norm(x, branch, weight, eps)
         ctx.save_for_backward(total, weight, inverse_rms)
         return total, normed
 
     @staticmethod
     def backward(ctx, grad_total, grad_normed):
-        total, weight, inverse_rms = ctx.saved_tensors
-        width = total.shape[-1]
-        num_rows = total.numel() // width
-        # each program loops over many rows, which leaves few partial sums of the weight's gradient
-        block = triton.next_power_of_2(width)
-        rows_at_once = max(1, NORM_ELEMENTS // block)
-        num_programs = min(triton.cdiv(num_rows, rows_at_once), NORM_PROGRAMS)
-        parts = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
-        grad = torch.empty_like(total)
-        _add_rms_norm_backward_kernel[(num_programs,)](
-            grad_total.contiguous(),
-            grad_normed.contiguous(),
-            total,
-            weight,
-            inverse_rms,
-            grad,
-            parts,
-            num_rows,
-            WIDTH=width,
-            ROWS=rows_at_once,
-            BLOCK=block,
-        )
-        return grad, grad, parts.sum(0).to(weight.dtype), None
+        grad, grad_weight = _norm_backward(grad_total, grad_normed, *ctx.saved_tensors)
+        return grad, grad, grad_weight, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        x, normed, inverse_rms = _norm(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad_normed):
+        return *_norm_backward(None, grad_normed, *ctx.saved_tensors), None
+
+
+def _norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch (None: just x), its norm, and 1 / rms of each row."""
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    total = x if branch is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    inverse_rms = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    _add_rms_norm_kernel[(num_rows,)](
+        x,
+        x if branch is None else branch,
+        weight,
+        total,
+        normed,
+        inverse_rms,
+        eps,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        HAS_BRANCH=branch is not None,
+    )
+    return total, normed, inverse_rms
+
+
+def _norm_backward(
+    grad_total: Tensor | None,
+    grad_normed: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the sum and of the weight, from those of the sum (None: zero) and its norm.
+
+    Each program loops over many rows, which leaves few partial sums of the weight's gradient.
+    """
+    width = total.shape[-1]
+    num_rows = total.numel() // width
+    block = triton.next_power_of_2(width)
+    rows_at_once = max(1, NORM_ELEMENTS // block)
+    num_programs = min(triton.cdiv(num_rows, rows_at_once), NORM_PROGRAMS)
+    parts = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
+    grad, grad_normed = torch.empty_like(total), grad_normed.contiguous()
+    _add_rms_norm_backward_kernel[(num_programs,)](
+        grad_normed if grad_total is None else grad_total.contiguous(),
+        grad_normed,
+        total,
+        weight,
+        inverse_rms,
+        grad,
+        parts,
+        num_rows,
+        WIDTH=width,
+        ROWS=rows_at_once,
+        BLOCK=block,
+        HAS_TOTAL=grad_total is not None,
+    )
+    return grad, parts.sum(0).to(weight.dtype)
 
 
 @triton.jit
@@ -370,21 +418,24 @@ def _add_rms_norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_BRANCH: tl.constexpr = True,
 ):
     """One row: the sum, 1 / rms of it, and the norm."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    x = tl.load(x_ptr + row * WIDTH + columns, inside, other=0.0)
-    branch = tl.load(branch_ptr + row * WIDTH + columns, inside, other=0.0)
-    # rounded before the norm, as if the two were computed one after the other
-    total = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
-    tl.store(total_ptr + row * WIDTH + columns, total, inside)
+    total = tl.load(x_ptr + row * WIDTH + columns, inside, other=0.0)
+    if HAS_BRANCH:
+        branch = tl.load(branch_ptr + row * WIDTH + columns, inside, other=0.0)
+        # rounded before the norm, as if the two were computed one after the other
+        total = (total.to(tl.float32) + branch.to(tl.float32)).to(total.dtype)
+        tl.store(total_ptr + row * WIDTH + columns, total, inside)
     total = total.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
     tl.store(inverse_rms_ptr + row, inverse_rms)
     weight = tl.load(weight_ptr + columns, inside).to(tl.float32)
-    tl.store(normed_ptr + row * WIDTH + columns, (total * inverse_rms * weight).to(x.dtype), inside)
+    normed = (total * inverse_rms * weight).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + row * WIDTH + columns, normed, inside)
 
 
 @triton.jit
@@ -400,6 +451,7 @@ def _add_rms_norm_backward_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_TOTAL: tl.constexpr = True,
 ):
     """With x̂ = x · inverse_rms and g = grad_normed · weight: dx = inverse_rms (g - x̂ mean(g x̂)).
 
@@ -420,11 +472,10 @@ def _add_rms_norm_backward_kernel(
         inverse_rms = tl.load(inverse_rms_ptr + rows, rows < num_rows, other=0.0)[:, None]
         grad_normed = tl.load(grad_normed_ptr + offsets, mask, other=0.0).to(tl.float32)
         x = tl.load(total_ptr + offsets, mask, other=0.0).to(tl.float32) * inverse_rms
-        grad_total = tl.load(grad_total_ptr + offsets, mask, other=0.0)
         weight_grad += tl.sum(grad_normed * x, 0)
         g = grad_normed * weight[None, :]
-        grad = inverse_rms * (g - x * (tl.sum(g * x, 1)[:, None] / WIDTH)) + grad_total.to(
-            tl.float32
-        )
-        tl.store(grad_ptr + offsets, grad.to(grad_total.dtype), mask)
+        grad = inverse_rms * (g - x * (tl.sum(g * x, 1)[:, None] / WIDTH))
+        if HAS_TOTAL:
+            grad += tl.load(grad_total_ptr + offsets, mask, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + offsets, grad.to(grad_ptr.dtype.element_ty), mask)
     tl.store(parts_ptr + program * WIDTH + columns, weight_grad, inside)

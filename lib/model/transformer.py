@@ -300,7 +300,7 @@ class TransformerLM(nn.Module):
 
         self.before_part: Callable[[nn.Module], None] | None = None
         self.around_block: Callable[..., Any] | None = None
-        self._fused_block = fused_block
+        self._fused_block, self._residual_block = fused_block, residual_block
         self.uses_kernels = True
 
     @torch.no_grad()
@@ -336,6 +336,7 @@ class TransformerLM(nn.Module):
         for layer in self.layers:
             layer.compile(dynamic=False)
         self._fused_block = torch.compile(self._fused_block, dynamic=False)
+        self._residual_block = torch.compile(self._residual_block, dynamic=False)
 
     @property
     def head(self) -> Embedding | Linear:
@@ -386,7 +387,9 @@ class TransformerLM(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
         # blocks and final norm: (batch, length, d_model) throughout
-        if self._is_fused(x):
+        if self._is_fused(x) and self.around_block is not None:
+            x = self._residual_blocks(x, positions, cache)
+        elif self._is_fused(x):
             x = self._fused_blocks(x, positions, cache)
         else:
             x = self._blocks(x, positions, cache)
@@ -421,10 +424,23 @@ class TransformerLM(nn.Module):
             self._announce(layer)
             self._announce(next_norm)
             with annotate(f"block {index}"):
-                x, normed = self._run(
-                    index, self._fused_block, layer, next_norm, x, normed, *context
-                )
+                x, normed = self._fused_block(layer, next_norm, x, normed, *context)
         return normed
+
+    def _residual_blocks(
+        self, x: Tensor, positions: Tensor | None, cache: KVCache | None
+    ) -> Tensor:
+        """`_fused_blocks` for a model with `around_block`: between blocks there is x alone.
+
+        A checkpoint keeps what its block is given. The norm costs less to compute again.
+        """
+        for index, layer in enumerate(self.layers):
+            context = (self.rope, positions) + (() if cache is None else (cache, index))
+            self._announce(layer)
+            with annotate(f"block {index}"):
+                x = self._run(index, self._residual_block, layer, x, *context)
+        self._announce(self.ln_final)
+        return _norm_kernel(self.ln_final, x)
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
         """Return the mean cross-entropy in nats per token, a float32 scalar.
@@ -473,6 +489,25 @@ def fused_block(
 
     x, normed = add_rms_norm(x, block.attn(normed, *context), block.ln2.weight, block.ln2.eps)
     return add_rms_norm(x, block.ffn(normed), next_norm.weight, next_norm.eps)
+
+
+def residual_block(block: TransformerBlock, x: Tensor, *context: Any) -> Tensor:
+    """Run a pre-norm block from one residual stream, (batch, length, d_model), to the next.
+
+    Args:
+        context: further arguments of `CausalSelfAttention.forward`.
+    """
+    from lib.model.elementwise_triton import add_rms_norm
+
+    branch = block.attn(_norm_kernel(block.ln1, x), *context)
+    x, normed = add_rms_norm(x, branch, block.ln2.weight, block.ln2.eps)
+    return x + block.ffn(normed)
+
+
+def _norm_kernel(norm: RMSNorm, x: Tensor) -> Tensor:
+    from lib.model.elementwise_triton import rms_norm
+
+    return rms_norm(x, norm.weight, norm.eps)
 
 
 class MeanLoss(nn.Module):

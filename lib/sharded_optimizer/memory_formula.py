@@ -23,9 +23,8 @@ A weight, its gradient and its state take 4 + 4 + 8 bytes in float32 and under a
   gradients of a block;
 - **gathered** weights in stage 3: embedding, head, and two blocks in `dtype`, one in use and one on
   its way;
-- with activation **checkpoints** around every block: in place of its activations the block's input
-  (on a GPU with pre-norm also its norm), and everything of one block at a time, which backward
-  computes again;
+- with activation **checkpoints** around every block: in place of its activations the block's input,
+  and everything of one block at a time, which backward computes again;
 - **working** memory: what is between the matmuls of a feed-forward layer;
 - at the end of the **forward** pass that, or the loss, whichever is larger: logits (on a CPU 16 MiB
   at a time, three times that in 2-byte types, and the sum over chunks) and the head's copy in a
@@ -299,10 +298,8 @@ def _activation_bytes(
     all_parts = kept(config)
     if not checkpoints:
         return sum(all_parts.values()), 0, 0
-    # a fused block takes the residual stream and its norm
-    num_inputs = 2 if cuda and config.norm == "pre" else 1
     width = batch_size * config.context_length * config.d_model
-    inputs = num_inputs * config.num_layers * width * element_bytes
+    inputs = config.num_layers * width * element_bytes
     # what one more block would keep
     deeper = kept(dataclasses.replace(config, num_layers=config.num_layers + 1))
     recomputed = sum(deeper.values()) - sum(all_parts.values())

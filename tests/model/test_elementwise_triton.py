@@ -152,6 +152,26 @@ def test_the_norm_kernel_is_the_sum_and_the_module(device, dtype, shape):
 
 
 @ON_KERNEL_DEVICES
+@ON_DTYPES
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+def test_the_norm_kernel_without_a_sum_is_the_module(device, dtype, shape):
+    from lib.model.elementwise_triton import rms_norm
+
+    x, upstream = (draw(*shape, seed=i).to(device, dtype) for i in range(2))
+    weight = (1 + 0.3 * draw(shape[-1], seed=4)).to(device)
+    inputs = [tensor.requires_grad_() for tensor in (x, weight)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+
+    ours, right = rms_norm(*inputs, 1e-5), F.rms_norm(wide[0], shape[-1:], wide[1], 1e-5)
+    gradients = torch.autograd.grad(ours, inputs, upstream)
+    peers = torch.autograd.grad(right, wide, upstream.double())
+    step = torch.finfo(dtype).eps
+    for a, b in zip((ours, *gradients), (right, *peers)):
+        atol = 4 * step * b.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=4 * step, atol=atol)
+
+
+@ON_KERNEL_DEVICES
 @pytest.mark.parametrize(
     ("changes", "rope_kernel"),
     [

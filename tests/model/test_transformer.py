@@ -383,15 +383,19 @@ def test_a_compiled_loss_is_the_plain_one_in_one_graph_up_to_the_head(backend, m
 
 @pytest.fixture
 def fused_on_cpu(monkeypatch):
-    """Let a model take its path for GPUs on a CPU, with the fused kernel in plain PyTorch."""
+    """Let a model take its path for GPUs on a CPU, with the fused kernels in plain PyTorch."""
     elementwise_triton = pytest.importorskip("lib.model.elementwise_triton")
+
+    def rms_norm(x, weight, eps):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     def add_rms_norm(x, branch, weight, eps):
         x = x + branch
-        return x, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        return x, rms_norm(x, weight, eps)
 
     def switch(model: TransformerLM) -> None:
         monkeypatch.setattr(model, "_is_fused", lambda x: True)
+        monkeypatch.setattr(elementwise_triton, "rms_norm", rms_norm)
         monkeypatch.setattr(elementwise_triton, "add_rms_norm", add_rms_norm)
 
     return switch
@@ -409,12 +413,19 @@ class ReadWeights(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+def just_run(index, block, *arguments):
+    """What `around_block` may be."""
+    return block(*arguments)
+
+
+@pytest.mark.parametrize("path", ["plain", "fused", "around blocks"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_part_is_announced_before_its_parameters_are_read(fused, tied, fused_on_cpu):
+def test_each_part_is_announced_before_its_parameters_are_read(path, tied, fused_on_cpu):
     model, token_ids = make_model(tied_embeddings=tied), make_token_ids(2, 8)
-    if fused:
+    if path != "plain":
         fused_on_cpu(model)
+    if path == "around blocks":
+        model.around_block = just_run
     announced, ready, reads = [], set(), ReadWeights()
 
     def before_part(part: nn.Module) -> None:
@@ -426,7 +437,7 @@ def test_each_part_is_announced_before_its_parameters_are_read(fused, tied, fuse
     model.before_part = before_part
     first, second = model.layers
     parts = [model.token_embeddings, first, second, model.ln_final, model.head]
-    if fused:
+    if path == "fused":
         # a fused block ends with the norm of the next one
         parts[1:3] = [first.ln1, first, second.ln1, second]
     for run in (model, lambda ids: MeanLoss(model, torch.device("cpu"), None, 0.0)(ids, ids)):
@@ -440,10 +451,14 @@ def test_each_part_is_announced_before_its_parameters_are_read(fused, tied, fuse
 
 
 @ON_VARIANTS
-def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(settings, fused_on_cpu):
+@pytest.mark.parametrize("around", [None, just_run])
+def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(
+    settings, around, fused_on_cpu
+):
     settings = settings | {"norm": "pre"}
     model, fused, token_ids = make_model(**settings), make_model(**settings), make_token_ids(3, 16)
     fused_on_cpu(fused)
+    fused.around_block = around
     losses = [each.loss(token_ids[:, :-1], token_ids[:, 1:]) for each in (model, fused)]
     torch.testing.assert_close(*losses)
     for loss in losses:

@@ -109,8 +109,8 @@ FAULTS = [
     ),
     Fault(
         "lib/sharded_optimizer/memory_formula.py",
-        "inputs = num_inputs *",
-        "inputs = 1 *",
+        "inputs = config.num_layers *",
+        "inputs = 2 * config.num_layers *",
         "tests/sharded_optimizer/test_memory_formula.py",
     ),
     # a copy lacks what torch does not know
