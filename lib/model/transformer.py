@@ -300,7 +300,8 @@ class TransformerLM(nn.Module):
 
         self.before_part: Callable[[nn.Module], None] | None = None
         self.around_block: Callable[..., Any] | None = None
-        self._fused_block, self._residual_block = fused_block, residual_block
+        self._fused_block: Callable[..., Any] = fused_block
+        self._residual_block: Callable[..., Any] = residual_block
         self.uses_kernels = True
 
     @torch.no_grad()
