@@ -143,6 +143,8 @@ class FSDP(GradientSync, nn.Module):
         # Where the model is: the block that runs, and whether this is the backward pass.
         self.running: Block | None = None
         self.is_in_backward = self.must_finish = False
+        # the block whose gradients were sent last
+        self.sending: Block | None = None
         self.block_of = {id(part): block for block in self.blocks for part in block.modules}
         for block in self.blocks:
             for part in block.modules:
@@ -231,9 +233,14 @@ class FSDP(GradientSync, nn.Module):
             if flat.is_trained:
                 flat.take_gradients(send=self.is_syncing)
         if self.is_syncing:
-            for other in self.all_blocks:
-                if other is not block:
-                    other.each("finish_reducing")
+            self._finish_sending()
+            self.sending = block
+
+    def _finish_sending(self) -> None:
+        """Wait for the gradients that were sent last."""
+        if self.sending is not None:
+            self.sending.each("finish_reducing")
+            self.sending = None
 
     def _end_backward(self) -> None:
         for block in reversed(self.all_blocks):
@@ -259,8 +266,8 @@ class FSDP(GradientSync, nn.Module):
 
     def _start_anew(self) -> None:
         """Forget a backward pass that an exception ended, on all ranks alike."""
+        self._finish_sending()
         for block in self.all_blocks:
-            block.each("finish_reducing")
             block.each("drop_gradients")
         self._release_all()
         self.is_in_backward = False
@@ -270,8 +277,7 @@ class FSDP(GradientSync, nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Give every shard and vector its mean gradient; between backward and optimizer step."""
-        for block in self.all_blocks:
-            block.each("finish_reducing")
+        self._finish_sending()
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]
         has_grad = [param.grad is not None for param in vectors]
@@ -289,8 +295,9 @@ class FSDP(GradientSync, nn.Module):
             for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
                 joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 MeanReduction([joined], self.group).finish()
-                for tensor, mean in zip(tensors, joined.split([t.numel() for t in tensors])):
-                    tensor.copy_(mean.view(tensor.shape))
+                means = joined.split([tensor.numel() for tensor in tensors])
+                views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
+                torch._foreach_copy_(tensors, views)
             # the host waits only where a gradient is missing
             has_grad = has_grad if all(has_grad) else (presence > 0).tolist()
         shards = [shard for flat in flats for shard in flat.shards]
