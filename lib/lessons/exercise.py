@@ -48,6 +48,8 @@ TIME_LIMIT = 2
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 # Larger tensors are shown by their shape.
 SHOWN_VALUES = 16
+# Longer results are not shown behind an error.
+SHOWN_LETTERS = 80
 MISSING = object()
 NOT_FINISHED = object()
 # The verdict on an untouched stub.
@@ -241,12 +243,11 @@ def _call(function: Callable, arguments: tuple, seconds: float | None) -> Any:
     except NotImplementedError:
         raise
     except Exception as error:
-        # in the function's own file: a module called there may have a `forward`, too
+        # in the function's own file, which for a cell holds its inner functions and nothing else
         code = getattr(inspect.unwrap(function), "__code__", None)
         file = code.co_filename if code else None
         frames = traceback.extract_tb(error.__traceback__)
-        called = [frame for frame in frames if frame.name == function.__name__]
-        inside = [frame.lineno for frame in called if frame.filename == file]
+        inside = [frame.lineno for frame in frames if frame.filename == file]
         # the first line: in PyTorch's errors, hints and addresses follow
         message = f"{type(error).__name__}: {error}".split("\n")[0]
         # Python's wording depends on the types divided
@@ -336,7 +337,9 @@ def difference(yours: Any, expected: Any) -> str:
     if yours is NOT_FINISHED:
         return "it did not finish in time; is there a loop that never ends?"
     if isinstance(yours, Raised):
-        return f"{yours}; expected {_shown(expected)}"
+        # a long result would bury the error
+        shown = _shown(expected)
+        return f"{yours}; expected {shown}" if len(shown) <= SHOWN_LETTERS else str(yours)
     if yours is None:
         return f"it returned None (is a `return` missing?); expected {_shown(expected)}"
     if type(yours) is not type(expected):

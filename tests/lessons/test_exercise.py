@@ -270,6 +270,19 @@ def test_an_error_names_its_line_and_is_the_same_mistake_in_another_line():
     assert "It looks as if there is nothing." in text
 
 
+def test_a_long_result_does_not_bury_an_error_and_inner_functions_have_lines():
+    def attempt(size):
+        def inner():
+            return [][size]
+
+        return inner()
+
+    exercise = Exercise(lambda size: [*range(1000)], lambda _, size: (size,), {})
+    line = attempt.__code__.co_firstlineno + 2
+    words = verdict(exercise, attempt).splitlines()[1]
+    assert words == f"  line {line} of the cell raised IndexError: list index out of range"
+
+
 def test_a_line_of_a_module_with_the_same_name_is_not_called_one_of_the_cell():
     def forward(size):
         return torch.nn.Linear(2, 3)(torch.zeros(size, 7))
