@@ -205,6 +205,9 @@ class FlatParameters:
         self.reducing = None
         for index, shard in enumerate(self.shards):
             part = self._of_slice(mean, index).to(shard.dtype)
+            if not shard.numel():
+                # one that nobody clears must not keep the mean's memory
+                part = part.clone()
             shard.grad = part if shard.grad is None else shard.grad + part
 
     def drop_gradients(self) -> None:

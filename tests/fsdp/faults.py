@@ -18,6 +18,13 @@ FAULTS = [
         "            pass\n",
         WRAPPER,
     ),
+    # the gradient of an empty shard keeps that of the whole slice
+    Fault(
+        "lib/fsdp/flat_parameters.py",
+        "part = part.clone()",
+        "pass",
+        WRAPPER,
+    ),
     # micro-batches replace one another
     Fault(
         "lib/fsdp/flat_parameters.py",
