@@ -37,7 +37,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # JupyterLab's defaults from there ask for no news; the reader's own settings win.
 ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))"
 
-# Two tests run at a time, each with one thread: more threads than cores slow all of them down.
+# Three tests run at a time on two cores, since some wait for processes that they start. Each has one
+# thread: more threads than cores slow all of them down.
 # tests/guard keeps them from changing any file of the reader's.
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
 # Compiled modules are kept even where the environment says not to: tests start many processes, and
@@ -49,7 +50,7 @@ SERIAL := $(shell grep -rl --include='*.py' 'mark\.serial' tests)
 # From the last, which start processes and take longest, to the first.
 NOTEBOOK_FILES := $(shell ls -r notebooks/[0-9][0-9]_*.ipynb 2>/dev/null)
 
-.PHONY: help run lab exercises test test-all test-gpu lint format notebooks clean
+.PHONY: help run lab exercises test test-all test-gpu lint style ready format notebooks clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -64,11 +65,12 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 	@$(ASK_NOTHING) $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
 		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/00_start_here.ipynb
 
-test: lint ## check everything that needs no GPU and little time
-	@$(PYTEST) -p no:nbval -n 2 --dist loadfile -m 'not serial and not gpu and not slow'
+test: style ## check everything that needs no GPU and little time
+	@$(PY) -m mypy --no-error-summary & types=$$!; \
+		$(PYTEST) -p no:nbval -n 3 --dist loadfile -m 'not serial and not gpu and not slow' && wait $$types
 	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)
 	@rm -rf artifacts/small/artifacts
-	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder \
+	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
 		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOK_FILES))
 
 test-all: test ## the same and the slow tests
@@ -80,11 +82,13 @@ test-gpu: $(TEST_READY) ## the tests that need a CUDA device
 exercises: $(RUN_READY) ## list which exercises are solved, and write that as JSON
 	@$(PY) -m lib exercises $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
-lint: $(TEST_READY) ## check style, types and the state of the notebooks
+lint: style ## check style, types and the state of the notebooks
+	@$(PY) -m mypy --no-error-summary
+
+style: $(TEST_READY)
 	@$(PY) -m ruff check --quiet $(SOURCES)
 	@$(PY) -m ruff format --check --quiet $(SOURCES) || { echo 'lint: make format puts these files right'; \
 		$(PY) -m ruff format --check $(SOURCES); exit 1; }
-	@$(PY) -m mypy --no-error-summary
 	@PYTHONPATH=. $(PY) .ci/lint_notebooks.py
 
 format: $(TEST_READY) ## put style right, and the notebooks' metadata; runs no notebook
@@ -103,8 +107,14 @@ $(RUN_READY):
 	@$(call python_is_known,$(BASE))
 	@$(BASE) .ci/environment.py $(OWN) --stamp $@ requirements.txt
 
-$(TEST_READY): $(RUN_READY)
-	@$(PY) .ci/environment.py $(OWN) --stamp $@ $(DEV)
+# What tests need has what notebooks need, too: at once, pip looks for all of it once.
+$(TEST_READY):
+	@$(call python_is_known,$(BASE))
+	@$(BASE) .ci/environment.py $(OWN) --stamp $@ requirements.txt $(DEV)
+	@touch $(RUN_READY)
+
+# the environment, and nothing else
+ready: $(TEST_READY)
 
 define python_is_known
 command -v $(1) >/dev/null || { echo 'error: no $(1) here. Python 3.10 to 3.13 is needed; \

@@ -148,6 +148,7 @@ def test_a_step_with_other_results_is_wrong_and_has_no_speed(kernels):
     assert figures["portable"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_step_out_of_memory_is_oom_and_any_other_error_is_raised(kernels):
     def fails(message):
         def run(*arguments, **settings):

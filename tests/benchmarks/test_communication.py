@@ -89,6 +89,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_writes_sane_records(finished):
     records = read_records(finished / "communication_benchmark.jsonl")
     assert [(r["config"]["collective"], r["config"]["num_bytes"]) for r in records] == [
@@ -108,6 +109,7 @@ def test_the_command_writes_sane_records(finished):
         assert 1e-4 < speed < 1000
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_a_figure_of_its_records(finished):
     text = (finished / "communication_benchmark.md").read_text()
     assert "2 processes on one host's CPU over gloo, float32" in text

@@ -54,6 +54,7 @@ def figures_of(all_figures) -> dict[tuple[str, str], dict]:
     return {cell: figures for cell, figures in all_figures.items() if cell[0] != REFUSED}
 
 
+@pytest.mark.slow
 def test_each_cell_is_a_record_and_a_kernel_that_does_not_run_here_is_refused(all_figures):
     assert list(all_figures) == [(k, name) for k in (REFUSED, *KERNELS) for name in WRAPPERS]
     for (kernel, _), figures in all_figures.items():
@@ -65,6 +66,7 @@ def test_each_cell_is_a_record_and_a_kernel_that_does_not_run_here_is_refused(al
             assert figures["epoch_s"] == pytest.approx(seconds * SMALL["steps_per_epoch"])
 
 
+@pytest.mark.slow
 def test_wrappers_train_as_one_process_on_the_batches_of_all_ranks(figures_of):
     for (_, wrapper), figures in figures_of.items():
         if wrapper == "none":
@@ -79,6 +81,7 @@ def test_wrappers_train_as_one_process_on_the_batches_of_all_ranks(figures_of):
         assert figures["loss_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_only_wrappers_communicate_and_memory_holds_weights_gradients_and_moments(figures_of):
     config = LmMatrixConfig(**SMALL).with_defaults(2, on_gpu=False)
     state = 16 * num_parameters(config.shape())
@@ -90,6 +93,7 @@ def test_only_wrappers_communicate_and_memory_holds_weights_gradients_and_moment
         assert 0 <= exposed <= total <= figures["traced_step_ms"]
 
 
+@pytest.mark.slow
 def test_tables_and_figures_are_written(measured, all_figures):
     rows = list(csv.DictReader((measured / "lm_matrix_results.csv").open()))
     assert [(row["kernel"], row["wrapper"]) for row in rows] == list(all_figures)

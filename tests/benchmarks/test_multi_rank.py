@@ -184,6 +184,7 @@ def measure_with_a_full_rank(*arguments) -> None:
     measure(*arguments)
 
 
+@pytest.mark.slow
 def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkeypatch, capsys):
     def launch_full(fn, *arguments, **options):
         assert fn is measure

@@ -48,6 +48,7 @@ def test_a_committed_setting_is_measured_as_it_was(setting, tmp_path):
     assert case == {key: newest[key] for key in case}
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_named_settings_of_as_many_ranks_again(kept, tmp_path, capsys):
     command = ["benchmark", "repeat", *flags(records=kept, output=tmp_path, only="parameters")]
     assert main(command) == 0

@@ -70,6 +70,7 @@ def figures_of(measured) -> dict[str, dict]:
     return {record["config"]["method"]: record["figures"] for record in records}
 
 
+@pytest.mark.slow
 def test_the_state_of_a_rank_is_its_share_within_one_percent(figures_of):
     for method, ranks in (("none", 1), ("flashddp", 1), ("zero1", 2), ("torch_ddp+torch_zero", 2)):
         by_rank = figures_of[method]["optimizer_state_by_rank"]
@@ -78,6 +79,7 @@ def test_the_state_of_a_rank_is_its_share_within_one_percent(figures_of):
             assert figures_of[method]["state_share"] == pytest.approx(1 / ranks, rel=0.01)
 
 
+@pytest.mark.slow
 def test_measured_bytes_are_those_of_the_formulas(figures_of):
     assert figures_of["zero1"]["saved_predicted_bytes"] == pytest.approx(4 * WEIGHTS, rel=0.001)
     assert figures_of["zero1"]["saved_measured_bytes"] == pytest.approx(4 * WEIGHTS, rel=0.1)
@@ -103,6 +105,7 @@ def test_measured_bytes_are_those_of_the_formulas(figures_of):
             assert low <= held["activations"] <= 1.02 * predicted["activations"], method
 
 
+@pytest.mark.slow
 def test_sharding_keeps_the_losses(figures_of):
     assert len(figures_of["flashddp"]["losses"]) == SMALL["epochs"] * SMALL["steps_per_epoch"]
     for method in METHODS[1:]:
@@ -111,6 +114,7 @@ def test_sharding_keeps_the_losses(figures_of):
     assert "loss_difference" not in figures_of["none"]
 
 
+@pytest.mark.slow
 def test_tables_and_figures_are_written(measured):
     rows = list(csv.DictReader((measured / "sharding_benchmark.csv").open()))
     assert [row["method"] for row in rows] == list(METHODS)

@@ -227,6 +227,7 @@ def test_float16_is_measured_with_the_loss_scaled_as_in_training(monkeypatch):
     assert error < 0.02
 
 
+@pytest.mark.slow
 def test_compiled_cases_are_marked_and_compiled_once_for_each_length(tmp_path, monkeypatch):
     torch.compiler.reset()
     counter, whole = CompileCounterWithBackend("aot_eager"), torch.compile

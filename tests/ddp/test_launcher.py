@@ -139,7 +139,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("seconds", [0.3, 2])
+@pytest.mark.parametrize("seconds", [0.3, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupt_ends_ranks_that_are_starting_without_a_word(seconds):
     command = [sys.executable, "-c", INTERRUPTED, str(seconds)]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "start_new_session": True}

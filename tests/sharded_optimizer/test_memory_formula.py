@@ -276,7 +276,12 @@ def test_a_wrong_argument_is_named(wrong):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("layers", "length", "width", "vocabulary"),
-    [(6, 256, 128, 64), (24, 512, 64, 64), (4, 512, 64, 8192)],
+    [
+        (6, 256, 128, 64),
+        pytest.param(24, 512, 64, 64, marks=pytest.mark.slow),
+        (12, 256, 64, 64),
+        (4, 512, 64, 8192),
+    ],
 )
 def test_the_peak_of_a_step_is_that_of_the_formula(
     checkpoints, dtype, layers, length, width, vocabulary

@@ -469,6 +469,7 @@ def config_file(folder, config):
     return path
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_and_a_killed_rank_loses_nothing(config, tmp_path):
     run = dataclasses.replace(config, output=tmp_path / "run", batch_size=3, steps=18, **LIGHT)
     straight = dataclasses.replace(run, output=tmp_path / "straight")
@@ -519,6 +520,7 @@ def test_a_pipeline_of_ranks_makes_data_trains_and_prints_once(tmp_path):
     assert record["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_one_line(tmp_path):
     command = ("--standalone", "--nproc_per_node=2", "-m", "lib", "train", "--data", tmp_path)
     agent = torchrun(*command)
