@@ -253,7 +253,9 @@ def _failure(folder: Path, processes: list[Any], first: int) -> WorkerError:
 
     rank = min(failures, key=lambda r: failures[r]["time"])
     failure, others = failures[rank], ""
-    if failure["summary"].startswith("TimeoutError") and ended:
+    # the simulated network names them itself
+    is_named = "did not call" in failure["summary"]
+    if failure["summary"].startswith("TimeoutError") and ended and not is_named:
         others = f" (not called by rank {', '.join(map(str, ended))})"
     elif returned:
         others = f" (had returned by then: rank {', '.join(map(str, returned))})"

@@ -358,7 +358,9 @@ class Channel:
             TimeoutError: a rank did not call in time.
             RuntimeError: ranks called something else.
         """
-        slots, deadline = self.calls[:, number % SLOTS], time.monotonic() + self.group.timeout
+        # a lost rank hears nothing, and leaves it to the others to say so
+        patience = self.group.timeout * (2 if self.group.is_lost(number) else 1)
+        slots, deadline = self.calls[:, number % SLOTS], time.monotonic() + patience
         while not (slots["number"] == number).all():
             if time.monotonic() > deadline:
                 absent = [self.ranks[i] for i in np.flatnonzero(slots["number"] != number)]

@@ -1,12 +1,14 @@
 """The simulated network: the right sums, as late as the formulas say, and faults by name."""
 
 import dataclasses
+import re
 
 import pytest
 
+from lib.ddp import launcher
 from lib.ddp.costs import Link
 from lib.ddp.launcher import WorkerError
-from lib.ddp.simulated_network import NETWORKS, Network, Workload
+from lib.ddp.simulated_network import NETWORKS, LostRank, Network, Workload
 from tests.ddp import network_cases as cases
 from tests.ddp import training_cases as training
 from tests.ddp.test_wrappers import check_training
@@ -88,6 +90,10 @@ def test_it_can_be_the_network_of_a_whole_job():
     assert launch(cases.on_a_simulated_job, 2, backend=PCIE) == [("simulated", 2.0, True)] * 2
     with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
         launch(cases.dies_in_all_gather, 2, backend=NETWORKS["PCIe"])
+    lost = dataclasses.replace(PCIE, lost_rank=LostRank(1))
+    words = r"^rank 0 of 2 raised TimeoutError: rank 1 did not call all_reduce .* within 2 s$"
+    with pytest.raises(WorkerError, match=re.compile(words, re.MULTILINE)):
+        launcher.launch(cases.on_a_simulated_job, 2, backend=lost, timeout=2)
 
 
 def test_a_miniature_waits_for_the_same_part_of_its_step():
