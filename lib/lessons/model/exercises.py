@@ -6,11 +6,14 @@ import functools
 import inspect
 import math
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.exercise import Exercise, check, edited
@@ -113,7 +116,7 @@ def _draw_hidden(generator: random.Random, size: int) -> tuple:
     num_tokens = generator.choice([n for n in range(4, 7 + size) if n != vocab_size])
     hidden = _draw_tensor(generator, num_tokens, d_model) * generator.choice([1, 1, 1, 20])
     targets = torch.tensor([generator.randrange(vocab_size) for _ in range(num_tokens)])
-    chunk_tokens = generator.randint(1, num_tokens - 1)
+    chunk_tokens = generator.choice([1, generator.randint(1, num_tokens - 1)])
     return hidden, _draw_tensor(generator, vocab_size, d_model), targets, chunk_tokens
 
 
@@ -148,6 +151,23 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) 
     return math.ceil(len(hidden) / chunk_tokens)
 
 
+def _backward_at_the_end(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens))
+    losses = [F.cross_entropy(h @ weight.T, y, reduction="sum") for h, y in chunks]
+    loss = torch.stack(losses).sum() / len(targets)
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    return loss, d_hidden, d_weight
+
+
+def _backward_without_leaves(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
+) -> None:
+    F.cross_entropy(hidden @ weight.T, targets).backward()
+
+
 class _Largest(TorchDispatchMode):
     """Notes how many numbers the largest tensor has that an operation makes."""
 
@@ -160,6 +180,32 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+# With as many chunks, what autograd keeps for one of them is less than the logits of all.
+MANY_CHUNKS = 12
+
+
+class _Holder:
+    """A tensor that autograd keeps; it dies when backward has used it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Kept:
+    """Notes how many numbers autograd keeps at once in tensors whose rows are `width` long."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.numbers = width, 0
+        self.alive: weakref.WeakSet[_Holder] = weakref.WeakSet()
+
+    def pack(self, tensor: Tensor) -> _Holder:
+        holder = _Holder(tensor)
+        if tensor.shape[-1:] == (self.width,):
+            self.alive.add(holder)
+            self.numbers = max(self.numbers, sum(held.tensor.numel() for held in self.alive))
+        return holder
+
+
 @functools.cache
 def _load_dispatch() -> None:
     """Have PyTorch import what a first operation under a mode needs, before calls are timed."""
@@ -170,16 +216,21 @@ def _load_dispatch() -> None:
 def frugal(attempt: Callable) -> Callable[..., Tensor]:
     """Return `attempt` with its three results as rows of one tensor: the loss, then the gradients.
 
-    The function returned raises ValueError where the attempt makes the logits of all tokens, or
-    returns gradients of other shapes.
+    The function returned raises ValueError where the attempt makes the logits of all tokens, has
+    autograd keep those of all chunks, or returns gradients of other shapes.
     """
 
     @functools.wraps(attempt)
     def run(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-        with _Largest() as largest:
+        num_logits = len(hidden) * len(weight)
+        kept = _Kept(len(weight))
+        hooks = saved_tensors_hooks(kept.pack, lambda holder: holder.tensor)
+        with _Largest() as largest, hooks:
             loss, d_hidden, d_weight = attempt(hidden, weight, targets, chunk_tokens)
-        if largest.numbers >= len(hidden) * len(weight):
+        if largest.numbers >= num_logits:
             raise ValueError("it holds the logits of all tokens at once")
+        if kept.numbers >= num_logits and len(hidden) >= MANY_CHUNKS * chunk_tokens:
+            raise ValueError("autograd keeps the logits of all chunks at once")
         shapes = tuple(d_hidden.shape), tuple(d_weight.shape)
         if shapes != (tuple(hidden.shape), tuple(weight.shape)):
             raise ValueError(f"gradients have the shapes of hidden and weight, got {shapes}")
@@ -200,6 +251,10 @@ LOSS_IN_CHUNKS = Exercise(
         "all logits are made at once; go through the tokens chunk by chunk": _wrong_loss(
             "    for start", "    chunk_tokens = num_tokens\n    for start"
         ),
+        "backward is called once, at the end, so autograd keeps every chunk's logits until then; "
+        "call it for each chunk": frugal(_backward_at_the_end),
+        "autograd does not track hidden and weight; call hidden.detach().requires_grad_(), and the "
+        "same for weight": frugal(_backward_without_leaves),
         "the one-hot of the target is missing; the gradient is softmax - one-hot": _wrong_loss(
             "        d_logits[rows, targets[chunk]] -= 1\n", ""
         ),
@@ -225,6 +280,17 @@ LOSS_IN_CHUNKS = Exercise(
         "all tokens": frugal(_mean_of_chunks),
         "the means of the chunks are added up; divide once, by the number of all tokens": frugal(
             lambda *given: [_chunks(*given) * part for part in _mean_of_chunks(*given)]
+        ),
+        "the gradients are divided by the chunk's length; divide by the number of all tokens": (
+            _wrong_loss("-= 1\n", "-= 1\n        d_logits *= num_tokens / len(rows)\n")
+        ),
+        "the loss is a mean over chunks, though the last may be shorter; add up all losses, and "
+        "divide once": _wrong_loss(
+            "].sum()", "].mean() * num_tokens / math.ceil(num_tokens / chunk_tokens)"
+        ),
+        "the last chunk is left out where it is shorter": _wrong_loss(
+            "range(0, num_tokens, chunk_tokens)",
+            "range(0, num_tokens - chunk_tokens + 1, chunk_tokens)",
         ),
         "exponentials overflow; subtract the row's maximum, or use log_softmax": _wrong_loss(
             "logits.log_softmax(-1)[rows", "(logits.exp() / logits.exp().sum(-1, True)).log()[rows"
@@ -279,6 +345,18 @@ ATTENTION = Exercise(
         "there is no mask; a query must not see later keys": (
             ".masked_fill(~visible, -math.inf)",
             "",
+        ),
+        "the mask comes after the softmax, so weights no longer sum to 1; mask the scores before": (
+            "scores.masked_fill(~visible, -math.inf).softmax(-1)",
+            "scores.softmax(-1) * visible",
+        ),
+        "shared keys and values are not repeated; each serves num_heads // kv_heads queries": (
+            "    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)\n",
+            "",
+        ),
+        "scores are divided by head_dim; divide them by its root": (
+            "math.sqrt(head_dim)",
+            "head_dim",
         ),
         "hidden scores become 0, and exp(0) is 1; set them to -inf": ("-math.inf", "0"),
         "a query does not see its own key; key j is seen when j ≤ i": ("tril()", "tril(-1)"),
@@ -352,6 +430,10 @@ ROTATE = Exercise(
             'torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1)',
             "torch.cat(rotated, -1)",
         ),
+        "the result of `halves` comes in pairs; put a and b behind one another, with cat": (
+            'torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1)',
+            "torch.stack(rotated, -1).flatten(-2)",
+        ),
         "the rotation goes the other way; (a, b) becomes (a cos - b sin, a sin + b cos)": (
             "(a * cos - b * sin, a * sin + b * cos)",
             "(a * cos + b * sin, b * cos - a * sin)",
@@ -367,6 +449,10 @@ ROTATE = Exercise(
         "the exponent is -i / head_dim; pair i has -2i / head_dim": (
             "torch.arange(0, head_dim, 2)",
             "torch.arange(head_dim // 2)",
+        ),
+        "the exponent is -4i / head_dim; pair i has -2i / head_dim": (
+            "/ head_dim)",
+            "/ (head_dim // 2))",
         ),
         "frequencies rise from pair to pair; the exponent is negative": (
             "(-torch.arange(0, head_dim, 2)",
@@ -424,6 +510,10 @@ BILL = Exercise(
     {
         "norms have no FLOPs here but weights all the same: two in a layer, and one before the "
         "head": (" + norms", ""),
+        "the norms of the layers are missing; each layer has two": (
+            "(2 * layers + 1) * d_model",
+            "d_model",
+        ),
         "the norm before the head is missing": ("(2 * layers + 1)", "2 * layers"),
         "one of embedding and head is missing; both are vocab_size · d_model": ("2 * head", "head"),
         "the embedding has FLOPs; a lookup is no matmul": (
@@ -450,6 +540,26 @@ BILL = Exercise(
             " + 12 * layers * context * d_model",
             "",
         ),
+        "attention is counted for one layer; every layer has scores": (
+            "12 * layers * context",
+            "12 * context",
+        ),
+        "the scores that the mask hides are left out; here they count": (
+            "12 * layers * context",
+            "6 * layers * context",
+        ),
+        "scores are counted for key heads; every query head has its own, so they cost d_model": (
+            "context * d_model",
+            "context * kv_width",
+        ),
+        "the output projection is missing; attention has four matrices": (
+            "2 * d_model**2 +",
+            "d_model**2 +",
+        ),
+        "keys and values are as wide as queries everywhere; they have kv_heads · head_dim": (
+            "d_model // heads * kv_heads",
+            "d_model",
+        ),
         "key and value projections have the width of the queries; they have kv_heads · head_dim": (
             "2 * d_model**2 + 2 * d_model * kv_width",
             "4 * d_model**2",
@@ -457,6 +567,10 @@ BILL = Exercise(
         "the cache holds keys and values of every query head; it holds kv_heads of them": (
             "2 * layers * kv_width * context * 2",
             "2 * layers * d_model * context * 2",
+        ),
+        "the cache holds one layer; every layer has keys and values": (
+            "2 * layers * kv_width * context * 2",
+            "2 * kv_width * context * 2",
         ),
         "the cache is half as large as it should be: it holds both keys and values, of 2 bytes": (
             "2 * layers * kv_width * context * 2",
@@ -524,6 +638,8 @@ def aimed(attempt: Callable) -> Callable[[Tensor], dict[str, Any]]:
         worst[1] = 0
         next_best = "one beside it" if worst.argmax() <= 2 else "one further back"
         on_previous = f"the most, but less than half; {next_best} comes next"
+        if rms < 0.9 * MOST_RMS:
+            on_previous += ", and the arrows may be longer"
         if weights[:, 1].min() > 0.5:
             on_previous = "more than half"
         elif (weights.argmax(-1) != 1).any():
@@ -567,6 +683,9 @@ PREVIOUS_TOKEN_HEAD = Exercise(
         "as long as allowed": _wrong_head(
             "[1.0] * 4 + [0.0] * (pairs - 4))\n    size *= MOST_RMS",
             "[1.0] * pairs)\n    size *= 1",
+        ),
+        "slow pairs take length from the fast ones, which tell neighbors apart; let some be 0": (
+            _wrong_head("[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] * pairs")
         ),
         "one or two pairs are too few; the fastest comes around after 6.28 tokens": _wrong_head(
             "[1.0] * 4 + [0.0] * (pairs - 4)", "[1.0] + [0.0] * (pairs - 1)"

@@ -136,6 +136,24 @@ def test_logits_of_all_tokens_are_noticed_even_if_made_in_chunks():
     assert "it holds the logits of all tokens at once" in text
 
 
+def one_backward(hidden, weight, targets, chunk_tokens):
+    """Section 3's `forward_in_chunks`, which saves nothing."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    total = 0.0
+    for start in range(0, len(hidden), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        log_p = (hidden[chunk] @ weight.T).log_softmax(-1)
+        total = total - log_p.gather(1, targets[chunk, None]).sum() / len(targets)
+    total.backward()
+    return total, hidden.grad, weight.grad
+
+
+def test_one_backward_for_all_chunks_is_noticed_and_named():
+    text = verdict(LOSS_IN_CHUNKS, frugal(one_backward), seed=0)
+    assert "autograd keeps the logits of all chunks at once" in text
+    assert "It looks as if backward is called once, at the end" in text
+
+
 def test_a_timed_call_imports_nothing():
     """Importing takes PyTorch more than a second, most of the time limit."""
     code = """if True:
