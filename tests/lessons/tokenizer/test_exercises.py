@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import regex
 import tiktoken
 import tiktoken_ext.openai_public
 
@@ -21,6 +22,7 @@ from lib.lessons.tokenizer.exercises import (
     encode,
     fewest_tokens,
     naive_train,
+    plain_training,
     pretokens_of,
     tokens_needed,
     train,
@@ -140,12 +142,31 @@ def test_what_a_stream_gives_out_too_late_is_shown():
 
 
 def test_chosen_tokens_are_fewer_than_those_of_plain_training():
-    def plain(text, size):
-        return train_from_counts(count_pretokens(text), size)[0].values()
-
-    assert verdict(CHOOSE_TOKENS, allowed(plain), seed=0).startswith("right")
-    assert tokens_needed(choose_tokens) < tokens_needed(plain)
+    assert verdict(CHOOSE_TOKENS, allowed(plain_training), seed=0).startswith("right")
+    assert tokens_needed(choose_tokens) < tokens_needed(plain_training)
     assert fewest_tokens(b"aaab", {b"a", b"b", b"aa", b"aab"}) == 2
+
+
+def test_tokens_much_worse_than_those_of_plain_training_fail():
+    def only_bytes(text, size):
+        return [bytes([byte]) for byte in range(256)]
+
+    def frequent_words(text, size):
+        words = [word for word, _ in count_pretokens(text).most_common() if len(word) > 1]
+        return [*only_bytes(text, size), *words[: size - 256]]
+
+    for attempt in (only_bytes, frequent_words):
+        text = verdict(CHOOSE_TOKENS, allowed(attempt), seed=0)
+        assert "'at most 20% worse than plain training': yours False, expected True" in text
+
+
+@pytest.mark.parametrize("group", ["'([sdmt]|ll|ve|re)", "('(?i:[sdmt]|ll|ve|re))"])
+def test_a_group_whose_text_alone_is_found_is_explained(group):
+    pattern = (
+        rf"{group}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s+"
+    )
+    text = verdict(SPLIT_GPT4, lambda text: regex.findall(pattern, text), seed=0)
+    assert "`findall` returns the groups of a pattern that has any; write (?:…) for (…)." in text
 
 
 def test_the_manual_is_the_same_text_from_its_beginning():
