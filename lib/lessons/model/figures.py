@@ -97,7 +97,7 @@ def transformer_svg() -> str:
         _arrow((stream, 556), (stream, 531)),
         _arrow((stream, 70), (stream, 57)),
         _text(stream, 574, "token ids", "name", "middle"),
-        _text(stream + 78, 44, "logits, one for each known token", "note"),
+        _text(stream + 78, 44, "a logit for each token of the vocabulary", "note"),
         _text(stream + 78, 572, "(batch, length)", "shape"),
         _text(stream + 78, 518, "→ (batch, length, d_model)", "shape"),
         _text(stream + 78, 92, "(batch, length, d_model)", "shape"),
@@ -107,7 +107,7 @@ def transformer_svg() -> str:
     ]
     rows = (
         (396, "attention", MIX, "carries information between positions", "q, k, v, cut into heads"),
-        (268, "SwiGLU", ALONE, "works on each position alone", "up to d_ff, and back"),
+        (268, "SwiGLU", ALONE, "works on each position by itself", "d_model → d_ff → d_model"),
     )
     for bottom, name, color, what, how in rows:
         top = bottom - 96
