@@ -83,10 +83,10 @@ def find_peer(tokenizer: Tokenizer) -> Peer:
         encoding = tiktoken.get_encoding("gpt2")
         tokens = encoding.token_byte_values()
         ranks = {token: encoding.encode_single_token(token) for token in tokens}
-        name, special = "tiktoken, GPT-2's vocabulary", {SEPARATOR: encoding.eot_token}
+        name, special = "tiktoken with GPT-2's vocabulary", {SEPARATOR: encoding.eot_token}
     else:
         encoding = tiktoken.Encoding(
             "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
-        name = f"tiktoken, the {len(ranks):,} tokens of this notebook"
+        name = f"tiktoken with the {len(ranks):,} tokens of this notebook"
     return Peer(name, partial(encoding.encode, allowed_special="all"), ranks, special)
