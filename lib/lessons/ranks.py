@@ -89,7 +89,7 @@ class Board:
 class Threads:
     """One rank of several, each a thread; made by `run_on_threads`.
 
-    Counts its messages, and keeps what it gathered, to overwrite it.
+    Counts its messages and waits, and keeps what it gathered, to overwrite it.
     """
 
     def __init__(self, number: int, board: Board) -> None:
@@ -97,6 +97,8 @@ class Threads:
         self.calls = {"all-gathers": 0, "reduce-scatters": 0, "all-reduces": 0}
         self.elements_sent = 0
         self.collectives = 0
+        # times that it waited for all others in a collective
+        self.waits = 0
         # messages to and from each other rank
         self.messages: dict[tuple[str, int], int] = {}
         self.gathered: list[Tensor] = []
@@ -195,6 +197,7 @@ class Threads:
         return lambda: self._collect(kind, keys, words)
 
     def _collect(self, kind: str, keys: Sequence[tuple], words: str) -> list[Tensor]:
+        self.waits += 1
         kinds, tensors = zip(*self.board.wait(self.number, keys, words))
         if len(set(kinds)) > 1:
             raise RuntimeError(f"ranks call different collectives: {', '.join(kinds)}")
@@ -216,17 +219,17 @@ def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:
     """Run `job(ranks)` on `count` threads as ranks; return their results.
 
     Raises:
-        Exception: what the first rank that failed by itself raised.
+        Exception: what the lowest rank raised that failed by itself, and not by waiting for others.
     """
     board = Board(count)
     results: list[Any] = [None] * count
-    errors: list[Exception] = []
+    errors: dict[int, Exception] = {}
 
     def work(number: int) -> None:
         try:
             results[number] = job(Threads(number, board))
         except Exception as error:
-            errors.append(error)
+            errors[number] = error
         board.end(number)
 
     threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
@@ -235,7 +238,9 @@ def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        # always the same one, whichever thread came first
+        own = [number for number, error in errors.items() if str(error) != board.failure]
+        raise errors[min(own or errors)]
     return results
 
 

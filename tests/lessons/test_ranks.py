@@ -94,6 +94,18 @@ def test_the_error_of_the_rank_that_failed_is_raised():
         run_on_threads(job, 3)
 
 
+def test_of_several_errors_the_lowest_rank_s_is_raised_though_others_were_first():
+    def job(ranks):
+        if ranks.number == 0:
+            time.sleep(0.2)
+        if ranks.number < 2:
+            raise KeyError(f"of rank {ranks.number}")
+        ranks.all_reduce(torch.ones(2))
+
+    with pytest.raises(KeyError, match="of rank 0"):
+        run_on_threads(job, 3)
+
+
 @pytest.mark.parametrize(
     ("job", "words"),
     [
