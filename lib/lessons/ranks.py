@@ -166,6 +166,7 @@ class Threads:
         collect = self._post("all_reduce", tensor)
         return lambda: sum(collect())  # type: ignore[return-value]
 
+    @torch.no_grad()
     def poison(self) -> None:
         """Overwrite what was gathered so far, as memory that was freed and is used again."""
         for tensor in self.gathered:

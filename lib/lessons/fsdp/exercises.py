@@ -74,6 +74,10 @@ REDUCE_SCATTER = Exercise(
             "    gradients = [gradient[:count] for gradient in gradients]",
         ),
         "the padding comes first; it belongs to the end": ("padded[:count]", "padded[-count:]"),
+        "every rank keeps the whole mean, as after an all-reduce; it keeps a slice": (
+            "padded.view(ranks, length)",
+            "padded[:count].repeat(ranks, 1)",
+        ),
     },
 )
 
@@ -114,7 +118,7 @@ def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dic
                 for tensor in _tensors_of(backward)
             )
             found = {"y": _listed(y.tolist()), "whole matrices held until backward": is_kept}
-            grad_x, grad_shard = _returned(backward(grad_y[ranks.number]))
+            grad_x, grad_shard = _returned(_run_backward(backward, grad_y[ranks.number]))
             found |= ranks.calls
             found["grad_x"] = _listed(grad_x.tolist())
             found["grad_shard"] = _listed(grad_shard.tolist())
@@ -124,6 +128,16 @@ def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dic
         return {f"{key} of rank {r}": one[key] for r, one in enumerate(found) for key in one}
 
     return played
+
+
+def _run_backward(backward: Callable, grad_y: Tensor) -> Any:
+    try:
+        return backward(grad_y)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        told = "autograd kept forward's matrices, which are gone by now; gather them again"
+        raise RuntimeError(told) from error
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
@@ -223,6 +237,27 @@ SHARDED_MLP = Exercise(
             "",
         ),
         "the gradient of W2 takes h before its ReLU": ("grad_y.T @ h.relu()", "grad_y.T @ h"),
+        "the gradient of x leaves out the ReLU": ("return grad_h @ w1", "return grad_y @ w2 @ w1"),
+        "the gradient of x is divided by the number of ranks; each rank has its own x": (
+            "return grad_h @ w1",
+            "return grad_h @ w1 / ranks.count",
+        ),
+        "W1 is viewed as its transpose; its rows are hidden units": (
+            "w1.view(d_ff, -1)",
+            "w1.view(-1, d_ff).T",
+        ),
+        "W2 is viewed as its transpose; its columns are hidden units": (
+            "w2.view(-1, d_ff)",
+            "w2.view(d_ff, -1).T",
+        ),
+        "the gradient of W1 is transposed; it has the shape of W1": (
+            "grad_h.T @ x",
+            "x.T @ grad_h",
+        ),
+        "the gradient of W2 is transposed; it has the shape of W2": (
+            "grad_y.T @ h.relu()",
+            "h.relu().T @ grad_y",
+        ),
         "the gradients are packed in the other order than the matrices": (
             "[grad_w1.flatten(), grad_w2.flatten()]",
             "[grad_w2.flatten(), grad_w1.flatten()]",
@@ -295,6 +330,14 @@ CLIP = Exercise(
             "    own = min(1.0, max_norm / vector.norm())\n"
             "    return min(1.0, max_norm / square.sqrt()) * shard, own * vector",
         ),
+        "the squares are averaged over the ranks; they are parts of one sum": (
+            "ranks.all_reduce(shard.square().sum())",
+            "ranks.all_reduce(shard.square().sum()) / ranks.count",
+        ),
+        "the factor is norm / max_norm; it is max_norm / norm": (
+            "max_norm / norm",
+            "norm / max_norm",
+        ),
         "the vector counts once for each rank; all have the same one": (
             "ranks.all_reduce(shard.square().sum())\n    norm = (square + vector.square().sum())",
             "ranks.all_reduce(shard.square().sum() + vector.square().sum())\n    norm = square",
@@ -315,8 +358,10 @@ CLIP = Exercise(
 def _draw_blocks(generator: random.Random, size: int) -> tuple:
     compute, network = generator.choice([2.0, 4.0]), generator.choice([0.5, 1.0, 2.0, 8.0])
     blocks = generator.randint(2, 3 + size // 4)
+    # gradients in as many bytes as the parameters gathered, or in twice as many
+    reduce = network * generator.choice([1.0, 2.0])
     return blocks, Costs.equal(
-        blocks, forward=compute, backward=2 * compute, gather=network, reduce=network
+        blocks, forward=compute, backward=2 * compute, gather=network, reduce=reduce
     )
 
 
@@ -393,6 +438,14 @@ ORDER = Exercise(
             '            pass\n        events += [("backward", block), ("reduce", block)]\n'
             '        events += [("free", block)]\n'
             '        if block > 0:\n            events.append(("gather", block - 1))',
+        ),
+        "in backward block b - 1 is gathered once block b has run, if before its gradient is sent; "
+        "gather it before b runs": (
+            '            events.append(("gather", block - 1))\n        events += [("backward", '
+            'block), ("reduce", block), ("free", block)]',
+            '            pass\n        events += [("backward", block)]\n'
+            '        events += [("gather", block - 1)] if block > 0 else []\n'
+            '        events += [("reduce", block), ("free", block)]',
         ),
         "nothing is freed in forward": (
             '            events.append(("free", block))',
@@ -578,6 +631,10 @@ BEST_SIZE = Exercise(
         "boundary and inside are mixed up": (
             "-(-layers // size) * boundary + size * inside",
             "-(-layers // size) * inside + size * boundary",
+        ),
+        "only sizes that divide the layers are tried; the last segment may be shorter": (
+            "min(range(1, layers + 1), key=kept)",
+            "min((k for k in range(1, layers + 1) if layers % k == 0), key=kept)",
         ),
         "every layer is a checkpoint of its own": ("min(range(1, layers + 1), key=kept)", "1"),
         "one checkpoint around everything keeps everything again in backward": (

@@ -107,6 +107,23 @@ def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
     assert "It looks as if backward gathers again, but holds" in text
 
 
+def with_autograd(x, shard, d_ff, ranks):
+    w1, w2 = ranks.all_gather(shard).requires_grad_().chunk(2)
+    x = x.clone().requires_grad_()
+    y = (x @ w1.view(d_ff, -1).T).relu() @ w2.view(-1, d_ff).T
+
+    def backward(grad_y):
+        grads = torch.autograd.grad(y, (x, w1, w2), grad_y)
+        return grads[0], ranks.reduce_scatter(torch.cat(grads[1:])) / ranks.count
+
+    return y, backward
+
+
+def test_a_rank_must_not_let_autograd_hold_them_either():
+    text = verdict(SHARDED_MLP, on_threads(with_autograd))
+    assert "raised RuntimeError: autograd kept forward's matrices" in text
+
+
 @pytest.mark.parametrize("what", ["[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"])
 def test_a_rank_may_hold_what_is_no_whole_matrix(what):
     assert verdict(SHARDED_MLP, holding(what)).startswith("right")

@@ -208,4 +208,5 @@ def test_fair_owners_must_be_better_than_largest_first(attempt, expected, capsys
     check_fair_owners(attempt.__wrapped__)
     text = capsys.readouterr().out
     assert text.startswith(expected)
+    assert ("not yet: never above largest first on 40" in text) == (expected == "not yet")
     assert ("must be below largest first, 3.33 %" in text) == (expected == "not yet")
