@@ -219,6 +219,8 @@ LOOP_MISTAKES = {
         "losses.append(total)",
         "losses.append(loss.item() * accumulate)",
     ),
+    "the learning rate is never set, so no weight moves": ('group["lr"] = rate', "pass"),
+    "this is AdamW; the task asks for SGD": ("torch.optim.SGD", "torch.optim.AdamW"),
     "the losses are computed after the update; return those of the forward passes before it": (
         "losses.append(total)",
         "pieces = batches[step * accumulate :][:accumulate]\n"
@@ -271,6 +273,19 @@ STORY_BITS = Exercise(
         "this is the number of sides that show the same; the share of them is what counts": (
             "len(options) / options.count(shown)",
             "options.count(shown)",
+        ),
+        "each die has 256 sides; these dice have any number, so take len(options)": (
+            "len(options)",
+            "256",
+        ),
+        "the bits of each choice are multiplied by its probability, as in an entropy; "
+        "add them as they are": (
+            "math.log2(",
+            "options.count(shown) / len(options) * math.log2(",
+        ),
+        "this is what a die shows on average, its entropy; count what this throw showed": (
+            "math.log2(len(options) / options.count(shown))",
+            "sum(math.log2(len(options) / options.count(o)) for o in options) / len(options)",
         ),
         "the sign is wrong; what is certain has 0 bits, and all else more": (
             "sum(math.log2",
@@ -476,8 +491,11 @@ def _draw_top_p(generator: random.Random, size: int) -> tuple:
     # empty, and 0 / 0 tells a reader little.
     rank = generator.randrange(1 if size < 4 else 0, count)
     lower = sums[rank - 1] if rank else 0.0
-    top_p = generator.choice([1.0, (lower + sums[rank]) / 2, (lower + sums[rank]) / 2])
-    return torch.tensor(weights, dtype=torch.float64) / total, round(top_p, 4)
+    top_p = round(generator.choice([1.0, (lower + sums[rank]) / 2, (lower + sums[rank]) / 2]), 4)
+    # now and then the sum is top_p to the bit
+    if generator.random() < 0.2:
+        top_p = sums[rank]
+    return torch.tensor(weights, dtype=torch.float64) / total, top_p
 
 
 def top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
@@ -512,6 +530,10 @@ TOP_P = Exercise(
         "keep where the sum of those before is below top_p": (
             "before >= top_p] = 0",
             "ranked.cumsum(0) >= top_p] = 0\n    if not ranked.any():\n        return ranked",
+        ),
+        "one token too many is kept where the sum is exactly top_p, which is reached then": (
+            "before >= top_p",
+            "before > top_p",
         ),
         "one token too many is kept; stop at the one that crosses top_p": (
             "ranked[before >= top_p]",
@@ -598,6 +620,19 @@ DECODE = Exercise(
             "qkv(tokens[position], position)",
             "qkv(tokens[position], position % len(prompt))",
         ),
+        "positions are counted from 1; they count from 0": (
+            "qkv(tokens[position], position)",
+            "qkv(tokens[position], position + 1)",
+        ),
+        "a token doesn't attend to itself; append its key and value before the scores": (
+            "        weights =",
+            "        if position:\n            scores[-1] = -math.inf\n        weights =",
+        ),
+        "all attend to position 0 alone, as with `is_causal=True` and one query; "
+        "no mask is needed": (
+            "        weights =",
+            "        scores[1:] = -math.inf\n        weights =",
+        ),
         "the prompt is returned too; return the new tokens": ("tokens[len(prompt) :]", "tokens"),
         "one token too many is returned": (
             "len(prompt) + count - 1)",
@@ -656,9 +691,9 @@ def check_adamw(attempt: Callable) -> None:
     check(ADAMW_STEPS, attempt)
 
 
-def check_top_p(attempt: Callable) -> None:
+def check_top_p(attempt: Callable) -> Callable:
     """Check `top_p_filter(probabilities (vocab,), top_p)` -> probabilities (vocab,)."""
-    check(TOP_P, attempt)
+    return check(TOP_P, attempt)
 
 
 def check_train(attempt: Callable) -> None:
@@ -666,9 +701,9 @@ def check_train(attempt: Callable) -> None:
     check(LOOP, rounded(attempt))
 
 
-def check_story_bits(attempt: Callable) -> None:
+def check_story_bits(attempt: Callable) -> Callable:
     """Check `story_bits(choices)`: a list of (options, shown) -> bits."""
-    check(STORY_BITS, attempt)
+    return check(STORY_BITS, attempt)
 
 
 def check_diagnose(attempt: Callable) -> None:

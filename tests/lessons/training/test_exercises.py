@@ -1,4 +1,4 @@
-"""The exercises of notebook 03 against independent answers; their mistakes: test_exercises.py."""
+"""The exercises of notebook 03 against independent answers; their mistakes: test_exercise.py."""
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from lib.lessons.training.exercises import (
     settings_verdict,
 )
 from lib.lessons.training.toys import ToyDecoder, loss_on_budget
-from lib.training.generation import next_token_probabilities
 
 # the first one in a process loads PyTorch's compiler, which can take longer than a check waits
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -68,7 +67,12 @@ def decode(model, prompt, count):
 
 
 def top_p_filter(probabilities, top_p):
-    return next_token_probabilities(probabilities.log(), top_p=top_p)
+    """Token by token, the likeliest first, until their sum reaches top_p."""
+    chosen = torch.zeros_like(probabilities)
+    for token in sorted(range(len(probabilities)), key=lambda token: -probabilities[token]):
+        if chosen.sum() < top_p:
+            chosen[token] = probabilities[token]
+    return chosen / chosen.sum()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,34 @@ def attempt(probabilities, top_p):
     assert f"It looks as if cumsum {sign} top_p drops the token that" in text
     # the first input shown says more than 0 / 0
     assert "yours nan" not in text
+
+
+def test_a_set_that_goes_past_an_exact_sum_is_named():
+    def attempt(probabilities, top_p):
+        ranked, ids = probabilities.sort(descending=True)
+        count = int((ranked.cumsum(0) <= top_p).sum()) + 1
+        chosen = torch.zeros_like(probabilities)
+        chosen[ids[:count]] = ranked[:count]
+        return chosen / chosen.sum()
+
+    name = "one token too many is kept where the sum is exactly top_p, which is reached then"
+    assert f"It looks as if {name}." in verdict(TOP_P, attempt)
+
+
+def test_a_causal_mask_for_one_query_is_named():
+    def attempt(model, prompt, count):
+        tokens, cache = list(prompt), []
+        for place in range(len(prompt) + count - 1):
+            q, k, v = model.qkv(tokens[place], place)
+            cache.append((k, v))
+            keys, values = (torch.stack(part, dim=1) for part in zip(*cache))
+            attend = torch.nn.functional.scaled_dot_product_attention
+            out = attend(q[:, None], keys, values, is_causal=True)[:, 0]
+            if place >= len(prompt) - 1:
+                tokens.append(model.next_token(out))
+        return tokens[len(prompt) :]
+
+    assert "It looks as if all attend to position 0 alone, as with" in verdict(DECODE, attempt)
 
 
 def test_a_token_that_is_computed_again_is_refused():
