@@ -134,7 +134,8 @@ def _run_backward(backward: Callable, grad_y: Tensor) -> Any:
     try:
         return backward(grad_y)
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
+        # a saved tensor, or the views of one, that were overwritten
+        if "modified" not in str(error) or "inplace" not in str(error):
             raise
         told = "autograd kept forward's matrices, which are gone by now; gather them again"
         raise RuntimeError(told) from error
