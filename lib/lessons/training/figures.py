@@ -18,7 +18,7 @@ def show_paths(paths: Mapping[str, Tensor], curvature: Tensor, *, first: int = 5
     """Show ways down a valley from above, and the distance to its lowest point at each step."""
     across, along = np.meshgrid(np.linspace(-2, 2, 90), np.linspace(-5, 2, 90), indexing="ij")
     height = (curvature[0].item() * along**2 + curvature[1].item() * across**2) / 2
-    _, (left, right) = plt.subplots(ncols=2, figsize=(9, 3.6))
+    figure, (left, right) = plt.subplots(ncols=2, figsize=(9, 4))
     left.contour(along, across, height, levels=[0.5, 4, 15, 40, 90, 170], colors=GRID)
     for name, path in paths.items():
         left.plot(*path[:first].T, marker="", linewidth=1.2)
@@ -27,7 +27,7 @@ def show_paths(paths: Mapping[str, Tensor], curvature: Tensor, *, first: int = 5
     left.set_title(f"Ways down, first {first} steps")
     left.grid(visible=False)
     right.set(xlabel="step", ylabel="distance to the lowest point", title="How close they come")
-    right.legend()
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=len(paths))
     plt.show()
 
 
