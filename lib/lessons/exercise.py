@@ -104,18 +104,20 @@ class Exercise:
 
 
 @functools.cache
-def edited(function: Callable, old: str, new: str) -> Callable:
-    """`function` with `old`, which occurs once in its source, replaced by `new`.
+def edited(function: Callable, *texts: str) -> Callable:
+    """`function` with text of its source replaced; `texts` are old, new, and further such pairs.
 
     Raises:
-        ValueError: `old` does not occur exactly once.
+        ValueError: an old text does not occur exactly once.
     """
     source = textwrap.dedent(inspect.getsource(function))
-    if source.count(old) != 1:
-        name, found = function.__name__, source.count(old)
-        raise ValueError(f"{old!r} must occur once in {name}, found {found} times")
+    for old, new in zip(texts[::2], texts[1::2], strict=True):
+        if source.count(old) != 1:
+            name, found = function.__name__, source.count(old)
+            raise ValueError(f"{old!r} must occur once in {name}, found {found} times")
+        source = source.replace(old, new)
     namespace = dict(function.__globals__)
-    exec(source.replace(old, new), namespace)
+    exec(source, namespace)
     return namespace[function.__name__]
 
 

@@ -33,7 +33,7 @@ from lib.lessons.exercise import (
 )
 from lib.lessons.flash_attention import solutions_triton as solutions
 from lib.lessons.flash_attention.schedule import TILES, busy_share, draw_spans, run_order
-from lib.lessons.triton.exercises import Launch, compile_launch
+from lib.lessons.triton.exercises import Launch, compile_error_lines, compile_launch
 from lib.lessons.triton.recorder_triton import Run, watch
 
 
@@ -276,11 +276,11 @@ def kernel_exercise(
     solve: Callable[..., Tensor],
     task: KernelTask,
     draw: Callable[[random.Random, int], tuple],
-    mistakes: Mapping[str, tuple[str, str]],
+    mistakes: Mapping[str, tuple[str, ...]],
 ) -> Exercise:
     """An exercise whose answer is a kernel; `mistakes` are edits of its solution's source."""
 
-    def made(sentence: str, edit: tuple[str, str]) -> Callable:
+    def made(sentence: str, edit: tuple[str, ...]) -> Callable:
         def run(*given: Any) -> Tensor:
             return task.run(edited(task.solution, *edit), *given)
 
@@ -350,13 +350,8 @@ def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
     try:
         made = compile_launch(kernel, launch)
     except Exception as error:
-        words = str(error).strip().splitlines()
-        lines = ["not yet: right in the interpreter, but for bfloat16 it does not compile"]
-        # above the reason Triton shows the source, and a caret below where it is wrong
-        carets = [number for number, line in enumerate(words) if line.strip() == "^"]
-        if carets and carets[-1] > 0:
-            lines.append(f"in `{words[carets[-1] - 1].strip()}`")
-        return "\n  ".join([*lines, words[-1]])
+        line = "not yet: right in the interpreter, but for bfloat16 it does not compile"
+        return "\n  ".join([line, *compile_error_lines(error)])
     return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
 
 
@@ -419,9 +414,10 @@ SIZE_MISTAKES = {
 STATE_MISTAKES = {
     **SIZE_MISTAKES,
     "the scale is missing": (") * scale  # (BQ, BK)", ")  # (BQ, BK)"),
-    "neither the sum nor the output so far is rescaled when the maximum grows": (
+    "neither the sum nor the output so far is rescaled when the maximum grows (if you do rescale "
+    "them: the maximum before this tile must still be known there)": (
         "tl.exp(m - new_m)",
-        "1.0",
+        "tl.exp(new_m - new_m)",
     ),
     "the output so far is not rescaled when the maximum grows": ("out * shrink[:, None]", "out"),
     "the sum so far is not rescaled when the maximum grows": ("l * shrink", "l"),
@@ -451,6 +447,7 @@ STATE_MISTAKES = {
     ),
     "lse lacks the maximum: it is m + log(l)": ("m + tl.log(l)", "tl.log(l)"),
     "lse lacks the logarithm of the sum: it is m + log(l)": ("m + tl.log(l)", "m"),
+    "lse lacks the maximum and the logarithm: it is m + log(l)": ("m + tl.log(l)", "l"),
     "the maximum in lse is that of scores that are not scaled": (
         "m + tl.log(l)",
         "m / scale + tl.log(l)",
@@ -459,6 +456,10 @@ STATE_MISTAKES = {
     "all programs take keys and values of the first head": (
         "k_rows = (head + key[:, None])",
         "k_rows = key[:, None]",
+    ),
+    "a head is taken to begin one row after the one before; it has n rows": (
+        "tl.program_id(1) * n",
+        "tl.program_id(1)",
     ),
     "the axes of the grid are exchanged: tl.program_id(0) is the tile, tl.program_id(1) the head": (
         "tl.program_id(1) * n  # rows of the heads before this one\n"
@@ -794,6 +795,19 @@ BACKWARD_KEYS = kernel_exercise(
         ),
         "there is no mask": ("key[:, None] <= query[None, :]", "key[:, None] >= 0"),
         "the mask is that of (queries, keys); these scores are (keys, queries)": (
+            "key[:, None] <= query[None, :]",
+            "key[:, None] >= query[None, :]",
+        ),
+        # the same in a loop that starts with the first key's own number
+        "there is no mask: not all queries of the first tile see all of these keys": (
+            "first // BQ * BQ",
+            "first",
+            "key[:, None] <= query[None, :]",
+            "key[:, None] >= 0",
+        ),
+        "the mask is turned around: these scores are (keys, queries)": (
+            "first // BQ * BQ",
+            "first",
             "key[:, None] <= query[None, :]",
             "key[:, None] >= query[None, :]",
         ),

@@ -48,9 +48,7 @@ def draw_fragments(figure: Figure, lane: int = 5) -> None:
     figure.suptitle(f"Fragments of mma.sync m16n8k8: what lane {lane} holds")
     panels = figure.subplots(2, 2, height_ratios=(8, 16), width_ratios=(1, 1))
     panels[0, 0].axis("off")
-    words = (
-        f"The number in a cell is its lane.\nBold: what lane {lane} holds.\nColours: lane mod 4."
-    )
+    words = f"The number in a cell is its lane.\nBold: what lane {lane} holds.\nColors: lane mod 4."
     panels[0, 0].text(0, 0.5, words, fontsize=11, va="center", color=INK)
     row, column = np.indices((16, 8))
     holders = row % 8 * 4 + column // 2  # of A and of C
@@ -135,7 +133,7 @@ def draw_peers(figure: Figure, speeds: Mapping[str, Mapping[str, Mapping[int, fl
             width = 2.6 if name == "ours" else 1.4
             axes.plot(tokens, [found[n] for n in tokens], label=name, linewidth=width)
         axes.set_xscale("log", base=2)
-        ticks = sorted({n for found in kernels.values() for n in found})[::2]
+        ticks = sorted({n for found in kernels.values() for n in found})
         axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
         axes.set(xlabel="tokens", ylabel="speed (TFLOP/s)", title=direction, ylim=(0, None))
     panels[0].legend(fontsize=9)

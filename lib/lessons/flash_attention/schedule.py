@@ -209,6 +209,7 @@ def draw_spans(
     rows = [*(["producer warp"] if has_loads else []), *(f"warpgroup {'ABC'[g]}" for g in groups)]
     rows.append("tensor cores")
     lane, name = 0.8 / len(groups), {"scores": "S", "values": "PV", "softmax": "softmax "}
+    total = max(span.end for span in spans)
     for span in spans:
         color = GRID if span.who < 0 else colors[span.who]
         row, height = has_loads + span.who, 0.8
@@ -222,12 +223,13 @@ def draw_spans(
         # the matmul with the values is paler than the scores
         style["alpha"] = 0.55 if span.what == "values" else 1.0
         axes.barh(row, span.end - span.start, height, span.start, **style)
-        text = f"{name.get(span.what, span.what[-1])}{span.tile}"
+        is_narrow = span.what == "softmax" and span.end - span.start < 0.09 * total
+        text = f"{'' if is_narrow else name.get(span.what, span.what[-1])}{span.tile}"
         ink = "#222222" if span.who < 0 or span.what == "values" else "white"
         middle = (span.start + span.end) / 2
         axes.text(middle, row, text, ha="center", va="center", fontsize=8.5, color=ink)
     axes.set_yticks(range(len(rows)), rows)
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, max(span.end for span in spans)))
-    axes.set(xlabel=f"time ({unit})", ylabel="worker")
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, total))
+    axes.set(xlabel=f"time ({unit})")
     axes.grid(visible=False)
     axes.set_title(f"{title}: tensor cores busy {busy_share(spans):.0%} of the time")

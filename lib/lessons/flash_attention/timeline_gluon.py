@@ -206,7 +206,7 @@ def draw_recorded(figure: Figure, record: Record, first: int = 4, steps: int = 4
             label = name if row == 0 and step is group[first] else None
             axes.barh(row, end - start, 0.8, start - origin, label=label, **style)
     axes.set_yticks(range(len(clocks)), [f"warpgroup {'ABC'[i]}" for i in range(len(clocks))])
-    axes.set(ylim=(len(clocks) - 0.4, -0.6), xlabel="time (clocks)", ylabel="worker")
+    axes.set(ylim=(len(clocks) - 0.4, -0.6), xlabel="time (clocks)")
     axes.grid(visible=False, axis="y")
     axes.grid(color=GRID, axis="x")
     how = "ping-pong" if record["figures"]["is_ordered"] else "unordered"

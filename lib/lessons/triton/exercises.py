@@ -71,8 +71,11 @@ def check_run(run: Run, most_numbers: int | None = None) -> None:
     """Refuse programs that store nothing, and tiles that are too large.
 
     Raises:
-        ValueError: no program stores anything, or a tile has more than `most_numbers` numbers.
+        ValueError: no program runs or none stores anything, or a tile has more than `most_numbers`
+            numbers.
     """
+    if not run.num_programs:
+        raise ValueError(f"no program ran: the grid is {run.grid}; round up, with triton.cdiv")
     if not run.of("store"):
         raise ValueError("no program stores anything: tl.store is missing")
     if most_numbers and run.largest_tile > most_numbers:
@@ -130,8 +133,17 @@ def compiled_words(kernel: Any, launch: Launch) -> str:
     try:
         made = compile_launch(kernel, launch)
     except Exception as error:
-        return f"  but it does not compile: {' '.join(str(error).split()[-40:])}"
+        return "\n    ".join(["  but it does not compile", *compile_error_lines(error)])
     return f"  compiled for an A100, it takes {made.registers} registers of each thread"
+
+
+def compile_error_lines(error: Exception) -> list[str]:
+    """The line of the kernel that Triton's compiler shows, if it shows one, and its reason."""
+    words = str(error).strip().splitlines()
+    # above the reason it shows the source, and a caret below where it is wrong
+    carets = [number for number, line in enumerate(words) if line.strip() == "^"]
+    shown = [f"in `{words[carets[-1] - 1].strip()}`"] if carets and carets[-1] > 0 else []
+    return [*shown, words[-1]]
 
 
 def compile_launch(kernel: Any, launch: Launch) -> Compiled:
@@ -236,7 +248,10 @@ ADD_BIAS = puzzle(
             "rows[:, None] * N",
             "rows[:, None] * M",
         ),
-        "rows are not masked": ("(rows < M)[:, None]", "(rows >= 0)[:, None]"),
+        "rows are not masked: their mask is missing, or joined by `and` where `&` belongs": (
+            "(rows < M)[:, None]",
+            "(rows >= 0)[:, None]",
+        ),
         "columns are not masked, so that a tile reaches into the next row": (
             "& (columns < N)[None, :]",
             "& (columns >= 0)[None, :]",
@@ -301,6 +316,10 @@ ROW_SUMS = puzzle(
         ),
         "rows are taken to be BLOCK elements apart": ("row * N", "row * BLOCK"),
         "the load has no mask": ("mask=columns < N, other=0.0", ""),
+        "the mask compares offsets of the matrix with N, which columns are less than": (
+            "mask=columns < N",
+            "mask=row * N + columns < N",
+        ),
         "all programs store to element 0": ("sums_ptr + row", "sums_ptr"),
     },
 )
@@ -464,6 +483,13 @@ RMS_NORM = puzzle(
             "squares = 0.0\n    for start in range(0, N, BLOCK):",
             "squares = 0.0\n    for start in range(0, 1):",
         ),
+        "each tile is divided by the sum so far; y needs that of the whole row, so a second loop": (
+            "    scale = 1 / tl.sqrt(squares / N + eps)\n"
+            "    for start in range(0, N, BLOCK):\n"
+            "        columns = start + tl.arange(0, BLOCK)\n"
+            "        x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0)\n",
+            "        scale = 1 / tl.sqrt(squares / N + eps)\n",
+        ),
         "lanes that are masked off are added, too; `other` says what they hold": (
             "other=0.0)\n        squares",
             ")\n        squares",
@@ -562,6 +588,12 @@ MATMUL = puzzle(
         "beyond K, the lanes of a hold anything: mask k as well": (
             "(rows < M)[:, None] & (k < K)",
             "(rows < M)[:, None] & (k >= 0)",
+        ),
+        "beyond K, the lanes of a and b hold anything: mask k as well": (
+            "(rows < M)[:, None] & (k < K)[None, :]\n"
+            "        b_mask = (k < K)[:, None] & (columns < N)[None, :]",
+            "(rows < M)[:, None] & (k >= 0)[None, :]\n"
+            "        b_mask = (k >= 0)[:, None] & (columns < N)[None, :]",
         ),
         "the store has no mask": ("total, mask=inside", "total"),
         "only the first DEPTH of the K elements are multiplied": (

@@ -1,8 +1,10 @@
 """The exercises of notebook 06 against independent answers; their mistakes: test_exercise.py."""
 
 import ast
+import dataclasses
 import math
 import random
+import re
 import runpy
 from pathlib import Path
 
@@ -131,9 +133,9 @@ ALL = tuple(TASKS)
 FORWARDS, BACKWARDS = ALL[:2], ALL[2:]
 
 
-def wrong(name, old, new):
-    """The verdict on the solution `name` in which `old` is `new`."""
-    kernel = edited(TASKS[name].solution, old, new)
+def wrong(name, *texts):
+    """The verdict on the solution `name` with texts replaced (`edited`)."""
+    kernel = edited(TASKS[name].solution, *texts)
     return verdict(getattr(exercises, name), lambda *given: TASKS[name].run(kernel, *given), seed=0)
 
 
@@ -178,6 +180,26 @@ def test_a_result_that_is_not_stored_is_named_and_no_mistake_is_guessed(tensor, 
     text = wrong("FORWARD", old, "pass")
     assert f"nothing is stored in {tensor}" in text
     assert "It looks as if" not in text
+
+
+def test_an_update_of_the_maximum_before_its_use_is_named_in_the_kernel_too():
+    text = wrong("FORWARD", "new_m = tl.maximum(m, tl", "new_m = m = tl.maximum(m, tl")
+    assert "must still be known there" in text
+
+
+def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
+    start = ("first // BQ * BQ", "first")
+    assert "(keys, queries)" in wrong("BACKWARD_KEYS", *start, "<= query[None", ">= query[None")
+    masked = "p = tl.where(key[:, None] <= query[None, :], p, 0.0)"
+    assert "there is no mask" in wrong("BACKWARD_KEYS", *start, masked, "p = p")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_mistake_is_an_error_of_python(name):
+    exercise = getattr(exercises, name)
+    for mistake in exercise.wrong_functions().values():
+        text = verdict(dataclasses.replace(exercise, mistakes={}), mistake, seed=0)
+        assert not re.search("TypeError|NameError|AttributeError", text), text
 
 
 def test_pythons_maximum_of_tiles_is_named():
