@@ -260,6 +260,7 @@ class TrainingCase:
             ddp_wrapper="none" if self.stage == 3 else self.wrapper,
             bucket_cap_mb=self.bucket_size_mb,
             cuda=self.backend == "nccl",
+            outer_stays=self.wrapper == "fsdp2",
         )
 
     def train_config(self, **changes: Any) -> TrainConfig:

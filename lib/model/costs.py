@@ -114,6 +114,7 @@ def activation_bytes_by_part(
     element_bytes: int = 4,
     autocast: bool = True,
     cuda: bool = False,
+    around_block: bool = False,
 ) -> dict[str, int]:
     """Bytes that the forward pass of `TransformerLM.loss` keeps for the backward pass, by part.
 
@@ -131,6 +132,7 @@ def activation_bytes_by_part(
         element_bytes: e: 4 for float32, 2 for bfloat16 and float16.
         autocast: 2-byte elements come from autocast, and not from weights of that dtype.
         cuda: the model is on a CUDA GPU with its Triton kernels, and not on a CPU.
+        around_block: the model's `around_block` is set: on CUDA every norm is a Triton kernel then.
 
     Raises:
         ValueError: the attention kernel is compiled, so that the compiler decides what is kept.
@@ -141,7 +143,7 @@ def activation_bytes_by_part(
     matrices = layers * (4 * config.d_model**2 + _feed_forward_weights(config))
     return {
         "token_ids": 8 * tokens,
-        "norms": _norm_bytes(config, tokens, element_bytes, cuda=cuda),
+        "norms": _norm_bytes(config, tokens, element_bytes, cuda=cuda, around_block=around_block),
         "attention": layers * _attention_bytes(config, tokens, length, element_bytes, cuda=cuda),
         "scores": layers * _score_bytes(config, tokens, length, element_bytes),
         "feed_forward": layers * num_widths * tokens * config.ff_width * element_bytes,
@@ -150,13 +152,16 @@ def activation_bytes_by_part(
     }
 
 
-def _norm_bytes(config: ModelConfig, tokens: int, element_bytes: int, *, cuda: bool) -> int:
+def _norm_bytes(
+    config: ModelConfig, tokens: int, element_bytes: int, *, cuda: bool, around_block: bool
+) -> int:
     """Norms of all layers, and the final one.
 
     Each keeps the normalized input, 4 N d, the inverse RMS, 4 N, and its result, e N d, which is
     the input of the next matmul; on CUDA also its input in float32, 4 N d. The result of the last
-    norm counts with the loss. Fused norms (CUDA, pre-norm, all but the first) keep input and
-    result, e N d each, and the inverse RMS. Without norms only the matmuls' inputs are kept.
+    norm counts with the loss. Triton's norms (CUDA, pre-norm, all but the first, and that one too
+    with `around_block`) keep input and result, e N d each, and the inverse RMS. Without norms only
+    the matmuls' inputs are kept.
     """
     d, num_norms = config.d_model, 2 * config.num_layers
     results = num_norms * tokens * d * element_bytes
@@ -166,8 +171,9 @@ def _norm_bytes(config: ModelConfig, tokens: int, element_bytes: int, *, cuda: b
     if config.norm == "post":
         # the last norm's result is not kept here, but the input of the first matmul is
         return num_norms * inside + results
-    inside_fused = (d * element_bytes + 4) * tokens
-    return inside + num_norms * (inside_fused if cuda else inside) + results
+    inside_kernel = (d * element_bytes + 4) * tokens
+    first = inside_kernel if cuda and around_block else inside
+    return first + num_norms * (inside_kernel if cuda else inside) + results
 
 
 def _attention_bytes(

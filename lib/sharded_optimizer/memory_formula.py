@@ -21,8 +21,8 @@ A weight, its gradient and its state take 4 + 4 + 8 bytes in float32 and under a
   rank keeps the means of its slices, G / n, as in stage 2, and at most three buckets. Over gloo, on
   CPUs, a reduce-scatter makes one more copy. Stage 2 as in the paper takes one bucket, stage 3 the
   gradients of a block;
-- **gathered** weights in stage 3: embedding, head, and two blocks in `dtype`, one in use and one on
-  its way;
+- **gathered** weights in stage 3: embedding or head, and, but for the loss, two blocks in `dtype`,
+  one in use and one on its way;
 - with activation **checkpoints** around every block: in place of its activations the block's input,
   and everything of one block at a time, which backward computes again;
 - **working** memory: what is between the matmuls of a feed-forward layer;
@@ -85,6 +85,9 @@ class RankMemory:
     gathered: int = 0
     """Other ranks' weights while they are needed (stage 3)."""
 
+    gathered_blocks: int = 0
+    """The part of `gathered` that is released when the loss is computed."""
+
     working: int = 0
     """Temporaries of a layer when activations are at their maximum."""
 
@@ -132,6 +135,7 @@ class RankMemory:
         kept = self.parameters + self.optimizer_state + self.gathered
         gradients = self.gradients if self.gradients_stay else 0
         end_of_forward = kept + gradients + self.activations - self.recomputed + self.forward
+        end_of_forward -= self.gathered_blocks
         start_of_backward = kept + gradients + self.activations + self.working
         end_of_backward = kept + self.gradients + self.communication
         moments = [end_of_forward, start_of_backward, end_of_backward]
@@ -153,6 +157,7 @@ def rank_memory(
     ddp_wrapper: str = "flashddp",
     bucket_cap_mb: float | None = None,
     cuda: bool = True,
+    outer_stays: bool = False,
 ) -> RankMemory:
     """Bytes on the fullest of `ranks` ranks that train `TransformerLM(config)` together.
 
@@ -167,6 +172,8 @@ def rank_memory(
             `lib.ddp.costs.default_bucket_cap_mb`).
         cuda: whether the rank has a GPU. A CPU's AdamW works on a float32 copy of the gradients
             and on the updates' denominators, 8 bytes for each weight that it updates.
+        outer_stays: in stage 3, whether embedding and head stay gathered from forward to the end of
+            backward, as by `lib.sharded_optimizer.fsdp2`, and not only while they are needed.
 
     Raises:
         ValueError: an unknown stage, dtype or wrapper, or fewer than one rank or sequence.
@@ -185,7 +192,11 @@ def rank_memory(
         config, batch_size, element_bytes, autocast=autocast, cuda=cuda, checkpoints=checkpoints
     )
     late = _late_weights(config) * (element_bytes if low_precision_weights else 4)
-    working = _working_bytes(config, batch_size, element_bytes)
+    # a GPU's checkpointed blocks hold less beside the insides of a layer, forward and backward
+    widths = (2, 0) if checkpoints and cuda and config.norm == "pre" else (4, 4)
+    working_forward, working = (
+        _working_bytes(config, batch_size, element_bytes, widths=n) for n in widths
+    )
     is_cast = element_bytes < 4 and not low_precision_weights
     loss = _loss_bytes(config, batch_size, element_bytes, is_cast=is_cast, cuda=cuda)
     whole = RankMemory(
@@ -197,7 +208,7 @@ def rank_memory(
         late_gradients=late,
         averaged_gradients=weights,
         working=working,
-        forward=copies + max(working, loss),
+        forward=copies + max(working_forward, loss),
         update=0 if cuda else 8 * (share(updated) if stage else updated),
     )
     if ranks == 1:
@@ -218,10 +229,13 @@ def rank_memory(
         return change(sliced, communication=bucket)
     parts = parameters_by_part(config)
     block = element_bytes * (parts["attention"] + parts["feed_forward"]) // config.num_layers
-    outer_bytes = element_bytes if low_precision_weights else 4
-    outer = outer_bytes * (parts["token_embeddings"] + parts["lm_head"])
-    gathered = outer + min(2, config.num_layers) * block
-    return change(sliced, parameters=own, gathered=gathered, communication=block)
+    outer = [parts["token_embeddings"], parts["lm_head"]]
+    outer_bytes = (sum(outer) if outer_stays else max(outer)) * (
+        element_bytes if low_precision_weights else 4
+    )
+    blocks = min(2, config.num_layers) * block
+    gathered = {"gathered": outer_bytes + blocks, "gathered_blocks": blocks}
+    return change(sliced, parameters=own, communication=block, **gathered)
 
 
 def largest_preset(
@@ -292,18 +306,26 @@ def _activation_bytes(
 
     def kept(shape: ModelConfig) -> dict[str, int]:
         return activation_bytes_by_part(
-            shape, batch_size, element_bytes=element_bytes, autocast=autocast, cuda=cuda
+            shape,
+            batch_size,
+            element_bytes=element_bytes,
+            autocast=autocast,
+            cuda=cuda,
+            around_block=checkpoints,
         )
 
     all_parts = kept(config)
     if not checkpoints:
         return sum(all_parts.values()), 0, 0
-    width = batch_size * config.context_length * config.d_model
-    inputs = config.num_layers * width * element_bytes
+    width = batch_size * config.context_length * config.d_model * element_bytes
+    inputs = config.num_layers * width
     # what one more block would keep
     deeper = kept(dataclasses.replace(config, num_layers=config.num_layers + 1))
     recomputed = sum(deeper.values()) - sum(all_parts.values())
     outside = sum(all_parts.values()) - config.num_layers * recomputed
+    if cuda and config.norm == "pre":
+        # a Triton norm keeps its input, which the block's checkpoint has already
+        recomputed -= width
     return outside + inputs + recomputed, recomputed, all_parts["weight_copies"]
 
 
@@ -315,10 +337,10 @@ def _late_weights(config: ModelConfig) -> int:
     return block + (0 if config.tied_embeddings else parts["token_embeddings"])
 
 
-def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int) -> int:
-    """Bytes of temporaries in a feed-forward layer."""
+def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int, *, widths: int) -> int:
+    """Bytes of temporaries in a feed-forward layer: inside, and `widths` as wide as the model."""
     tokens = batch_size * config.context_length
-    return tokens * element_bytes * (4 * config.d_model + 3 * config.ff_width)
+    return tokens * element_bytes * (widths * config.d_model + 3 * config.ff_width)
 
 
 def _loss_bytes(

@@ -23,6 +23,7 @@ from lib.benchmarks.sharding_report import (
     accounting,
     comparison_table,
     draw_rank_bars,
+    fsdp_table,
     make_settings,
     sharding_rows,
     target_table,
@@ -300,6 +301,21 @@ def test_the_report_has_a_line_of_zero1_for_each_setting_and_the_reasons_of_fail
     assert "- flashddp: oom: memory is full" in report
 
 
+def test_the_lines_of_fsdp_compare_it_with_fsdp2_of_the_same_launch_and_with_the_formula(planted):
+    assert fsdp_table(settings_in(planted)) == []
+    for method, milliseconds in (("fsdp", 9.0), ("fsdp2", 12.0), ("fsdp+checkpoints", 10.0)):
+        plant(planted, case_of(method, "large", on_gpu=True), milliseconds)
+    lines = {line["method"]: line for line in fsdp_table(settings_in(planted))}
+    ratios = {method: line["time / fsdp2"] for method, line in lines.items()}
+    assert ratios == {"fsdp": 0.75, "fsdp+checkpoints": pytest.approx(10 / 12)}
+    assert {line["peak / formula"] for line in lines.values()} == {1.0}
+    assert lines["fsdp+checkpoints"]["peak (GB)"] < lines["fsdp"]["peak (GB)"]
+    plant(planted, case_of("fsdp2", "large", on_gpu=True), 9.0, launch="second")
+    assert fsdp_table(settings_in(planted))[0]["time / fsdp2"] is None
+    write_report(read_records(planted / "sharding_benchmark.jsonl"), planted)
+    assert "How fsdp compares" in (planted / "sharding_benchmark.md").read_text()
+
+
 def test_accounting_has_what_was_measured_in_one_setting_and_predicts_the_rest(planted):
     found = accounting(settings_in(planted))
     assert list(found) == ["small", "medium", "large", "xl", "2.7b"]
@@ -314,11 +330,15 @@ def test_accounting_has_what_was_measured_in_one_setting_and_predicts_the_rest(p
         ("xl", "2 ranks", "zero1"),
     }
     assert len(found["small"]) == 1 + 3 * 4
-    # the newest setting alone
-    case = case_of("zero1", "large", on_gpu=True, low_precision_weights=True)
-    plant(planted, case, 9.0, date="2100-01-01")
-    bars = accounting(settings_in(planted))["large"]
-    assert [(bar.group, bar.name) for bar in bars if bar.measured] == [("2 ranks", "zero1")]
+    # the setting with most trainings, however old, and nothing of a newer one
+    for method in SHARDING_METHODS:
+        case = case_of(method, "large", on_gpu=True, low_precision_weights=True)
+        plant(planted, case, 9.0, date="2000-01-01")
+    bars = accounting(settings_in(planted))
+    assert not any(bar.measured for bar in bars["xl"])
+    measured = [(bar.group, bar.name) for bar in bars["large"] if bar.measured]
+    on_two = [("2 ranks", "flashddp"), ("2 ranks", "zero1"), ("2 ranks", "fsdp2")]
+    assert measured == [("1 rank", "flashddp"), *on_two]
 
 
 def test_a_report_of_failures_alone_has_tables_and_figures(tmp_path):

@@ -177,6 +177,7 @@ MEMORY = RankMemory(parameters=10, gradients=20, optimizer_state=40, activations
         ({"activations": 1, "averaged_gradients": 9, "update": 30}, 10 + 40 + 9 + 30),
         ({"gradients_stay": True}, 10 + 40 + 20 + 100),
         ({"gathered": 3}, 10 + 40 + 3 + 100),
+        ({"gathered": 3, "gathered_blocks": 2, "forward": 9}, 10 + 40 + 1 + 100 + 9),
         ({"forward": 9, "working": 5}, 10 + 40 + 100 + 9),
         ({"forward": 9, "working": 5, "recomputed": 30}, 10 + 40 + 100 + 5),
         ({"activations": 40, "forward": 90, "recomputed": 30}, 10 + 40 + 10 + 90),
@@ -224,18 +225,18 @@ def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
     assert memory.forward == 3 * loss.CHUNK_BYTES + sums
 
 
-# GB beyond weights and moments on one H200 with PyTorch 2.11, under autocast to bfloat16, one
-# sequence of `8b` with other layers and vocabularies, each block a checkpoint.
-ON_H200 = [  # layers, vocabulary, tokens, most in forward, kept for backward, most in backward
-    (2, 151_936, 32_768, 15.654, 3.661, 11.432),
-    (6, 151_936, 32_768, 19.420, 5.808, 14.670),
-    (12, 151_936, 32_768, 25.070, 9.029, 19.527),
-    (12, 1_024, 32_768, 15.343, 7.793, 17.055),
-    (6, 32_768, 8_192, 4.710, 1.409, 6.989),
+# GB beyond weights on one H100 with PyTorch 2.11, under autocast to bfloat16, one sequence of `8b`
+# with other layers and vocabularies, each block a checkpoint; logits in chunks as on an H200.
+ON_GPU = [  # layers, vocabulary, tokens, most in forward, kept for backward, most in backward
+    (2, 151_936, 32_768, 14.332, 2.319, 10.358),
+    (6, 151_936, 32_768, 17.025, 3.392, 13.596),
+    (12, 151_936, 32_768, 21.064, 5.003, 18.453),
+    (12, 1_024, 32_768, 11.316, 3.767, 15.981),
+    (6, 32_768, 8_192, 4.106, 0.805, 6.721),
 ]
 
 
-@pytest.mark.parametrize(("layers", "vocabulary", "length", "forward", "kept", "backward"), ON_H200)
+@pytest.mark.parametrize(("layers", "vocabulary", "length", "forward", "kept", "backward"), ON_GPU)
 def test_with_checkpoints_the_peak_is_that_of_a_gpu(
     layers, vocabulary, length, forward, kept, backward
 ):
@@ -245,9 +246,9 @@ def test_with_checkpoints_the_peak_is_that_of_a_gpu(
     memory = rank_memory(config, ranks=1, checkpoints=True)
     kept_bytes = memory.activations - memory.recomputed
     assert kept_bytes / 1e9 == pytest.approx(kept, rel=0.001)
-    assert (kept_bytes + memory.forward) / 1e9 == pytest.approx(forward, rel=0.04)
+    assert (kept_bytes + memory.forward) / 1e9 == pytest.approx(forward, rel=0.02)
     beyond = memory.peak - memory.parameters - memory.optimizer_state
-    assert beyond / 1e9 == pytest.approx(max(forward, backward), rel=0.025)
+    assert beyond / 1e9 == pytest.approx(max(forward, backward), rel=0.02)
 
 
 def test_wrappers_are_those_of_training():
