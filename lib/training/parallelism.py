@@ -41,7 +41,6 @@ FULLY_SHARDED = ("fsdp", "fsdp2")
 # works with them.
 EXCLUDED = {
     ("ddp_wrapper", "torch_ddp"): (("cuda_graph",), "flashddp"),
-    ("ddp_wrapper", "fsdp"): (("cuda_graph",), "flashddp"),
     ("ddp_wrapper", "fsdp2"): (("cuda_graph", "low_precision_weights"), "flashddp"),
     ("sharded_optimizer", "torch_zero"): (("cuda_graph", "low_precision_weights"), "zero1"),
 }

@@ -146,6 +146,21 @@ def steps_with(
     return {"rows": step.read_log(), "weights": whole(step), "state": state}
 
 
+def launched_and_recorded(how: dict[str, Any]) -> list[Any]:
+    """What each of a few steps reports, launched and then recorded as a CUDA graph; on GPUs."""
+    device, found = process_group.current_device(), []
+    for cuda_graph in (False, True):
+        generator = torch.Generator(device).manual_seed(0)
+        model = TransformerLM(MODEL, device=device, generator=generator)
+        config = dataclasses.replace(STEP, **how, cuda_graph=cuda_graph)
+        with numerics(tf32=False, deterministic=True):
+            step = TrainStep(model, config, device, torch.float32)
+            for index in range(STEPS):
+                step(part(index, process_group.rank(), PASSES).to(device), 1e-2)
+            found.append(step.read_log())
+    return found
+
+
 def steps_of_one_process(num_ranks: int, passes: int = PASSES, **changes: Any) -> dict[str, Any]:
     """The same steps by one process, on the sequences of all ranks at once."""
     size = num_ranks * passes * BATCH

@@ -236,6 +236,17 @@ def test_the_default_bucket_is_a_32nd_of_the_gradients(sharded, monkeypatch):
     assert set(caps) == {3.0}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
+def test_steps_recorded_on_two_gpus_are_those_launched(name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    results = launch(workers.launched_and_recorded, 2, workers.SHARDED[name], backend="nccl")
+    for launched, recorded in results:
+        for one, other in zip(launched, recorded):
+            assert other == pytest.approx(one, rel=1e-5)
+
+
 # Settings that cannot be combined
 
 
@@ -248,10 +259,6 @@ def test_the_default_bucket_is_a_32nd_of_the_gradients(sharded, monkeypatch):
         (
             {"ddp_wrapper": "torch_ddp", "cuda_graph": True},
             "cuda_graph must be False with ddp_wrapper 'torch_ddp'",
-        ),
-        (
-            {"ddp_wrapper": "fsdp", "cuda_graph": True},
-            "cuda_graph must be False with ddp_wrapper 'fsdp'.* ddp_wrapper flashddp can do it",
         ),
         (
             {"ddp_wrapper": "fsdp2", "cuda_graph": True},
