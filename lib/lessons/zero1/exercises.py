@@ -1,4 +1,4 @@
-"""Exercises of notebook 08: partitions, boundaries of shards, the ZeRO-1 step, what ranks send."""
+"""Exercises of notebook 08: partitions, slices, the ZeRO-1 step, what ranks send, checkpoints."""
 
 from __future__ import annotations
 
@@ -482,6 +482,112 @@ SENT_BYTES = Exercise(
 )
 
 
+# A checkpoint for another number of ranks
+
+
+def _draw_checkpoint(generator: random.Random, size: int) -> tuple:
+    saved_by = generator.randint(1, 4)
+    ranks = generator.choice([number for number in range(1, 6) if number != saved_by])
+    return generator.randint(max(saved_by, ranks), 8 + 2 * size), saved_by, ranks
+
+
+def loading(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
+    """A function that loads the slices of `ranks` with `attempt` from the files of `saved_by`.
+
+    Element number i is i + 1, and the padding of a file is -1, so that what comes from it shows.
+
+    Args:
+        attempt: `attempt(read, num_elements, saved_by, ranks, rank)` -> slice of that rank.
+    """
+
+    @functools.wraps(attempt)
+    def played(num_elements: int, saved_by: int, ranks: int) -> dict[str, Any]:
+        length = -(-num_elements // saved_by)
+        numbers = [*range(1, num_elements + 1)] + [-1] * (saved_by * length - num_elements)
+        files = torch.tensor(numbers, dtype=torch.float32).view(saved_by, length)
+        found = {}
+        for rank in range(ranks):
+            count = 0
+
+            def read(file: int, start: int, stop: int) -> Tensor:
+                nonlocal count
+                if not (0 <= file < saved_by and 0 <= start <= stop <= length):
+                    told = f"files 0 to {saved_by - 1} have elements 0 to {length}"
+                    raise ValueError(f"{told}, got read({file}, {start}, {stop})")
+                count += stop - start
+                return files[file, start:stop].clone()
+
+            own = attempt(read, num_elements, saved_by, ranks, rank)
+            found[f"slice of rank {rank}"] = None if own is None else own.tolist()
+            found[f"elements that rank {rank} reads"] = count
+        return found
+
+    return played
+
+
+@loading
+def reshard(
+    read: Callable[[int, int, int], Tensor],
+    num_elements: int,
+    saved_by: int,
+    ranks: int,
+    rank: int,
+) -> Tensor:
+    saved, length = -(-num_elements // saved_by), -(-num_elements // ranks)
+    mine = torch.zeros(length)
+    start, stop = rank * length, min((rank + 1) * length, num_elements)
+    for file in range(saved_by):
+        # of this file, what is in both slices, counted in the buffer
+        first, last = max(start, file * saved), min(stop, (file + 1) * saved)
+        if first < last:
+            part = read(file, first - file * saved, last - file * saved)
+            mine[first - start : last - start] = part
+    return mine
+
+
+def _whole_files(read: Callable, num_elements: int, saved_by: int, ranks: int, rank: int) -> Tensor:
+    saved, length = -(-num_elements // saved_by), -(-num_elements // ranks)
+    whole = torch.cat([read(file, 0, saved) for file in range(saved_by)])[:num_elements]
+    return torch.cat([whole, torch.zeros(ranks * length - num_elements)]).chunk(ranks)[rank]
+
+
+RESHARD = Exercise(
+    reshard,
+    _draw_checkpoint,
+    {
+        "every file is read whole; read what is in this rank's slice": loading(_whole_files),
+        "the padding at the end of the files is taken for elements; stop at `num_elements`": (
+            "min((rank + 1) * length, num_elements)",
+            "min((rank + 1) * length, saved_by * saved)",
+        ),
+        "the slice has no padding; all slices have equal length": (
+            "return mine",
+            "return mine[: max(0, stop - start)]",
+        ),
+        "only the file of the same number is read": (
+            "in range(saved_by):",
+            "in range(rank, min(rank + 1, saved_by)):",
+        ),
+        "a slice is as long as before, for `saved_by` ranks": (
+            "-(-num_elements // ranks)",
+            "saved",
+        ),
+        "lengths are rounded down, and the last elements are left out": (
+            "saved, length = -(-num_elements // saved_by), -(-num_elements // ranks)",
+            "saved, length = num_elements // saved_by, num_elements // ranks",
+        ),
+        "parts are put where they are in their file; count from the start of the slice": (
+            "mine[first - start : last - start] = part",
+            "put = first - file * saved\n"
+            "            mine[put : put + len(part)] = part[: length - put]",
+        ),
+    },
+    tier="core",
+    trials=60,
+    describe=difference,
+)
+
+
 # Better than largest first
 
 
@@ -562,6 +668,11 @@ def check_zero1_step(attempt: Callable) -> None:
     """Check `zero1_step(params, grads, state, ranks)`, and run a right one on two processes."""
     judge = compared_with(functools.partial(train_alone, 2, 5), "on two processes, after 5 steps")
     check_on_processes(ZERO1_STEP, stepping(attempt), train_attempt, 2, 5, judge=judge)
+
+
+def check_reshard(attempt: Callable) -> None:
+    """Check `reshard(read, num_elements, saved_by, ranks, rank)` -> the slice of that rank."""
+    check(RESHARD, loading(attempt))
 
 
 def check_fair_owners(attempt: Callable) -> None:

@@ -14,6 +14,7 @@ from lib.lessons.zero1 import attempts
 from lib.lessons.zero1.exercises import (
     BALANCED_OWNERS,
     FAIR_OWNERS,
+    RESHARD,
     SENT_BYTES,
     SHARD_BOUNDARIES,
     ZERO1_STEP,
@@ -21,6 +22,7 @@ from lib.lessons.zero1.exercises import (
     check_fair_owners,
     check_shard_boundaries,
     check_zero1_step,
+    loading,
     stepping,
     weighed,
     zero1_step,
@@ -126,6 +128,24 @@ def test_boundaries_are_those_of_the_library(elements):
     bucket = FlatBucket([torch.nn.Parameter(torch.zeros(elements))], None)
     # float32 at multiples of 16 bytes
     assert SHARD_BOUNDARIES.solve(elements, 1, 4) == [(0, bucket.slice_length)]
+
+
+@pytest.mark.parametrize(("elements", "saved_by", "ranks"), [(7, 2, 3), (12, 3, 2), (5, 1, 4)])
+def test_slices_for_other_ranks_are_those_of_the_whole(elements, saved_by, ranks):
+    found = RESHARD.solve(elements, saved_by, ranks)
+    length = -(-elements // ranks)
+    whole = [*range(1, elements + 1)] + [0] * (ranks * length - elements)
+    for rank in range(ranks):
+        own = whole[rank * length : (rank + 1) * length]
+        assert found[f"slice of rank {rank}"] == own
+        # nothing twice, and no padding
+        assert found[f"elements that rank {rank} reads"] == sum(value > 0 for value in own)
+
+
+def test_reading_beyond_a_file_is_named():
+    text = verdict(RESHARD, loading(lambda read, *_: read(0, 0, 10**6)))
+    assert "have elements 0 to" in text
+    assert "got read(0, 0, 1000000)" in text
 
 
 @pytest.mark.parametrize("count", [2, 3])
