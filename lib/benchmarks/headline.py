@@ -113,6 +113,7 @@ class Comparison:
 PEERS = {
     "torch_ddp": "PyTorch's DDP",
     "torch_ddp+torch_zero": "PyTorch's ZeRO",
+    "fsdp2": "PyTorch's FSDP2",
     "fa4": "FlashAttention-4",
     "fa4_deterministic": "FlashAttention-4",
 }
@@ -192,6 +193,13 @@ COMPARISONS = (
         "sharding_benchmark",
         {"model": "xl"},
         *("method", "zero1", ("torch_ddp+torch_zero",), "tokens_per_s", "tokens/s"),
+        device="2 × {device}",
+    ),
+    Comparison(
+        "fully sharded, 2.0 billion parameters",
+        "sharding_benchmark",
+        {"model": "xl"},
+        *("method", "fsdp", ("fsdp2",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
     ),
 )
