@@ -268,7 +268,8 @@ def _how_it_ended(exitcode: int) -> str:
         return f"ended with exit code {exitcode} before its function returned"
     name = signal.Signals(-exitcode).name
     hints = {
-        "SIGABRT": "; NCCL also aborts a rank that waited longer than timeout",
+        "SIGABRT": "; so gloo ends a rank that gets more data than its own call asked for, as when "
+        "shapes differ between ranks, and NCCL one that waited longer than timeout",
         "SIGKILL": "; the system does that when memory runs out",
     }
     return f"was ended by {name}{hints.get(name, '')}"

@@ -70,6 +70,12 @@ def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named():
     assert "not called by rank 1" in str(error)
 
 
+def test_shapes_that_differ_between_ranks_end_the_job_and_are_the_reason_it_gives():
+    words = str(failure_of("sends another shape"))
+    assert "rank 0 of 2 was ended by SIGABRT" in words
+    assert "as when shapes differ between ranks" in words
+
+
 def test_a_rank_that_returned_too_early_is_named():
     assert "had returned by then: rank 1" in str(failure_of("returns early"))
 

@@ -119,6 +119,10 @@ def fail(how: str) -> None:
                 time.sleep(1000)
             case "returns early":
                 return
+            case "sends another shape":
+                dist.all_reduce(torch.ones(5))
+    if how == "sends another shape":
+        dist.all_reduce(torch.ones(4))
     for _ in range(2):
         process_group.barrier()
 
