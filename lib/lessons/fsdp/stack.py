@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Steps:
-    """The results of `time_steps`; milliseconds are medians on rank 0."""
+    """The results of `time_steps`; milliseconds are the best on rank 0."""
 
     computing_ms: float
     """A step of one rank that sends nothing, while the other does the same."""
@@ -70,24 +70,25 @@ def time_steps(blocks: int, width: int, tokens: int, samples: int) -> Steps:
     x = torch.randn(tokens, width, requires_grad=True)
     plain = Stack(blocks, width)
     dist.barrier()
-    computing = _median_ms(lambda: _backward(plain, x), samples)
+    (computing,) = _best_ms([lambda: _backward(plain, x)], samples)
     # all ranks must have the same network
     block_ms = mean_over_ranks(computing) / 3 / blocks
     num_bytes = 4 * 8 * width**2
     bandwidth_gbs = num_bytes / world_size() / (SHARE * block_ms * 1e6)
     network = Network(Link(0.0, bandwidth_gbs))
-    group = simulated_group(network)
-
-    def milliseconds(group: SimulatedGroup = group, **options: bool) -> float:
-        model = FSDP(Stack(blocks, width), group=group, **options)  # type: ignore[arg-type]
-        return _median_ms(lambda: _step(model, x), samples)
-
+    group, instant = (simulated_group(one) for one in (network, Network(Link(0.0, INSTANT_GBS))))
+    models = [
+        FSDP(Stack(blocks, width), group=group),
+        FSDP(Stack(blocks, width), group=group, prefetch=False),
+        FSDP(Stack(blocks, width), group=instant),
+    ]
+    times = _best_ms([partial(_step, model, x) for model in models], samples)
     return Steps(
         computing_ms=computing,
         gather_ms=network.collective_ms("all_gather", num_bytes, world_size()),
-        prefetch_ms=milliseconds(),
-        just_in_time_ms=milliseconds(prefetch=False),
-        instant_ms=milliseconds(simulated_group(Network(Link(0.0, INSTANT_GBS)))),
+        prefetch_ms=times[0],
+        just_in_time_ms=times[1],
+        instant_ms=times[2],
         gathers=_gathers(Stack(blocks, width), x, group),
         gathers_checkpointed=_gathers(_checkpointed(Stack(blocks, width)), x, group),
     )
@@ -104,15 +105,17 @@ def _step(model: FSDP, x: Tensor) -> None:
     model.zero_grad()
 
 
-def _median_ms(step: Callable[[], None], samples: int) -> float:
-    times = []
+def _best_ms(steps: list[Callable[[], None]], samples: int) -> list[float]:
+    """The shortest time of each step, interleaved: other programs only make one longer."""
+    times: list[list[float]] = [[] for _ in steps]
     for _ in range(samples + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
+        for step, taken in zip(steps, times):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            taken.append(1e3 * (time.perf_counter() - start))
     # the first one warms up
-    return statistics.median(times[1:])
+    return [min(taken[1:]) for taken in times]
 
 
 def _checkpointed(stack: Stack) -> Stack:
