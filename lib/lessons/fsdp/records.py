@@ -1,14 +1,16 @@
-"""Steps of FSDP2 on H200s, from `artifacts/`, for notebook 09."""
+"""Steps of FSDP on GPUs, from `artifacts/`, for notebook 09."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from lib.benchmarks.sharding_report import fsdp_table, make_settings, sharding_rows
 from lib.core.files import ROOT
-from lib.core.records import read_records
+from lib.core.records import Record, read_records
 from lib.lessons.profiling.records import block_on_gpu
 
 RECORDS = ROOT / "artifacts/sharding_benchmark.jsonl"
+TRACED = ROOT / "artifacts/ddp_tuning/10_fsdp_on_two_h100s.jsonl"
 # bfloat16 parameters are gathered twice, float32 gradients reduce-scattered once.
 BYTES_SENT = 2 + 2 + 4
 
@@ -18,14 +20,24 @@ def flops_per_s() -> float:
     return block_on_gpu()[0].flops_per_s
 
 
+def _on_gpus(device: str) -> list[Record]:
+    """The trainings on GPUs of this name."""
+    return [
+        record
+        for record in read_records(RECORDS)
+        if record["config"]["backend"] == "nccl"
+        and record["figures"]["status"] == "ok"
+        and device in record["device"]
+    ]
+
+
 def fsdp2_steps() -> list[dict[str, Any]]:
-    """Steps of FSDP2 beside `flashddp` of the same run: milliseconds by setting and run."""
+    """Steps of FSDP2 on H200s beside `flashddp` of the same run, by setting and run."""
     runs: dict[Any, dict[str, Any]] = {}
-    for record in read_records(RECORDS):
+    for record in _on_gpus("H200"):
         config, figures = record["config"], record["figures"]
-        if config["backend"] == "nccl" and figures["status"] == "ok":
-            key = config["model"], config["ranks"], figures["launch"], config["bucket_size_mb"]
-            runs.setdefault(key, {})[config["method"]] = figures
+        key = config["model"], config["ranks"], figures["launch"], config["bucket_size_mb"]
+        runs.setdefault(key, {})[config["method"]] = figures
     return [
         {
             "model": model,
@@ -40,3 +52,53 @@ def fsdp2_steps() -> list[dict[str, Any]]:
         for (model, ranks, launch, _), found in sorted(runs.items())
         if {"flashddp", "fsdp2"} <= found.keys()
     ]
+
+
+def hosts_on_two_h100s() -> list[dict[str, Any]]:
+    """Steps of `large` on two H100s: for how long hosts launched, and a GPU computed; in ms.
+
+    Step and hosts are as nobody traced them. Computing is from a trace of kernels, on the GPU that
+    waited less for messages.
+    """
+    rows = []
+    for record in read_records(TRACED):
+        ranks = record["figures"]["ranks"]
+        traced = [rank["kernels_traced"] for rank in ranks]
+        row = {"method": record["config"]["wrapper"], "step (ms)": max(r["step_ms"] for r in ranks)}
+        row |= {f"host of rank {rank['rank']} (ms)": rank["host_ms"] for rank in ranks}
+        computing = min(
+            kernels["busy_ms"] - kernels["exposed_communication_ms"] for kernels in traced
+        )
+        rows.append(row | {"GPU computes (ms)": computing})
+    return rows
+
+
+def steps_on_two_h100s() -> list[dict[str, Any]]:
+    """Milliseconds a step by model and way to run it; None for what was not run there."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for record in _on_gpus("H100"):
+        config, figures = record["config"], record["figures"]
+        if config["model"] != "8b":
+            way = "CUDA graph" if config["cuda_graph"] else "launched"
+            key = config["model"], config["tr_batch_size"], way
+            rows.setdefault(key, {})[config["method"]] = figures["median_ms"]
+    names = ("flashddp", "fsdp", "fsdp2")
+    return [
+        {"model": model, "sequences a rank": sequences, "the step is": way}
+        | {name: found.get(name) for name in names}
+        for (model, sequences, way), found in rows.items()
+    ]
+
+
+def step_of_8b() -> dict[str, Any]:
+    """The newest step of `8b` on two H100s: seconds, messages in ms, and the peak in GB."""
+    records = [record for record in _on_gpus("H100") if record["config"]["model"] == "8b"]
+    figures = records[-1]["figures"]
+    (line,) = fsdp_table(make_settings(sharding_rows(records)))
+    return {
+        "seconds": figures["median_ms"] / 1e3,
+        "messages (ms)": figures["communication_ms"],
+        "not hidden (ms)": figures["exposed_communication_ms"],
+        "peak (GB)": line["peak (GB)"],
+        "by formula (GB)": line["peak (GB)"] / line["peak / formula"],
+    }

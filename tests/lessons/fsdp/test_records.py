@@ -1,4 +1,4 @@
-"""The steps of FSDP2 on H200s that notebook 09 shows."""
+"""The steps of FSDP on GPUs that notebook 09 shows."""
 
 import json
 
@@ -20,3 +20,27 @@ def test_failed_trainings_and_those_on_cpus_are_left_out(tmp_path, monkeypatch):
         line["config"]["backend"] = "gloo"
     records.RECORDS.write_text("\n".join(map(json.dumps, lines)))
     assert records.fsdp2_steps() == []
+
+
+def test_a_step_of_ours_on_h100s_stands_beside_fsdp2_and_as_a_graph_beside_ddp():
+    rows = records.steps_on_two_h100s()
+    found = {(row["model"], row["the step is"]): row for row in rows}
+    for model in ("large", "xl", "2.7b"):
+        assert found[model, "launched"]["fsdp"] < found[model, "launched"]["fsdp2"]
+    graph = found["large", "CUDA graph"]
+    assert graph["fsdp2"] is None
+    assert not any(row["model"] == "8b" for row in rows)
+
+
+def test_a_host_launches_for_no_longer_than_a_step_takes():
+    rows = {row["method"]: row for row in records.hosts_on_two_h100s()}
+    assert list(rows) == ["flashddp", "fsdp", "fsdp2", "fsdp2+prefetch"]
+    for row in rows.values():
+        assert 0 < row["GPU computes (ms)"] < row["step (ms)"]
+        assert all(0 < row[f"host of rank {rank} (ms)"] <= row["step (ms)"] for rank in (0, 1))
+
+
+def test_the_largest_model_fits_as_the_formula_says():
+    step = records.step_of_8b()
+    assert step["not hidden (ms)"] < step["messages (ms)"] < 1e3 * step["seconds"]
+    assert abs(step["peak (GB)"] / step["by formula (GB)"] - 1) < 0.03
