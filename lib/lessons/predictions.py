@@ -92,7 +92,8 @@ def _row(prediction: Prediction) -> dict[str, Any]:
 
 
 def _with_unit(value: float, unit: str) -> str:
-    return f"{value:.3g} {unit}".rstrip()
+    space = "" if unit == "%" else " "
+    return f"{value:.3g}{space}{unit}".rstrip()
 
 
 def _times(factor: float) -> str:

@@ -26,6 +26,14 @@ def test_a_guess_is_compared_with_what_was_measured(capsys):
     ]
 
 
+def test_a_percentage_is_written_without_a_space(capsys):
+    predict("What share?", 30, "%").measured(28.2)
+    assert capsys.readouterr().out.splitlines() == [
+        "What share? You say: 30%.",
+        "measured: 28.2%; you said 30%: right on",
+    ]
+
+
 @pytest.mark.parametrize(
     ("guess", "answer", "factor"),
     [(5, 5, 1), (2, 8, 4), (8, 2, 4), (0, 0, 1), (0, 3, math.inf), (-1, 1, math.inf), (-2, -1, 2)],

@@ -53,6 +53,11 @@ PREVIOUS_TOKEN_HEAD = Exercise(
             "int(layer), int(head)",
             "int(head), int(layer)",
         ),
+        "this is the number of the head among all; `np.unravel_index` makes a pair of it": (
+            "layer, head = np.unravel_index(means.argmax(), means.shape)\n"
+            "    return int(layer), int(head)",
+            "return int(means.argmax())",
+        ),
         "layers and heads are counted from 1; count from 0": (
             "int(layer), int(head)",
             "int(layer) + 1, int(head) + 1",
