@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lib.core.files import ROOT
+from lib.core.hardware import peak
 from lib.core.records import read_records
 from lib.ddp.costs import (
     BACKWARD_SHARE,
@@ -17,6 +18,7 @@ from lib.ddp.costs import (
     ScalingPrediction,
     predict_scaling,
 )
+from lib.lessons.profiling.records import newest_records
 
 RECORDS = ROOT / "artifacts/lm_matrix.jsonl"
 # Steps of `medium` with 8,192 tokens a rank in a CUDA graph, and their kernels in a trace.
@@ -113,6 +115,27 @@ def gpu_steps() -> list[Step]:
 def steady(steps: Sequence[Step]) -> list[Step]:
     """Those whose efficiency scatters by at most two percentage points."""
     return [step for step in steps if step.spread <= STEADY]
+
+
+def all_reduces(ranks: int) -> dict[int, float]:
+    """Bytes -> milliseconds of NCCL's all-reduce between `ranks` H200s of a host."""
+    return {
+        record["config"]["num_bytes"]: record["figures"]["median_ms"]
+        for record in newest_records(ROOT / "artifacts/communication_benchmark.jsonl")
+        if [record["config"][key] for key in ("backend", "collective", "ranks")]
+        == ["nccl", "all_reduce", ranks]
+    }
+
+
+def compiled_speeds() -> dict[str, float]:
+    """Model -> FLOP/s of compiled steps with 1,024 tokens a sequence on one H200."""
+    asked = ("mode", "dtype", "compile", "seq_len", "attention_kernel")
+    return {
+        record["config"]["model"]: record["figures"]["mfu"] * peak("NVIDIA H200").bfloat16
+        for record in newest_records(ROOT / "artifacts/step_benchmark.jsonl")
+        if [record["config"][key] for key in asked] == ["full_step", "bfloat16", True, 1024, "sdpa"]
+        and record["figures"]["status"] == "ok"
+    }
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import pytest
 
 from lib.ddp.costs import H200_INTERFERENCE, H200_LINKS, Interference, fit_link
 from lib.lessons.ddp import records
-from lib.lessons.profiling.records import newest_records
 
 STEPS = records.gpu_steps()
 STEADY = records.steady(STEPS)
@@ -37,13 +36,7 @@ def test_messages_after_backward_are_predicted_but_for_one_setting():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_links_are_those_fitted_to_the_records(ranks):
-    times = [
-        (record["config"]["num_bytes"], record["figures"]["median_ms"])
-        for record in newest_records(records.RECORDS.parent / "communication_benchmark.jsonl")
-        if (record["config"]["backend"], record["config"]["collective"]) == ("nccl", "all_reduce")
-        and record["config"]["ranks"] == ranks
-    ]
-    link = fit_link("all_reduce", ranks, times)
+    link = fit_link("all_reduce", ranks, records.all_reduces(ranks).items())
     assert (link.latency_us, link.bandwidth_gbs) == pytest.approx(
         (H200_LINKS[ranks].latency_us, H200_LINKS[ranks].bandwidth_gbs), rel=0.005
     )
