@@ -93,7 +93,8 @@ def _row(prediction: Prediction) -> dict[str, Any]:
 
 def _with_unit(value: float, unit: str) -> str:
     space = "" if unit == "%" else " "
-    return f"{value:.3g}{space}{unit}".rstrip()
+    number = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{number}{space}{unit}".rstrip()
 
 
 def _times(factor: float) -> str:

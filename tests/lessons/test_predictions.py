@@ -34,6 +34,12 @@ def test_a_percentage_is_written_without_a_space(capsys):
     ]
 
 
+def test_large_numbers_have_commas_and_no_powers_of_ten(capsys):
+    predict("How many tokens?", 2000).measured(1322.6)
+    words = "measured: 1,323; you said 2,000: off by 1.5×"
+    assert capsys.readouterr().out.splitlines()[1] == words
+
+
 @pytest.mark.parametrize(
     ("guess", "answer", "factor"),
     [(5, 5, 1), (2, 8, 4), (8, 2, 4), (0, 0, 1), (0, 3, math.inf), (-1, 1, math.inf), (-2, -1, 2)],
