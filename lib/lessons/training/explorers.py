@@ -30,7 +30,8 @@ SERIES = {
     "loss": ("training", {"marker": "", "color": figures.BLUE}),
     "validation_loss": ("validation", {"linestyle": "--", "color": figures.VERMILLION}),
 }
-ROW = "display:grid;grid-template-columns:7.5em 12em 4em;align-items:center;gap:.5em;height:1.45em"
+COLUMNS = "grid-template-columns:6.5em minmax(4em,12em) 4em"  # narrower bars on a phone
+ROW = f"display:grid;{COLUMNS};align-items:center;gap:.5em;height:1.45em"
 TOKEN = "text-align:right;font:13px ui-monospace,monospace;white-space:pre;overflow:hidden"
 BAR = f"height:.95em;box-sizing:border-box;border:1px solid {figures.BLUE};min-width:1px;width:"
 # Temperature and top-p shown where nobody can move the sliders. The last two
@@ -153,7 +154,7 @@ def sampling_bars(
         )
     count = int((after > 0).sum())
     caption = f"Temperature {temperature:g}, top-p {top_p:g}: {count:,} of {len(before):,} tokens"
-    return f'<div style="margin:0 2em 1em 0"><div>{caption}</div>{"".join(rows)}</div>'
+    return f'<div style="margin:0 0 1em"><div>{caption}</div>{"".join(rows)}</div>'
 
 
 def sampling_sliders(logits: Tensor, tokenizer: Tokenizer) -> VBox:
