@@ -28,7 +28,7 @@ def zero1_steps() -> list[dict[str, Any]]:
             "model": model,
             "ranks": ranks,
             "sequences": sequences,
-            "parameters": "bfloat16" if is_short else "float32",
+            "dtype": "bfloat16" if is_short else "float32",
             "bucket (MiB)": bucket,
             "run": launch[:16].replace("T", " "),
             "zero1 ÷ flashddp": found["zero1"]["step_ratio"],
