@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-from lib.core.figures import BLUE, GREEN, GREY, ORANGE
+from lib.core.figures import BLUE, GREEN, GREY, INK, ORANGE, PAPER
 from lib.lessons.fsdp.orders import Played
 
 COLORS = {"gather": ORANGE, "forward": GREY, "backward": BLUE, "reduce": GREEN}
+# numbers on the dark ones are light
+WORDS = {"gather": INK, "forward": INK, "backward": PAPER, "reduce": PAPER}
 LANES = {"compute": 1.0, "network": 0.0}
 
 
@@ -26,7 +28,8 @@ def show_orders(steps: Mapping[str, Played]) -> None:
             axes.barh(LANES[span.lane], span.end - span.start, left=span.start, **style)
             middle = (span.start + span.end) / 2
             if span.end - span.start > 0.015 * end:
-                axes.text(middle, LANES[span.lane], span.block, ha="center", va="center")
+                words = {"color": WORDS[span.kind], "ha": "center", "va": "center"}
+                axes.text(middle, LANES[span.lane], span.block, **words)
         axes.set_yticks(list(LANES.values()), list(LANES))
         axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end))
         axes.grid(visible=False, axis="y")
