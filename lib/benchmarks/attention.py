@@ -50,9 +50,12 @@ BACKENDS = {
 }
 FLASH_ATTENTION_4 = ("fa4", "fa4_deterministic")
 PEERS = ("flex_attention", *FLASH_ATTENTION_4, *BACKENDS)
-SWEEP_KERNELS = (*ATTENTION_KERNELS, *PEERS)
+# Ours with gradients that need not repeat to the bit: another kernel on Hopper GPUs.
+UNORDERED = "flash_attention_triton_unordered"
+SWEEP_KERNELS = (*ATTENTION_KERNELS, UNORDERED, *PEERS)
 GPU_ONLY = (
     "flash_attention_triton",
+    UNORDERED,
     "flash_attention_cuda",
     "flex_attention",
     *FLASH_ATTENTION_4,
@@ -503,6 +506,10 @@ def named_attention(kernel: str, case: AttentionCase, device: torch.device) -> A
         return flex_attention(case, device)
     if kernel in FLASH_ATTENTION_4:
         return flash_attention_4(case, deterministic=kernel == "fa4_deterministic")
+    if kernel == UNORDERED:
+        from lib.flash_attention.triton_attention import flash_attention
+
+        return functools.partial(flash_attention, is_causal=case.is_causal, deterministic=False)
     if kernel not in BACKENDS:
         return functools.partial(attention, kernel=kernel, is_causal=case.is_causal)
 

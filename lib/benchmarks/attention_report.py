@@ -342,9 +342,11 @@ def _line(target: str, ours: Row, peer: Row, ratio: float | None, is_met: bool) 
     }
 
 
+GRAY = "#888888"
 # Related kernels share a color: the second of them is hatched, or its line dashed.
 STYLES = {
     "flash_attention_triton": (VERMILLION, False),
+    "flash_attention_triton_unordered": (GRAY, False),
     "flash_attention_torch": (VERMILLION, True),
     "flash_attention_cuda": (BLACK, True),
     "scaled_dot_prod_attention": (BLACK, False),

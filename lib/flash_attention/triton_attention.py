@@ -50,7 +50,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
         check_qkv(*heads)
         check_device(q.device)
-        ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0])
+        ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0], True)
         out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
         ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
         return out
@@ -71,6 +71,7 @@ def flash_attention(
     is_causal: bool = True,
     scale: float | None = None,
     precision: str = PRECISIONS[0],
+    deterministic: bool = True,
 ) -> Tensor:
     """softmax(scale · Q Kᵀ + mask) V, in memory linear in the number of tokens.
 
@@ -83,6 +84,9 @@ def flash_attention(
         precision: of float32 matmuls. `tf32x3` splits each operand in two and adds three matmuls
             of tensor cores; its error is that of float32. `ieee` multiplies and adds in float32
             itself, which takes several times as long. `tf32` rounds operands to 10 bits.
+        deterministic: whether gradients repeat to the bit. If they need not, a Hopper GPU computes
+            all three in one kernel, which adds up the gradient of q in any order; it is faster for
+            long sequences, and takes 4 bytes of memory for each number of q while it runs.
 
     Returns:
         (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.
@@ -99,16 +103,18 @@ def flash_attention(
         raise ValueError(f"scale must be above 0, got {scale}")
     check_device(q.device)
     if is_called_eagerly(q, k, v):
-        return _EagerAttention.apply(q, k, v, is_causal, scale, precision)
-    return _flash_attention(q, k, v, is_causal, scale, precision)[0]
+        return _EagerAttention.apply(q, k, v, is_causal, scale, precision, deterministic)
+    return _flash_attention(q, k, v, is_causal, scale, precision, deterministic)[0]
 
 
 class _EagerAttention(torch.autograd.Function):
     """The operator below for eager calls, as that takes 0.2 ms more of the host for both passes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal: bool, scale: float, precision: str) -> Tensor:
-        ctx.settings = (is_causal, scale, precision)
+    def forward(
+        ctx, q, k, v, is_causal: bool, scale: float, precision: str, deterministic: bool
+    ) -> Tensor:
+        ctx.settings = (is_causal, scale, precision, deterministic)
         with torch.cuda.device_of(q):
             out, lse = flash_forward(q, k, v, is_causal, scale, precision=precision)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -118,24 +124,32 @@ class _EagerAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, lse = ctx.saved_tensors
-        is_causal, scale, precision = ctx.settings
+        is_causal, scale, precision, deterministic = ctx.settings
+        tensors = (grad_out, q, k, v, out, lse)
         with torch.cuda.device_of(grad_out):
             grads = flash_backward(
-                grad_out, q, k, v, out, lse, is_causal, scale, precision=precision
+                *tensors, is_causal, scale, precision=precision, deterministic=deterministic
             )
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 @torch.library.custom_op("workbook::flash_attention", mutates_args=())
 def _flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
+    # only the backward pass looks at `deterministic`
     with torch.cuda.device_of(q):
         return flash_forward(q, k, v, is_causal, scale, precision=precision)
 
 
 @_flash_attention.register_fake
-def _(q, k, v, is_causal, scale, precision):
+def _(q, k, v, is_causal, scale, precision, deterministic):
     return empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -150,26 +164,31 @@ def _flash_attention_backward(
     is_causal: bool,
     scale: float,
     precision: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = (grad_out, q, k, v, out, lse)
     with torch.cuda.device_of(q):
-        return flash_backward(grad_out, q, k, v, out, lse, is_causal, scale, precision=precision)
+        return flash_backward(
+            *tensors, is_causal, scale, precision=precision, deterministic=deterministic
+        )
 
 
 @_flash_attention_backward.register_fake
-def _(grad_out, q, k, v, out, lse, is_causal, scale, precision):
+def _(grad_out, q, k, v, out, lse, is_causal, scale, precision, deterministic):
     return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    *tensors, ctx.is_causal, ctx.scale, ctx.precision = inputs
+    *tensors, is_causal, scale, precision, deterministic = inputs
+    ctx.settings = (is_causal, scale, precision, deterministic)
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx, grad_out, grad_lse):
-    settings = (ctx.is_causal, ctx.scale, ctx.precision)
-    return *_flash_attention_backward(grad_out, *ctx.saved_tensors, *settings), None, None, None
+    grads = _flash_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, None, None, None
 
 
 _flash_attention.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -236,13 +255,14 @@ def flash_backward(
     tiles: tuple[Tiles, Tiles] | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v.
 
     Args:
         grad_out: gradient of the output.
-        q, k, v, out, lse: inputs and results of `flash_forward`; `is_causal`, `scale` and
-            `precision` as there.
+        q, k, v, out, lse: inputs and results of `flash_forward`; `is_causal`, `scale`,
+            `precision` and `deterministic` as for `flash_attention`.
         tiles: run the portable kernels, for dQ and for dK and dV, with these.
         grads: the tensors to write, with any strides of batch, head and token.
         angles: cos and sin of the angles by which RoPE rotated q and k, (at least tokens,
@@ -263,7 +283,9 @@ def flash_backward(
         written = (grads[0], grad_k, grad_v)
     tensors = (grad_out, q, k, v, out, lse)
     if tiles is None and _uses_hopper(q, k, v, *written):
-        hopper.flash_backward(*tensors, is_causal, scale, grads=written, angles=angles)
+        hopper.flash_backward(
+            *tensors, is_causal, scale, grads=written, angles=angles, deterministic=deterministic
+        )
     else:
         _portable_backward(*tensors, is_causal, scale, precision, tiles, written, angles)
     return grads

@@ -5,7 +5,8 @@ there, each for 64 queries, or 64 keys, of its own. Matmuls are asynchronous: a 
 those of the next tile and computes exponentials while they run; the other warpgroups fill the gaps
 that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
 one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
-explicit layouts, shared memory and barriers.
+explicit layouts, shared memory and barriers. Where results need not repeat, one kernel in CUDA C++
+makes all three gradients (`fused.py`).
 
 Programs are persistent: one on each multiprocessor, for many tiles. Under a causal mask the last
 queries see many keys and the first ones few. Since the work of each tile is known, the host deals
@@ -27,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lib.core.settings import require
+from lib.flash_attention.hopper import fused
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
 from lib.flash_attention.hopper.direct import DirectLaunch
@@ -206,19 +208,62 @@ def flash_backward(
     schedules: tuple[Schedule, Schedule] | None = None,
     grads: Grads | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool = True,
 ) -> Grads:
     """Do what `lib.flash_attention.triton_attention.flash_backward` does, where `supports` holds.
 
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
         grads: the tensors to write; `can_be_copied` must hold for each.
+        deterministic: by two kernels, so that results repeat to the bit; otherwise by one.
     """
+    if not deterministic:
+        grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
+        return _fused_backward(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
     call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
     key = ("backward", schedules, *call.key())
     if not _repeat(key, q.device, call.addresses()):
         for_queries, for_keys = schedules or backward_schedules(q.shape[3])
         _launch(key, q.device, _queries_launch(call, for_queries), _keys_launch(call, for_keys))
     return call.grads
+
+
+def _fused_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    grads: Grads,
+    angles: tuple[Tensor, Tensor] | None,
+) -> Grads:
+    """The backward pass in one kernel, which deals tiles out as the kernel for dK and dV does."""
+    # under a causal mask there must be a query for each key
+    num_keys = min(k.shape[2], q.shape[2]) if is_causal else k.shape[2]
+    for grad in grads[1:]:
+        grad[:, :, num_keys:].zero_()
+    k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
+    work = _keys_work(q.shape, k.shape, Schedule(fused.KEYS // ROWS, ROWS, 2), is_causal)
+    # the sums of dQ take the cache too
+    work = work._replace(section=max(1, work.section // 2))
+    num_items, work_list = len(work.steps) * work.num_heads, None
+    programs = _multiprocessors(q.device)
+    if programs < num_items <= MAX_LISTED:
+        work_list = _work_list(work, programs, q.device)
+    out, grad_out = (
+        x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+        for x in (out, grad_out)
+    )
+    fused.flash_backward(
+        *(grad_out, q, k, v, out, lse, is_causal, scale),
+        grads=(grads[0], grad_k, grad_v),
+        angles=angles,
+        plan=fused.Plan(work.section, work_list),
+    )
+    return grads
 
 
 class BackwardCall(NamedTuple):

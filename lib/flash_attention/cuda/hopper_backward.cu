@@ -1,0 +1,606 @@
+// FlashAttention's backward pass for Hopper GPUs, in one kernel with five matmuls (Dao 2023, Algorithm
+// 2; warps with different tasks and asynchronous matmuls as in FlashAttention-3, Shah et al. 2024).
+//
+// A block has 128 keys of a head, and goes through the queries that see them, QUERIES at a time:
+//
+//     Sᵀ = K Qᵀ         P = exp(S - lse)
+//     dPᵀ = V dOᵀ       dS = P ∘ (dP - delta)
+//     dV += Pᵀ dO       dK += dSᵀ Q       dQ += dS K
+//
+// Two warpgroups multiply. Each computes the 64 rows of Sᵀ and dPᵀ of its own keys: Pᵀ and dSᵀ are then
+// in the registers where dV and dK, which stay in registers too, need them as left operands. A part of
+// dQ needs the dS of all 128 keys, so dS goes through shared memory, and each of the warpgroups
+// computes half of the part. Blocks of other keys add to the same dQ. Its float32 sums are in memory:
+// a warpgroup leaves its half in shared memory, and the copy engine adds it.
+//
+// A third warpgroup does not multiply: one of its warps loads tiles, another one starts the additions.
+// The order of additions differs from run to run, and with it the last bits of dQ.
+//
+// `prepare` comes first, and `finish` turns the sums into dQ.
+#include <hopper.cuh>
+
+constexpr int KEYS = 128;             // of a block
+constexpr int OWN_KEYS = 64;          // of a warpgroup
+constexpr int READERS = 2;            // warpgroups that multiply
+constexpr int STAGES = 2;             // tiles of Q, dO and dS in shared memory at a time
+constexpr int TILES = DIM / COLUMNS;  // of 64 columns, for each tile of Q, dO, K and V
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// A warpgroup's half of a part of dQ: 64 of 128 queries, or 64 of 128 columns
+constexpr int HALF_BYTES = 64 * COLUMNS * 4;
+static_assert(QUERIES * DIM == 2 * 64 * COLUMNS, "two halves");
+
+// Shared memory: tiles of 64 columns, halves of dQ, numbers of queries, barriers
+constexpr int KEY_TILE = KEYS * ROW_BYTES, QUERY_TILE = QUERIES * ROW_BYTES;  // bytes
+constexpr int K_AT = 0;
+constexpr int V_AT = K_AT + TILES * KEY_TILE;
+constexpr int Q_AT = V_AT + TILES * KEY_TILE;                         // for each stage
+constexpr int GRAD_OUT_AT = Q_AT + STAGES * TILES * QUERY_TILE;       // for each stage
+constexpr int GRAD_S_AT = GRAD_OUT_AT + STAGES * TILES * QUERY_TILE;  // for each stage and warpgroup
+constexpr int GRAD_Q_AT = GRAD_S_AT + STAGES * READERS * QUERY_TILE;  // for each warpgroup
+constexpr int LSE_AT = GRAD_Q_AT + READERS * HALF_BYTES;              // for each stage
+constexpr int DELTA_AT = LSE_AT + STAGES * QUERIES * 4;               // for each stage
+constexpr int K_FULL = DELTA_AT + STAGES * QUERIES * 4, K_EMPTY = K_FULL + 8;
+constexpr int V_FULL = K_EMPTY + 8, V_EMPTY = V_FULL + 8;
+constexpr int Q_FULL = V_EMPTY + 8, Q_EMPTY = Q_FULL + 8 * STAGES;
+constexpr int GRAD_OUT_FULL = Q_EMPTY + 8 * STAGES, GRAD_OUT_EMPTY = GRAD_OUT_FULL + 8 * STAGES;
+constexpr int GRAD_S_FULL = GRAD_OUT_EMPTY + 8 * STAGES;
+static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
+
+// Named barriers; those of a warpgroup have its number added
+enum { BOTH = 1, HALF_EMPTY = 2, HALF_FULL = 4, OUTPUT_WRITTEN = 6 };
+
+// States of a tile of dQ's sums, of which the first block that comes does not add but store
+enum { UNTOUCHED, CLAIMED, STORED };
+
+struct Rows {
+    const unsigned short* data;
+    long long batch, head, token;  // strides
+};
+
+struct Backward {
+    TensorMap q, k, v, grad_out, grad_q, grad_k, grad_v;
+    Rows out, grad_out_rows;
+    const float* lse;        // (batch, heads, queries)
+    float* lse_log2;         // (batch, heads, query_tiles · QUERIES), the same in base 2
+    float* delta;            // likewise: rowsum(dO ∘ O)
+    float* sums;             // (batch, heads, query_tiles · QUERIES / 64, TILES, 64 · 64) of dQ
+    int* states;             // (batch, heads, query_tiles) of the sums
+    const float *cos, *sin;  // (tokens, head_dim / 2), of the angles that q and k were rotated by
+    const int* work_list;    // of each block, as `schedule_tiles` makes it; null: a block, an item
+    int num_heads, group, num_queries, num_keys, query_tiles, key_tiles, head_dim;
+    int key_heads;           // of all sequences
+    int section;             // of these heads, those worked on at a time
+    float scale;
+};
+
+DEVICE int lane() { return threadIdx.x % 32; }
+DEVICE int warp_of_four() { return threadIdx.x / 32 % 4; }
+
+// Items of work: tiles of keys. A block stays on its multiprocessor for many of them.
+DEVICE int num_own_items(const Backward& args) {
+    return args.work_list ? args.work_list[blockIdx.x] : 1;
+}
+
+// An item. They go through the heads in sections whose queries fit the L2 cache; within a section,
+// through the tiles of all its heads, those with the most work first.
+struct Work {
+    int batch, key_head, key_tile;
+    int first_tile;  // of the queries that see the keys
+    int steps;       // tiles of queries of all heads of the group
+
+    DEVICE Work(const Backward& args, int index) {
+        int item = args.work_list ? args.work_list[(index + 1) * gridDim.x + blockIdx.x] : blockIdx.x;
+        int first_head = item / (args.section * args.key_tiles) * args.section;
+        int heads = min(args.section, args.key_heads - first_head);
+        item -= first_head * args.key_tiles;
+        key_tile = item / heads;
+        int key_heads = args.num_heads / args.group;
+        batch = (first_head + item % heads) / key_heads;
+        key_head = (first_head + item % heads) % key_heads;
+        first_tile = CAUSAL ? key_tile * KEYS / QUERIES : 0;
+        steps = args.group * (args.query_tiles - first_tile);
+    }
+};
+
+// The steps of a block: of each item the heads of its group, and of each head the tiles of queries.
+// Blocks begin with different tiles, so that few add to the same sums at a time.
+struct Step {
+    int first, end, start;  // tiles
+    int head, tile;
+    int stage = 0, parity = 0;
+
+    DEVICE void begin(const Backward& args, const Work& work) {
+        first = work.first_tile, end = args.query_tiles, head = work.key_head * args.group;
+        start = tile = CAUSAL ? first : work.key_tile * end / args.key_tiles;
+    }
+
+    DEVICE void next() {
+        if (++tile == end) tile = first;
+        if (tile == start) ++head;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Loads, by one thread
+
+DEVICE void load_tiles(unsigned to, const TensorMap& map, int rows, int row, int head, int batch,
+                       unsigned barrier) {
+    for (int i = 0; i < TILES; ++i)
+        load_tile(to + i * rows * ROW_BYTES, map, i * COLUMNS, row, head, batch, barrier);
+}
+
+DEVICE void load(const Backward& args, const Work& work, unsigned memory, Step& step, int index) {
+    for (int i = 0; i < work.steps; ++i, step.next()) {
+        int row = step.tile * QUERIES;
+        long long number = (long long)work.batch * args.num_heads + step.head;
+        number = number * args.query_tiles * QUERIES + row;
+        // Q and its log-sum-exp
+        unsigned full = memory + Q_FULL + 8 * step.stage;
+        wait(memory + Q_EMPTY + 8 * step.stage, step.parity ^ 1);
+        arrive_and_expect(full, TILES * QUERY_TILE + QUERIES * 4);
+        load_tiles(memory + Q_AT + step.stage * TILES * QUERY_TILE, args.q, QUERIES, row, step.head,
+                   work.batch, full);
+        load_bytes(memory + LSE_AT + step.stage * QUERIES * 4, args.lse_log2 + number, QUERIES * 4,
+                   full);
+        // K and V, once
+        if (i == 0) {
+            int key = work.key_tile * KEYS;
+            wait(memory + K_EMPTY, index & 1 ^ 1);
+            arrive_and_expect(memory + K_FULL, TILES * KEY_TILE);
+            load_tiles(memory + K_AT, args.k, KEYS, key, work.key_head, work.batch, memory + K_FULL);
+            wait(memory + V_EMPTY, index & 1 ^ 1);
+            arrive_and_expect(memory + V_FULL, TILES * KEY_TILE);
+            load_tiles(memory + V_AT, args.v, KEYS, key, work.key_head, work.batch, memory + V_FULL);
+        }
+        // dO and delta
+        full = memory + GRAD_OUT_FULL + 8 * step.stage;
+        wait(memory + GRAD_OUT_EMPTY + 8 * step.stage, step.parity ^ 1);
+        arrive_and_expect(full, TILES * QUERY_TILE + QUERIES * 4);
+        load_tiles(memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE, args.grad_out, QUERIES, row,
+                   step.head, work.batch, full);
+        load_bytes(memory + DELTA_AT + step.stage * QUERIES * 4, args.delta + number, QUERIES * 4,
+                   full);
+    }
+}
+
+// Additions to the sums of dQ, by one warp, whose first lane starts the copies
+
+DEVICE bool claim(int* state) {
+    int was = exchange_state(state, UNTOUCHED, CLAIMED);
+    while (was == CLAIMED) was = read_state(state);
+    order_copies();
+    return was == UNTOUCHED;
+}
+
+DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, Step& step,
+                       bool is_last_item) {
+    for (int i = 0; i < work.steps; ++i, step.next()) {
+        long long number = (long long)work.batch * args.num_heads + step.head;
+        number = number * args.query_tiles + step.tile;
+        bool is_first = lane() == 0 && claim(args.states + number);
+        for (int half = 0; half < READERS; ++half) {
+            __syncwarp();
+            meet(HALF_FULL + half, WARPGROUP + 32);
+            if (lane()) continue;
+            float* to = args.sums + (number * READERS + half) * (HALF_BYTES / 4);
+            unsigned from = memory + GRAD_Q_AT + half * HALF_BYTES;
+            is_first ? store_bytes(to, from, HALF_BYTES) : add_bytes(to, from, HALF_BYTES);
+            end_copies();
+        }
+        // what has been read can be overwritten
+        bool is_last = is_last_item && i + 1 == work.steps;
+        if (lane() == 0) wait_until_read<1>();
+        __syncwarp();
+        if (!is_last) announce(HALF_EMPTY, WARPGROUP + 32);
+        if (lane() == 0) wait_until_read<0>();
+        __syncwarp();
+        if (!is_last) announce(HALF_EMPTY + 1, WARPGROUP + 32);
+        if (is_first) {
+            wait_until_written<0>();
+            order_copies();
+            write_state(args.states + number, STORED);
+        }
+    }
+}
+
+// Tiles in registers
+
+template <int N>
+DEVICE void set_zero(float (&x)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
+}
+
+template <int N>
+DEVICE void scale_by(float (&x)[N][4], float factor) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] *= factor;
+}
+
+// The registers of a result, rounded to 16 bits, are those of a left operand.
+template <int N>
+DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        to[i][0] = pack(x[2 * i][0], x[2 * i][1]);
+        to[i][1] = pack(x[2 * i][2], x[2 * i][3]);
+        to[i][2] = pack(x[2 * i + 1][0], x[2 * i + 1][1]);
+        to[i][3] = pack(x[2 * i + 1][2], x[2 * i + 1][3]);
+    }
+}
+
+// The gradient of 64 rows before RoPE, from that after it; pairs are neighbours.
+template <int N>
+DEVICE void unrotate(float (&x)[N][4], const Backward& args, int first_row, int first_column,
+                     int num_rows) {
+    int half_dim = args.head_dim / 2;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int row = first_row + 16 * warp_of_four() + lane() / 4 + 8 * r;
+            int pair = first_column / 2 + 4 * i + lane() % 4;
+            if (row >= num_rows || pair >= half_dim) continue;
+            float cos = args.cos[(long long)row * half_dim + pair];
+            float sin = args.sin[(long long)row * half_dim + pair];
+            float even = x[i][2 * r], odd = x[i][2 * r + 1];
+            x[i][2 * r] = even * cos + odd * sin;
+            x[i][2 * r + 1] = odd * cos - even * sin;
+        }
+}
+
+// Round a warpgroup's 64 rows to 16 bits and copy them to memory by way of tiles in shared memory.
+template <int N>
+DEVICE void store_rows(const float (&x)[N][4], const TensorMap& map, int row, int column, int head,
+                       int batch, unsigned tiles, int next_tile, int barrier) {
+    int place = 16 * warp_of_four() + lane() % 16;  // the row that this lane names
+    unsigned pairs[N / 2][4];
+    to_operand(pairs, x);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        int chunk = (2 * (i % 4) + lane() / 16) ^ place % 8;
+        store_matrices(tiles + i / 4 * next_tile + place * ROW_BYTES + chunk * 16, pairs[i]);
+    }
+    publish_stores();
+    meet(barrier, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) {
+        for (int i = 0; i < N / 8; ++i)
+            store_tile(map, column + i * COLUMNS, row, head, batch, tiles + i * next_tile);
+        end_copies();
+    }
+}
+
+// Matmuls
+
+constexpr int N = QUERIES / 8;  // fragments across a tile of queries
+constexpr int D = DIM / 8;      // and across head_dim
+
+// C = 64 rows of K or V · tileᵀ
+DEVICE void issue_transposed(float (&c)[N][4], unsigned rows, unsigned tile) {
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < DIM / 16; ++i) {
+        unsigned long long a = operand(rows, i / 4 * KEY_TILE + i % 4 * 32);
+        unsigned long long b = operand(tile, i / 4 * QUERY_TILE + i % 4 * 32);
+        i ? multiply_add<0>(c, a, b) : multiply<0>(c, a, b);
+    }
+    end_matmuls();
+}
+
+// C += operand · tile
+DEVICE void issue(float (&c)[D][4], unsigned (&a)[N / 2][4], unsigned tile) {
+    keep(a);
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i)
+        multiply_add<1>(c, a[i], operand(tile, i * 16 * ROW_BYTES, QUERY_TILE));
+    end_matmuls();
+}
+
+// C = 64 rows of dS · 64 columns of K
+DEVICE void issue_grad_q(float (&c)[COLUMNS / 8][4], unsigned grad_s, unsigned k) {
+    begin_matmuls();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) {
+        unsigned long long a = operand(grad_s, i / 4 * QUERY_TILE + i % 4 * 32);
+        unsigned long long b = operand(k, i * 16 * ROW_BYTES);
+        i ? multiply_add<1>(c, a, b) : multiply<1>(c, a, b);
+    }
+    end_matmuls();
+}
+
+// Scores that the mask hides, and those past the last query or key, become -inf.
+DEVICE void hide(float (&scores)[N][4], int first_key, int first_query, const Backward& args) {
+    int own_key = first_key + 16 * warp_of_four() + lane() / 4;
+    int own_query = first_query + lane() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            int query = own_query + 8 * i + j % 2, key = own_key + j / 2 * 8;
+            bool is_visible = key < args.num_keys && query < args.num_queries;
+            if (CAUSAL) is_visible &= key <= query;
+            if (!is_visible) scores[i][j] = -INFINITE;
+        }
+}
+
+DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, int part, Step& step,
+                         int index) {
+    int first_key = work.key_tile * KEYS + part * OWN_KEYS;
+    unsigned k = memory + K_AT + part * OWN_KEYS * ROW_BYTES;
+    unsigned v = memory + V_AT + part * OWN_KEYS * ROW_BYTES;
+    float scale_log2 = args.scale * LOG2_E;
+    // the rows of dS and columns of K of this warpgroup's half of dQ
+    unsigned grad_s_rows = memory + GRAD_S_AT + (TILES == 1 ? part * 64 * ROW_BYTES : 0);
+    unsigned k_columns = memory + K_AT + (TILES == 1 ? 0 : part * KEY_TILE);
+    // where this lane stores dS, queries first: eight keys of a query; and its numbers of dQ
+    int place = lane() / 16 * 8 + lane() % 8, chunk = (2 * warp_of_four() + lane() / 8 % 2) ^ place % 8;
+    unsigned grad_s_at = memory + GRAD_S_AT + part * QUERY_TILE + place * ROW_BYTES + chunk * 16;
+    unsigned half_at = memory + GRAD_Q_AT + part * HALF_BYTES + threadIdx.x % WARPGROUP * 16;
+
+    float grad_k[D][4], grad_v[D][4], grad_q[COLUMNS / 8][4];
+    float scores[N][4], grad_p[N][4];
+    unsigned p[N / 2][4], grad_s[N / 2][4];
+    set_zero(grad_k);
+    set_zero(grad_v);
+
+    auto issue_scores = [&](const Step& step) {
+        wait(memory + Q_FULL + 8 * step.stage, step.parity);
+        issue_transposed(scores, k, memory + Q_AT + step.stage * TILES * QUERY_TILE);
+    };
+    auto issue_grad_p = [&](const Step& step) {
+        wait(memory + GRAD_OUT_FULL + 8 * step.stage, step.parity);
+        issue_transposed(grad_p, v, memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE);
+    };
+
+    // P once S is there, and dS once dP is there; dS goes to shared memory too
+    auto compute_grad_s = [&](const Step& step) {
+        wait_for_matmuls<1>();
+        keep(scores);
+        int first_query = step.tile * QUERIES;
+        bool is_cut = first_key + OWN_KEYS > args.num_keys || first_query + QUERIES > args.num_queries;
+        if (is_cut || (CAUSAL && first_query < first_key + OWN_KEYS - 1))
+            hide(scores, first_key, first_query, args);
+        unsigned own_queries = memory + (step.stage * QUERIES + lane() % 4 * 2) * 4;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            float2 lse = load_pair(own_queries + LSE_AT + 32 * i);
+            scores[i][0] = exp2_fast(scores[i][0] * scale_log2 - lse.x);
+            scores[i][1] = exp2_fast(scores[i][1] * scale_log2 - lse.y);
+            scores[i][2] = exp2_fast(scores[i][2] * scale_log2 - lse.x);
+            scores[i][3] = exp2_fast(scores[i][3] * scale_log2 - lse.y);
+        }
+        to_operand(p, scores);
+        wait_for_matmuls<0>();
+        keep(grad_p);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            float2 delta = load_pair(own_queries + DELTA_AT + 32 * i);
+            grad_p[i][0] = scores[i][0] * (grad_p[i][0] - delta.x);
+            grad_p[i][1] = scores[i][1] * (grad_p[i][1] - delta.y);
+            grad_p[i][2] = scores[i][2] * (grad_p[i][2] - delta.x);
+            grad_p[i][3] = scores[i][3] * (grad_p[i][3] - delta.y);
+        }
+        to_operand(grad_s, grad_p);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i)
+            store_matrices_transposed(
+                grad_s_at + step.stage * READERS * QUERY_TILE + i * 16 * ROW_BYTES, grad_s[i]);
+    };
+
+    // the matmuls that follow; dV can begin before dS is there for all
+    auto issue_grad_v = [&](const Step& step) {
+        issue(grad_v, p, memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE);
+        publish_stores();
+        if (LATE_GRAD_Q) {
+            __syncwarp();
+            if (lane() == 0) arrive(memory + GRAD_S_FULL + 8 * step.stage);
+        }
+    };
+    auto issue_grad_k = [&](const Step& step) {
+        issue(grad_k, grad_s, memory + Q_AT + step.stage * TILES * QUERY_TILE);
+    };
+    auto issue_half = [&](const Step& step) {
+        if (LATE_GRAD_Q)
+            wait(memory + GRAD_S_FULL + 8 * step.stage, step.parity);
+        else
+            meet(BOTH, READERS * WARPGROUP);
+        issue_grad_q(grad_q, grad_s_rows + step.stage * READERS * QUERY_TILE, k_columns);
+    };
+    auto release = [&](int empty, int stage) {
+        if (lane() == 0) arrive(memory + empty + 8 * stage);
+    };
+
+    // leave the half of dQ for the copy engine
+    auto hand_over = [&]() {
+        keep(grad_q);
+        meet(HALF_EMPTY + part, WARPGROUP + 32);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; ++i) store_four(half_at + i * WARPGROUP * 16, grad_q[i]);
+        publish_stores();
+        announce(HALF_FULL + part, WARPGROUP + 32);
+    };
+
+    wait(memory + K_FULL, index & 1);
+    if constexpr (!LATE_GRAD_Q) {
+        for (int i = 0; i < work.steps; ++i) {
+            issue_scores(step);
+            // dK of the step before this one is done
+            wait_for_matmuls<1>();
+            if (i) release(Q_EMPTY, step.stage ^ 1);
+            if (i == 0) wait(memory + V_FULL, index & 1);
+            issue_grad_p(step);
+            compute_grad_s(step);
+            issue_grad_v(step);
+            issue_half(step);
+            issue_grad_k(step);
+            wait_for_matmuls<1>();
+            keep(p);
+            release(GRAD_OUT_EMPTY, step.stage);
+            hand_over();
+            step.next();
+        }
+        wait_for_matmuls<0>();
+        release(Q_EMPTY, step.stage ^ 1);
+    } else {
+        // dQ comes after the next step's S, so that neither warpgroup waits for the other's dS
+        auto issue_grad_v_and_k = [&]() {
+            issue_grad_v(step);
+            issue_grad_k(step);
+            wait_for_matmuls<0>();
+            keep(p);
+            keep(grad_s);
+            release(Q_EMPTY, step.stage);
+            release(GRAD_OUT_EMPTY, step.stage);
+        };
+        issue_scores(step);
+        wait(memory + V_FULL, index & 1);
+        issue_grad_p(step);
+        compute_grad_s(step);
+        for (int i = 1; i < work.steps; ++i) {
+            issue_grad_v_and_k();
+            Step last = step;
+            step.next();
+            issue_scores(step);
+            issue_half(last);
+            wait_for_matmuls<0>();
+            hand_over();
+            issue_grad_p(step);
+            compute_grad_s(step);
+        }
+        issue_grad_v_and_k();
+        issue_half(step);
+        wait_for_matmuls<0>();
+        hand_over();
+        step.next();
+    }
+    keep(grad_k);
+    keep(grad_v);
+    release(K_EMPTY, 0);
+
+    // dV in place of V, and dK in place of dS, which both warpgroups have read once they are here
+    scale_by(grad_k, args.scale);
+    if (ROPE) unrotate(grad_k, args, first_key, 0, args.num_keys);
+    store_rows(grad_v, args.grad_v, first_key, 0, work.key_head, work.batch, v, KEY_TILE,
+               OUTPUT_WRITTEN + part);
+    meet(BOTH, READERS * WARPGROUP);
+    store_rows(grad_k, args.grad_k, first_key, 0, work.key_head, work.batch,
+               memory + GRAD_S_AT + part * QUERY_TILE, READERS * QUERY_TILE, OUTPUT_WRITTEN + part);
+    if (threadIdx.x % WARPGROUP == 0) {
+        wait_until_read<0>();
+        arrive(memory + V_EMPTY);
+    }
+    meet(OUTPUT_WRITTEN + part, WARPGROUP);
+}
+
+extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
+    backward(const __grid_constant__ Backward args) {
+    unsigned memory = shared_memory();
+    if (threadIdx.x == 0) {
+        make_barrier(memory + K_FULL, 1);
+        make_barrier(memory + V_FULL, 1);
+        // every warp that reads, or writes dS; of V's readers one thread, once dV is gone
+        make_barrier(memory + K_EMPTY, READERS * 4);
+        make_barrier(memory + V_EMPTY, READERS);
+        for (int i = 0; i < STAGES; ++i) {
+            make_barrier(memory + Q_FULL + 8 * i, 1);
+            make_barrier(memory + GRAD_OUT_FULL + 8 * i, 1);
+            make_barrier(memory + Q_EMPTY + 8 * i, READERS * 4);
+            make_barrier(memory + GRAD_OUT_EMPTY + 8 * i, READERS * 4);
+            make_barrier(memory + GRAD_S_FULL + 8 * i, READERS * 4);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    // the same in all lanes, as the compiler now knows
+    int warp = __shfl_sync(WHOLE_WARP, threadIdx.x / 32, 0);
+    int num_items = num_own_items(args);
+    Step step;
+    if (warp < 4) {
+        give_up_registers<24>();
+        if (warp == 0 && lane() == 0) {
+            for (int i = 0; i < num_items; ++i) {
+                Work work(args, i);
+                step.begin(args, work);
+                load(args, work, memory, step, i);
+            }
+        } else if (warp == 1) {
+            for (int half = 0; half < READERS; ++half) announce(HALF_EMPTY + half, WARPGROUP + 32);
+            for (int i = 0; i < num_items; ++i) {
+                Work work(args, i);
+                step.begin(args, work);
+                add_grad_q(args, work, memory, step, i + 1 == num_items);
+            }
+        }
+    } else {
+        take_registers<240>();
+        for (int i = 0; i < num_items; ++i) {
+            Work work(args, i);
+            step.begin(args, work);
+            multiply_all(args, work, memory, warp / 4 - 1, step, i);
+        }
+    }
+}
+
+// Before: delta, the log-sum-exp in base 2, and fresh states. 64 queries of a head a block, 16 bytes of
+// a row a thread.
+constexpr int ROW_LANES = DIM / 8;
+
+extern "C" __global__ void __launch_bounds__(WARPGROUP) prepare(const __grid_constant__ Backward args) {
+    int blocks = args.query_tiles * QUERIES / 64;  // of a head
+    int first = blockIdx.x % blocks * 64, batch_head = blockIdx.x / blocks;
+    int batch = batch_head / args.num_heads, head = batch_head % args.num_heads;
+    const Rows &out = args.out, &grad_out = args.grad_out_rows;
+    const unsigned short* out_row = out.data + batch * out.batch + head * out.head;
+    const unsigned short* grad_out_row = grad_out.data + batch * grad_out.batch + head * grad_out.head;
+    int column = threadIdx.x % ROW_LANES * 8;
+#pragma unroll
+    for (int i = 0; i < 64; i += WARPGROUP / ROW_LANES) {
+        int row = first + i + threadIdx.x / ROW_LANES;
+        bool is_inside = row < args.num_queries;
+        float delta = 0;
+        if (is_inside && column < args.head_dim) {
+            uint4 a = *(const uint4*)(out_row + row * out.token + column);
+            uint4 b = *(const uint4*)(grad_out_row + row * grad_out.token + column);
+            unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                delta += unpack(x[j]).x * unpack(y[j]).x + unpack(x[j]).y * unpack(y[j]).y;
+        }
+#pragma unroll
+        for (int distance = ROW_LANES / 2; distance; distance /= 2)
+            delta += __shfl_xor_sync(WHOLE_WARP, delta, distance);
+        if (column) continue;
+        // an infinite log-sum-exp makes every probability 0: past the last query, and for a query
+        // whose scores are all -inf
+        float lse = is_inside ? args.lse[(long long)batch_head * args.num_queries + row] : INFINITE;
+        long long place = (long long)batch_head * args.query_tiles * QUERIES + row;
+        args.lse_log2[place] = lse == -INFINITE ? INFINITE : lse * LOG2_E;
+        args.delta[place] = delta;
+    }
+    if (threadIdx.x == 0)
+        args.states[(long long)batch_head * args.query_tiles + first / QUERIES] = UNTOUCHED;
+}
+
+// After: dQ from its sums. 64 queries and 64 columns of a head a block.
+extern "C" __global__ void __launch_bounds__(WARPGROUP) finish(const __grid_constant__ Backward args) {
+    int blocks = args.query_tiles * QUERIES / 64;  // of 64 queries of a head
+    int column = blockIdx.x % TILES * COLUMNS;
+    int row = blockIdx.x / TILES % blocks * 64, batch_head = blockIdx.x / TILES / blocks;
+    if (row >= args.num_queries) return;
+    const float4* sums = (const float4*)args.sums + (long long)blockIdx.x * (HALF_BYTES / 16);
+    float grad_q[COLUMNS / 8][4];
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; ++i) {
+        float4 x = sums[i * WARPGROUP + threadIdx.x];
+        grad_q[i][0] = x.x, grad_q[i][1] = x.y, grad_q[i][2] = x.z, grad_q[i][3] = x.w;
+    }
+    scale_by(grad_q, args.scale);
+    if (ROPE) unrotate(grad_q, args, row, column, args.num_queries);
+    store_rows(grad_q, args.grad_q, row, column, batch_head % args.num_heads,
+               batch_head / args.num_heads, shared_memory(), 0, OUTPUT_WRITTEN);
+    if (threadIdx.x == 0) wait_until_read<0>();
+}

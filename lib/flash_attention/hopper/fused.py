@@ -1,0 +1,217 @@
+"""The backward pass in one kernel, in CUDA C++: `lib/flash_attention/cuda/hopper_backward.cu`.
+
+It does five matmuls where the two kernels of `backward.py` do seven, since scores are not computed
+twice. But blocks add to dQ in the order in which they come, so its last bits differ between runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.flash_attention.cuda.build import build
+from lib.flash_attention.cuda.driver import Function
+from lib.flash_attention.hopper.direct import MAP_BYTES, make_map
+
+ARCHITECTURE = "sm_90a"
+# A block's keys, rows of a warpgroup's matmul, columns of a tile in shared memory
+KEYS, ROWS, COLUMNS = 64 * 2, 64, 64
+STAGES = 2
+WARPGROUP = 128
+# CU_TENSOR_MAP_SWIZZLE_128B
+SWIZZLE_128 = 3
+# Maps that are kept; tensors come back to the same addresses in a training loop.
+KEPT_MAPS = 256
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the kernel for one head size, and the order of its matmuls."""
+
+    dim: int
+    """Columns, zeros past head_dim."""
+
+    queries: int
+    """Queries of a step."""
+
+    late_grad_q: bool
+    """Whether a step's part of dQ is multiplied after the next step's scores."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """K and V; Q, dO and dS; dQ; log-sum-exp and delta; barriers."""
+        row, tiles = 2 * COLUMNS, self.dim // COLUMNS
+        keys = 2 * tiles * KEYS * row
+        queries = STAGES * (2 * tiles * self.queries * row + self.queries * 2 * KEYS)
+        numbers = STAGES * 2 * self.queries * 4
+        return keys + queries + 2 * ROWS * COLUMNS * 4 + numbers + 8 * (4 + 5 * STAGES)
+
+    def constants(self, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> dict[str, int]:
+        """The macros of the source."""
+        return {
+            "DIM": self.dim,
+            "QUERIES": self.queries,
+            "LATE_GRAD_Q": int(self.late_grad_q),
+            "SHARED_BYTES": self.shared_bytes,
+            "BFLOAT16": int(is_bfloat16),
+            "CAUSAL": int(is_causal),
+            "ROPE": int(has_rope),
+        }
+
+
+# The fastest of fourteen orders of matmuls each, by cycles on an H100.
+TILES = (Tiles(64, 128, late_grad_q=False), Tiles(128, 64, late_grad_q=True))
+
+
+class RowsArgument(ctypes.Structure):
+    """`Rows` of hopper_backward.cu."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_longlong),
+        ("head", ctypes.c_longlong),
+        ("token", ctypes.c_longlong),
+    )
+
+
+MAPS = ("q", "k", "v", "grad_out", "grad_q", "grad_k", "grad_v")
+SIZES = (
+    *("num_heads", "group", "num_queries", "num_keys", "query_tiles", "key_tiles", "head_dim"),
+    *("key_heads", "section"),
+)
+
+
+class BackwardArguments(ctypes.Structure):
+    """`Backward` of hopper_backward.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
+        ("out", RowsArgument),
+        ("grad_out_rows", RowsArgument),
+        *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums", "states")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "work_list")),
+        *((name, ctypes.c_int) for name in SIZES),
+        ("scale", ctypes.c_float),
+        # the size is a multiple of the alignment of maps
+        ("padding", ctypes.c_char * 24),
+    )
+
+
+class Plan(NamedTuple):
+    """Which block computes which tiles of keys."""
+
+    section: int
+    """Heads of k, of all sequences, that are worked on at a time."""
+
+    work_list: Tensor | None
+    """The table of `launch.schedule_tiles` for these blocks; None: a block for each tile."""
+
+
+# Launches blocks of a kernel.
+Launch = Callable[[int, BackwardArguments], None]
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    grads: Grads,
+    angles: tuple[Tensor, Tensor] | None,
+    plan: Plan,
+) -> Grads:
+    """Do what `lib.flash_attention.hopper.launch.flash_backward` does, to the last bits of dQ.
+
+    Args:
+        grad_out, out: with rows that a tensor map can describe, as those of q, k and v.
+        grads: the tensors to write.
+        plan: of the tiles of KEYS keys.
+    """
+    batch, num_heads, num_queries, head_dim = q.shape
+    key_heads, num_keys = k.shape[1:3]
+    tiles = next(tiles for tiles in TILES if tiles.dim >= head_dim)
+    query_tiles, key_tiles = -(-num_queries // tiles.queries), -(-num_keys // KEYS)
+    rows = batch * num_heads * query_tiles * tiles.queries
+    for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
+    sums = lse.new_empty(rows, tiles.dim)  # of dQ
+    states = torch.empty(batch * num_heads * query_tiles, dtype=torch.int32, device=q.device)
+    # without angles the kernels do not read these pointers
+    cos, sin = angles or (lse, lse)
+    boxes = (tiles.queries, KEYS, KEYS, tiles.queries, ROWS, ROWS, ROWS)
+    maps = dict(zip(MAPS, map(tensor_map, (q, k, v, grad_out, *grads), boxes)))
+    sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles, key_tiles)
+    arguments = BackwardArguments(
+        out=RowsArgument(out.data_ptr(), *out.stride()[:3]),
+        grad_out_rows=RowsArgument(grad_out.data_ptr(), *grad_out.stride()[:3]),
+        lse=lse.data_ptr(),
+        lse_log2=for_rows[0].data_ptr(),
+        delta=for_rows[1].data_ptr(),
+        sums=sums.data_ptr(),
+        states=states.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        scale=scale,
+        work_list=None if plan.work_list is None else plan.work_list.data_ptr(),
+        **dict(zip(SIZES, (*sizes, head_dim, batch * key_heads, plan.section))),
+    )
+    for name, image in maps.items():
+        place = ctypes.addressof(arguments) + getattr(BackwardArguments, name).offset
+        ctypes.memmove(place, image, MAP_BYTES)
+
+    prepare, backward, finish = load_kernels(tiles, q, is_causal, angles is not None)
+    prepare(rows // ROWS, arguments)
+    items = key_tiles * key_heads * batch
+    backward(items if plan.work_list is None else plan.work_list.shape[1], arguments)
+    finish(rows // ROWS * (tiles.dim // COLUMNS), arguments)
+    return grads
+
+
+def load_kernels(tiles: Tiles, q: Tensor, is_causal: bool, has_rope: bool) -> list[Launch]:
+    """The three kernels for the GPU and dtype of q, to launch on its current stream."""
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    is_bfloat16 = q.dtype == torch.bfloat16
+    functions = _functions(tiles, q.device.index, is_bfloat16, is_causal, has_rope)
+    return [functools.partial(function.launch, stream=stream) for function in functions]
+
+
+@functools.cache
+def _functions(
+    tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool, has_rope: bool
+) -> tuple[Function, Function, Function]:
+    constants = tiles.constants(is_bfloat16, is_causal, has_rope)
+    load = functools.partial(
+        Function, build("hopper_backward", constants, ARCHITECTURE), device=device
+    )
+    return (
+        load("prepare", threads=WARPGROUP, shared_bytes=0),
+        load("backward", threads=3 * WARPGROUP, shared_bytes=tiles.shared_bytes),
+        load("finish", threads=WARPGROUP, shared_bytes=2 * ROWS * COLUMNS),
+    )
+
+
+def tensor_map(x: Tensor, rows: int) -> bytes:
+    """The tensor map of (batch, heads, tokens, head_dim), for tiles of `rows` rows."""
+    return _tensor_map(x.dtype, tuple(x.shape), x.stride(), rows, x.data_ptr())
+
+
+@functools.lru_cache(KEPT_MAPS)
+def _tensor_map(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, address: int
+) -> bytes:
+    # PyTorch allows any stride in a dimension of size 1
+    steps = [stride if size > 1 else 8 for stride, size in zip(strides, shape)]
+    layout = {"block_size": [1, 1, rows, COLUMNS], "swizzle": SWIZZLE_128}
+    made = make_map(dtype, list(shape), [*steps[:3], 1], layout, address)
+    return ctypes.string_at(made.address, MAP_BYTES)

@@ -1,0 +1,159 @@
+"""The backward kernel for Hopper GPUs in CUDA C++: on a CPU, by the emulator, and compiled."""
+
+import math
+import re
+import subprocess
+
+import pytest
+import torch
+from torch import Tensor
+
+from lib.flash_attention.cuda.build import SOURCES
+from lib.flash_attention.hopper import fused
+from tests.flash_attention.cases import Case, make_inputs, new_memory_is_nan
+from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
+from tests.flash_attention.cuda.hopper_emulator import emulate
+from tests.flash_attention.cuda.test_build import NEEDS_NVCC, NVCC
+
+# Of the formula in float64: PyTorch's own gradients in these dtypes are as far from it.
+LARGEST_ERROR = {torch.bfloat16: 0.006, torch.float16: 0.0008}
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def make_plan(num_items: int, programs: int) -> fused.Plan:
+    """Items dealt out to programs, one after the other; heads in sections of two."""
+    if programs >= num_items:
+        return fused.Plan(2, None)
+    dealt = [range(program, num_items, programs) for program in range(programs)]
+    columns = [[len(items), *items, 0] for items in dealt]
+    rows = max(map(len, columns))
+    table = torch.tensor([column + [0] * (rows - len(column)) for column in columns])
+    return fused.Plan(2, table.T.int().contiguous())
+
+
+def gradients(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    angles: tuple[Tensor, Tensor] | None = None,
+    programs: int = 2,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients by the kernel, and by the formula in float64."""
+    *inputs, grad_out = make_inputs(case, dtype)
+    q, k, v = (x.detach() for x in inputs)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    scale = 1 / math.sqrt(case.head_dim)
+    out, lse = formula(*exact, case.is_causal, scale)
+    expected = torch.autograd.grad(out, exact, grad_out.double())
+    grads = (torch.full_like(q, math.nan), *(torch.full_like(x, math.nan) for x in (k, v)))
+    settings = (out.detach().to(dtype), lse.detach().float(), case.is_causal, scale)
+    plan = make_plan(-(-case.keys // fused.KEYS) * case.batch * case.key_heads, programs)
+    fused.flash_backward(grad_out, q, k, v, *settings, grads=grads, angles=angles, plan=plan)
+    return list(grads), list(expected)
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for grad, right in zip(found, expected):
+        error = (grad.double() - right).norm() / right.norm()
+        assert error < LARGEST_ERROR[grad.dtype]
+
+
+CASES = [
+    Case(300, 300, 64, True, heads=2, key_heads=1, batch=1),
+    Case(130, 290, 56, False, heads=1, key_heads=1, layout="tokens first"),
+    Case(200, 200, 128, True, heads=1, key_heads=1, layout="amid NaN"),
+    Case(70, 130, 72, False, heads=2, key_heads=1, batch=1),
+]
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_those_of_the_formula(case, monkeypatch):
+    emulate(monkeypatch)
+    dtype = torch.float16 if case.head_dim % 64 else torch.bfloat16
+    assert_close(*gradients(case, dtype))
+
+
+@NEEDS_COMPILER
+def test_gradients_are_rotated_back(monkeypatch):
+    emulate(monkeypatch)
+    case = Case(140, 130, 64, False, heads=1, key_heads=1, batch=1)
+    angles = torch.rand(150, 32)
+    grads, expected = gradients(case, torch.bfloat16, angles=(angles.cos(), angles.sin()))
+    for i, right in enumerate(expected[:2]):
+        pairs = torch.view_as_complex(right.contiguous().unflatten(-1, (-1, 2)))
+        unrotated = pairs * torch.polar(torch.ones(150, 32), -angles)[: right.shape[2]]
+        expected[i] = torch.view_as_real(unrotated).flatten(-2)
+    assert_close(grads, expected)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("lengths", [(260, 400), (400, 260)], ids=str)
+def test_the_launcher_deals_tiles_out_and_writes_every_gradient(lengths, monkeypatch):
+    pytest.importorskip("triton")
+    launch = pytest.importorskip("lib.flash_attention.hopper.launch")
+    emulate(monkeypatch)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    case = Case(*lengths, 64, True, heads=2, key_heads=1, batch=2)
+    *inputs, grad_out = make_inputs(case, torch.bfloat16)
+    q, k, v = (x.detach() for x in inputs)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = formula(*exact, True, 0.1)
+    expected = torch.autograd.grad(out, exact, grad_out.double())
+    tensors = (grad_out, q, k, v, out.detach().bfloat16(), lse.detach().float())
+    with new_memory_is_nan():
+        grads = launch.flash_backward(*tensors, True, 0.1, deterministic=False)
+    assert_close(list(grads), list(expected))
+
+
+# A text of the source, what is there instead, and what the emulator then says.
+FAULTS = [
+    ("take_registers<240>", "take_registers<248>", "more registers than the block has"),
+    ("keep(grad_q);\n", "keep(grad_q); return;\n", "all threads wait"),
+    (
+        "publish_stores();\n        announce(HALF_FULL",
+        "announce(HALF_FULL",
+        "read before it was published",
+    ),
+    ("if (threadIdx.x == 0) wait_until_read<0>();", "", "a copy nobody waits for"),
+]
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize(("right", "wrong", "message"), FAULTS, ids=[x[2] for x in FAULTS])
+def test_the_emulator_notices(right, wrong, message, monkeypatch):
+    emulate(monkeypatch, right, wrong)
+    with pytest.raises(RuntimeError, match=message):
+        gradients(Case(128, 128, 64, False, heads=1, key_heads=1, batch=1), torch.bfloat16)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("tiles", fused.TILES, ids=lambda tiles: tiles.dim)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_kernel_fits_the_chip(tiles, is_causal, tmp_path):
+    macros = tiles.constants(is_bfloat16=True, is_causal=is_causal, has_rope=True)
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    options += ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+    source = str(SOURCES / "hopper_backward.cu")
+    command = [NVCC, *options, "-I", str(SOURCES), "-o", str(tmp_path / "kernel.cubin"), source]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    # the assembler gave every matmul a wait of its own
+    assert "serialized" not in report
+    # the warps that load have few registers
+    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", report)]
+    assert len(spilled) == 3
+    assert max(spilled) <= 120
