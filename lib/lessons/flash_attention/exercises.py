@@ -33,8 +33,8 @@ from lib.lessons.exercise import (
 )
 from lib.lessons.flash_attention import solutions_triton as solutions
 from lib.lessons.flash_attention.schedule import TILES, busy_share, draw_spans, run_order
-from lib.lessons.triton.exercises import Launch, compile_error_lines, compile_launch
-from lib.lessons.triton.recorder_triton import Run, watch
+from lib.lessons.triton.exercises import Launch, check_run, compile_error_lines, compile_launch
+from lib.lessons.triton.recorder_triton import Run, watch, watched
 
 
 class Tiling(NamedTuple):
@@ -843,6 +843,88 @@ BACKWARD_KEYS = kernel_exercise(
 )
 
 
+def _draw_saved(generator: random.Random, size: int) -> tuple:
+    """q, k, v, out and lse, as a forward pass saves them, and dO, which is not contiguous."""
+    q, k, v, grad_out, lse, _, _ = draw_for_backward(generator, size)
+    out, _ = attention_and_lse(q, k, v, is_causal=True)
+    return q, k, v, out, lse, grad_out.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def saved_gradients(q, k, v, out, lse, grad_out) -> Tensor:
+    return side_by_side(*gradients(q, k, v, grad_out))
+
+
+def launching(function: Callable) -> Callable[..., Tensor]:
+    """`function` of tensors and the two backward kernels, interpreted; on a GPU compiled, too.
+
+    Raises:
+        ValueError: not two kernels are launched, or one has no programs.
+    """
+    import triton
+
+    @functools.wraps(function)
+    def run(*tensors: Tensor) -> Tensor:
+        kernels = [triton.jit(task.solution) for task in (QUERIES_TASK, KEYS_TASK)]
+        with watched() as runs:
+            found = function(*tensors, *kernels)
+        for launch in runs:
+            check_run(launch)
+        if len(runs) != 2:
+            raise ValueError(f"each of the two kernels must be launched once, got {len(runs)}")
+        if torch.cuda.is_available():
+            found = function(*(x.cuda() for x in tensors), *kernels)
+        return side_by_side(*found)
+
+    return run
+
+
+BACKWARD_LAUNCHES = {
+    "delta is missing its sum over the channels of a row, dim=-1": (".sum(-1)", ".sum(1)"),
+    "delta is made of the output alone; it is the sum of each row of dO ∘ O": (
+        "(grad_out * out)",
+        "(out * out)",
+    ),
+    "the gradient of the output may have any strides, but the kernels count on rows that follow "
+    "each other: pass grad_out.contiguous()": ("grad_out.contiguous()", "grad_out"),
+    "lse and delta are passed in each other's place": ("lse, delta)", "delta, lse)"),
+    "the gradient of the output and the output are mixed up: the kernels take dO": (
+        "grad_out.contiguous()",
+        "out",
+    ),
+    "the gradients are not in the order of q, k and v": (
+        "return grad_q, grad_k, grad_v",
+        "return grad_k, grad_v, grad_q",
+    ),
+    "dK and dV are passed in each other's place": ("grad_k, grad_v, n", "grad_v, grad_k, n"),
+    "the scale is the root of D; it is 1 over that": ("D**-0.5", "D**0.5"),
+    "the axes of the grid are exchanged: tiles come first, then heads": (
+        "(triton.cdiv(n, 16), heads)",
+        "(heads, triton.cdiv(n, 16))",
+    ),
+}
+
+
+def _launched_wrongly(edit: tuple[str, str]) -> Callable[..., Tensor]:
+    # edited when it is needed
+    @functools.wraps(solutions.attention_backward)
+    def run(*tensors: Tensor) -> Tensor:
+        return launching(edited(solutions.attention_backward, *edit))(*tensors)
+
+    return run
+
+
+BACKWARD = Exercise(
+    saved_gradients,
+    _draw_saved,
+    {sentence: _launched_wrongly(edit) for sentence, edit in BACKWARD_LAUNCHES.items()},
+    "core",
+    trials=len(CASES),
+    seconds=20,
+    describe=KernelTask(solutions.attention_backward, ("grad_q", "grad_k", "grad_v"), "k").describe,
+    show=lambda q, *others: "heads={}, n={}, D={}".format(*q.shape),
+)
+
+
 def _draw_fragments(generator: random.Random, size: int) -> tuple:
     return tuple(_draw_tensor(generator, 32, count) for count in (4, 2, 4))
 
@@ -1081,6 +1163,13 @@ def check_backward_queries(kernel: Any) -> Any:
 def check_backward_keys(kernel: Any) -> Any:
     """Check `backward_keys`; return as `check_forward` does."""
     return check_kernel(BACKWARD_KEYS, KEYS_TASK, kernel)
+
+
+def check_attention_backward(function: Callable) -> Callable:
+    """Check `attention_backward`; return it if it is right, else the solution."""
+    text = verdict(BACKWARD, launching(function))
+    report(text, function.__name__, BACKWARD.tier)
+    return function if result_of(text) == "passed" else solutions.attention_backward
 
 
 def check_schedule(schedule: Callable[[], str]) -> None:

@@ -4,6 +4,8 @@ Tensors are (heads, n, D), contiguous; lse and delta are (heads, n) float32. The
 head, heads). BQ queries make a tile, and BK keys.
 """
 
+import torch
+import triton
 import triton.language as tl
 
 
@@ -155,3 +157,15 @@ def backward_keys(
         grad_k += tl.dot(grad_scores.to(q.dtype), q, input_precision="ieee")
     tl.store(grad_k_ptr + k_rows, grad_k * scale, mask=key[:, None] < n)
     tl.store(grad_v_ptr + k_rows, grad_v, mask=key[:, None] < n)
+
+
+def attention_backward(q, k, v, out, lse, grad_out, queries_kernel, keys_kernel):
+    heads, n, D = q.shape
+    scale = D**-0.5
+    delta = (grad_out * out).sum(-1)  # (heads, n)
+    given = (q, k, v, grad_out.contiguous(), lse, delta)
+    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+    sizes, grid = {"D": D, "BQ": 16, "BK": 16}, (triton.cdiv(n, 16), heads)
+    queries_kernel[grid](*given, grad_q, n, scale, **sizes)
+    keys_kernel[grid](*given, grad_k, grad_v, n, scale, **sizes)
+    return grad_q, grad_k, grad_v

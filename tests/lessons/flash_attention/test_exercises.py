@@ -202,6 +202,17 @@ def test_no_mistake_is_an_error_of_python(name):
         assert not re.search("TypeError|NameError|AttributeError", text), text
 
 
+def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
+    def verdict_on(*texts):
+        attempt = edited(solutions_triton.attention_backward, *texts)
+        return verdict(exercises.BACKWARD, exercises.launching(attempt), seed=0)
+
+    only_one = "keys_kernel[grid](*given, grad_k, grad_v, n, scale, **sizes)"
+    assert "each of the two kernels must be launched once, got 1" in verdict_on(only_one, "pass")
+    assert "no program ran" in verdict_on("triton.cdiv(n, 16)", "n // 16")
+    assert "grad_k, (1 heads" in verdict_on("return grad_q, grad_k", "return grad_q, grad_q")
+
+
 def test_pythons_maximum_of_tiles_is_named():
     assert "Python's max cannot compare tiles" in wrong("FORWARD", "tl.maximum(m", "max(m")
 
