@@ -189,7 +189,7 @@ def network_explorer(make: Callable[[int], Callable], layers: Layers, ranks: int
         picture(draw, width=9.5, height=2.7, dpi=150, layout="constrained"),
         busy=f"{ranks} ranks are running",
         min_height="17em",
-        bandwidth={f"sending everything takes {s:g} × backward": s for s in SHARES},
+        bandwidth={f"takes {s:g} × backward": s for s in SHARES},
         latency={f"{ms:g} ms a message": ms for ms in LATENCIES_MS},
         buckets=[n for n in range(1, count + 1) if count % n == 0],
         start={"bandwidth": 0.5, "latency": 0.2, "buckets": count},
