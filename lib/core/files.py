@@ -78,7 +78,7 @@ def claim_folder(
 ) -> None:
     """Make `folder` if it is missing, and mark it as `kind` before anything else is in it.
 
-    So a folder that an interruption left half full is known, and can be written to again.
+    So a folder that an interruption left incomplete is recognized, and can be written to again.
 
     Args:
         kind: what it is, with its article, such as "a report".
@@ -168,12 +168,18 @@ def sync(file: BinaryIO) -> None:
 
 def sync_folder(folder: str | os.PathLike) -> None:
     """Wait until renames in `folder` are on disk (on systems that can open folders)."""
-    with contextlib.suppress(OSError):
+    try:
         handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # a file system that has nothing to wait for; any other failure is one
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
 
 
 def no_space_error(error: OSError, path: Path, bytes_needed: int | None = None) -> OSError:

@@ -1,5 +1,6 @@
 """Files that are whole or absent, locks, errors of a full disk, hashes."""
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -20,6 +21,7 @@ from lib.core.files import (
     make_folder,
     no_space_error,
     sha256_file,
+    sync_folder,
     write_atomically,
 )
 
@@ -136,3 +138,13 @@ def test_a_folder_is_taken_once_marked_and_never_with_somebodys_files(tmp_path):
         with pytest.raises(ValueError, match=f"output must be new, empty or {kind}, got .*{name}"):
             claim_folder(tmp_path / name, kind, setting="output")
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(("code", "is_raised"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_a_folder_whose_disk_fails_is_not_taken_for_written(tmp_path, monkeypatch, code, is_raised):
+    def fail(handle):
+        raise OSError(code, "planted")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="planted") if is_raised else contextlib.nullcontext():
+        sync_folder(tmp_path)
