@@ -1,4 +1,4 @@
-"""Data parallelism: averaging gradients in `wrappers.py`, starting processes in `launcher.py`."""
+"""Data parallelism: `wrappers.py` and `buckets.py` average, `launcher.py` starts processes."""
 
 import lazy_loader
 

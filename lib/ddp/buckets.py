@@ -18,7 +18,7 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 class GradientSync:
-    """A mixin that averages gradients in backward while `is_syncing`."""
+    """A mixin for wrappers that average gradients in backward, unless `no_sync` is on."""
 
     is_syncing = True
 

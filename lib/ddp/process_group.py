@@ -4,7 +4,7 @@ A rank is one process of a group; all ranks call the same collectives in the sam
 group a process is rank 0 of 1, so that the same code runs alone, under `launch` and under
 `torchrun`. Functions take the group as an argument; None is the group of all ranks.
 
-**Errors.** What ranks make together, and the first step of what they train together, is compared
+**Errors.** What ranks make together is compared, and so is the first step that they train together,
 before the first collective, and an error of one rank is raised on all (`agree`, `on_each_rank`). In
 later steps that would cost a collective each: there, an error of one rank should end its process,
 upon which `launch` and `torchrun` end the others. If it is caught, and the rank doesn't call the
@@ -233,7 +233,7 @@ def rendezvous_from_environment(timeout: float) -> dict[str, Any]:
 def store_of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     """Find a prefix of `store` that only the ranks started together use.
 
-    torchrun's own restart count does not do: hosts may count differently. Instead, rank 0 draws a
+    torchrun's own restart count is not enough: hosts may count differently. Instead, rank 0 draws a
     prefix, and gives it to each number that another rank has drawn until that rank confirms it.
     Requests that earlier ranks left behind are answered too, and nobody reads the answers.
     """
@@ -341,8 +341,8 @@ def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) ->
 def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None = None) -> None:
     """Check what this rank was given, and that all ranks were given the same; on all ranks.
 
-    Whatever ranks make together begins with it, so that they meet in the same collective even if
-    one was asked for something else.
+    Everything that ranks make together begins with this check, so that they meet in the same
+    collective even if one was asked for something else.
 
     Args:
         facts: checks, and returns what must be the same.
@@ -396,7 +396,7 @@ def on_first_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None)
 
 
 def patient_group() -> dist.ProcessGroup | None:
-    """A second group of all ranks, to wait in for something that one of them does, however long.
+    """A second group of all ranks, whose collectives may wait for one of them for any time.
 
     If a rank fails, waiting ends at once, as in any group.
     """

@@ -21,8 +21,8 @@ One step, with gradient accumulation:
     optimizer.zero_grad()
 
 **Unused parameters.** A parameter without a gradient on this rank counts as zero here, and gets the
-mean like the others; without a gradient on any rank it has none afterwards, as in one process. The
-host waits for its device to learn that, but only where a gradient is missing.
+mean like the others; without a gradient on any rank it has none afterwards, as in one process. To
+find out, the host waits for its device, but only where a gradient is missing.
 
 **Compiled modules.** Wrap the compiled module; hooks are on its parameters. All gradients of one
 compiled graph arrive together at its end: for overlap, compile a model block by block.
@@ -382,8 +382,8 @@ class TorchDDP(Wrapper):
 
     It averages during backward, which must reach every trained parameter, and needs no
     `finish_gradient_synchronization()`. Gradients are views of its buckets. PyTorch's may hang when
-    it is freed after `destroy_process_group`, so that `init_from_environment` and `launch` free it
-    before; then, or after `free()`, the module is left as on a single rank.
+    it is freed after `destroy_process_group`, so `init_from_environment` and `launch` free it
+    before. Then, or after `free()`, the module is left as on a single rank.
     """
 
     def __init__(

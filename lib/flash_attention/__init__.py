@@ -1,7 +1,7 @@
 """FlashAttention, exact attention in tiles: read `reference.py`, in plain PyTorch, first.
 
-`triton_attention.py` launches the kernels for any GPU, `hopper/launch.py` those for Hopper GPUs,
-`cuda/launch.py` those in CUDA C++, which a T4 needs.
+`triton_attention.py` launches the kernels for any GPU, which are in `triton_kernels.py`;
+`hopper/launch.py` those for Hopper GPUs, `cuda/launch.py` those in CUDA C++, which a T4 needs.
 """
 
 import lazy_loader

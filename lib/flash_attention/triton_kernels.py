@@ -25,7 +25,7 @@ def _rows(
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """(ROWS, WIDTH) from row `start` on; zeros past the last row and the last column."""
+    """Load (ROWS, WIDTH) from row `start` on; zeros past the last row and the last column."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     # int64: a token may be more than 2³¹ elements past the first
@@ -58,7 +58,7 @@ def _unrotate(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The gradient of rows before RoPE, from that after it; pairs are neighbours."""
+    """Rotate the gradient of rows back through RoPE, whose pairs are neighboring columns."""
     HALF: tl.constexpr = WIDTH // 2
     row = tl.arange(0, ROWS)
     pair = tl.arange(0, HALF)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: `wrapper.py`, then `flat_parameters.py`; and checkpointing."""
+"""Fully sharded data parallelism, from `wrapper.py` on, and activation checkpointing."""
 
 import lazy_loader
 

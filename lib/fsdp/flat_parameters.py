@@ -1,10 +1,10 @@
 """Parameters of a block in one flat buffer, of which each rank holds a slice between uses.
 
-Two matrices on two ranks, a slice being 5 elements:
+Matrices of 6 and 10 elements on two ranks, each with a slice of 16; `.` aligns starts to 16 bytes:
 
-    whole        | a a a a a a . . b b |  b b . . . . . . . .      `.` aligns starts to 16 bytes
-    rank 0       | a a a a a a . . b b |
-    rank 1                                b b . . . . . . . . |
+    whole        | a a a a a a . . b b b b b b b b | b b . . . . . . . . . . . . . . |
+    rank 0       | a a a a a a . . b b b b b b b b |
+    rank 1                                         | b b . . . . . . . . . . . . . . |
 
 all-gather: slices → whole, in the dtype of computation; reduce-scatter: whole gradients → mean of a
 slice. Parameters are views of the gathered buffer, so that nothing is copied after an all-gather.
@@ -118,7 +118,7 @@ class FlatParameters:
             return
         self.is_gathered = True
         self.buffer.untyped_storage().resize_(self.num_bytes)
-        # `.data`: autograd need not notice that memory which it saved is filled again
+        # `.data`: autograd must not notice that memory which it saved is filled again
         buffer, sent = self.buffer.data, self.slice.to(self.buffer.dtype)
         if self.ranks == 1:
             buffer.copy_(sent)

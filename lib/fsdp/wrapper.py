@@ -29,7 +29,7 @@ by `finish_gradient_synchronization`. `full_parameters` and `state_dict` gather 
 **All ranks run the same blocks in the same order**, forward and backward; parameters inside a block
 may be unused on some. A parameter without a gradient on any rank has none afterwards.
 
-**After an exception in backward** that all ranks have alike, the next forward pass starts anew.
+**After an exception in backward** that is raised on all ranks, the next forward pass starts anew.
 """
 
 from __future__ import annotations
@@ -174,18 +174,18 @@ class FSDP(GradientSync, nn.Module):
         require_finished(self.must_finish)
         self.outside.each("finish_gathering")
         output = self.module(*args, **kwargs)
-        # what stays gathered for backward is autograd's
+        # autograd holds what stays gathered for backward
         for flat in self.flats:
             flat.use(flat.shards)
         for tensor in _tensors_in(output):
-            # the first of all, before any block's
+            # the first hook of backward, before any block's
             tensor.register_hook(lambda grad: self._start_backward())
         if not torch.is_grad_enabled():
             self._release_all()
         return output
 
     def before_part(self, part: nn.Module) -> None:
-        """Gather a block's module whose parameters are read without calling it."""
+        """Gather the block of `part`, before its forward pass or before its weights are read."""
         block = self.block_of.get(id(part))
         if block is not None:
             self._enter(block, step=0 if self.is_in_backward else 1)
@@ -206,7 +206,7 @@ class FSDP(GradientSync, nn.Module):
     def _start_backward(self) -> None:
         if not self.is_in_backward:
             self.is_in_backward = True
-            # where blocks are computed again
+            # for blocks that are computed again
             self.outside.each("finish_gathering")
             for block in self.all_blocks:
                 block.is_sent = False
@@ -224,7 +224,7 @@ class FSDP(GradientSync, nn.Module):
     def _send(self, block: Block) -> None:
         """Reduce-scatter a block's gradients, or keep them in `no_sync`.
 
-        Whatever was sent before is waited for, so that one block's gradients are held at most.
+        Whatever was sent before is waited for, so that the gradients of at most one block are held.
         """
         if block.is_sent:
             return
@@ -402,7 +402,7 @@ class FSDP(GradientSync, nn.Module):
             state_dicts: of this rank, if as many ranks saved as load; else of all that saved.
 
         Raises:
-            ValueError: they are not all, or do not fit.
+            ValueError: some are missing, or do not fit.
         """
         own = next((d for d in state_dicts if d["rank"] == rank(self.group)), None)
         if own is not None and own["world_size"] == self.ranks:

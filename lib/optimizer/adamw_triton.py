@@ -32,7 +32,7 @@ BLOCK = 1024
 NUM_WARPS = 4
 # tensors that a program of `prepare_kernel` prepares
 TENSOR_BLOCK = 64
-# the number of graphs that may be captured between two steps outside of graphs
+# how many graphs may be captured between two steps that no graph captures
 SPARES = 8
 TRITON_DTYPE = {
     torch.float32: tl.float32,

@@ -273,7 +273,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
         return bucket.is_full or not bucket.is_trained
 
     def _start_next(self) -> None:
-        # at most two are pending: memory of earlier ones is for the gradients to come
+        # at most two are pending: later gradients need the memory of earlier ones
         if self.num_started >= 2:
             self.order[self.num_started - 2].free_sent()
         bucket = self.order[self.num_started]

@@ -50,10 +50,11 @@ ranks count as zero.
 
 **With `reduces_gradients`** averaged gradients are in the shards, where only the optimizer's own
 `zero_grad` clears them, not the module's. `torch.amp.GradScaler` would look at the wrong
-gradients: each rank at its own, some of which have moved on. After an exception in backward, ranks
-on which every gradient had arrived before call `zero_grad` and go on. Two optimizers overlap only
-if all ranks use the same parameters in the same order: each waits in backward for its own
-reduce-scatters, which a rank with another order would start too late, and all would hang.
+gradients: each rank at its own, some of which are in the shards already. After an exception in
+backward, ranks on which every gradient had already arrived call `zero_grad` and go on. Two
+optimizers overlap only if all ranks use the same parameters in the same order: each waits in
+backward for its own reduce-scatters, which a rank with another order would start too late, and all
+would hang.
 
 **Memory of `flat`.** Parameters become views of the buffers, at new addresses: capture CUDA graphs
 later, and convert and move the module before. They are contiguous from then on. With

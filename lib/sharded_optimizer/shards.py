@@ -27,7 +27,7 @@ class Shard:
     """One past its last element."""
 
     weight: Tensor
-    """These elements, in the parameter's memory; in its shape where they are all of them."""
+    """These elements, in the parameter's memory; in its shape if they are all that it has."""
 
     leaf: nn.Parameter
     """The parameter that the inner optimizer updates: `weight`."""
@@ -59,7 +59,7 @@ class ShardingStrategy:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.shards: list[Shard] = []
-        # those of them that every rank holds and updates alike
+        # shards of parameters that every rank holds whole and updates alike
         self.copies: list[Shard] = []
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:

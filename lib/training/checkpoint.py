@@ -4,7 +4,7 @@ A folder `step-00000100` holds `model.safetensors`, `optimizer.safetensors`, `te
 `state.json` with everything that is not a tensor, and `manifest.json` with size and hash of each
 file. With a sharded optimizer, each rank's `shard-<rank>-of-<ranks>.pt` has the optimizer's state.
 
-How a checkpoint becomes durable, a kill at any moment notwithstanding (`_write`, then `_publish`):
+How a checkpoint becomes durable, even if the process is killed (`_write`, then `_publish`):
 
 1. all files go into a hidden folder `.step-00000100.partial`, each flushed to the disk;
 2. the manifest is written last, so that a folder with a valid manifest is whole;
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The contents of `path` beside model and optimizer; tensors on the CPU."""
+    """The contents of `path` besides model and optimizer; tensors on the CPU."""
 
     step: int
     extra: dict[str, Any]
@@ -79,7 +79,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint `step-<step>` into `folder` (made if missing); return its path.
 
-    At any moment, also when the process is killed, each folder named `step-*` is whole. One of the
+    At any moment, even if the process is killed, each folder named `step-*` is whole. One of the
     same step is replaced. Other processes that save into `folder` wait for this one.
 
     Args:
@@ -89,7 +89,7 @@ def save_checkpoint(
             same disk as `folder`; its files are moved into the checkpoint.
         extra: JSON values; tuples come back as lists.
         tensors: any further state, such as `rng_state(device)`.
-        keep_last: delete earlier checkpoints but the newest, this many in total with this one.
+        keep_last: keep this many checkpoints, this one included, and delete older ones.
 
     Raises:
         OSError: a file cannot be written; if the disk is full, names what is needed and free.
@@ -241,7 +241,7 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint holds beside tensors.
+    """Read what a checkpoint holds besides tensors.
 
     Raises:
         ValueError: it is not what `save_checkpoint` writes.
@@ -337,9 +337,9 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor]) -> None
 def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) -> None:
     """Load the optimizer's state alone from the checkpoint `path`, which was verified before.
 
-    Saved state and `optimizer` may each be sharded or not; of a sharded one this loads the part of
-    this rank, and calls no other. `model` names the parameters; without it, their names are not
-    compared.
+    Saved state and `optimizer` may each be sharded or not. For a sharded optimizer this loads the
+    part of this rank, without a collective. `model` names the parameters; without it, their names
+    are not compared.
     """
     packed = _read_state(path)["optimizer"]
     if packed is None and any(path.glob(SHARDS)):

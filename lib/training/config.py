@@ -206,7 +206,7 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warm-up: `warmup_steps`, or a tenth of all steps where there are fewer."""
+        """Steps of the warm-up: `warmup_steps`, or a tenth of a run with fewer steps than that."""
         asked = self.optimizer.warmup_steps
         return asked if asked <= self.steps else self.steps // 10
 

@@ -252,7 +252,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def _log(training: _Training) -> dict[str, float]:
-    """Write a line with the means of the steps since the last one; return what is shown of it."""
+    """Write a line with the means of the steps since the last one; return what is shown."""
     run, progress = training.run, training.progress
     _read_log(training)
     _count_time(training)
@@ -302,7 +302,7 @@ def _mfu(run: Run, tokens_per_s: float) -> float | None:
 
 
 def _evaluate(training: _Training) -> dict[str, float]:
-    """Evaluate on the validation tokens and write a line; return what is shown of it."""
+    """Evaluate on the validation tokens and write a line; return what is shown."""
     config, run = training.run.config, training.run
     _count_time(training)
     found = evaluate(
@@ -451,7 +451,7 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    # the optimizer of FSDP's shards knows whole parameters, which are not the model's
+    # FSDP's optimizer has shards as parameters, which are not those that the model names
     is_fsdp = run.config.ddp_wrapper == "fsdp" and world_size() > 1
     load_optimizer(loaded.path, step.optimizer, None if is_fsdp else step.model)
     run.sampler.load_state_dict(loaded.extra["sampler"])

@@ -149,7 +149,7 @@ class TrainStep:
         )
 
     def _step(self) -> None:
-        # As few operations as possible beside model and optimizer: small models feel each kernel.
+        # As few operations as possible besides model and optimizer: small models feel each kernel.
         losses, last = [], len(self.sequences) - 1
         for index, sequences in enumerate(self.sequences):  # (batch, context_length + 1)
             # Ranks exchange gradients in the last pass only; those before just add them up.
@@ -219,7 +219,7 @@ class TrainStep:
         return [StepLog(loss, norm, skipped) for (loss, norm), skipped in zip(rows, is_skipped)]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state that a checkpoint needs beside model and optimizer."""
+        """The state that a checkpoint needs besides model and optimizer."""
         return {"loss_scale": self.loss_scale, "good_steps": self.good_steps}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
