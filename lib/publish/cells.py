@@ -13,21 +13,12 @@ from nbformat.v4 import new_output
 # Where the workbook is published; [project.urls] in pyproject.toml has the same address.
 REPOSITORY = "https://github.com/OWNER/training-workbook"
 NAME = REPOSITORY.rsplit("/", 1)[1]
-# The first code cell of every notebook, word for word, and folded; `make lint` compares.
+# The first code cell of every notebook, word for word, and folded; `make lint` compares. The
+# workbook is in the folder above, in this one, or, for a notebook alone (as on Colab), fetched into
+# it. It looks for lib/lessons, since Kaggle has a lib of its own above the working folder.
 FIRST_CELL = f"""\
-# `lib` is in the folder above or in this one (papermill from elsewhere: give --cwd).
-# A notebook that is alone, as on Colab, fetches it.
-import importlib.util
-import os
-import sys
-
-sys.path[:0] = ["..", ".", "{NAME}"]
-fetch = "git clone --depth 1 {REPOSITORY}"
-found = importlib.util.find_spec("lib")
-if not (found and found.origin) and os.system(fetch) != 0:
-    print("The workbook is not here, and cannot be fetched. In a terminal with a network, paste:")
-    sys.exit(f"{{fetch}}\\ncd {NAME} && make lab")
-importlib.invalidate_caches()
+!ls ../lib lib */lib 2>/dev/null | grep -q lessons || git clone --depth 1 {REPOSITORY}
+__import__("sys").path[:0] = ["..", ".", "{NAME}"]  # above, here, or just fetched
 %load_ext lib.lessons.notebook"""
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -8,7 +8,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib.lessons import notebook
@@ -59,10 +58,11 @@ def test_the_first_cell_finds_lib_and_sets_up_figures(folder, book, tmp_path, ma
     assert Path(child).resolve() == book / "lib/__init__.py"
 
 
-def run_alone(folder: Path, monkeypatch, git: str) -> str:
-    """Run the first cell in `folder`, where no workbook is, with this as `git`; return its output.
+def run_alone(folder: Path, monkeypatch, git: str) -> tuple[str, str]:
+    """Run the first cell in `folder`, where no workbook is, with this as `git`, and import lib.
 
-    The folder above has a `lib` without code, as on Kaggle.
+    The folder above has a `lib` without code, as on Kaggle. Returns what the first cell showed,
+    and where `lib` is.
     """
     (folder / "bin").mkdir()
     (folder / "bin/git").write_text(f"#!/bin/sh\n{git}\n")
@@ -70,25 +70,39 @@ def run_alone(folder: Path, monkeypatch, git: str) -> str:
     (folder / "lib/other").mkdir(parents=True)
     (folder / "working").mkdir()
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    where = new_code_cell("import lib\nprint(lib.__file__)")
-    content = new_notebook(cells=[new_code_cell(FIRST_CELL), where])
+    where = "try:\n    import lib.lessons\n    print(lib.__file__)\nexcept ImportError as error:\n"
+    cells = [new_code_cell(FIRST_CELL), new_code_cell(where + "    print(error)")]
     resources = {"metadata": {"path": str(folder / "working")}}
-    NotebookClient(content, resources=resources).execute()
-    return content.cells[1].outputs[0].text.strip()
+    client = NotebookClient(new_notebook(cells=cells), resources=resources, allow_errors=True)
+    client.execute()
+    shown, found = ("".join(map(_text, cell.outputs)) for cell in client.nb.cells)
+    return shown, found.strip()
 
 
-def test_alone_without_a_network_the_first_cell_says_what_to_paste(tmp_path, monkeypatch):
-    with pytest.raises(CellExecutionError) as failure:
-        run_alone(tmp_path, monkeypatch, "exit 128")
-    said = str(failure.value)
-    assert "give --cwd" in said
-    assert f"git clone --depth 1 {REPOSITORY}\ncd training-workbook" in said
+def _text(output: dict) -> str:
+    return output.get("text") or output.evalue
 
 
-def test_alone_with_a_network_the_first_cell_fetches_the_workbook(tmp_path, monkeypatch):
+def test_alone_without_a_network_the_first_cell_shows_what_failed(tmp_path, monkeypatch):
+    shown, found = run_alone(tmp_path, monkeypatch, "echo no network for $*; exit 128")
+    assert f"no network for clone --depth 1 {REPOSITORY}" in shown
+    assert "No module named 'lib.lessons'" in shown
+    assert "No module named" in found
+
+
+def test_alone_with_a_network_the_first_cell_fetches_the_workbook_once(tmp_path, monkeypatch):
     clone = f'mkdir training-workbook && cp -r "{ROOT}/lib" training-workbook/lib'
-    lib = run_alone(tmp_path, monkeypatch, clone)
-    assert Path(lib) == tmp_path / "working/training-workbook/lib/__init__.py"
+    shown, lib = run_alone(tmp_path, monkeypatch, clone)
+    fetched = tmp_path / "working/training-workbook/lib/__init__.py"
+    assert (shown, Path(lib)) == ("", fetched)
+    # a second time, `mkdir` would complain
+    again = new_notebook(cells=[new_code_cell(FIRST_CELL)])
+    NotebookClient(again, resources={"metadata": {"path": str(tmp_path / "working")}}).execute()
+    assert again.cells[0].outputs == []
+
+
+def test_the_first_cell_is_three_lines():
+    assert len(FIRST_CELL.splitlines()) == 3
 
 
 def test_the_first_cell_is_that_of_every_notebook_and_folded():
