@@ -1,6 +1,6 @@
 """The broken runs of notebook 03: a small model, trained with one fault at a time.
 
-`python -m lib lessons broken-runs` records them in artifacts/broken_runs.jsonl, some 30 KB in all.
+`python -m lib lessons broken-runs` records them in artifacts/broken_runs.jsonl, some 35 KB in all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ FAULTS = {
     "F": "scores not scaled",
 }
 HEALTHY = "healthy"
+# Recorded as well, and no fault here: this model trains just as well without.
+NO_WARM_UP = "no warm-up"
 
 
 def train_with(
     fault: str, train: np.ndarray, held_out: np.ndarray, vocab_size: int
 ) -> dict[str, list[float]]:
-    """Train a small model with `fault`, a value of FAULTS or HEALTHY.
+    """Train a small model with `fault`, a value of FAULTS, HEALTHY or NO_WARM_UP.
 
     Returns:
         Of each step "loss" and "grad_norm", every EVAL_INTERVAL steps "held_out_loss", and before
@@ -64,7 +66,7 @@ def train_with(
             step + 1,
             max_lr=LEARNING_RATE * (10 if fault == "learning rate too high" else 1),
             min_lr=0.0,
-            warmup_steps=WARMUP_STEPS,
+            warmup_steps=0 if fault == NO_WARM_UP else WARMUP_STEPS,
             cosine_steps=STEPS // 3 if fault == "schedule over too early" else STEPS,
         )
         for group in optimizer.param_groups:
@@ -122,7 +124,7 @@ def record_broken_runs(path: Path = RECORDS) -> Path:
         for split, num_bytes in (("train", 4_000_000), ("validation", 100_000))
     )
     path.unlink(missing_ok=True)
-    for fault in (HEALTHY, *FAULTS.values()):
+    for fault in (HEALTHY, NO_WARM_UP, *FAULTS.values()):
         history = train_with(fault, train, held_out, tokenizer.vocab_size)
         figures: dict[str, Any] = {"run": fault}
         figures |= {name: [round(value, 4) for value in values] for name, values in history.items()}
@@ -131,8 +133,13 @@ def record_broken_runs(path: Path = RECORDS) -> Path:
     return path
 
 
+def read_run(fault: str, path: Path = RECORDS) -> dict[str, Any]:
+    """Return the figures of the run with `fault`, a value of FAULTS, HEALTHY or NO_WARM_UP."""
+    every = (record["figures"] for record in read_records(path))
+    return next(figures for figures in every if figures["run"] == fault)
+
+
 def read_broken_runs(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
-    """Return the figures of each recorded run: HEALTHY, or the letter of a broken one."""
-    letters = {fault: letter for letter, fault in FAULTS.items()}
-    figures = [record["figures"] for record in read_records(path)]
-    return {letters.get(run["run"], HEALTHY): run for run in figures}
+    """Return the figures of the runs that the notebook shows: HEALTHY, then a letter for each."""
+    shown = {HEALTHY: HEALTHY} | FAULTS
+    return {name: read_run(fault, path) for name, fault in shown.items()}

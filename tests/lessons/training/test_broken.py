@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from lib.lessons.training import broken
-from lib.lessons.training.broken import FAULTS, HEALTHY, read_broken_runs, train_with
+from lib.lessons.training.broken import (
+    FAULTS,
+    HEALTHY,
+    NO_WARM_UP,
+    read_broken_runs,
+    read_run,
+    train_with,
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +24,14 @@ def history():
         patch.setattr(broken, "BATCH_SIZE", 2)
         patch.setattr(broken, "SHAPE", broken.SHAPE | {"context_length": 16, "d_model": 32})
         return {
-            fault: train_with(fault, tokens, tokens, 40) for fault in (HEALTHY, *FAULTS.values())
+            fault: train_with(fault, tokens, tokens, 40)
+            for fault in (HEALTHY, NO_WARM_UP, *FAULTS.values())
         }
 
 
 def test_each_fault_changes_the_run(history):
     losses = [run["loss"] for run in history.values()]
-    assert len({tuple(loss) for loss in losses}) == len(losses) == 7
+    assert len({tuple(loss) for loss in losses}) == len(losses) == 8
 
 
 def test_a_fault_shows_where_the_notebook_says(history):
@@ -42,4 +50,5 @@ def test_the_committed_records_hold_every_run():
     runs = read_broken_runs()
     assert runs.keys() == {HEALTHY, *FAULTS}
     assert all(run["run"] == FAULTS.get(name, HEALTHY) for name, run in runs.items())
+    runs[NO_WARM_UP] = read_run(NO_WARM_UP)
     assert all(len(run["loss"]) == broken.STEPS for run in runs.values())
