@@ -16,9 +16,11 @@ NAME = REPOSITORY.rsplit("/", 1)[1]
 # The first code cell of every notebook, word for word, and folded; `make lint` compares. The
 # workbook is in the folder above, in this one, or, for a notebook alone (as on Colab), fetched into
 # it. It looks for lib/lessons, since Kaggle has a lib of its own above the working folder.
+# JupyterLab shows the first line of what is folded.
 FIRST_CELL = f"""\
+# Find the workbook: in the folder above, here, or fetched
 !ls ../lib lib */lib 2>/dev/null | grep -q lessons || git clone --depth 1 {REPOSITORY}
-__import__("sys").path[:0] = ["..", ".", "{NAME}"]  # above, here, or just fetched
+__import__("sys").path[:0] = ["..", ".", "{NAME}"]
 %load_ext lib.lessons.notebook"""
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
