@@ -2,9 +2,9 @@
 
 Sources. Sizes, bandwidths and peaks: NVIDIA's data sheets, and its white papers of the Turing,
 Ampere and Hopper architectures; Intel's page of the Xeon E5-2690 v4; the H200's L2, as PyTorch
-reports it on one. Bandwidth of that L2: gpu-benches (`gpu-l2-cache/h200.txt`). Latencies of L2 and
-memory: gpu-benches (`gpu-latency/h100_pcie.txt`, at 1,755 MHz); of shared memory, rounded: Luo et
-al. (2024).
+reports it on one. Bandwidth of that L2: gpu-benches (`gpu-l2-cache/h200.txt`). Latencies of L1, L2
+and memory: gpu-benches (`gpu-latency/a100_80.txt` and `h100_pcie.txt`); of shared memory, rounded:
+Luo et al. (2024).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ CHIPS = (CPU, T4, A100, H100, H200)
 # A level of memory -> its latency in cycles of this clock, measured on an H100 (PCIe).
 LATENCY_CYCLES = {"registers": 1, "shared memory": 30, "L2": 265, "HBM": 658}
 CLOCK_GHZ = 1.755
+# Chip -> its clock in GHz, and cycles until a number is there: from L1, L2 and memory.
+LATENCIES = {"A100 (80 GB)": (1.41, 36, 211, 572), "H100 (PCIe)": (CLOCK_GHZ, 34, 265, 658)}
 
 
 def show_chips() -> Markdown:
@@ -63,6 +65,16 @@ def show_chips() -> Markdown:
         row |= {"GB/s": chip.bandwidth_gb_per_s, "float32 TFLOP/s": chip.float32}
         rows.append(row | {"float16 matmul TFLOP/s": chip.float16})
     return show_table([{k: "–" if v is None else v for k, v in row.items()} for row in rows])
+
+
+def show_latencies() -> Markdown:
+    """Show how long one load takes, by where its number is."""
+    rows = []
+    for chip, (clock, *cycles) in LATENCIES.items():
+        row: dict[str, object] = {"chip": chip, "clock (GHz)": clock}
+        row |= dict(zip(("L1 (cycles)", "L2 (cycles)", "memory (cycles)"), cycles))
+        rows.append(row | {"memory (ns)": round(cycles[-1] / clock)})
+    return show_table(rows)
 
 
 def show_gpu() -> HTML:
