@@ -4,6 +4,7 @@ Whatever the order in which threads run and copies arrive, results are right, an
 and no hang. Faults put into the source must be found.
 """
 
+import dataclasses
 import itertools
 import random
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ SIZES = [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (193, 191), (256, 256),
 LONGEST = 400
 # narrower than the tiles, which then end in zeros
 HEAD_DIM = 16
+# results leave through tiles of operands, and two warpgroups share the keys
+WIDE = 136
 SCALE = 0.3
 
 
@@ -38,7 +41,7 @@ def assert_backward_is_right(
     case: Case, kernels: SimpleNamespace, schedules: tuple[tuple, ...], is_rotated: bool = False
 ) -> None:
     *leaves, grad_out = make_inputs(case, torch.float64)
-    angles = torch.zeros(max(case.queries, case.keys), HEAD_DIM // 2, dtype=torch.float64)
+    angles = torch.zeros(max(case.queries, case.keys), case.head_dim // 2, dtype=torch.float64)
     if is_rotated:
         angles = torch.rand(angles.shape, generator=torch.Generator().manual_seed(1)).double() * 6
     q, k, v = rotated(leaves[0], angles), rotated(leaves[1], angles), leaves[2]
@@ -106,6 +109,21 @@ def test_backward(seed, is_causal, warpgroups, is_persistent):
         for stages in ([3, 4], [2, 3, 4])
     )
     assert_backward_is_right(case, kernels, (of_queries, of_keys))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
+)
+def test_wide_heads(seed, is_causal):
+    rng, case, kernels = drawn(seed, is_causal)
+    case = dataclasses.replace(case, head_dim=WIDE)
+    assert_forward_is_right(case, kernels, kernels.forward_schedule(WIDE))
+    schedules = [
+        schedule._replace(is_persistent=rng.random() < 0.7)
+        for schedule in kernels.backward_schedules(WIDE)
+    ]
+    assert_backward_is_right(case, kernels, tuple(schedules), is_rotated=rng.random() < 0.5)
 
 
 @pytest.mark.parametrize(("sizes", "is_causal"), [((70, 150), True), ((150, 70), False)], ids=str)
@@ -188,8 +206,8 @@ PLANTED = {
         "copied before a fence|announced before a fence",
     ),
     "a tile is written while it is copied": (
-        "    tma.store_wait(0)\n    barrier()\n",
-        "    barrier()\n",
+        "    # the previous copy out of the tile must be done\n    tma.store_wait(0)\n",
+        "",
         "is written before a wait for the copy",
     ),
     "the first warpgroup waits for its own turn": (
@@ -205,21 +223,54 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("fault", [None, *PLANTED])
-def test_faults_put_into_the_source_are_found(fault):
-    old, new, message = PLANTED.get(fault, ("", "", ""))
+def assert_is_found(case: Case, old: str, new: str, message: str, schedules=None) -> None:
+    """Results are right without a message, and wrong or an error with `old` as `new` otherwise."""
 
     def run_all() -> None:
         for seed in range(2):
-            kernels = simulated(seed, [(old, new)] if fault else [], multiprocessors=3)
-            assert_forward_is_right(FULL, kernels, SCHEDULES[0])
-            assert_backward_is_right(FULL, kernels, SCHEDULES[1])
+            kernels = simulated(seed, [(old, new)] if message else [], multiprocessors=3)
+            forward, backward = schedules or (
+                kernels.forward_schedule(case.head_dim),
+                kernels.backward_schedules(case.head_dim),
+            )
+            assert_forward_is_right(case, kernels, forward)
+            assert_backward_is_right(case, kernels, backward)
 
-    if not fault:
+    if not message:
         run_all()
         return
     with pytest.raises((KernelError, AssertionError), match=f"(?s){message}"):
         run_all()
+
+
+@pytest.mark.parametrize("fault", [None, *PLANTED])
+def test_faults_put_into_the_source_are_found(fault):
+    assert_is_found(FULL, *PLANTED.get(fault, ("", "", "")), SCHEDULES)
+
+
+WIDE_FULL = Case(200, 150, WIDE, is_causal=True, heads=4, key_heads=2, batch=1, scale=SCALE)
+PLANTED_WIDE = {
+    "a tile is released while results leave through it": (
+        "    tma.store_wait(0)\n    barrier()\n    mbarrier.arrive(empty)\n",
+        "    mbarrier.arrive(empty)\n",
+        "not close|is announced before|is written before",
+    ),
+    "two share the keys, and one is waited for": (
+        "k_ring = make_ring(CONFIG.WARPGROUPS, SHARERS)",
+        "k_ring = make_ring(CONFIG.WARPGROUPS, 1)",
+        "one arrival too many|is written before|waits for|is read before",
+    ),
+    "the diagonal goes through one tile of keys": (
+        "if CONFIG.IS_CAUSAL and CONFIG.KEYS < ROWS:",
+        "if False:",
+        "not close",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *PLANTED_WIDE])
+def test_faults_of_wide_heads_are_found(fault):
+    assert_is_found(WIDE_FULL, *PLANTED_WIDE.get(fault, ("", "", "")))
 
 
 def test_with_two_stages_dq_waits_forever():

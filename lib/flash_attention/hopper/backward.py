@@ -23,6 +23,7 @@ from lib.flash_attention.hopper.blocks import (
     accumulator_layout,
     first_query,
     first_query_tile,
+    is_wide,
     left_operand,
     load_queries,
     make_ring,
@@ -30,6 +31,7 @@ from lib.flash_attention.hopper.blocks import (
     num_own_items,
     own_item,
     part_of_queries,
+    release_copied,
     store_tile,
     tile_and_head,
     two_matmuls,
@@ -138,7 +140,9 @@ def backward_queries_kernel(
     # tiles of q, dO and dQ for each warpgroup; a ring of keys and values for all
     q_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
     grad_out_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
-    grad_q_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
+    grad_q_tiles = q_tiles
+    if not is_wide(DIM):
+        grad_q_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
     k_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, CONFIG.KEYS, DIM], TILE)
     v_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, CONFIG.KEYS, DIM], TILE)
     q_ring = make_ring(CONFIG.WARPGROUPS, 1)
@@ -339,6 +343,11 @@ def _grad_queries(
         # dS of the next tile while the last matmul runs
         scores, grad_p = warpgroup_mma_wait(1, [scores, grad_p])
         p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 1))
+        if CONFIG.IS_CAUSAL and CONFIG.KEYS < ROWS:
+            # the diagonal goes through two tiles of keys
+            first_key = (last - 1 - i) * CONFIG.KEYS
+            visible = visible_keys(first, first_key, args.sizes.num_keys, SCORES, CONFIG)
+            p = gl.where(visible, p, 0.0)
         grad_scores = p * (grad_p - gl.expand_dims(delta, 1))
         # wait here: the assembler moves the softmax past the next wait, but not past a loop's end
         next_slot = (i + 2) % CONFIG.STAGES
@@ -350,7 +359,8 @@ def _grad_queries(
         )
         mbarrier.arrive(args.k_ring.empty.index(slot))
         grad_scores_operand = gl.convert_layout(grad_scores.to(dtype), OPERAND)
-    mbarrier.arrive(args.q_ring.empty.index(PART))
+    if not is_wide(DIM):
+        mbarrier.arrive(args.q_ring.empty.index(PART))
 
     # the last tile's part of dQ
     slot = last % CONFIG.STAGES
@@ -363,6 +373,8 @@ def _grad_queries(
             grad_q, first, args.cos_ptr, args.sin_ptr, num_queries, OUT, CONFIG.HEAD_DIM
         )
     store_tile(args.grad_q_desc, [batch, head, first, 0], args.grad_q_tiles.index(PART), grad_q)
+    if is_wide(DIM):
+        release_copied(args.q_ring.empty.index(PART))
 
 
 @gluon.jit(do_not_specialize=[*SIZES, "padded"])
@@ -403,8 +415,9 @@ def backward_keys_kernel(
     minus_delta_tiles = gl.allocate_shared_memory(
         gl.float32, [CONFIG.STAGES, ROWS], lse_desc.layout
     )
-    k_ring = make_ring(CONFIG.WARPGROUPS, 1)
-    q_ring = make_ring(CONFIG.STAGES, CONFIG.WARPGROUPS)
+    SHARERS: gl.constexpr = 2 if CONFIG.WARPGROUPS == 1 else 1
+    k_ring = make_ring(CONFIG.WARPGROUPS, SHARERS)
+    q_ring = make_ring(CONFIG.STAGES, CONFIG.WARPGROUPS * SHARERS)
     args = KeysArgs(
         q_desc=q_desc,
         k_desc=k_desc,
@@ -431,7 +444,17 @@ def backward_keys_kernel(
         sizes=Sizes(num_tiles, heads, group, section, num_items, num_queries, num_keys),
         padded=padded,
     )
-    if CONFIG.WARPGROUPS == 2:
+    if CONFIG.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_one_gradient_partition, (args, False, CONFIG)),
+                (_one_gradient_partition, (args, True, CONFIG)),
+                (_load_for_keys, (args, CONFIG)),
+            ],
+            [4, 1],
+            [CONFIG.REGISTERS, LOAD_REGISTERS],
+        )
+    elif CONFIG.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_grad_keys_partition, (args, 0, CONFIG)),
@@ -655,3 +678,93 @@ def _grad_keys_step(
     operand = gl.convert_layout(grad_scores.to(dtype), OPERAND)
     grad_v, p_operand = warpgroup_mma_wait(0, [grad_v, p_operand])
     return grad_k, grad_v, operand
+
+
+@gluon.jit
+def _one_gradient_partition(args, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dV, or dK, of 64 keys at a time: both of wide heads would not fit the registers."""
+    sizes = args.sizes
+    DIM: gl.constexpr = args.k_tiles.shape[2]
+    OUT: gl.constexpr = accumulator_layout(DIM)
+    num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
+    key_heads = sizes.heads // sizes.group
+    step = 0
+    next_item = own_item(args.work_list_ptr, 0, CONFIG)
+    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+        item = next_item
+        # issued long before it is needed
+        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        tile, batch_head = tile_and_head(item, sizes, False)
+        first = tile * ROWS
+        seen_from = first_query_tile(first, num_query_tiles, CONFIG)
+        acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
+        mbarrier.wait(args.k_ring.full.index(0), index & 1)
+        # the queries of every head that shares these keys
+        for _member in range(sizes.group):
+            for query_tile in range(seen_from, num_query_tiles):
+                acc = _one_gradient_step(
+                    args, acc, first, query_tile * ROWS, step, IS_VALUES, CONFIG
+                )
+                step += 1
+
+        rows = [batch_head // key_heads, batch_head % key_heads, first, 0]
+        if IS_VALUES:
+            mbarrier.arrive(args.k_ring.empty.index(0))
+            store_tile(args.grad_v_desc, rows, args.grad_tiles.index(0), acc)
+        else:
+            acc = acc * args.scale
+            if CONFIG.HAS_ROPE:
+                acc = unrotate(
+                    acc, first, args.cos_ptr, args.sin_ptr, sizes.num_keys, OUT, CONFIG.HEAD_DIM
+                )
+            # only this warpgroup reads v
+            store_tile(args.grad_k_desc, rows, args.v_tiles.index(0), acc)
+            release_copied(args.k_ring.empty.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _one_gradient_step(
+    args, acc, first, first_query, step, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Add a tile of queries' part of dV, or of dK. Tiles are (keys, queries)."""
+    dtype: gl.constexpr = args.q_tiles.dtype
+    SCORES: gl.constexpr = accumulator_layout(ROWS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(args.q_tiles.shape[2]), 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    slot = wait_until_full(args.q_ring, step, CONFIG)
+    q_tile = args.q_tiles.index(slot)
+    grad_out_tile = args.grad_out_tiles.index(slot)
+
+    # issue S, and dP - delta: the sum of a matmul can start anywhere
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    scores = warpgroup_mma(
+        args.k_tiles.index(0), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    if not IS_VALUES:
+        minus_delta = gl.expand_dims(args.minus_delta_tiles.index(slot).load(COLUMN), 0)
+        grad_p, _ = gl.broadcast(minus_delta, zeros)
+        grad_p = warpgroup_mma(
+            args.v_tiles.index(0), grad_out_tile.permute((1, 0)), grad_p, is_async=True
+        )
+    lse = args.lse_tiles.index(slot).load(COLUMN)
+    scores = warpgroup_mma_wait(0 if IS_VALUES else 1, [scores])
+    p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 0))
+    query = gl.expand_dims(first_query + gl.arange(0, ROWS, COLUMN), 0)
+    if CONFIG.IS_CAUSAL:
+        key = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), 1)
+        p = gl.where(key <= query, p, 0.0)
+    if not CONFIG.IS_EVEN:
+        # past the last query q is 0, and 0 times a key of -inf is NaN
+        p = gl.where(query < args.sizes.num_queries, p, 0.0)
+
+    if IS_VALUES:
+        operand = gl.convert_layout(p.to(dtype), OPERAND)
+        acc = warpgroup_mma(operand, grad_out_tile, acc, is_async=True)
+    else:
+        grad_p = warpgroup_mma_wait(0, [grad_p])
+        operand = gl.convert_layout((p * grad_p).to(dtype), OPERAND)
+        acc = warpgroup_mma(operand, q_tile, acc, is_async=True)
+    acc, operand = warpgroup_mma_wait(0, [acc, operand])
+    mbarrier.arrive(args.q_ring.empty.index(slot))
+    return acc

@@ -35,7 +35,7 @@ class Config(NamedTuple):
     """The compile-time settings of a kernel; each distinct one is compiled once."""
 
     WARPGROUPS: int
-    """Warpgroups that compute, 64 rows each: 2 or 3."""
+    """Warpgroups that compute, 64 rows each: 2 or 3. 1: two share 64 keys, for dK and dV."""
 
     KEYS: int
     """Keys in a tile of keys."""
@@ -274,6 +274,20 @@ def store_tile(desc, coordinates, tile, x):
     fence_async_shared()
     barrier()
     tma.async_copy_shared_to_global(desc, coordinates, tile)
+
+
+@gluon.jit
+def release_copied(empty):
+    """Release a tile of an operand through which results left, once they have been copied."""
+    tma.store_wait(0)
+    barrier()
+    mbarrier.arrive(empty)
+
+
+@gluon.constexpr_function
+def is_wide(columns):
+    """Whether there is no room for a tile of results: it leaves through one of an operand."""
+    return columns > 128
 
 
 @gluon.constexpr_function

@@ -23,6 +23,7 @@ from lib.flash_attention.hopper.blocks import (
     Sizes,
     accumulator_layout,
     first_query,
+    is_wide,
     left_operand,
     load_tile,
     make_barriers,
@@ -32,6 +33,7 @@ from lib.flash_attention.hopper.blocks import (
     own_item,
     part_of_queries,
     pass_turn,
+    release_copied,
     store_tile,
     tile_and_head,
     visible_keys,
@@ -86,7 +88,9 @@ def forward_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # a tile of q and one of the output for each warpgroup; rings of keys and of values for all
     q_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
-    out_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
+    out_tiles = q_tiles
+    if not is_wide(DIM):
+        out_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
     k_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, CONFIG.KEYS, DIM], TILE)
     v_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, CONFIG.KEYS, DIM], TILE)
     q_ring = make_ring(CONFIG.WARPGROUPS, 1)
@@ -271,7 +275,8 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
         p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     # keeps the compiler from moving the next matmul, which the loop has too, ahead of both
     acc, shrink = warpgroup_mma_wait(0, [acc, shrink])
-    mbarrier.arrive(args.q_ring.empty.index(PART))
+    if not is_wide(DIM):
+        mbarrier.arrive(args.q_ring.empty.index(PART))
 
     # the last tile's weights times values; meanwhile the log-sum-exp
     slot = wait_until_full(args.v_ring, last, CONFIG)
@@ -290,6 +295,8 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     heads = args.sizes.heads
     rows = [batch_head // heads, batch_head % heads, first, 0]
     store_tile(args.out_desc, rows, args.out_tiles.index(PART), out)
+    if is_wide(DIM):
+        release_copied(args.q_ring.empty.index(PART))
 
 
 @gluon.jit

@@ -47,9 +47,9 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
-# Columns of q, k and v that the kernels take: tiles of 64 or 128 columns end in zeros. At 32 the
-# portable kernels are faster.
-HEAD_DIMS = range(40, 129, 8)
+# Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
+# the portable kernels are faster.
+HEAD_DIMS = range(40, 257, 8)
 # Bytes: addresses of tensors are multiples of it.
 ALIGNMENT = 16
 # Calls that are remembered (`_repeat`); more are no loss, as each takes some KB.
@@ -64,7 +64,10 @@ class Schedule(NamedTuple):
     """How a kernel divides its work; a program has a multiprocessor to itself."""
 
     warpgroups: int
-    """Warpgroups that compute, 64 queries each (dK and dV: 64 keys each): 2 or 3."""
+    """Warpgroups that compute, 64 queries each (dK and dV: 64 keys each): 2 or 3.
+
+    With 1, two share 64 keys: one makes dK, the other one dV.
+    """
 
     keys: int
     """Keys in a tile of keys; dK and dV take tiles of 64 queries."""
@@ -102,19 +105,23 @@ def forward_schedule(head_dim: int) -> Schedule:
     """The forward schedule for this head_dim, tuned on an H200."""
     if tile_width(head_dim) == 64:
         return Schedule(3, 128, 3, is_ordered=True)
-    return Schedule(2, 128, 2, kept=1)
+    if tile_width(head_dim) == 128:
+        return Schedule(2, 128, 2, kept=1)
+    return Schedule(2, 64, 2)
 
 
 def backward_schedules(head_dim: int) -> tuple[Schedule, Schedule]:
     """The schedules of dQ, and of dK and dV, for this head_dim, tuned on an H200."""
     if tile_width(head_dim) == 64:
         return Schedule(3, 64, 4, kept=1), Schedule(2, 64, 4, kept=2)
-    return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
+    if tile_width(head_dim) == 128:
+        return Schedule(2, 64, 4, kept=1), Schedule(2, 64, 3)
+    return Schedule(2, 32, 3), Schedule(1, 64, 2)
 
 
 def tile_width(head_dim: int) -> int:
     """Columns of a tile: zeros fill those past the last of q, k and v."""
-    return 64 if head_dim <= 64 else 128
+    return next(width for width in (64, 128, 256) if head_dim <= width)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:
@@ -217,7 +224,7 @@ def flash_backward(
         grads: the tensors to write; `can_be_copied` must hold for each.
         deterministic: by two kernels, so that results repeat to the bit; otherwise by one.
     """
-    if not deterministic:
+    if not deterministic and q.shape[3] <= fused.TILES[-1].dim:
         grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
         return _fused_backward(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
     call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
@@ -549,9 +556,10 @@ def _num_tiles(length: int, size: int) -> int:
 
 def _registers(schedule: Schedule) -> tuple[int, int]:
     """Registers of a thread when the program starts, and then of one that computes."""
-    groups = schedule.warpgroups + 1
+    computing_groups = max(2, schedule.warpgroups)
+    groups = computing_groups + 1
     total = 65536 // (groups * 128) // 8 * 8
-    computing = (total * groups - LOAD_REGISTERS.value) // schedule.warpgroups // 8 * 8
+    computing = (total * groups - LOAD_REGISTERS.value) // computing_groups // 8 * 8
     return total, min(computing, 240)
 
 
