@@ -753,7 +753,7 @@ def _one_gradient_step(
     query = gl.expand_dims(first_query + gl.arange(0, ROWS, COLUMN), 0)
     if CONFIG.IS_CAUSAL:
         key = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), 1)
-        p = gl.where(key <= query, p, 0.0)
+        p = gl.where(query >= key, p, 0.0)
     if not CONFIG.IS_EVEN:
         # past the last query q is 0, and 0 times a key of -inf is NaN
         p = gl.where(query < args.sizes.num_queries, p, 0.0)
