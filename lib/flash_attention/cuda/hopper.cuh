@@ -146,13 +146,6 @@ DEVICE void add_bytes(float* to, unsigned from, int bytes) {
                  : "memory");
 }
 
-DEVICE void store_bytes(float* to, unsigned from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 :
-                 : "l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
 // The stores and additions that this thread started since the last call are a group.
 DEVICE void end_copies() { asm volatile("cp.async.bulk.commit_group;" : : : "memory"); }
 
@@ -161,38 +154,6 @@ template <int N>
 DEVICE void wait_until_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(N) : "memory");
 }
-
-// Wait until all but this thread's N latest groups are in memory.
-template <int N>
-DEVICE void wait_until_written() {
-    asm volatile("cp.async.bulk.wait_group %0;" : : "n"(N) : "memory");
-}
-
-// States in memory that blocks share
-
-DEVICE int read_state(const int* state) {
-    int x;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(state) : "memory");
-    return x;
-}
-
-// What this thread did before is seen by whoever reads the new state.
-DEVICE void write_state(int* state, int x) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(state), "r"(x) : "memory");
-}
-
-// Replace `expected` by `x`, or nothing if the state is another; returns what it was.
-DEVICE int exchange_state(int* state, int expected, int x) {
-    int was;
-    asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;"
-                 : "=r"(was)
-                 : "l"(state), "r"(expected), "r"(x)
-                 : "memory");
-    return was;
-}
-
-// Copies that this thread starts from here on see what others wrote before a state it has read.
-DEVICE void order_copies() { asm volatile("fence.proxy.async.global;" : : : "memory"); }
 
 // Matmuls of a warpgroup, asynchronous
 //

@@ -22,7 +22,7 @@
 constexpr int KEYS = 128;             // of a block
 constexpr int OWN_KEYS = 64;          // of a warpgroup
 constexpr int READERS = 2;            // warpgroups that multiply
-constexpr int STAGES = 2;             // tiles of Q, dO and dS in shared memory at a time
+constexpr int STAGES = 2;             // tiles of Q, dO, dS and dQ in shared memory at a time
 constexpr int TILES = DIM / COLUMNS;  // of 64 columns, for each tile of Q, dO, K and V
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -37,21 +37,17 @@ constexpr int V_AT = K_AT + TILES * KEY_TILE;
 constexpr int Q_AT = V_AT + TILES * KEY_TILE;                         // for each stage
 constexpr int GRAD_OUT_AT = Q_AT + STAGES * TILES * QUERY_TILE;       // for each stage
 constexpr int GRAD_S_AT = GRAD_OUT_AT + STAGES * TILES * QUERY_TILE;  // for each stage and warpgroup
-constexpr int GRAD_Q_AT = GRAD_S_AT + STAGES * READERS * QUERY_TILE;  // for each warpgroup
-constexpr int LSE_AT = GRAD_Q_AT + READERS * HALF_BYTES;              // for each stage
+constexpr int GRAD_Q_AT = GRAD_S_AT + STAGES * READERS * QUERY_TILE;  // for each stage and warpgroup
+constexpr int LSE_AT = GRAD_Q_AT + STAGES * READERS * HALF_BYTES;     // for each stage
 constexpr int DELTA_AT = LSE_AT + STAGES * QUERIES * 4;               // for each stage
 constexpr int K_FULL = DELTA_AT + STAGES * QUERIES * 4, K_EMPTY = K_FULL + 8;
 constexpr int V_FULL = K_EMPTY + 8, V_EMPTY = V_FULL + 8;
 constexpr int Q_FULL = V_EMPTY + 8, Q_EMPTY = Q_FULL + 8 * STAGES;
 constexpr int GRAD_OUT_FULL = Q_EMPTY + 8 * STAGES, GRAD_OUT_EMPTY = GRAD_OUT_FULL + 8 * STAGES;
-constexpr int GRAD_S_FULL = GRAD_OUT_EMPTY + 8 * STAGES;
-static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
+static_assert(GRAD_OUT_EMPTY + 8 * STAGES == SHARED_BYTES, "as the host has it");
 
 // Named barriers; those of a warpgroup have its number added
 enum { BOTH = 1, HALF_EMPTY = 2, HALF_FULL = 4, OUTPUT_WRITTEN = 6 };
-
-// States of a tile of dQ's sums, of which the first block that comes does not add but store
-enum { UNTOUCHED, CLAIMED, STORED };
 
 struct Rows {
     const unsigned short* data;
@@ -64,8 +60,7 @@ struct Backward {
     const float* lse;        // (batch, heads, queries)
     float* lse_log2;         // (batch, heads, query_tiles · QUERIES), the same in base 2
     float* delta;            // likewise: rowsum(dO ∘ O)
-    float* sums;             // (batch, heads, query_tiles · QUERIES / 64, TILES, 64 · 64) of dQ
-    int* states;             // (batch, heads, query_tiles) of the sums
+    float* sums;             // of dQ: (batch, heads, query_tiles · QUERIES / 64, TILES, 64 · 64)
     const float *cos, *sin;  // (tokens, head_dim / 2), of the angles that q and k were rotated by
     const int* work_list;    // of each block, as `schedule_tiles` makes it; null: a block, an item
     int num_heads, group, num_queries, num_keys, query_tiles, key_tiles, head_dim;
@@ -166,42 +161,31 @@ DEVICE void load(const Backward& args, const Work& work, unsigned memory, Step& 
 
 // Additions to the sums of dQ, by one warp, whose first lane starts the copies
 
-DEVICE bool claim(int* state) {
-    int was = exchange_state(state, UNTOUCHED, CLAIMED);
-    while (was == CLAIMED) was = read_state(state);
-    order_copies();
-    return was == UNTOUCHED;
+DEVICE unsigned half_place(unsigned memory, const Step& step, int half) {
+    return memory + GRAD_Q_AT + (step.stage * READERS + half) * HALF_BYTES;
 }
 
 DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, Step& step,
                        bool is_last_item) {
     for (int i = 0; i < work.steps; ++i, step.next()) {
         long long number = (long long)work.batch * args.num_heads + step.head;
-        number = number * args.query_tiles + step.tile;
-        bool is_first = lane() == 0 && claim(args.states + number);
+        number = (number * args.query_tiles + step.tile) * READERS;
         for (int half = 0; half < READERS; ++half) {
-            __syncwarp();
             meet(HALF_FULL + half, WARPGROUP + 32);
-            if (lane()) continue;
-            float* to = args.sums + (number * READERS + half) * (HALF_BYTES / 4);
-            unsigned from = memory + GRAD_Q_AT + half * HALF_BYTES;
-            is_first ? store_bytes(to, from, HALF_BYTES) : add_bytes(to, from, HALF_BYTES);
-            end_copies();
+            if (lane() == 0) {
+                add_bytes(args.sums + (number + half) * (HALF_BYTES / 4),
+                          half_place(memory, step, half), HALF_BYTES);
+                end_copies();
+            }
+            __syncwarp();
         }
-        // what has been read can be overwritten
-        bool is_last = is_last_item && i + 1 == work.steps;
-        if (lane() == 0) wait_until_read<1>();
+        // the other stage is free once the halves of the step before this one have been read
+        if (lane() == 0) wait_until_read<READERS>();
         __syncwarp();
-        if (!is_last) announce(HALF_EMPTY, WARPGROUP + 32);
-        if (lane() == 0) wait_until_read<0>();
-        __syncwarp();
-        if (!is_last) announce(HALF_EMPTY + 1, WARPGROUP + 32);
-        if (is_first) {
-            wait_until_written<0>();
-            order_copies();
-            write_state(args.states + number, STORED);
-        }
+        if (is_last_item && i + 1 == work.steps) break;
+        for (int half = 0; half < READERS; ++half) announce(HALF_EMPTY + half, WARPGROUP + 32);
     }
+    if (lane() == 0) wait_until_read<0>();
 }
 
 // Tiles in registers
@@ -327,165 +311,57 @@ DEVICE void hide(float (&scores)[N][4], int first_key, int first_query, const Ba
         }
 }
 
-DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, int part, Step& step,
-                         int index) {
-    int first_key = work.key_tile * KEYS + part * OWN_KEYS;
-    unsigned k = memory + K_AT + part * OWN_KEYS * ROW_BYTES;
-    unsigned v = memory + V_AT + part * OWN_KEYS * ROW_BYTES;
-    float scale_log2 = args.scale * LOG2_E;
-    // the rows of dS and columns of K of this warpgroup's half of dQ
-    unsigned grad_s_rows = memory + GRAD_S_AT + (TILES == 1 ? part * 64 * ROW_BYTES : 0);
-    unsigned k_columns = memory + K_AT + (TILES == 1 ? 0 : part * KEY_TILE);
-    // where this lane stores dS, queries first: eight keys of a query; and its numbers of dQ
-    int place = lane() / 16 * 8 + lane() % 8, chunk = (2 * warp_of_four() + lane() / 8 % 2) ^ place % 8;
-    unsigned grad_s_at = memory + GRAD_S_AT + part * QUERY_TILE + place * ROW_BYTES + chunk * 16;
-    unsigned half_at = memory + GRAD_Q_AT + part * HALF_BYTES + threadIdx.x % WARPGROUP * 16;
-
-    float grad_k[D][4], grad_v[D][4], grad_q[COLUMNS / 8][4];
-    float scores[N][4], grad_p[N][4];
-    unsigned p[N / 2][4], grad_s[N / 2][4];
-    set_zero(grad_k);
-    set_zero(grad_v);
-
-    auto issue_scores = [&](const Step& step) {
-        wait(memory + Q_FULL + 8 * step.stage, step.parity);
-        issue_transposed(scores, k, memory + Q_AT + step.stage * TILES * QUERY_TILE);
-    };
-    auto issue_grad_p = [&](const Step& step) {
-        wait(memory + GRAD_OUT_FULL + 8 * step.stage, step.parity);
-        issue_transposed(grad_p, v, memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE);
-    };
-
-    // P once S is there, and dS once dP is there; dS goes to shared memory too
-    auto compute_grad_s = [&](const Step& step) {
-        wait_for_matmuls<1>();
-        keep(scores);
-        int first_query = step.tile * QUERIES;
-        bool is_cut = first_key + OWN_KEYS > args.num_keys || first_query + QUERIES > args.num_queries;
-        if (is_cut || (CAUSAL && first_query < first_key + OWN_KEYS - 1))
-            hide(scores, first_key, first_query, args);
-        unsigned own_queries = memory + (step.stage * QUERIES + lane() % 4 * 2) * 4;
+// S becomes P.
+DEVICE void exponentiate(float (&scores)[N][4], unsigned lse, float scale_log2) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            float2 lse = load_pair(own_queries + LSE_AT + 32 * i);
-            scores[i][0] = exp2_fast(scores[i][0] * scale_log2 - lse.x);
-            scores[i][1] = exp2_fast(scores[i][1] * scale_log2 - lse.y);
-            scores[i][2] = exp2_fast(scores[i][2] * scale_log2 - lse.x);
-            scores[i][3] = exp2_fast(scores[i][3] * scale_log2 - lse.y);
-        }
-        to_operand(p, scores);
-        wait_for_matmuls<0>();
-        keep(grad_p);
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            float2 delta = load_pair(own_queries + DELTA_AT + 32 * i);
-            grad_p[i][0] = scores[i][0] * (grad_p[i][0] - delta.x);
-            grad_p[i][1] = scores[i][1] * (grad_p[i][1] - delta.y);
-            grad_p[i][2] = scores[i][2] * (grad_p[i][2] - delta.x);
-            grad_p[i][3] = scores[i][3] * (grad_p[i][3] - delta.y);
-        }
-        to_operand(grad_s, grad_p);
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i)
-            store_matrices_transposed(
-                grad_s_at + step.stage * READERS * QUERY_TILE + i * 16 * ROW_BYTES, grad_s[i]);
-    };
-
-    // the matmuls that follow; dV can begin before dS is there for all
-    auto issue_grad_v = [&](const Step& step) {
-        issue(grad_v, p, memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE);
-        publish_stores();
-        if (LATE_GRAD_Q) {
-            __syncwarp();
-            if (lane() == 0) arrive(memory + GRAD_S_FULL + 8 * step.stage);
-        }
-    };
-    auto issue_grad_k = [&](const Step& step) {
-        issue(grad_k, grad_s, memory + Q_AT + step.stage * TILES * QUERY_TILE);
-    };
-    auto issue_half = [&](const Step& step) {
-        if (LATE_GRAD_Q)
-            wait(memory + GRAD_S_FULL + 8 * step.stage, step.parity);
-        else
-            meet(BOTH, READERS * WARPGROUP);
-        issue_grad_q(grad_q, grad_s_rows + step.stage * READERS * QUERY_TILE, k_columns);
-    };
-    auto release = [&](int empty, int stage) {
-        if (lane() == 0) arrive(memory + empty + 8 * stage);
-    };
-
-    // leave the half of dQ for the copy engine
-    auto hand_over = [&]() {
-        keep(grad_q);
-        meet(HALF_EMPTY + part, WARPGROUP + 32);
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 8; ++i) store_four(half_at + i * WARPGROUP * 16, grad_q[i]);
-        publish_stores();
-        announce(HALF_FULL + part, WARPGROUP + 32);
-    };
-
-    wait(memory + K_FULL, index & 1);
-    if constexpr (!LATE_GRAD_Q) {
-        for (int i = 0; i < work.steps; ++i) {
-            issue_scores(step);
-            // dK of the step before this one is done
-            wait_for_matmuls<1>();
-            if (i) release(Q_EMPTY, step.stage ^ 1);
-            if (i == 0) wait(memory + V_FULL, index & 1);
-            issue_grad_p(step);
-            compute_grad_s(step);
-            issue_grad_v(step);
-            issue_half(step);
-            issue_grad_k(step);
-            wait_for_matmuls<1>();
-            keep(p);
-            release(GRAD_OUT_EMPTY, step.stage);
-            hand_over();
-            step.next();
-        }
-        wait_for_matmuls<0>();
-        release(Q_EMPTY, step.stage ^ 1);
-    } else {
-        // dQ comes after the next step's S, so that neither warpgroup waits for the other's dS
-        auto issue_grad_v_and_k = [&]() {
-            issue_grad_v(step);
-            issue_grad_k(step);
-            wait_for_matmuls<0>();
-            keep(p);
-            keep(grad_s);
-            release(Q_EMPTY, step.stage);
-            release(GRAD_OUT_EMPTY, step.stage);
-        };
-        issue_scores(step);
-        wait(memory + V_FULL, index & 1);
-        issue_grad_p(step);
-        compute_grad_s(step);
-        for (int i = 1; i < work.steps; ++i) {
-            issue_grad_v_and_k();
-            Step last = step;
-            step.next();
-            issue_scores(step);
-            issue_half(last);
-            wait_for_matmuls<0>();
-            hand_over();
-            issue_grad_p(step);
-            compute_grad_s(step);
-        }
-        issue_grad_v_and_k();
-        issue_half(step);
-        wait_for_matmuls<0>();
-        hand_over();
-        step.next();
+    for (int i = 0; i < N; ++i) {
+        float2 x = load_pair(lse + 32 * i);
+        scores[i][0] = exp2_fast(scores[i][0] * scale_log2 - x.x);
+        scores[i][1] = exp2_fast(scores[i][1] * scale_log2 - x.y);
+        scores[i][2] = exp2_fast(scores[i][2] * scale_log2 - x.x);
+        scores[i][3] = exp2_fast(scores[i][3] * scale_log2 - x.y);
     }
-    keep(grad_k);
-    keep(grad_v);
-    release(K_EMPTY, 0);
+}
 
-    // dV in place of V, and dK in place of dS, which both warpgroups have read once they are here
+// dP becomes dS.
+DEVICE void to_grad_s(float (&grad_p)[N][4], const float (&p)[N][4], unsigned delta) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        float2 x = load_pair(delta + 32 * i);
+        grad_p[i][0] = p[i][0] * (grad_p[i][0] - x.x);
+        grad_p[i][1] = p[i][1] * (grad_p[i][1] - x.y);
+        grad_p[i][2] = p[i][2] * (grad_p[i][2] - x.x);
+        grad_p[i][3] = p[i][3] * (grad_p[i][3] - x.y);
+    }
+}
+
+// Store this warpgroup's dS in shared memory, queries first: each lane eight keys of a query.
+DEVICE void store_grad_s(const unsigned (&grad_s)[N / 2][4], unsigned tile) {
+    int row = lane() / 16 * 8 + lane() % 8, chunk = (2 * warp_of_four() + lane() / 8 % 2) ^ row % 8;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i)
+        store_matrices_transposed(tile + (i * 16 + row) * ROW_BYTES + chunk * 16, grad_s[i]);
+}
+
+// Leave this warpgroup's half of a part of dQ for the copy engine.
+DEVICE void hand_over(float (&grad_q)[COLUMNS / 8][4], unsigned place, int part) {
+    keep(grad_q);
+    meet(HALF_EMPTY + part, WARPGROUP + 32);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; ++i)
+        store_four(place + (i * WARPGROUP + threadIdx.x % WARPGROUP) * 16, grad_q[i]);
+    publish_stores();
+    announce(HALF_FULL + part, WARPGROUP + 32);
+}
+
+// dV in place of V, and dK in place of dS, which both warpgroups have read once they are here
+DEVICE void store_grads(float (&grad_k)[D][4], const float (&grad_v)[D][4], const Backward& args,
+                        const Work& work, unsigned memory, int part) {
+    int first_key = work.key_tile * KEYS + part * OWN_KEYS;
     scale_by(grad_k, args.scale);
     if (ROPE) unrotate(grad_k, args, first_key, 0, args.num_keys);
-    store_rows(grad_v, args.grad_v, first_key, 0, work.key_head, work.batch, v, KEY_TILE,
-               OUTPUT_WRITTEN + part);
+    store_rows(grad_v, args.grad_v, first_key, 0, work.key_head, work.batch,
+               memory + V_AT + part * OWN_KEYS * ROW_BYTES, KEY_TILE, OUTPUT_WRITTEN + part);
     meet(BOTH, READERS * WARPGROUP);
     store_rows(grad_k, args.grad_k, first_key, 0, work.key_head, work.batch,
                memory + GRAD_S_AT + part * QUERY_TILE, READERS * QUERY_TILE, OUTPUT_WRITTEN + part);
@@ -496,13 +372,74 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
     meet(OUTPUT_WRITTEN + part, WARPGROUP);
 }
 
+DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, int part, Step& step,
+                         int index) {
+    int first_key = work.key_tile * KEYS + part * OWN_KEYS;
+    unsigned k = memory + K_AT + part * OWN_KEYS * ROW_BYTES;
+    unsigned v = memory + V_AT + part * OWN_KEYS * ROW_BYTES;
+    // this warpgroup's half of dQ: some of its columns, or of its rows
+    unsigned k_columns = memory + K_AT + (TILES == 1 ? 0 : part * KEY_TILE);
+    int grad_s_rows = TILES == 1 ? part * 64 * ROW_BYTES : 0;
+    auto release = [](unsigned barrier) { if (lane() == 0) arrive(barrier); };
+
+    float grad_k[D][4], grad_v[D][4], grad_q[COLUMNS / 8][4], scores[N][4], grad_p[N][4];
+    unsigned p[N / 2][4], grad_s[N / 2][4];
+    set_zero(grad_k);
+    set_zero(grad_v);
+    wait(memory + K_FULL, index & 1);
+    for (int i = 0; i < work.steps; ++i, step.next()) {
+        unsigned q = memory + Q_AT + step.stage * TILES * QUERY_TILE;
+        unsigned grad_out = memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE;
+        unsigned grad_s_tiles = memory + GRAD_S_AT + step.stage * READERS * QUERY_TILE;
+        unsigned own_numbers = memory + (step.stage * QUERIES + lane() % 4 * 2) * 4;
+        int first_query = step.tile * QUERIES;
+        // S, which runs after dK of the step before this one
+        wait(memory + Q_FULL + 8 * step.stage, step.parity);
+        issue_transposed(scores, k, q);
+        wait_for_matmuls<1>();
+        if (i) release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
+        // dP, and P meanwhile
+        if (i == 0) wait(memory + V_FULL, index & 1);
+        wait(memory + GRAD_OUT_FULL + 8 * step.stage, step.parity);
+        issue_transposed(grad_p, v, grad_out);
+        wait_for_matmuls<1>();
+        keep(scores);
+        bool is_cut = first_key + OWN_KEYS > args.num_keys || first_query + QUERIES > args.num_queries;
+        if (is_cut || (CAUSAL && first_query < first_key + OWN_KEYS - 1))
+            hide(scores, first_key, first_query, args);
+        exponentiate(scores, own_numbers + LSE_AT, args.scale * LOG2_E);
+        to_operand(p, scores);
+        wait_for_matmuls<0>();
+        keep(grad_p);
+        to_grad_s(grad_p, scores, own_numbers + DELTA_AT);
+        to_operand(grad_s, grad_p);
+        store_grad_s(grad_s, grad_s_tiles + part * QUERY_TILE);
+        // dV; dQ once dS is there for both warpgroups; dK, which still runs when the next step begins
+        issue(grad_v, p, grad_out);
+        publish_stores();
+        meet(BOTH, READERS * WARPGROUP);
+        issue_grad_q(grad_q, grad_s_tiles + grad_s_rows, k_columns);
+        issue(grad_k, grad_s, q);
+        wait_for_matmuls<1>();
+        keep(p);
+        release(memory + GRAD_OUT_EMPTY + 8 * step.stage);
+        hand_over(grad_q, half_place(memory, step, part), part);
+    }
+    wait_for_matmuls<0>();
+    keep(grad_k);
+    keep(grad_v);
+    release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
+    release(memory + K_EMPTY);
+    store_grads(grad_k, grad_v, args, work, memory, part);
+}
+
 extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
     backward(const __grid_constant__ Backward args) {
     unsigned memory = shared_memory();
     if (threadIdx.x == 0) {
         make_barrier(memory + K_FULL, 1);
         make_barrier(memory + V_FULL, 1);
-        // every warp that reads, or writes dS; of V's readers one thread, once dV is gone
+        // every warp that reads; of V's readers one thread, once dV is gone
         make_barrier(memory + K_EMPTY, READERS * 4);
         make_barrier(memory + V_EMPTY, READERS);
         for (int i = 0; i < STAGES; ++i) {
@@ -510,7 +447,6 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
             make_barrier(memory + GRAD_OUT_FULL + 8 * i, 1);
             make_barrier(memory + Q_EMPTY + 8 * i, READERS * 4);
             make_barrier(memory + GRAD_OUT_EMPTY + 8 * i, READERS * 4);
-            make_barrier(memory + GRAD_S_FULL + 8 * i, READERS * 4);
         }
         publish_barriers();
     }
@@ -545,7 +481,7 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
     }
 }
 
-// Before: delta, the log-sum-exp in base 2, and fresh states. 64 queries of a head a block, 16 bytes of
+// Before: delta, the log-sum-exp in base 2, and zeros to add to. 64 queries of a head a block, 16 bytes of
 // a row a thread.
 constexpr int ROW_LANES = DIM / 8;
 
@@ -581,8 +517,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP) prepare(const __grid_con
         args.lse_log2[place] = lse == -INFINITE ? INFINITE : lse * LOG2_E;
         args.delta[place] = delta;
     }
-    if (threadIdx.x == 0)
-        args.states[(long long)batch_head * args.query_tiles + first / QUERIES] = UNTOUCHED;
+    float4* sums = (float4*)args.sums + (long long)blockIdx.x * TILES * (HALF_BYTES / 16);
+#pragma unroll
+    for (int i = threadIdx.x; i < TILES * HALF_BYTES / 16; i += WARPGROUP) sums[i] = float4{};
 }
 
 // After: dQ from its sums. 64 queries and 64 columns of a head a block.

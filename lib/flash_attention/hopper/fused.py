@@ -33,7 +33,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the kernel for one head size, and the order of its matmuls."""
+    """The tiles of the kernel for one head size."""
 
     dim: int
     """Columns, zeros past head_dim."""
@@ -41,24 +41,20 @@ class Tiles:
     queries: int
     """Queries of a step."""
 
-    late_grad_q: bool
-    """Whether a step's part of dQ is multiplied after the next step's scores."""
-
     @property
     def shared_bytes(self) -> int:
-        """K and V; Q, dO and dS; dQ; log-sum-exp and delta; barriers."""
+        """K and V; Q, dO, dS and dQ; log-sum-exp and delta; barriers."""
         row, tiles = 2 * COLUMNS, self.dim // COLUMNS
         keys = 2 * tiles * KEYS * row
-        queries = STAGES * (2 * tiles * self.queries * row + self.queries * 2 * KEYS)
-        numbers = STAGES * 2 * self.queries * 4
-        return keys + queries + 2 * ROWS * COLUMNS * 4 + numbers + 8 * (4 + 5 * STAGES)
+        queries = 2 * tiles * self.queries * row + self.queries * 2 * KEYS + 2 * ROWS * COLUMNS * 4
+        numbers = 2 * self.queries * 4
+        return keys + STAGES * (queries + numbers) + 8 * (4 + 4 * STAGES)
 
     def constants(self, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> dict[str, int]:
         """The macros of the source."""
         return {
             "DIM": self.dim,
             "QUERIES": self.queries,
-            "LATE_GRAD_Q": int(self.late_grad_q),
             "SHARED_BYTES": self.shared_bytes,
             "BFLOAT16": int(is_bfloat16),
             "CAUSAL": int(is_causal),
@@ -66,8 +62,7 @@ class Tiles:
         }
 
 
-# The fastest of fourteen orders of matmuls each, by cycles on an H100.
-TILES = (Tiles(64, 128, late_grad_q=False), Tiles(128, 64, late_grad_q=True))
+TILES = (Tiles(64, 128), Tiles(128, 64))
 
 
 class RowsArgument(ctypes.Structure):
@@ -95,12 +90,12 @@ class BackwardArguments(ctypes.Structure):
         *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
         ("out", RowsArgument),
         ("grad_out_rows", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums", "states")),
+        *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "work_list")),
         *((name, ctypes.c_int) for name in SIZES),
         ("scale", ctypes.c_float),
         # the size is a multiple of the alignment of maps
-        ("padding", ctypes.c_char * 24),
+        ("padding", ctypes.c_char * 32),
     )
 
 
@@ -146,7 +141,6 @@ def flash_backward(
     rows = batch * num_heads * query_tiles * tiles.queries
     for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
     sums = lse.new_empty(rows, tiles.dim)  # of dQ
-    states = torch.empty(batch * num_heads * query_tiles, dtype=torch.int32, device=q.device)
     # without angles the kernels do not read these pointers
     cos, sin = angles or (lse, lse)
     boxes = (tiles.queries, KEYS, KEYS, tiles.queries, ROWS, ROWS, ROWS)
@@ -159,7 +153,6 @@ def flash_backward(
         lse_log2=for_rows[0].data_ptr(),
         delta=for_rows[1].data_ptr(),
         sums=sums.data_ptr(),
-        states=states.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
         scale=scale,
