@@ -372,6 +372,12 @@ DEVICE void store_grads(float (&grad_k)[D][4], const float (&grad_v)[D][4], cons
     meet(OUTPUT_WRITTEN + part, WARPGROUP);
 }
 
+// This warp has read what the barrier guards.
+DEVICE void release(unsigned barrier) {
+    __syncwarp();
+    if (lane() == 0) arrive(barrier);
+}
+
 DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, int part, Step& step,
                          int index) {
     int first_key = work.key_tile * KEYS + part * OWN_KEYS;
@@ -380,7 +386,6 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
     // this warpgroup's half of dQ: some of its columns, or of its rows
     unsigned k_columns = memory + K_AT + (TILES == 1 ? 0 : part * KEY_TILE);
     int grad_s_rows = TILES == 1 ? part * 64 * ROW_BYTES : 0;
-    auto release = [](unsigned barrier) { if (lane() == 0) arrive(barrier); };
 
     float grad_k[D][4], grad_v[D][4], grad_q[COLUMNS / 8][4], scores[N][4], grad_p[N][4];
     unsigned p[N / 2][4], grad_s[N / 2][4];
