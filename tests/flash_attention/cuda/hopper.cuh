@@ -333,32 +333,17 @@ inline void store_tile(const TensorMap& map, int column, int row, int head, int 
                 }
     });
 }
-inline void copy_floats(float* to, unsigned from, int bytes, bool adds) {
+inline void add_bytes(float* to, unsigned from, int bytes) {
     emulator::start([=] {
         for (int i = 0; i < bytes / 4; ++i)
-            to[i] = (adds ? to[i] : 0) + *(const float*)emulator::read_async(from + 4 * i, 4);
+            to[i] += *(const float*)emulator::read_async(from + 4 * i, 4);
     });
 }
-inline void add_bytes(float* to, unsigned from, int bytes) { copy_floats(to, from, bytes, true); }
-inline void store_bytes(float* to, unsigned from, int bytes) { copy_floats(to, from, bytes, false); }
 inline void end_copies() { emulator::started[emulator::current].copies.push_back({}); }
 template <int N>
 inline void wait_until_read() {
     emulator::wait_for_copies(N);
 }
-template <int N>
-inline void wait_until_written() {
-    emulator::wait_for_copies(N);
-}
-
-inline int read_state(const int* state) { return *state; }
-inline void write_state(int* state, int x) { *state = x; }
-inline int exchange_state(int* state, int expected, int x) {
-    int was = *state;
-    if (was == expected) *state = x;
-    return was;
-}
-inline void order_copies() {}
 
 inline unsigned long long operand(unsigned address, int offset, int next_tile = 16) {
     unsigned low = (address >> 4) + (next_tile >> 4 << 16 | offset >> 4);

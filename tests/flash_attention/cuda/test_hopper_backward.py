@@ -124,7 +124,7 @@ FAULTS = [
     ("take_registers<240>", "take_registers<248>", "more registers than the block has"),
     ("keep(grad_q);\n", "keep(grad_q); return;\n", "all threads wait"),
     (
-        "publish_stores();\n        announce(HALF_FULL",
+        "publish_stores();\n    announce(HALF_FULL",
         "announce(HALF_FULL",
         "read before it was published",
     ),
