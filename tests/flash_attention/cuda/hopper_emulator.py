@@ -68,6 +68,8 @@ def _library(macros: tuple[tuple[str, int], ...], fault: tuple[str, ...]) -> cty
         # this folder comes first: its hopper.cuh replaces that of the GPU
         options += [f'-DSOURCE="{source}"', "-I", str(HERE), "-I", str(SOURCES)]
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi"]
+        # threads are fibers, and a fortified longjmp aborts when it leaves a stack
+        flags += ["-U_FORTIFY_SOURCE"]
         command = [COMPILER, *flags, *options, "-o", str(path), str(HERE / "hopper_emulator.cpp")]
         subprocess.run(command, check=True)
         library = ctypes.CDLL(str(path))
