@@ -2,7 +2,7 @@
 
 `python -m lib benchmark tune-attention` compiles candidates for each kernel in parallel, measures
 them interleaved, and saves the best to a file that `lib.flash_attention.tiles` reads. It does not
-change the kernels that Hopper GPUs use for a head_dim from 40 to 128 in 16 bits
+change the kernels that Hopper GPUs use for a head_dim from 40 to 256 in 16 bits
 (`lib.flash_attention.hopper.launch`).
 """
 

@@ -227,7 +227,7 @@ class Barrier:
 
 
 class Tile:
-    """A tile in shared memory, or a transposed view of `whole`."""
+    """A tile in shared memory, or a view of `whole`."""
 
     dtype = None
 
@@ -237,7 +237,11 @@ class Tile:
         self.copies, self.readers, self.read_in = 0, 0, {}
 
     def permute(self, order: tuple[int, ...]) -> "Tile":
-        return Tile(self.array.transpose(order), self)
+        return Tile(self.array.transpose(order), self.whole)
+
+    def slice(self, start: int, length: int, dim: int) -> "Tile":
+        parts = (*[slice(None)] * dim, slice(start, start + length))
+        return Tile(self.array[parts], self.whole)
 
     def begin_read(self) -> None:
         is_there = this().known[self.whole] == self.whole.copies > 0

@@ -31,16 +31,12 @@ from tests.flash_attention.test_tiles import (
 )
 
 KERNELS = ("forward_kernel", "backward_queries_kernel", "backward_keys_kernel")
-# The kernels and head sizes that need the most registers
-LARGEST = [
-    ("backward_keys_kernel", 128),
-    ("backward_queries_kernel", 256),
-    ("backward_keys_kernel", 256),
-]
-# Bytes that a thread may spill: of these, and of the others
+# Bytes that a thread may spill: for dK and dV with head_dim 128, and for the others
 MAX_SPILLED = {True: 120, False: 16}
-# what the largest may spill in addition if lengths are uneven or gradients rotated back
+# what dK and dV may spill in addition if lengths are uneven or gradients rotated back
 MAX_SPILLED_FURTHER = 24
+# with head_dim 256; True: where a tile's gradients are rotated back, after its loop
+MAX_SPILLED_WIDE = {True: 304, False: 24}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
@@ -149,9 +145,11 @@ def jobs(**variant) -> list[dict]:
 def assert_all_fit(compiled: list[dict]) -> None:
     for row in compiled:
         assert row["shared"] <= SHARED_KB[90] * 1024, row
-        is_largest = (row["kernel"], row["head_dim"]) in LARGEST
+        is_largest = row["kernel"] == "backward_keys_kernel" and row["head_dim"] == 128
         further = row.get("has_rope", False) or row.get("is_uneven", False)
         most = MAX_SPILLED[is_largest] + MAX_SPILLED_FURTHER * (is_largest and further)
+        if row["head_dim"] == 256:
+            most = MAX_SPILLED_WIDE[row.get("has_rope", False)]
         assert row["stack"] <= most, row
         assert row["matmuls"] > 0, row
 

@@ -253,12 +253,17 @@ PLANTED_WIDE = {
     "a tile is released while results leave through it": (
         "    tma.store_wait(0)\n    barrier()\n    mbarrier.arrive(empty)\n",
         "    mbarrier.arrive(empty)\n",
-        "not close|is announced before|is written before",
+        "left work behind|not close|is announced before|is written before",
     ),
     "two share the keys, and one is waited for": (
         "k_ring = make_ring(CONFIG.WARPGROUPS, SHARERS)",
         "k_ring = make_ring(CONFIG.WARPGROUPS, 1)",
         "one arrival too many|is written before|waits for|is read before",
+    ),
+    "P is read before it has been written": (
+        "    mbarrier.wait(args.p_full.index(slot), step // CONFIG.STAGES & 1)\n",
+        "",
+        r"p_tiles\[\d\] is read before the wait",
     ),
     "the diagonal goes through one tile of keys": (
         "if CONFIG.IS_CAUSAL and CONFIG.KEYS < ROWS:",

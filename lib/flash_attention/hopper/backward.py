@@ -7,6 +7,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -21,11 +22,13 @@ from lib.flash_attention.hopper.blocks import (
     Ring,
     Sizes,
     accumulator_layout,
+    barrier,
     first_query,
     first_query_tile,
     is_wide,
     left_operand,
     load_queries,
+    make_barriers,
     make_ring,
     num_key_tiles_seen,
     num_own_items,
@@ -34,6 +37,7 @@ from lib.flash_attention.hopper.blocks import (
     release_copied,
     store_tile,
     tile_and_head,
+    times_transposed,
     two_matmuls,
     unrotate,
     visible_keys,
@@ -95,6 +99,8 @@ class KeysArgs(NamedTuple):
     grad_out_tiles: gl.shared_memory_descriptor
     lse_tiles: gl.shared_memory_descriptor
     minus_delta_tiles: gl.shared_memory_descriptor
+    p_tiles: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
     k_ring: Ring
     q_ring: Ring
     work_list_ptr: gl.tensor
@@ -317,7 +323,7 @@ def _grad_queries(
     # dS of the first tile: the last keys, the only ones that can need a mask
     slot = wait_until_full(args.k_ring, step, CONFIG)
     k, v = args.k_tiles.index(slot), args.v_tiles.index(slot)
-    scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES)  # (64, KEYS)
+    scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES, CONFIG)  # (64, KEYS)
     scores, grad_p = warpgroup_mma_wait(0, [scores, grad_p])
     p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 1))
     if CONFIG.IS_CAUSAL or not CONFIG.IS_EVEN:
@@ -338,7 +344,7 @@ def _grad_queries(
         slot = i % CONFIG.STAGES
         following = (i + 1) % CONFIG.STAGES
         k, v = args.k_tiles.index(following), args.v_tiles.index(following)
-        scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES)
+        scores, grad_p = two_matmuls(q, k, grad_out, v, SCORES, CONFIG)
         acc = warpgroup_mma(grad_scores_operand, args.k_tiles.index(slot), acc, is_async=True)
         # dS of the next tile while the last matmul runs
         scores, grad_p = warpgroup_mma_wait(1, [scores, grad_p])
@@ -408,7 +414,9 @@ def backward_keys_kernel(
     # tiles of k, v and a gradient for each warpgroup; a ring of queries and what belongs to them
     k_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
     v_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
-    grad_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
+    grad_tiles = k_tiles
+    if not is_wide(DIM):
+        grad_tiles = gl.allocate_shared_memory(dtype, [CONFIG.WARPGROUPS, ROWS, DIM], TILE)
     q_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, ROWS, DIM], TILE)
     grad_out_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, ROWS, DIM], TILE)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [CONFIG.STAGES, ROWS], lse_desc.layout)
@@ -418,6 +426,11 @@ def backward_keys_kernel(
     SHARERS: gl.constexpr = 2 if CONFIG.WARPGROUPS == 1 else 1
     k_ring = make_ring(CONFIG.WARPGROUPS, SHARERS)
     q_ring = make_ring(CONFIG.STAGES, CONFIG.WARPGROUPS * SHARERS)
+    # P, from the warpgroup that makes dV to the one that makes dK, in slots like those of q
+    p_tiles, p_full = q_tiles, q_ring.full
+    if CONFIG.WARPGROUPS == 1:
+        p_tiles = gl.allocate_shared_memory(dtype, [CONFIG.STAGES, ROWS, ROWS], TILE)
+        p_full = make_barriers(CONFIG.STAGES, 1)
     args = KeysArgs(
         q_desc=q_desc,
         k_desc=k_desc,
@@ -438,6 +451,8 @@ def backward_keys_kernel(
         grad_out_tiles=grad_out_tiles,
         lse_tiles=lse_tiles,
         minus_delta_tiles=minus_delta_tiles,
+        p_tiles=p_tiles,
+        p_full=p_full,
         k_ring=k_ring,
         q_ring=q_ring,
         work_list_ptr=work_list_ptr,
@@ -702,54 +717,40 @@ def _one_gradient_partition(args, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr)
         # the queries of every head that shares these keys
         for _member in range(sizes.group):
             for query_tile in range(seen_from, num_query_tiles):
-                acc = _one_gradient_step(
-                    args, acc, first, query_tile * ROWS, step, IS_VALUES, CONFIG
-                )
+                if IS_VALUES:
+                    acc = _grad_values_step(args, acc, first, query_tile * ROWS, step, CONFIG)
+                else:
+                    acc = _grad_keys_only_step(args, acc, step, CONFIG)
                 step += 1
 
+        # k is read for dV only, and v for dK only
         rows = [batch_head // key_heads, batch_head % key_heads, first, 0]
         if IS_VALUES:
-            mbarrier.arrive(args.k_ring.empty.index(0))
-            store_tile(args.grad_v_desc, rows, args.grad_tiles.index(0), acc)
+            store_tile(args.grad_v_desc, rows, args.k_tiles.index(0), acc)
         else:
             acc = acc * args.scale
             if CONFIG.HAS_ROPE:
                 acc = unrotate(
                     acc, first, args.cos_ptr, args.sin_ptr, sizes.num_keys, OUT, CONFIG.HEAD_DIM
                 )
-            # only this warpgroup reads v
             store_tile(args.grad_k_desc, rows, args.v_tiles.index(0), acc)
-            release_copied(args.k_ring.empty.index(0))
-    tma.store_wait(0)
+        release_copied(args.k_ring.empty.index(0))
 
 
 @gluon.jit
-def _one_gradient_step(
-    args, acc, first, first_query, step, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr
-):
-    """Add a tile of queries' part of dV, or of dK. Tiles are (keys, queries)."""
+def _grad_values_step(args, acc, first, first_query, step, CONFIG: gl.constexpr):
+    """Add a tile of queries' part of dV, and hand P to the other warpgroup."""
     dtype: gl.constexpr = args.q_tiles.dtype
     SCORES: gl.constexpr = accumulator_layout(ROWS)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(args.q_tiles.shape[2]), 2)
+    DIM: gl.constexpr = args.q_tiles.shape[2]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(DIM), 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     slot = wait_until_full(args.q_ring, step, CONFIG)
-    q_tile = args.q_tiles.index(slot)
-    grad_out_tile = args.grad_out_tiles.index(slot)
-
-    # issue S, and dP - delta: the sum of a matmul can start anywhere
     zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
-    scores = warpgroup_mma(
-        args.k_tiles.index(0), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    if not IS_VALUES:
-        minus_delta = gl.expand_dims(args.minus_delta_tiles.index(slot).load(COLUMN), 0)
-        grad_p, _ = gl.broadcast(minus_delta, zeros)
-        grad_p = warpgroup_mma(
-            args.v_tiles.index(0), grad_out_tile.permute((1, 0)), grad_p, is_async=True
-        )
+    scores = times_transposed(args.k_tiles.index(0), args.q_tiles.index(slot), zeros, CONFIG)
     lse = args.lse_tiles.index(slot).load(COLUMN)
-    scores = warpgroup_mma_wait(0 if IS_VALUES else 1, [scores])
-    p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 0))
+    scores = warpgroup_mma_wait(0, [scores])
+    p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(lse, 0))  # (keys, queries)
     query = gl.expand_dims(first_query + gl.arange(0, ROWS, COLUMN), 0)
     if CONFIG.IS_CAUSAL:
         key = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), 1)
@@ -758,13 +759,37 @@ def _one_gradient_step(
         # past the last query q is 0, and 0 times a key of -inf is NaN
         p = gl.where(query < args.sizes.num_queries, p, 0.0)
 
-    if IS_VALUES:
-        operand = gl.convert_layout(p.to(dtype), OPERAND)
-        acc = warpgroup_mma(operand, grad_out_tile, acc, is_async=True)
-    else:
-        grad_p = warpgroup_mma_wait(0, [grad_p])
-        operand = gl.convert_layout((p * grad_p).to(dtype), OPERAND)
-        acc = warpgroup_mma(operand, q_tile, acc, is_async=True)
+    p = p.to(dtype)
+    p_operand = gl.convert_layout(p, OPERAND)
+    acc = warpgroup_mma(p_operand, args.grad_out_tiles.index(slot), acc, is_async=True)
+    args.p_tiles.index(slot).store(p)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(args.p_full.index(slot))
+    acc, p_operand = warpgroup_mma_wait(0, [acc, p_operand])
+    mbarrier.arrive(args.q_ring.empty.index(slot))
+    return acc
+
+
+@gluon.jit
+def _grad_keys_only_step(args, acc, step, CONFIG: gl.constexpr):
+    """Add a tile of queries' part of dK, with P from the other warpgroup."""
+    dtype: gl.constexpr = args.q_tiles.dtype
+    SCORES: gl.constexpr = accumulator_layout(ROWS)
+    DIM: gl.constexpr = args.q_tiles.shape[2]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(DIM), 2)
+    slot = wait_until_full(args.q_ring, step, CONFIG)
+    minus_delta = args.minus_delta_tiles.index(slot).load(gl.SliceLayout(0, SCORES))
+    # dP - delta: the sum of a matmul can start anywhere
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, SCORES)
+    grad_p, _ = gl.broadcast(gl.expand_dims(minus_delta, 0), zeros)
+    v, grad_out = args.v_tiles.index(0), args.grad_out_tiles.index(slot)
+    grad_p = times_transposed(v, grad_out, grad_p, CONFIG, HAS_START=True)
+    mbarrier.wait(args.p_full.index(slot), step // CONFIG.STAGES & 1)
+    p = args.p_tiles.index(slot).load(SCORES).to(gl.float32)  # (keys, queries)
+    grad_p = warpgroup_mma_wait(0, [grad_p])
+    operand = gl.convert_layout((p * grad_p).to(dtype), OPERAND)
+    acc = warpgroup_mma(operand, args.q_tiles.index(slot), acc, is_async=True)
     acc, operand = warpgroup_mma_wait(0, [acc, operand])
     mbarrier.arrive(args.q_ring.empty.index(slot))
     return acc

@@ -291,6 +291,28 @@ def is_wide(columns):
 
 
 @gluon.constexpr_function
+def num_parts(width, head_dim):
+    """In how many matmuls `times_transposed` multiplies."""
+    return 3 if is_wide(width) and head_dim <= 192 else 1
+
+
+@gluon.jit
+def times_transposed(a, b, start, CONFIG: gl.constexpr, HAS_START: gl.constexpr = False):
+    """Issue a bᵀ, added to `start` if HAS_START, without the last 64 columns if all are zeros."""
+    PARTS: gl.constexpr = num_parts(b.shape[1], CONFIG.HEAD_DIM)
+    acc = start
+    if PARTS == 1:
+        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=HAS_START, is_async=True)
+    else:
+        for part in gl.static_range(PARTS):
+            left, right = a.slice(64 * part, 64, 1), b.slice(64 * part, 64, 1)
+            acc = warpgroup_mma(
+                left, right.permute((1, 0)), acc, use_acc=HAS_START or part > 0, is_async=True
+            )
+    return acc
+
+
+@gluon.constexpr_function
 def accumulator_layout(columns):
     """How the registers of a warpgroup hold the (64, columns) result of a matmul."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
@@ -306,13 +328,11 @@ def left_operand(tile, IS_IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def two_matmuls(a, b, c, d, LAYOUT: gl.constexpr):
+def two_matmuls(a, b, c, d, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
     """Issue a bᵀ and c dᵀ."""
     COLUMNS: gl.constexpr = b.shape[0]
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    first = warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    second = warpgroup_mma(c, d.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return first, second
+    return times_transposed(a, b, zeros, CONFIG), times_transposed(c, d, zeros, CONFIG)
 
 
 @gluon.jit

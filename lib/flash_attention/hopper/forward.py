@@ -36,6 +36,7 @@ from lib.flash_attention.hopper.blocks import (
     release_copied,
     store_tile,
     tile_and_head,
+    times_transposed,
     visible_keys,
     wait_for_turn,
     wait_until_empty,
@@ -220,8 +221,7 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     q = left_operand(args.q_tiles.index(PART), CONFIG.IN_REGISTERS >= 1, SCORES)  # (64, DIM)
     slot = wait_until_full(args.k_ring, step, CONFIG)
     wait_for_turn(args.turns, step, PART, CONFIG)
-    k = args.k_tiles.index(slot).permute((1, 0))  # (DIM, KEYS)
-    scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)  # (64, KEYS)
+    scores = times_transposed(q, args.k_tiles.index(slot), no_scores, CONFIG)  # (64, KEYS)
     pass_turn(args.turns, PART, CONFIG)
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(args.k_ring.empty.index(slot))
@@ -250,8 +250,7 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
         # issue the next tile's scores, then this tile's weights times values
         following = (i + 1) % CONFIG.STAGES
         wait_for_turn(args.turns, i + 1, PART, CONFIG)
-        k = args.k_tiles.index(following).permute((1, 0))
-        scores = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        scores = times_transposed(q, args.k_tiles.index(following), no_scores, CONFIG)
         slot = wait_until_full(args.v_ring, i, CONFIG)
         acc = acc * gl.expand_dims(gl.convert_layout(shrink, OUT_ROW), 1)
         acc = warpgroup_mma(p_operand, args.v_tiles.index(slot), acc, is_async=True)
