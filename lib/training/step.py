@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.process_group import mean_over_ranks, on_each_rank, world_size
+from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
 from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
@@ -272,9 +272,14 @@ class TrainStep:
             mode = "global" if self.num_ranks == 1 else "thread_local"
             with torch.cuda.graph(self.graph, capture_error_mode=mode):
                 self._step()
+            before_leaving(self.drop_graph)
         self.graph.replay()
         if self.is_sharded:
             self.optimizer.mark_replayed()
+
+    def drop_graph(self) -> None:
+        """Forget the recorded step: NCCL leaves a group only when no graph has its calls."""
+        self.graph = None
 
     def _warm_up(self) -> None:
         """Run the step a few times on a side stream, as recording needs; nothing changes."""
