@@ -162,13 +162,7 @@ def _direction_sections(direction: str, rows: Sequence[Row]) -> list[Section]:
 
     def spread(values: pd.Series) -> pd.DataFrame:
         """A row for each case and a column for each kernel, both in the order of the records."""
-        return (
-            frame.assign(value=values)
-            .groupby([*case, "kernel"], sort=False)["value"]
-            .last()
-            .unstack(sort=False)
-            .reindex(columns=frame["kernel"].unique())
-        )
+        return _spread(frame.assign(value=values), "value", case, list(frame["kernel"].unique()))
 
     # times of the fastest peers over ours
     times = spread(frame["median_ms"].where(is_ok)).astype(float)
@@ -186,6 +180,16 @@ def _direction_sections(direction: str, rows: Sequence[Row]) -> list[Section]:
                 table["ours / FA4"] = fa4.min(axis=1) / ours.iloc[:, 0]
         sections.append(Section(title, [Table(table.reset_index())], level=3))
     return sections
+
+
+def _spread(
+    frame: pd.DataFrame, figure: str, case: Sequence[str], kernels: Sequence[str]
+) -> pd.DataFrame:
+    """A figure with a row for each case, in the order of `frame`, and a column for each kernel."""
+    # with sort=False, older versions of pandas put numbers beside the wrong cases
+    wide = frame.groupby([*case, "kernel"])[figure].last().unstack()
+    cases = pd.MultiIndex.from_frame(frame[[*case]].drop_duplicates())
+    return wide.reindex(index=cases, columns=kernels)
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
@@ -376,8 +380,7 @@ def _sweep_frame(rows: Sequence[Row]) -> pd.DataFrame:
 
 def _by_tier(rows: pd.DataFrame, figure: str, kernels: Sequence[str]) -> pd.DataFrame:
     """A figure by (queries, keys) and kernel, in the order of the rows."""
-    wide = rows.groupby(["queries", "keys", "kernel"], sort=False)[figure].last()
-    return wide.unstack(sort=False).reindex(columns=kernels)
+    return _spread(rows, figure, ["queries", "keys"], kernels)
 
 
 def _squares(rows: pd.DataFrame) -> pd.DataFrame:

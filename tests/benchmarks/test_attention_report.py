@@ -3,12 +3,14 @@
 import csv
 import dataclasses
 
+import pandas as pd
 import pytest
 
 from lib.benchmarks.attention import SWEEP_KERNELS, AttentionCase
 from lib.benchmarks.attention_report import (
     LONG,
     STYLES,
+    _by_tier,
     _direction_sections,
     attention_rows,
     main_rows,
@@ -129,6 +131,33 @@ def test_records_become_tables_and_figures(tmp_path):
     assert len(rows) == 3 * 4 + 1
     assert not any("times_ms" in row for row in rows)
     assert {row["status"] for row in rows} == {"ok", "unsupported", "oom", "wrong"}
+
+
+def test_each_number_stands_beside_its_own_case_in_the_order_of_the_records():
+    # not sorted: older versions of pandas mix that up if they are told not to sort
+    cases = [(64, True, 1024), (64, False, 1024), (128, True, 1024), (64, True, 4096)]
+    records = [
+        record(length, {OURS: ms, "sdpa": 10 * ms}, head_dim=head_dim, is_causal=is_causal)
+        for ms, (head_dim, is_causal, length) in zip((1.0, 2.0, 3.0, 4.0), cases)
+    ]
+    times = _direction_sections("forward", attention_rows(records))[2].parts[0].rows
+    found = times[["head_dim", "mask", "queries × keys", OURS, "sdpa"]].to_numpy().tolist()
+    assert found == [
+        [64, "causal", "1,024 × 1,024", 1.0, 10.0],
+        [64, "full", "1,024 × 1,024", 2.0, 20.0],
+        [128, "causal", "1,024 × 1,024", 3.0, 30.0],
+        [64, "causal", "4,096 × 4,096", 4.0, 40.0],
+    ]
+
+    tiers = [(2048, 512), (2048, 4096), (512, 2048), (2048, 1024)]
+    rows = [
+        {"queries": queries, "keys": keys, "kernel": kernel, "ms": 10 * queries + keys + i}
+        for queries, keys in tiers
+        for i, kernel in enumerate((OURS, "sdpa"))
+    ]
+    wide = _by_tier(pd.DataFrame(rows), "ms", [OURS, "sdpa"])
+    assert list(wide.index) == tiers
+    assert wide["sdpa"].tolist() == [10 * queries + keys + 1 for queries, keys in tiers]
 
 
 def test_a_report_without_the_forward_pass_has_no_bars_and_without_kernels_no_figures(tmp_path):
