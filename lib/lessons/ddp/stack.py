@@ -12,12 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp.simulated_network import (
+    NETWORKS,
     Network,
     SimulatedGroup,
     Transfer,
     VirtualClock,
+    Workload,
+    gpu_step,
     simulated_group,
 )
+from lib.model.config import model_preset
 from lib.profiling.timeline import Timeline
 from lib.profiling.trace import difference, union
 
@@ -41,6 +45,31 @@ class Layers:
     @property
     def gradient_bytes(self) -> int:
         return 4 * sum(self.sizes)
+
+
+def miniatures(layers: Layers) -> dict[str, Network]:
+    """The library's networks, by a virtual clock, on which `layers` wait as `large` does.
+
+    That is, sending takes the same share of a step as on H200s with 16,384 tokens each.
+    """
+    real = gpu_step(model_preset("large"), tokens=16_384, flops_per_s=4e14)
+    alone_ms = len(layers.sizes) * (layers.forward + layers.backward)
+    here = Workload(layers.gradient_bytes, alone_ms)
+    return {
+        name: dataclasses.replace(network.miniature(real, here), clock="virtual")
+        for name, network in NETWORKS.items()
+    }
+
+
+def step_rows(
+    took: Mapping[tuple[str, str], float], predicted: Mapping[tuple[str, str], float]
+) -> list[dict[str, str]]:
+    """Rows of a table of steps by network and way; the milliseconds predicted are in brackets."""
+    rows: dict[str, dict[str, str]] = {}
+    for (place, name), step_ms in took.items():
+        row = rows.setdefault(name, {"step in ms, measured (predicted)": name})
+        row[place] = f"{step_ms:.4g} ({predicted[place, name]:.4g})"
+    return list(rows.values())
 
 
 class Stack(nn.Module):

@@ -1,4 +1,4 @@
-"""Steps of `lib.fsdp.FSDP` with real matmuls on a simulated network, for notebook 09."""
+"""Steps of `lib.fsdp.FSDP` on a simulated network, for notebook 09: timed ones and real matmuls."""
 
 from __future__ import annotations
 
@@ -15,11 +15,32 @@ from lib.ddp.costs import Link
 from lib.ddp.process_group import mean_over_ranks, world_size
 from lib.ddp.simulated_network import Network, SimulatedGroup, simulated_group
 from lib.fsdp import FSDP, checkpoint_activations
+from lib.lessons.ddp import stack as timed
 
 # An all-gather takes this part of a block's forward pass.
 SHARE = 0.8
 # A bandwidth at which messages take no time.
 INSTANT_GBS = 1e9
+
+
+class TimedBlock(nn.Module):
+    """A matrix that is as large as a layer of notebook 07's stack, and as long busy."""
+
+    def __init__(self, size: int, stack: timed.Stack) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, size))
+        # the stack is no part of this module
+        self.busy = lambda x: timed.Busy.apply(x, stack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # backward is busy before the weight's gradient is there
+        return self.busy(x + self.weight.sum())
+
+
+def timed_fsdp(stack: timed.Stack, group: SimulatedGroup, *, prefetch: bool = True) -> FSDP:
+    """FSDP of blocks like the layers of notebook 07's stack, which notes when they are busy."""
+    blocks = nn.Sequential(*(TimedBlock(size, stack) for size in stack.layers.sizes))
+    return FSDP(blocks, group=group, prefetch=prefetch)
 
 
 class Stack(nn.Module):

@@ -1,0 +1,43 @@
+"""FSDP of timed blocks takes as long as predicted, and is what notebook 09 says it is."""
+
+from functools import partial
+
+import pytest
+
+from lib.ddp.launcher import launch
+from lib.fsdp.prediction import predict_fsdp
+from lib.lessons.ddp.stack import Layers, miniatures, step_rows, time_steps
+from lib.lessons.fsdp.stack import timed_fsdp
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+LAYERS = Layers((3000,) * 4, forward=1.0, backward=2.0)
+MAKERS = {"prefetched": timed_fsdp, "just in time": partial(timed_fsdp, prefetch=False)}
+
+
+def test_steps_of_timed_blocks_take_as_long_as_predicted_on_every_network():
+    networks = miniatures(LAYERS)
+    found = launch(time_steps, 2, MAKERS, networks, LAYERS, backend="gloo")
+    assert found[0] == found[1]
+    for (place, name), step in found[0].items():
+        gather, reduce = (
+            networks[place].collective_ms(kind, 12_000, 2)
+            for kind in ("all_gather", "reduce_scatter")
+        )
+        expected = predict_fsdp(
+            4,
+            forward_ms=1.0,
+            backward_ms=2.0,
+            gather_ms=gather,
+            reduce_ms=reduce,
+            prefetch=name == "prefetched",
+        )
+        # and a few bytes that tell which gradients there are
+        assert step.step_ms == pytest.approx(expected.step_ms, rel=0.005), (place, name)
+        assert step.exposed_ms == pytest.approx(step.step_ms - 4 * 3.0)
+
+
+def test_a_row_has_the_steps_of_one_way():
+    took = {("here", "a"): 1.0, ("there", "a"): 2.0, ("here", "b"): 3.0}
+    rows = step_rows(took, {way: 10 * step for way, step in took.items()})
+    assert [list(row.values()) for row in rows] == [["a", "1 (10)", "2 (20)"], ["b", "3 (30)"]]
