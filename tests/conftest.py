@@ -1,16 +1,22 @@
 """What all tests share: quiet tools, no network, skips for what this machine does not have."""
 
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# What starts ranks or other processes from a server that has torch loaded.
+STARTS_RANKS = re.compile(r"quick_ranks|one_thread_a_rank|\bprocesses\b[,)]")
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -32,6 +38,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@functools.cache
+def starts_ranks(file: str) -> bool:
+    return STARTS_RANKS.search((ROOT / file).read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all files that start ranks to one worker: each has a server of its own for them."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ranks" if starts_ranks(file) else file
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

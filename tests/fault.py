@@ -1,13 +1,16 @@
 """A deliberate fault in `lib`, and whether the tests that should catch it do.
 
-`python -m tests.fault tests/ddp/faults.py` tries the faults of a room; `tests/test_faults.py` all.
+`python -m tests.fault tests/ddp/faults.py` tries the faults of a room, with `--jobs 8` eight at a
+time, each in a copy of the workbook; `tests/test_faults.py` tries all.
 """
 
+import argparse
 import importlib
 import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -95,16 +98,39 @@ def run_tests(root: Path, tests: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def main(paths: list[str]) -> int:
-    missed = 0
-    for path in paths:
-        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        for index, fault in enumerate(module.FAULTS):
-            caught = fault.is_caught()
-            missed += not caught
-            print(f"{path} {index} {'caught' if caught else 'MISSED'}: {fault.new!r}", flush=True)
-    return int(missed > 0)
+def name_of(path: str) -> str:
+    """The module of a list of faults."""
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def tried(number: str, fault: Fault) -> bool:
+    """Whether the fault is caught; a line on how it went is printed."""
+    try:
+        caught = fault.is_caught()
+        words = "caught" if caught else "MISSED"
+    except (ValueError, RuntimeError) as error:
+        caught, words = False, f"ERROR {error}"
+    print(f"{number} {words}: {fault.file}: {fault.new!r}", flush=True)
+    return caught
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Try the deliberate faults of these lists.")
+    parser.add_argument("paths", nargs="+", help="such as tests/ddp/faults.py")
+    parser.add_argument("--jobs", type=int, default=1, help="how many faults at a time")
+    arguments = parser.parse_args()
+    cases = [
+        (f"{path}:{index}", fault)
+        for path in arguments.paths
+        for index, fault in enumerate(importlib.import_module(name_of(path)).FAULTS)
+    ]
+    # ranks share the processor, and each has one thread
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        caught = list(pool.map(tried, *zip(*cases)))
+    print(f"{sum(caught)} of {len(caught)} caught")
+    return int(not all(caught))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

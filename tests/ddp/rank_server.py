@@ -4,9 +4,9 @@ import multiprocessing
 from multiprocessing import forkserver
 
 # Modules that take seconds to load, the same for all test files: pytest has one server, which the
-# first file starts. Switching deterministic algorithms loads torch's compiler; FSDP2 and
-# ZeroRedundancyOptimizer load much of torch.distributed.
-LOADED = ["torch._inductor", "torch._inductor.config"]
+# first file starts. Switching deterministic algorithms loads torch's compiler, and compiling loads
+# the rest of it; FSDP2 and ZeroRedundancyOptimizer load much of torch.distributed.
+LOADED = ["torch._inductor", "torch._inductor.config", "torch._inductor.compile_fx"]
 LOADED += ["torch.distributed.fsdp", "torch.distributed.optim"]
 LOADED += ["lib.training.loop", "lib.data.prepare", "lib.sharded_optimizer.optimizer", "pytest"]
 

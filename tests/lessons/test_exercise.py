@@ -80,7 +80,8 @@ def test_an_untouched_stub_is_not_attempted(stub, help_text, lesson, capsys):
 
 
 @pytest.mark.parametrize(("stub", "help_text", "lesson"), EXERCISES)
-def test_the_folded_solution_passes(stub, help_text, lesson, capsys):
+def test_the_folded_solution_passes(stub, help_text, lesson, capsys, monkeypatch):
+    monkeypatch.setattr(TOPICS["speedrun"], "YARDSTICK_SECONDS", 0.1)
     hint, solution = help_text.split("<summary>Solution</summary>")
     assert "<summary>Hint</summary>" in hint
     code = re.search(r"```python\n(.*?)```", solution, re.DOTALL)[1]
@@ -105,6 +106,9 @@ MISTAKES = [
 def says_which(exercise, name, mistake, seed):
     """Whether the check sees the mistake, and says which one it is."""
     text = verdict(exercise, mistake, seed=seed)
+    # edits of kernels leave them valid Python
+    if "flash_attention" in exercise.solve.__module__:
+        assert not re.search("TypeError|NameError|AttributeError", text), text
     return text.startswith(f"not yet: {mistake.__name__}(") and f"It looks as if {name}." in text
 
 
@@ -153,10 +157,11 @@ def remembered_exercise(name):
 # on few inputs if they do: among more of them a mistake is only easier to tell from others
 @pytest.mark.parametrize(("exercise", "name"), MISTAKES)
 def test_each_mistake_is_recognised_by_name(exercise, name):
-    exercise = remembered_exercise(exercise)
-    few = dataclasses.replace(exercise, trials=min(exercise.trials, 40))
-    mistake = exercise.mistakes[name]
-    assert any(says_which(tried, name, mistake, seed=0) for tried in (few, exercise))
+    tried = remembered_exercise(exercise)
+    mistake = tried.mistakes[name]
+    trials = (min(tried.trials, most) for most in (4, 40, tried.trials))
+    fewer = (dataclasses.replace(tried, trials=number) for number in trials)
+    assert any(says_which(few, name, mistake, seed=0) for few in fewer)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def good_recipe(target_race, seed):
 def entry(tmp_path):
     """An entry of three seeds that stands."""
     rules = dataclasses.replace(toy_race(), board=tmp_path / "board.jsonl")
-    curves = {seed: [(2048, 1.0, 5.5), (4096, 2.0, 4.0 - seed / 100)] for seed in SEEDS}
+    curves = {seed: [(2048, 1.0, 7.0), (4096, 2.0, 5.5 - seed / 100)] for seed in SEEDS}
     return enter(rules, "mine", good_recipe, curves)
 
 
@@ -187,14 +187,14 @@ def test_a_true_claim_stands(entry):
     [
         (("rules", "validation_sha256"), "0", "validation_sha256 is 0, not"),
         (("rules", "validation_tokens"), 99, "validation_tokens is 99, not 512"),
-        (("rules", "target"), 2.5, "target is 2.5, not 4.5"),
+        (("rules", "target"), 2.5, "target is 2.5, not 6.0"),
         (("runs", 0, "seed"), 2, "2 of 3 seeds"),
         (("runs", 0, "seed"), None, "2 of 3 seeds"),
         (("runs", 1, "seconds"), 0.5, "seed 2: tokens or seconds are not those of its curve"),
         (("runs", 1, "tokens"), 5.0, "seed 2: tokens or seconds are not those of its curve"),
-        (("runs", 2, "curve"), [[2048, 1.0, 5.5]], "seed 3 did not reach the target"),
+        (("runs", 2, "curve"), [[2048, 1.0, 7.0]], "seed 3 did not reach the target"),
         (("runs", 2, "curve", 0, 0), 3900, "seed 3 was judged too often"),
-        (("runs", 2, "curve"), [[2048, 1.0, 5.5], [4096, 2.0, 3.98]], "gave the same curve"),
+        (("runs", 2, "curve"), [[2048, 1.0, 7.0], [4096, 2.0, 5.48]], "gave the same curve"),
         (("source",), "def recipe(race, seed): ...", "the recipe is not the one that ran"),
     ],
 )
@@ -223,7 +223,8 @@ def test_the_board_is_sorted_and_leaves_out_other_rules(entry, monkeypatch):
 # The open exercise
 
 
-def test_a_faster_recipe_wins_and_is_kept_with_its_seeds(notebook, tmp_path):
+def test_a_faster_recipe_wins_and_is_kept_with_its_seeds(notebook, tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "YARDSTICK_SECONDS", 0.1)
     board = tmp_path / "board.jsonl"
     rules = dataclasses.replace(toy_race(), board=board)
     start = notebook["start"].tokens
@@ -235,7 +236,8 @@ def test_a_faster_recipe_wins_and_is_kept_with_its_seeds(notebook, tmp_path):
     assert faults(kept, toy_race()) == []
 
 
-def test_a_recipe_that_is_no_faster_is_told_how_far_it_is(notebook, tmp_path):
+def test_a_recipe_that_is_no_faster_is_told_how_far_it_is(notebook, tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "YARDSTICK_SECONDS", 0.1)
     board = tmp_path / "board.jsonl"
     rules = dataclasses.replace(toy_race(), board=board)
     text = race_verdict(notebook["best"], notebook["recipe"], 100.0, rules)
@@ -292,8 +294,8 @@ def trains_on_the_held_out_text(rules, seed):
 
 def trains_before_it_yields(rules, seed):
     for step, (model, tokens) in enumerate(good_recipe(rules, seed), start=1):
-        if step % 100 == 0:
-            yield model, 100 * tokens
+        if step % 20 == 0:
+            yield model, 20 * tokens
 
 
 def ignores_its_seed(rules, seed):

@@ -14,7 +14,7 @@ from lib.lessons.speedrun.record import notebook_names
 
 
 @functools.cache
-def toy_race(target: float = 4.5) -> Race:
+def toy_race(target: float = 6.0) -> Race:
     """Tokens that follow one another by a rule, with noise: a model learns them in some steps."""
     draws = np.random.default_rng(0)
     steps = draws.choice([1, 2, 5], p=[0.7, 0.2, 0.1], size=20_000)
