@@ -11,7 +11,7 @@ import base64
 import html
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,11 @@ class _Exporter(HTMLExporter):
         super().__init__(embed_images=True, **options)
         self.links = links
         self.headings: list[tuple[int, str, str]] = []
+
+    def default_filters(self) -> Iterator[tuple[str, Callable]]:
+        yield from super().default_filters()
+        # highlighted code is safe as it is, and nbconvert's parser takes long for marked words
+        yield "clean_html", lambda code: PLAIN_WORD.sub(r"\1", code)
 
     @pass_context
     def markdown2html(self, context: Mapping[str, Any], source: str) -> str:
