@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import lib.benchmarks.step as benchmark
 from lib.benchmarks.step import (
@@ -230,6 +229,9 @@ def test_float16_is_measured_with_the_loss_scaled_as_in_training(monkeypatch):
 @pytest.mark.slow
 def test_compiled_cases_are_marked_and_compiled_once_for_each_length(tmp_path, monkeypatch):
     torch.compiler.reset()
+    # loads the compiler, for seconds
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter, whole = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: whole(f, backend=counter, **options))
     config = StepBenchmarkConfig(

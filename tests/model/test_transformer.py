@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -359,6 +358,9 @@ def test_names_of_weights_are_those_of_the_assignment():
 )
 def test_a_compiled_loss_is_the_plain_one_in_one_graph_up_to_the_head(backend, monkeypatch):
     torch.compiler.reset()
+    # loads the compiler, for seconds
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter, compile = CompileCounterWithBackend(backend), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, backend=counter, **kw))
     model, token_ids = make_model(num_layers=1), make_token_ids(2, 16)
@@ -469,6 +471,9 @@ def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(
 
 def test_a_compiled_model_takes_any_length_once_it_has_seen_two():
     torch.compiler.reset()
+    # loads the compiler, for seconds
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("eager")
     model = make_model()
     compiled = torch.compile(model, backend=counter)
@@ -481,6 +486,9 @@ def test_a_compiled_model_takes_any_length_once_it_has_seen_two():
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiled_blocks_share_one_compilation_without_a_break(fused, fused_on_cpu, monkeypatch):
     torch.compiler.reset()
+    # loads the compiler, for seconds
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, backend=counter, **kw))
     model, token_ids = make_model(num_layers=3), make_token_ids(2, 8)
