@@ -1,0 +1,198 @@
+"""Steps of each data-parallel wrapper on GPUs, kernel by kernel, recorded for notebook 07.
+
+    torchrun --nproc-per-node=2 -m lib lessons gpu-steps
+
+For each wrapper: milliseconds of steps that follow one another, then one step traced alone, which
+all ranks begin together on idle GPUs. `none` is every rank by itself. All are compiled block by
+block, FSDP in smaller parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.core import ranges
+from lib.core.allocator import synchronise
+from lib.core.files import ROOT, write_atomically
+from lib.core.records import append_record, new_record
+from lib.core.settings import require
+from lib.ddp.process_group import current_device, gather_objects, rank, world_size
+from lib.lessons.profiling.records import newest_records
+from lib.model.config import model_preset
+from lib.model.transformer import TransformerLM
+from lib.profiling.profiler import LEARNING_RATE
+from lib.profiling.timeline import Timeline, timelines
+from lib.profiling.trace import read_trace, step_events
+from lib.profiling.trace_summary import STEP
+from lib.training.config import OptimizerConfig, TrainConfig
+from lib.training.step import TrainStep, numerics
+
+FOLDER = ROOT / "artifacts/ddp_steps"
+RECORDS = FOLDER / "steps.jsonl"
+# The settings of `TrainConfig` that are compared.
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"ddp_wrapper": "none"},
+    "naive": {"ddp_wrapper": "naive"},
+    "flat": {"ddp_wrapper": "flat"},
+    "overlap": {"ddp_wrapper": "overlap"},
+    "flashddp": {"ddp_wrapper": "flashddp"},
+    "fsdp": {"ddp_wrapper": "fsdp"},
+}
+WARMUP_STEPS, TIMED_STEPS, ROUNDS = 3, 5, 5
+
+
+@dataclass(frozen=True)
+class GPUStep:
+    """A recorded step, and its trace on rank 0."""
+
+    name: str
+    """The wrapper."""
+
+    step_ms: float
+    """A step of many, without the profiler."""
+
+    host_ms: float
+    """Until the host has launched a step, without the profiler."""
+
+    timeline: Timeline
+
+
+def trace_path(folder: Path, name: str) -> Path:
+    """The trace of one step on rank 0."""
+    return folder / f"{name}.json.gz"
+
+
+def recorded_steps(folder: Path = FOLDER) -> list[GPUStep]:
+    """The committed steps, in the order of `WAYS`."""
+    found = {record["config"]["name"]: record for record in newest_records(folder / RECORDS.name)}
+    steps = []
+    for name in filter(found.get, WAYS):
+        figures = found[name]["figures"]
+        (timeline,) = timelines(read_trace(trace_path(folder, name)), STEP)
+        steps.append(GPUStep(name, figures["step_ms"], figures["host_ms"], timeline))
+    return steps
+
+
+def record_steps(
+    model: str = "medium",
+    batch_size: int = 128,
+    context_length: int = 256,
+    folder: Path = FOLDER,
+    *,
+    compiles: bool = True,
+) -> Path:
+    """Measure and trace all `WAYS` on the ranks of this job; return the folder."""
+    require(world_size() > 1, "gpu-steps must run on several ranks, started by torchrun")
+    alone = [dist.new_group([index]) for index in range(world_size())][rank()]
+    hosts = dist.new_group(backend="gloo")
+    device = current_device()
+    shape = dataclasses.replace(model_preset(model), context_length=context_length)
+    for name, how in WAYS.items():
+        config = TrainConfig(
+            model=shape,
+            optimizer=OptimizerConfig(warmup_steps=0),
+            steps=10**6,
+            batch_size=batch_size,
+            dtype="bfloat16",
+            compile=compiles and name == "fsdp",
+            **how,
+        )
+        group = alone if name == "none" else None
+        figures = _measure(config, group, hosts, folder, name, compiles=compiles)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if rank() == 0:
+            settings = {"name": name, "model": model, "batch_size": batch_size}
+            settings |= {"context_length": context_length, "ranks": world_size()}
+            record = new_record(figures, config=settings, seed=0, device=device)
+            append_record(folder / RECORDS.name, record)
+    return folder
+
+
+def _measure(
+    config: TrainConfig,
+    group: dist.ProcessGroup | None,
+    hosts: dist.ProcessGroup,
+    folder: Path,
+    name: str,
+    *,
+    compiles: bool,
+) -> dict[str, Any]:
+    """The figures of one way to train; rank 0 writes its trace."""
+    device, shape = current_device(), config.model
+    generator = torch.Generator(device).manual_seed(rank())
+    size = (config.batch_size, shape.context_length + 1)
+    tokens = torch.randint(shape.vocab_size, size, generator=generator, device=device)
+    with numerics(tf32=True, deterministic=False):
+        model = TransformerLM(shape, device=device, generator=generator.manual_seed(0))
+        if compiles and name != "fsdp":
+            # as overlap needs it; FSDP compiles smaller parts by itself
+            model.compile_blocks()
+        step = TrainStep(model, config, device, torch.bfloat16, group=group)
+        for _ in range(WARMUP_STEPS):
+            step(tokens, LEARNING_RATE)
+        step.read_log()
+        times, host_times = [], []
+        for _ in range(ROUNDS):
+            step_ms, host_ms = _time_round(step, tokens, hosts)
+            times.append(step_ms)
+            host_times.append(host_ms)
+        path = trace_path(folder, name) if rank() == 0 else None
+        _trace(step, tokens, hosts, path)
+    return {
+        "step_ms": statistics.median(times),
+        "all_step_ms": times,
+        "host_ms": statistics.median(host_times),
+        "host_ms_by_rank": gather_objects(statistics.median(host_times)),
+        "parameters": sum(param.numel() for param in model.parameters()),
+    }
+
+
+def _time_round(step: TrainStep, tokens: Tensor, hosts: dist.ProcessGroup) -> tuple[float, float]:
+    """Milliseconds of a step, and of launching one on an idle GPU."""
+    synchronise(step.device)
+    dist.barrier(hosts)
+    start = time.perf_counter()
+    step(tokens, LEARNING_RATE)
+    launched = time.perf_counter()
+    for _ in range(TIMED_STEPS - 1):
+        step(tokens, LEARNING_RATE)
+    synchronise(step.device)
+    end = time.perf_counter()
+    step.read_log()
+    return 1e3 * (end - start) / TIMED_STEPS, 1e3 * (launched - start)
+
+
+def _trace(step: TrainStep, tokens: Tensor, hosts: dist.ProcessGroup, path: Path | None) -> None:
+    """Trace a step that all ranks begin together on idle GPUs; write it where there is a path."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler:
+        # the first profiled step is slow; without ranges it does not count
+        step(tokens, LEARNING_RATE)
+        synchronise(step.device)
+        dist.barrier(hosts)
+        with ranges.enabled():
+            step(tokens, LEARNING_RATE)
+        synchronise(step.device)
+    step.read_log()
+    if path is None:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        plain = Path(name) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        events = step_events(json.loads(plain.read_text())["traceEvents"], STEP)
+    text = json.dumps({"traceEvents": events}, separators=(",", ":"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, gzip.compress(text.encode(), compresslevel=9, mtime=0))
