@@ -406,14 +406,6 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
         unpacks=True,
     ),
-    "lessons gpu-steps": Command(
-        "Time and trace the steps of each data-parallel wrapper that notebook 07 shows, on GPUs.",
-        NoConfig,
-        "lib.lessons.ddp.gpu_steps:record_steps",
-        prints="{result}",
-        unpacks=True,
-        trains_on_ranks=True,
-    ),
     "lessons timeline": Command(
         "Record when each warpgroup of the Hopper attention kernel does what.",
         NoConfig,
