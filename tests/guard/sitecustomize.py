@@ -7,8 +7,8 @@ renamed or removed. Tests have folders of their own there, and may do all of tha
 import os
 import sys
 
-# What checks addresses for jsonschema, which nobody asks it to here, compiles 38 grammars when it is
-# imported, with nbformat: for more than a second in every process. Without it jsonschema does not.
+# jsonschema, which nbformat imports, loads this to check addresses if it is there. Nothing here
+# asks for that, and it compiles 38 grammars: more than a second in every process.
 sys.modules.setdefault("rfc3987_syntax", None)
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../.."))
