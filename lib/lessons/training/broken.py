@@ -133,13 +133,16 @@ def record_broken_runs(path: Path = RECORDS) -> Path:
     return path
 
 
+def _read_runs(path: Path) -> dict[str, dict[str, Any]]:
+    return {record["figures"]["run"]: record["figures"] for record in read_records(path)}
+
+
 def read_run(fault: str, path: Path = RECORDS) -> dict[str, Any]:
     """Return the figures of the run with `fault`, a value of FAULTS, HEALTHY or NO_WARM_UP."""
-    every = (record["figures"] for record in read_records(path))
-    return next(figures for figures in every if figures["run"] == fault)
+    return _read_runs(path)[fault]
 
 
 def read_broken_runs(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
     """Return the figures of the runs that the notebook shows: HEALTHY, then a letter for each."""
-    shown = {HEALTHY: HEALTHY} | FAULTS
-    return {name: read_run(fault, path) for name, fault in shown.items()}
+    runs = _read_runs(path)
+    return {name: runs[fault] for name, fault in ({HEALTHY: HEALTHY} | FAULTS).items()}

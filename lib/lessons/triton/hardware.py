@@ -52,7 +52,10 @@ CHIPS = (CPU, T4, A100, H100, H200)
 LATENCY_CYCLES = {"registers": 1, "shared memory": 30, "L2": 265, "HBM": 658}
 CLOCK_GHZ = 1.755
 # Chip -> its clock in GHz, and cycles until a number is there: from L1, L2 and memory.
-LATENCIES = {"A100 (80 GB)": (1.41, 36, 211, 572), "H100 (PCIe)": (CLOCK_GHZ, 34, 265, 658)}
+LATENCIES = {
+    "A100 (80 GB)": (1.41, 36, 211, 572),
+    "H100 (PCIe)": (CLOCK_GHZ, 34, LATENCY_CYCLES["L2"], LATENCY_CYCLES["HBM"]),
+}
 
 
 def show_chips() -> Markdown:
