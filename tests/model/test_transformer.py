@@ -45,6 +45,13 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def count_compilations(backend: str):
+    """A backend that counts what it compiles; loading the compiler takes seconds, so only here."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)
+
+
 def make_model(**settings) -> TransformerLM:
     return TransformerLM(dataclasses.replace(CONFIG, **settings), generator=seeded())
 
@@ -358,10 +365,7 @@ def test_names_of_weights_are_those_of_the_assignment():
 )
 def test_a_compiled_loss_is_the_plain_one_in_one_graph_up_to_the_head(backend, monkeypatch):
     torch.compiler.reset()
-    # loads the compiler, for seconds
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter, compile = CompileCounterWithBackend(backend), torch.compile
+    counter, compile = count_compilations(backend), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, backend=counter, **kw))
     model, token_ids = make_model(num_layers=1), make_token_ids(2, 16)
     results = []
@@ -471,10 +475,7 @@ def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(
 
 def test_a_compiled_model_takes_any_length_once_it_has_seen_two():
     torch.compiler.reset()
-    # loads the compiler, for seconds
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("eager")
+    counter = count_compilations("eager")
     model = make_model()
     compiled = torch.compile(model, backend=counter)
     for length in range(2, 9):
@@ -486,10 +487,7 @@ def test_a_compiled_model_takes_any_length_once_it_has_seen_two():
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiled_blocks_share_one_compilation_without_a_break(fused, fused_on_cpu, monkeypatch):
     torch.compiler.reset()
-    # loads the compiler, for seconds
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
+    counter, compile = count_compilations("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile(f, backend=counter, **kw))
     model, token_ids = make_model(num_layers=3), make_token_ids(2, 8)
     right = model.loss(token_ids, token_ids)

@@ -311,7 +311,7 @@ def cell_with(words: str) -> int:
 
 
 def limits_of_the_notebook() -> dict[str, float]:
-    """What the cell that runs gradcheck allows where kernels are compiled, in float32."""
+    """The tolerances of the notebook's gradcheck for compiled kernels, which run in float32."""
     cell = nbformat.read(NOTEBOOK, as_version=4).cells[cell_with("gradcheck(FlashAttention")]
     nodes = ast.walk(ast.parse(cell.source))
     found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Dict) and node.keys]
