@@ -240,8 +240,10 @@ def _failure(folder: Path, processes: list[Any], first: int) -> WorkerError:
     ranks = range(len(processes))
     files = {r: _failure_file(folder, r) for r in ranks}
     failures = {r: json.loads(files[r].read_text()) for r in ranks if files[r].exists()}
-    # ranks that torch ended after the first failure
-    by_us = (-signal.SIGTERM, -signal.SIGKILL)
+    # ranks that torch ended after the first failure; if that was for want of another rank, one that
+    # was killed may be the cause, and torch has no need to kill
+    is_lost = first in failures and _is_lost(failures[first]["summary"])
+    by_us = (-signal.SIGTERM,) if is_lost else (-signal.SIGTERM, -signal.SIGKILL)
     ended = [r for r in ranks if r not in (first, *failures) and processes[r].exitcode in by_us]
     returned = [r for r in ranks if processes[r].exitcode == 0 and _result_file(folder, r).exists()]
 
@@ -261,6 +263,11 @@ def _failure(folder: Path, processes: list[Any], first: int) -> WorkerError:
         others = f" (had returned by then: rank {', '.join(map(str, returned))})"
     message = f"rank {rank} of {len(ranks)} raised {failure['summary']}{others}"
     return WorkerError(f"{message}\n\n{failure['traceback']}", rank, failure["traceback"])
+
+
+def _is_lost(message: str) -> bool:
+    """Whether an error of gloo or NCCL says that the process at the other end is gone."""
+    return any(words in message.lower() for words in LOST)
 
 
 def _how_it_ended(exitcode: int) -> str:
@@ -303,7 +310,7 @@ def run_as_rank(command: Callable[[], int], report: Callable[[Exception], None])
         except SystemExit as refusal:
             code = refusal.code
         except Exception as error:
-            if isinstance(error, RuntimeError) and any(w in str(error).lower() for w in LOST):
+            if isinstance(error, RuntimeError) and _is_lost(str(error)):
                 raise ConnectionError(
                     f"rank {rank()} lost another rank, which was killed or reported an error"
                 ) from error

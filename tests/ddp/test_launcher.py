@@ -1,6 +1,7 @@
 """Launching ranks: results in order, failures with rank and traceback, and nothing hangs."""
 
 import functools
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +64,16 @@ def test_the_rank_that_failed_first_is_the_cause(how, words):
     assert ('raise KeyError("a name that is missing")' in error.worker_traceback) == (
         how == "raises"
     )
+
+
+def test_a_rank_that_was_killed_is_the_cause_even_if_another_is_seen_first(tmp_path):
+    summary = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    record = {"time": 0.0, "summary": summary, "traceback": ""}
+    (tmp_path / "failure-0.json").write_text(json.dumps(record))
+    codes = [1, -signal.SIGKILL, -signal.SIGTERM]
+    error = launcher._failure(tmp_path, [SimpleNamespace(exitcode=code) for code in codes], 0)
+    assert error.rank == 1
+    assert "rank 1 of 3 was ended by SIGKILL" in str(error)
 
 
 def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named():
