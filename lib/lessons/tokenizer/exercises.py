@@ -8,6 +8,7 @@ import io
 import random
 import re
 import time
+import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
@@ -252,9 +253,9 @@ def training_seconds(trainer: Callable, num_merges: int = 3000) -> float:
     """CPU seconds for `num_merges` merges of 100 KB; estimated from fewer where it is slow."""
     counts, spent, done = _lesson_counts(), 0.0, num_merges // 100
     while done <= num_merges and spent < 0.5:
-        started = time.process_time()
-        trainer(counts, done)
-        spent, part, done = time.process_time() - started, done, 10 * done
+        # timeit keeps the garbage collector out of the measured time
+        timer = timeit.Timer(functools.partial(trainer, counts, done), timer=time.process_time)
+        spent, part, done = timer.timeit(1), done, 10 * done
     return spent * num_merges / part
 
 
