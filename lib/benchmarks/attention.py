@@ -460,6 +460,10 @@ def _prepare_graph(
         run, figures = _prepare(kernel, case, inputs)
         for _ in range(case.warmup):
             run()
+        if case.direction == "forward":
+            # a replay allocates nothing: its memory is the call's
+            memory = allocated_bytes(run, inputs[0].device)
+            figures |= zip(("peak_memory_bytes", "total_memory_bytes"), memory)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         run()

@@ -102,9 +102,10 @@ def attention_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
             "flops": figures["flops"],
         }
         for kernel, measured in kernels.items():
-            memory = measured.get("peak_memory_bytes")
+            # a graph's replay, which allocates nothing, was once measured as 0
+            memory = measured.get("peak_memory_bytes") or None
             row = {**case, "kernel": kernel, "median_ms": None, **measured}
-            row["peak_memory_gb"] = None if memory is None else memory / 1e9
+            row |= {"peak_memory_bytes": memory, "peak_memory_gb": memory and memory / 1e9}
             row |= {key: record.get(key) for key in ("device", "commit", "date")}
             rows.append(row)
     return rows
