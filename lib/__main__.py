@@ -406,6 +406,14 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
         unpacks=True,
     ),
+    "lessons gpu-steps": Command(
+        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 07.",
+        NoConfig,
+        "lib.lessons.ddp.gpu_steps:record_steps",
+        prints="{result}",
+        unpacks=True,
+        trains_on_ranks=True,
+    ),
     "lessons timeline": Command(
         "Record when each warpgroup of the Hopper attention kernel does what.",
         NoConfig,

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -198,8 +198,15 @@ def _warm_step(
     return step, sequences
 
 
-def trace_steps(step: TrainStep, sequences: Tensor, path: Path, *, steps: int) -> None:
-    """Write the trace of `steps` training steps to `path`, compressed."""
+def trace_steps(
+    step: TrainStep,
+    sequences: Tensor,
+    path: Path,
+    *,
+    steps: int,
+    begin: Callable[[], Any] = lambda: None,
+) -> None:
+    """Write the trace of `steps` training steps to `path`, compressed; `begin` is called before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if step.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -209,6 +216,7 @@ def trace_steps(step: TrainStep, sequences: Tensor, path: Path, *, steps: int) -
         # the first profiled step is slow; without ranges it does not count
         step(sequences, LEARNING_RATE)
         synchronise(step.device)
+        begin()
         with ranges.enabled():
             for _ in range(steps):
                 step(sequences, LEARNING_RATE)
