@@ -105,7 +105,8 @@ def test_an_array_that_is_up_to_date_is_not_made_again(text_path, tmp_path):
     tokenizer = make_counting()
     assert tokenize_file(tokenizer, text_path, output) == manifest
     assert tokenizer.encoded == 0
-    assert output.stat() == before
+    after = output.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_an_up_to_date_array_in_a_read_only_folder_is_used_as_it_is(
