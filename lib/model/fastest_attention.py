@@ -1,5 +1,6 @@
 """Which attention kernel trains fastest on this GPU: measured once, then read from a file."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -51,14 +52,18 @@ def attention_times(model: ModelConfig, device: torch.device) -> dict[AttentionK
     sources = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))
     place = (torch.cuda.get_device_name(device), torch.__version__, *sizes)
     key = hashlib.sha256(repr(place).encode() + sources).hexdigest()[:24]
-    path = cache_folder() / f"attention-{key}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = cache_folder() / f"attention-{key}.json"
         # one process of a machine measures, the others read
         with lock_file(path):
-            if not path.is_file():
-                write_atomically(path, json.dumps(_measure(sizes, device)))
-            return json.loads(path.read_text())
+            # there is no file yet, or it is damaged
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return json.loads(path.read_text(encoding="utf-8"))
+            times = _measure(sizes, device)
+            # what fails now, for want of a compiler or of memory, may run next time
+            if len(times) == len(CANDIDATES):
+                write_atomically(path, json.dumps(times))
+            return times
     except OSError as error:
         log.warning("%s; attention is measured again next time", error)
         return _measure(sizes, device)

@@ -119,4 +119,10 @@ FAULTS = [
         "hashlib.sha256(found)",
         "tests/flash_attention/cuda/test_build.py",
     ),
+    Fault(
+        CUDA + "build.py",
+        "if hashlib.sha256(image).digest() == digest:",
+        "if True:",
+        "tests/flash_attention/cuda/test_build.py",
+    ),
 ]

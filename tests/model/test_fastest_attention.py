@@ -53,6 +53,24 @@ def test_without_a_folder_to_write_to_it_is_measured_each_time(on_a_t4, monkeypa
     assert len(on_a_t4) == 2
 
 
+def test_a_candidate_that_does_not_run_is_tried_again_next_time(on_a_t4, monkeypatch):
+    measure = fastest_attention._measure
+    failing = {"sdpa": 3.0}
+    monkeypatch.setattr(fastest_attention, "_measure", lambda *_: failing)
+    assert pick_attention_kernel(AUTO, T4, torch.float16) == "sdpa"
+    monkeypatch.setattr(fastest_attention, "_measure", measure)
+    assert pick_attention_kernel(AUTO, T4, torch.float16) == "flash_attention_cuda"
+    assert len(on_a_t4) == 1
+
+
+def test_times_that_are_damaged_are_measured_again(on_a_t4):
+    pick_attention_kernel(AUTO, T4, torch.float16)
+    (path,) = fastest_attention.cache_folder().glob("attention-*.json")
+    path.write_text('{"sdpa": 3.0, "fla')
+    assert pick_attention_kernel(AUTO, T4, torch.float16) == "flash_attention_cuda"
+    assert len(on_a_t4) == 2
+
+
 @pytest.mark.parametrize(
     ("kernel", "device", "dtype", "right"),
     [

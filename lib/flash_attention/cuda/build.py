@@ -10,11 +10,13 @@ import functools
 import hashlib
 import importlib.util
 import os
-import uuid
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+
+from lib.core.files import write_atomically
 
 SOURCES = Path(__file__).parent
 
@@ -36,23 +38,36 @@ def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
     options += [f"-D{key}={value}" for key, value in sorted(constants.items())]
     found = repr((name, options, nvrtc_version())).encode()
     key = hashlib.sha256(b"\0".join([found, *(file.read_bytes() for file in files)])).hexdigest()
-    path = cache_folder() / f"{name}-{architecture}-{key[:24]}.bin"
-    if path.is_file():
-        return path.read_bytes()
+    file = f"{name}-{architecture}-{key[:24]}.bin"
+    if image := _read_cache(file):
+        return image
     image = _compile(files[0], [*options, f"-I{SOURCES}"], architecture)
     # where nothing can be written, the next process compiles again
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # complete or not there at all, whatever other processes do
-        draft = path.with_suffix(f".{uuid.uuid4().hex}")
-        draft.write_bytes(image)
-        draft.replace(path)
+        write_atomically(cache_folder() / file, hashlib.sha256(image).digest() + image)
     return image
 
 
+def _read_cache(file: str) -> bytes | None:
+    """What was compiled, if it is in the cache and whole: a file begins with its own hash."""
+    with contextlib.suppress(OSError):
+        content = (cache_folder() / file).read_bytes()
+        digest, image = content[:32], content[32:]
+        if hashlib.sha256(image).digest() == digest:
+            return image
+    return None
+
+
 def cache_folder() -> Path:
-    """The folder of compiled kernels, in the folder `workbook` of the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    """The folder of compiled kernels, in the folder `workbook` of the user's cache folder.
+
+    Raises:
+        OSError: the user has no home folder, and XDG_CACHE_HOME names no other.
+    """
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError("there is no home folder: set XDG_CACHE_HOME") from error
     return base / "workbook" / "cuda"
 
 
@@ -60,12 +75,25 @@ def pick_architecture(capability: tuple[int, int]) -> str:
     """Return the chip's own architecture, or the last that NVRTC knows before it, as PTX.
 
     The environment variable WORKBOOK_CUDA_ARCHITECTURE, say `compute_75`, overrides the choice.
+
+    Raises:
+        ValueError: that variable names no architecture.
+        RuntimeError: NVRTC is too new for the chip.
     """
     if chosen := os.environ.get("WORKBOOK_CUDA_ARCHITECTURE"):
+        if not re.fullmatch(r"(sm|compute)_\d{2,3}[af]?", chosen):
+            raise ValueError(
+                f"WORKBOOK_CUDA_ARCHITECTURE must be such as sm_75 or compute_75, got {chosen!r}"
+            )
         return chosen
     chip = 10 * capability[0] + capability[1]
     known = nvrtc_architectures()
-    return f"sm_{chip}" if chip in known else f"compute_{max(x for x in known if x < chip)}"
+    if chip in known:
+        return f"sm_{chip}"
+    if not (older := [x for x in known if x < chip]):
+        version = ".".join(map(str, nvrtc_version()))
+        raise RuntimeError(f"NVRTC {version} does not compile for sm_{chip} any more; use sdpa")
+    return f"compute_{max(older)}"
 
 
 @functools.cache

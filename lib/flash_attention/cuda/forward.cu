@@ -6,7 +6,7 @@ constexpr int N = COLUMNS / 8;
 static_assert(STEP == COLUMNS, "weights of a tile must be relative to one maximum");
 
 // Largest growth of a row's maximum, in powers of two, that leaves sum and output as they are:
-// weights are then up to 2⁸ instead of 1, which changes no bit that float16 keeps.
+// weights are then up to 2⁸ instead of 1. They are as precise: floating point keeps as many bits.
 constexpr float SLACK = 8;
 
 // The state of online softmax, for the rows that a lane has a part of.

@@ -122,6 +122,40 @@ def test_without_a_folder_to_write_to_kernels_are_compiled_again(compiled, monke
     assert build.build("forward", {}, "sm_75") == b"code 2"
 
 
+@pytest.mark.parametrize("content", [b"", b"code 1", b"x" * 100])
+def test_a_damaged_file_in_the_cache_is_compiled_again(compiled, content):
+    build.build("forward", {}, "sm_75")
+    (path,) = build.cache_folder().glob("*.bin")
+    path.write_bytes(content)
+    assert build.build("forward", {}, "sm_75") == b"code 2"
+    assert build.build("forward", {}, "sm_75") == b"code 2"
+
+
+def test_a_cache_that_may_not_be_read_is_no_obstacle(compiled, monkeypatch):
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.suffix == ".bin":
+            raise PermissionError("not yours")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert build.build("forward", {}, "sm_75") == b"code 1"
+    assert build.build("forward", {}, "sm_75") == b"code 2"
+
+
+def test_without_a_home_folder_kernels_are_compiled_again(compiled, monkeypatch):
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert build.build("forward", {}, "sm_75") == b"code 1"
+    assert build.build("forward", {}, "sm_75") == b"code 2"
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+        build.cache_folder()
+
+
 def test_an_unknown_chip_takes_the_ptx_of_the_last_known_one(monkeypatch):
     monkeypatch.setattr(build, "nvrtc_architectures", lambda: [75, 80, 90])
     assert build.pick_architecture((7, 5)) == "sm_75"
@@ -129,6 +163,16 @@ def test_an_unknown_chip_takes_the_ptx_of_the_last_known_one(monkeypatch):
     assert build.pick_architecture((12, 0)) == "compute_90"
     monkeypatch.setenv("WORKBOOK_CUDA_ARCHITECTURE", "compute_75")
     assert build.pick_architecture((9, 0)) == "compute_75"
+
+
+def test_an_architecture_that_is_none_and_a_chip_that_is_too_old_are_named(monkeypatch):
+    monkeypatch.setattr(build, "nvrtc_architectures", lambda: [80, 90])
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (14, 0))
+    with pytest.raises(RuntimeError, match=r"NVRTC 14\.0 does not compile for sm_75 any more"):
+        build.pick_architecture((7, 5))
+    monkeypatch.setenv("WORKBOOK_CUDA_ARCHITECTURE", "turing")
+    with pytest.raises(ValueError, match=r"WORKBOOK_CUDA_ARCHITECTURE must be .*'turing'"):
+        build.pick_architecture((9, 0))
 
 
 def test_a_missing_compiler_names_the_package_to_install(monkeypatch):
