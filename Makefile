@@ -37,7 +37,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # JupyterLab's defaults from there ask for no news; the reader's own settings win.
 ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))"
 
-# Five tests run at a time on two cores, since some wait for processes that they start. Each has one
+# Four tests run at a time on two cores, since some wait for processes that they start. Each has one
 # thread: more threads than cores slow all of them down.
 # tests/guard keeps them from changing any file of the reader's.
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
@@ -67,7 +67,7 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 test: style ## check everything that needs no GPU and little time
 	@rm -rf artifacts/small/artifacts
 	@$(PY) -m mypy --no-error-summary & types=$$!; \
-		$(PYTEST) -p tests.small_notebooks -n 5 --dist loadfile -m 'not serial and not gpu and not slow' \
+		$(PYTEST) -p tests.small_notebooks -n 4 --dist loadfile -m 'not serial and not gpu and not slow' \
 		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
 		tests $(NOTEBOOK_FILES) && wait $$types
 	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)

@@ -42,13 +42,13 @@ from lib.profiling.profiler import (
 from lib.profiling.timeline import Timeline, timelines
 from lib.profiling.trace import Trace, launch_times, read_trace
 from lib.profiling.trace_summary import STEP
-from lib.training.config import OptimizerConfig, TrainConfig
+from lib.training.config import OptimizerConfig, TrainConfig, TrainingWrapper
 from lib.training.step import TrainStep, numerics
 
 FOLDER = ROOT / "artifacts/ddp_steps"
 RECORDS = FOLDER / "steps.jsonl"
 # `ddp_wrapper` of each measured way to train.
-WRAPPERS = ("none", "naive", "flat", "overlap", "flashddp", "fsdp")
+WRAPPERS: tuple[TrainingWrapper, ...] = ("none", "naive", "flat", "overlap", "flashddp", "fsdp")
 WARMUP_STEPS, TIMED_STEPS, ROUNDS = 3, 5, 5
 
 
