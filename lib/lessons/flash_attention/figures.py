@@ -74,6 +74,25 @@ def _draw_lanes(axes: Axes, title: str, holders: np.ndarray, lane: int) -> None:
     axes.axis("off")
 
 
+def draw_ldmatrix(figure: Figure, lane: int = 5) -> None:
+    """Draw how two matrices of `ldmatrix` become A of m16n8k8; what `lane` gets has a bold frame.
+
+    Left, for each row in shared memory, the lane that names its address; right, for each number,
+    the lane that holds it afterwards.
+    """
+    naming, holding = figure.subplots(ncols=2)
+    row, column = np.indices((16, 8))
+    for number in range(16):
+        style = {"facecolor": SKY if number < 8 else ORANGE, "edgecolor": PAPER, "linewidth": 1.5}
+        naming.add_patch(Rectangle((0, number), 8, 1, **style))
+        text = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK}
+        naming.text(4, number + 0.5, f"lane {number}", **text)
+    naming.set(xlim=(-0.1, 8.1), ylim=(16.1, -0.1), aspect="equal")
+    naming.set_title("names the row's address", fontsize=11)
+    naming.axis("off")
+    _draw_lanes(holding, "holds the number", row % 8 * 4 + column // 2, lane)
+
+
 def draw_banks(figure: Figure, place: Callable[[int, int], int], chunk: int = 2) -> None:
     """Draw where eight rows of eight chunks lie, as they are and moved by `place(row, chunk)`.
 
