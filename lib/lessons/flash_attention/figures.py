@@ -80,6 +80,7 @@ def draw_ldmatrix(figure: Figure, lane: int = 5) -> None:
     Left, for each row in shared memory, the lane that names its address; right, for each number,
     the lane that holds it afterwards.
     """
+    figure.suptitle(f"A of mma.sync m16n8k8 by ldmatrix: what lane {lane} gets")
     naming, holding = figure.subplots(ncols=2)
     row, column = np.indices((16, 8))
     for number in range(16):
@@ -88,9 +89,9 @@ def draw_ldmatrix(figure: Figure, lane: int = 5) -> None:
         text = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK}
         naming.text(4, number + 0.5, f"lane {number}", **text)
     naming.set(xlim=(-0.1, 8.1), ylim=(16.1, -0.1), aspect="equal")
-    naming.set_title("names the row's address", fontsize=11)
+    naming.set_title("which lane names a row", fontsize=11)
     naming.axis("off")
-    _draw_lanes(holding, "holds the number", row % 8 * 4 + column // 2, lane)
+    _draw_lanes(holding, "which lane holds a number", row % 8 * 4 + column // 2, lane)
 
 
 def draw_banks(figure: Figure, place: Callable[[int, int], int], chunk: int = 2) -> None:
