@@ -37,7 +37,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # JupyterLab's defaults from there ask for no news; the reader's own settings win.
 ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))"
 
-# Four tests run at a time on two cores, since some wait for processes that they start. Each has one
+# Three tests run at a time on two cores, since some wait for processes that they start. Each has one
 # thread: more threads than cores slow all of them down.
 # tests/guard keeps them from changing any file of the reader's.
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
@@ -47,7 +47,8 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(GUARD) $(PY) -m pytest -q
 SOURCES := lib tests notebooks .ci
 # Where the tests are that must run alone: to look through all files would take longer than they do.
 SERIAL := $(shell grep -rl --include='*.py' 'mark\.serial' tests)
-NOTEBOOK_FILES := $(wildcard notebooks/[0-9][0-9]_*.ipynb)
+# From the last, which start processes and take longest, to the first.
+NOTEBOOK_FILES := $(shell ls -r notebooks/[0-9][0-9]_*.ipynb 2>/dev/null)
 
 .PHONY: help run lab exercises test test-all test-gpu lint style ready format notebooks clean
 .DEFAULT_GOAL := help
@@ -65,12 +66,12 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/00_start_here.ipynb
 
 test: style ## check everything that needs no GPU and little time
-	@rm -rf artifacts/small/artifacts
 	@$(PY) -m mypy --no-error-summary & types=$$!; \
-		$(PYTEST) -p tests.small_notebooks -n 4 --dist loadfile -m 'not serial and not gpu and not slow' \
-		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg \
-		tests $(NOTEBOOK_FILES) && wait $$types
+		$(PYTEST) -p no:nbval -n 3 --dist loadfile -m 'not serial and not gpu and not slow' && wait $$types
 	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)
+	@rm -rf artifacts/small/artifacts
+	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
+		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOK_FILES))
 
 test-all: test ## the same and the slow tests
 	@$(PYTEST) -p no:nbval -m 'slow and not gpu' || [ $$? -eq 5 ]

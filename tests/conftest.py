@@ -1,7 +1,6 @@
 """What all tests share: quiet tools, no network, skips for what this machine does not have."""
 
 import functools
-import gc
 import os
 import re
 import shutil
@@ -18,8 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What starts ranks or other processes from a server that has torch loaded.
 STARTS_RANKS = re.compile(r"quick_ranks|one_thread_a_rank|\bprocesses\b[,)]")
-# They take as long as the tests of what starts and uses ranks itself.
-USERS_OF_RANKS = ("tests/benchmarks", "tests/lessons")
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -43,21 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Spare the garbage collector what stays until the end: tests and the modules they load."""
-    gc.collect()
-    gc.freeze()
-
-
 @functools.cache
 def starts_ranks(file: str) -> bool:
-    text = (ROOT / file).read_text(encoding="utf-8")
-    return file.endswith(".py") and STARTS_RANKS.search(text) is not None
+    return STARTS_RANKS.search((ROOT / file).read_text(encoding="utf-8")) is not None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give files that start ranks to two workers: each has a server of its own for them."""
+    """Give all files that start ranks to one worker: each has a server of its own for them."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -65,9 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            if not starts_ranks(file):
-                return file
-            return "ranks of users" if file.startswith(USERS_OF_RANKS) else "ranks"
+            return "ranks" if starts_ranks(file) else file
 
     return ByFile(config, log)
 

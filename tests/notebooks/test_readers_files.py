@@ -105,10 +105,9 @@ def make(*arguments: str, folder: Path) -> str:
 def test_make_starts_every_test_behind_the_guard_and_notebooks_with_small_sizes():
     lines = make("--dry-run", "test-all", "test-gpu", folder=ROOT).splitlines()
     tests = [line for line in lines if "-m pytest" in line]
-    assert len(tests) >= 4
+    assert len(tests) >= 5
     assert [line for line in tests if f'PYTHONPATH="{ROOT}/tests/guard"' not in line] == []
-    small = [line for line in tests if "-p tests.small_notebooks" in line]
-    assert small == [line for line in tests if "-p no:nbval" not in line]
+    assert [line for line in lines if "--nbval" in line and "WORKBOOK_SMALL=1" not in line] == []
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
