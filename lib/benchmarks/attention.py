@@ -441,12 +441,15 @@ def _prepare(
         # free what the forward pass kept, so that it is not there twice
         out = None
         both_passes()
-        memory = allocated_bytes(both_passes, grad_out.device)
-        figures |= zip(("peak_memory_bytes", "total_memory_bytes"), memory)
+        figures |= _memory(both_passes, grad_out.device)
         out = attention(*leaves)
     if kernel == "vectorized_torch_compiled":
         figures["became_sdpa"] = runs_sdpa(run)
     return run, figures
+
+
+def _memory(fn: Function, device: torch.device) -> dict[str, Any]:
+    return dict(zip(("peak_memory_bytes", "total_memory_bytes"), allocated_bytes(fn, device)))
 
 
 def _prepare_graph(
@@ -462,8 +465,7 @@ def _prepare_graph(
             run()
         if case.direction == "forward":
             # a replay allocates nothing: its memory is the call's
-            memory = allocated_bytes(run, inputs[0].device)
-            figures |= zip(("peak_memory_bytes", "total_memory_bytes"), memory)
+            figures |= _memory(run, inputs[0].device)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         run()

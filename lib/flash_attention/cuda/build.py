@@ -49,7 +49,10 @@ def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
 
 
 def _read_cache(file: str) -> bytes | None:
-    """What was compiled, if it is in the cache and whole: a file begins with its own hash."""
+    """Return the compiled kernel, or None if it is missing or damaged.
+
+    A file begins with the SHA-256 hash of what follows.
+    """
     with contextlib.suppress(OSError):
         content = (cache_folder() / file).read_bytes()
         digest, image = content[:32], content[32:]
