@@ -324,6 +324,10 @@ CLIP = Exercise(
             "    norm = (square + vector.square().sum()).sqrt()",
             "    norm = ranks.all_reduce(shard.norm()) + vector.norm()",
         ),
+        "the shards themselves are added up over the ranks; add their squares": (
+            "ranks.all_reduce(shard.square().sum())",
+            "ranks.all_reduce(shard).square().sum()",
+        ),
         "shard and vector are each clipped by their own norm; take one norm of both": (
             "    norm = (square + vector.square().sum()).sqrt()\n"
             "    factor = min(1.0, max_norm / norm)\n"

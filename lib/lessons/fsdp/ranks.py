@@ -17,12 +17,13 @@ def train_attempt(source: str, name: str, steps: int) -> Tensor:
     whole, parts = mlp_case(d_ff, ranks.count)
     shard = whole.chunk(ranks.count)[ranks.number].clone()
     x, target = (part.chunk(ranks.count)[ranks.number] for part in parts)
-    with torch.no_grad():
-        for _ in range(steps):
-            y, backward = attempt(x, shard, d_ff, ranks)
-            _, gradient = backward(2 * (y - target) / y.numel())
+    for _ in range(steps):
+        # an attempt may compute the block again by autograd
+        y, backward = attempt(x, shard, d_ff, ranks)
+        _, gradient = backward(2 * (y.detach() - target) / y.numel())
+        with torch.no_grad():
             shard -= 0.1 * gradient
-    return ranks.all_gather(shard)
+    return ranks.all_gather(shard.detach())
 
 
 def mlp_case(d_ff: int, count: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -238,6 +238,24 @@ def test_an_answer_may_use_helpers_and_modules_of_the_notebook(capsys):
     assert capsys.readouterr().out.startswith("right")
 
 
+def computing_again(x, shard, d_ff, ranks):
+    def forward(x, whole):
+        w1, w2 = whole.chunk(2)
+        return (x @ w1.view(d_ff, -1).T).relu() @ w2.view(-1, d_ff).T
+
+    def backward(grad_y):
+        inputs = x.detach().requires_grad_(), ranks.all_gather(shard).requires_grad_()
+        grad_x, grad_whole = torch.autograd.grad(forward(*inputs), inputs, grad_y)
+        return grad_x, ranks.reduce_scatter(grad_whole) / ranks.count
+
+    return forward(x, ranks.all_gather(shard)), backward
+
+
+def test_backward_may_compute_the_block_again_by_autograd(capsys):
+    check_sharded_mlp(computing_again)
+    assert capsys.readouterr().out.startswith("right")
+
+
 NEEDED = 1.0
 
 
