@@ -248,6 +248,14 @@ BACKWARD_ROOFLINE = Exercise(
             "5 * 2 * pairs",
             "4 * 2 * pairs",
         ),
+        "fused attention moves seven tensors; it reads five and writes three": (
+            "8 * e * tokens * d",
+            "7 * e * tokens * d",
+        ),
+        "fused attention counts one FLOP for each term of its sums; it is two": (
+            "5 * 2 * pairs",
+            "5 * pairs",
+        ),
         "fused attention moves the scores; it keeps them on the chip": (
             "8 * e * tokens * d)",
             "8 * e * tokens * d + 2 * e * pairs)",
@@ -623,6 +631,14 @@ STEP_MS = Exercise(
         "the times of FLOPs and of bytes are added up; the longer of the two counts": (
             "max(2 * m * k * n / limits.flops_per_s, moved / limits.bytes_per_s)",
             "(2 * m * k * n / limits.flops_per_s + moved / limits.bytes_per_s)",
+        ),
+        "the bytes of the head's matmuls are left out; the longer of the two times counts": (
+            "max(2 * m * k * n / limits.flops_per_s, moved / limits.bytes_per_s)",
+            "(2 * m * k * n / limits.flops_per_s)",
+        ),
+        "CPU and GPU are swapped; on a GPU the longer of host and device counts": (
+            "if on_gpu",
+            "if not on_gpu",
         ),
         "the head counts numbers, and not bytes; multiply by e": ("moved = e * (", "moved = ("),
         "host and device are added up on a GPU, too; there they work at the same time": (
