@@ -360,6 +360,12 @@ ATTENTION = Exercise(
         ),
         "hidden scores become 0, and exp(0) is 1; set them to -inf": ("-math.inf", "0"),
         "a query does not see its own key; key j is seen when j ≤ i": ("tril()", "tril(-1)"),
+        # as above, but with the workbook's softmax, whose rows without a key are zeros
+        "a query sees the keys before it but not its own; key j is seen when j ≤ i": (
+            "tril()\n    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)",
+            "tril(-1)\n    weights = scores.masked_fill(~visible, -math.inf)"
+            ".softmax(-1).nan_to_num()",
+        ),
         "each query sees the keys from its own on; it should see those up to its own": (
             "tril()",
             "triu()",
@@ -377,7 +383,7 @@ ATTENTION = Exercise(
             ".transpose(1, 2).flatten(-2)  # (batch, length, d_model)",
             ".reshape(x.shape)",
         ),
-        "query heads take turns with the shared keys; neighbors form a group, so use "
+        "neighboring query heads get different keys; they form a group that shares one, so use "
         "repeat_interleave, and not repeat": (
             "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
             "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)",
@@ -438,6 +444,10 @@ ROTATE = Exercise(
             "(a * cos - b * sin, a * sin + b * cos)",
             "(a * cos + b * sin, b * cos - a * sin)",
         ),
+        "a sign is wrong in the first coordinate; it is a cos - b sin": (
+            "a * cos - b * sin",
+            "a * cos + b * sin",
+        ),
         "a sign is wrong in the second coordinate; it is a sin + b cos": (
             "a * sin + b * cos",
             "a * sin - b * cos",
@@ -462,6 +472,7 @@ ROTATE = Exercise(
             "torch.arange(length)[:, None]",
             "torch.arange(1, length + 1)[:, None]",
         ),
+        "theta is 10,000 whatever is given; take the argument": ("theta **", "10_000.0 **"),
         "all pairs rotate at the speed of the first one": (
             "[:, None] * frequencies",
             "[:, None] * frequencies**0",

@@ -185,6 +185,10 @@ LOOP_MISTAKES = {
         "            loss.backward()",
         "            optimizer.zero_grad()\n            loss.backward()",
     ),
+    "no loss is divided by accumulate, so losses and gradients are sums; divide before backward": (
+        "model.loss(x, y) / accumulate",
+        "model.loss(x, y)",
+    ),
     "gradients of the small batches are added up but not divided by their number": (
         "loss.backward()",
         "(loss * accumulate).backward()",
@@ -218,6 +222,10 @@ LOOP_MISTAKES = {
     "each loss is that of the last small batch alone; return the mean of all": (
         "losses.append(total)",
         "losses.append(loss.item() * accumulate)",
+    ),
+    "every update has the first learning rate; each has its own": (
+        'group["lr"] = rate',
+        'group["lr"] = rates[0]',
     ),
     "the learning rate is never set, so no weight moves": ('group["lr"] = rate', "pass"),
     "this is AdamW; the task asks for SGD": ("torch.optim.SGD", "torch.optim.AdamW"),
@@ -269,6 +277,10 @@ STORY_BITS = Exercise(
         "every different text counts as equally likely; count the sides that show the same": (
             "len(options) / options.count(shown)",
             "len(set(options))",
+        ),
+        "the share is taken of the different texts; take it of all sides": (
+            "len(options) /",
+            "len(set(options)) /",
         ),
         "this is the number of sides that show the same; the share of them is what counts": (
             "len(options) / options.count(shown)",
@@ -605,6 +617,10 @@ DECODE = Exercise(
             "        q, k, v =",
             "        if position >= len(prompt):\n            model.qkv(tokens[0], 0)\n"
             "        q, k, v =",
+        ),
+        "only the prompt's last token is read; those before it belong in the cache too": (
+            "tokens, keys, values = list(prompt)",
+            "prompt = prompt[-1:]\n    tokens, keys, values = list(prompt)",
         ),
         "the prompt's last token is computed twice; its first output already gives a new token": (
             "        q, k, v =",
