@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -106,7 +107,8 @@ class Run:
     """How often the block that runs most often runs."""
 
     too_much: int
-    """0: at most half of a plain loop's peak; else its percentage, to the nearest 5."""
+    """0: at most half of a plain loop's peak; else how far above, in steps so coarse that the
+    learner's `Checkpoint` and PyTorch's come out the same."""
 
     percent: float = field(compare=False)
     """The peak, of a plain loop's."""
@@ -169,7 +171,7 @@ def judged(forward: Callable) -> Callable[[Stack], Any]:
         percent = 0.0
         if result.requires_grad:
             percent = 100 * peak_bytes(forward, blocks, x) / peak_bytes(plain, blocks, x)
-        too_much = 0 if percent <= 50 else 5 * round(percent / 5)
+        too_much = bisect.bisect_left([50, 63, 75, 95], percent)
         wrong = (wrong_result, tuple(dict.fromkeys(missing)), wrong_gradients)
         return Run(*wrong, most_runs, too_much, percent)
 

@@ -259,6 +259,50 @@ def test_too_much_memory_is_told_as_a_number():
     assert "It looks as if the stack is two checkpoints" in text
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """As notebook 04 writes it; it holds the gradients a little longer than PyTorch's."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        y.backward(gradient)
+        return None, x.grad
+
+
+def own_halves(blocks, x):
+    half = len(blocks) // 2
+    x = OwnCheckpoint.apply(nn.Sequential(*blocks[:half]), x)
+    return OwnCheckpoint.apply(nn.Sequential(*blocks[half:]), x)
+
+
+def own_every_second(blocks, x):
+    for index, block in enumerate(blocks):
+        x = block(x) if index % 2 else OwnCheckpoint.apply(block, x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("attempt", "mistake"),
+    [
+        (own_halves, "the stack is two checkpoints"),
+        (own_every_second, "only every second block is in a checkpoint"),
+        (lambda blocks, x: OwnCheckpoint.apply(nn.Sequential(*blocks), x), "the whole stack is"),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_too_few_checkpoints_are_named_with_the_notebooks_own(attempt, mistake, seed):
+    assert mistake in verdict(FORWARD, judged(attempt), seed=seed)
+
+
 def added_to_x(blocks, x):
     for block in blocks:
         x = checkpoint(block, x, use_reentrant=False) + x
