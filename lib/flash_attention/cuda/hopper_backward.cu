@@ -9,9 +9,14 @@
 //
 // Two warpgroups multiply. Each computes the 64 rows of Sᵀ and dPᵀ of its own keys: Pᵀ and dSᵀ are then
 // in the registers where dV and dK, which stay in registers too, need them as left operands. A part of
-// dQ needs the dS of all 128 keys, so dS goes through shared memory, and each of the warpgroups
-// computes half of the part. Blocks of other keys add to the same dQ. Its float32 sums are in memory:
-// a warpgroup leaves its half in shared memory, and the copy engine adds it.
+// dQ needs the dS of all 128 keys, so dS goes through shared memory. Blocks of other keys add to the
+// same dQ. Its float32 sums are in memory: a half of a part is left in shared memory, and the copy engine
+// adds it.
+//
+// With heads of 128 each of the warpgroups computes half of the part, so they wait for each other in
+// every step. With heads of 64, where exponentials take longer for the same matmuls, the second one
+// computes all of it, and the first never waits for the second: they come apart, and the exponentials of
+// one run under the matmuls of the other.
 //
 // A third warpgroup does not multiply: one of its warps loads tiles, another one starts the additions.
 // The order of additions differs from run to run, and with it the last bits of dQ.
@@ -24,6 +29,7 @@ constexpr int OWN_KEYS = 64;          // of a warpgroup
 constexpr int READERS = 2;            // warpgroups that multiply
 constexpr int STAGES = 2;             // tiles of Q, dO, dS and dQ in shared memory at a time
 constexpr int TILES = DIM / COLUMNS;  // of 64 columns, for each tile of Q, dO, K and V
+constexpr bool APART = TILES == 1;     // whether the second warpgroup computes all of dQ
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // A warpgroup's half of a part of dQ: 64 of 128 queries, or 64 of 128 columns
@@ -44,10 +50,11 @@ constexpr int K_FULL = DELTA_AT + STAGES * QUERIES * 4, K_EMPTY = K_FULL + 8;
 constexpr int V_FULL = K_EMPTY + 8, V_EMPTY = V_FULL + 8;
 constexpr int Q_FULL = V_EMPTY + 8, Q_EMPTY = Q_FULL + 8 * STAGES;
 constexpr int GRAD_OUT_FULL = Q_EMPTY + 8 * STAGES, GRAD_OUT_EMPTY = GRAD_OUT_FULL + 8 * STAGES;
-static_assert(GRAD_OUT_EMPTY + 8 * STAGES == SHARED_BYTES, "as the host has it");
+constexpr int GRAD_S_FULL = GRAD_OUT_EMPTY + 8 * STAGES;  // of the first warpgroup
+static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
 
 // Named barriers; those of a warpgroup have its number added
-enum { BOTH = 1, HALF_EMPTY = 2, HALF_FULL = 4, OUTPUT_WRITTEN = 6 };
+enum { BOTH = 1, HALF_EMPTY = 2, HALF_FULL = 4, OUTPUT_WRITTEN = 6, GRAD_S_WRITTEN = 8 };
 
 struct Rows {
     const unsigned short* data;
@@ -378,16 +385,33 @@ DEVICE void release(unsigned barrier) {
     if (lane() == 0) arrive(barrier);
 }
 
-DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, int part, Step& step,
-                         int index) {
-    int first_key = work.key_tile * KEYS + part * OWN_KEYS;
-    unsigned k = memory + K_AT + part * OWN_KEYS * ROW_BYTES;
-    unsigned v = memory + V_AT + part * OWN_KEYS * ROW_BYTES;
-    // this warpgroup's half of dQ: some of its columns, or of its rows
-    unsigned k_columns = memory + K_AT + (TILES == 1 ? 0 : part * KEY_TILE);
-    int grad_s_rows = TILES == 1 ? part * 64 * ROW_BYTES : 0;
+// dS is there for those who multiply it with K. The first warpgroup comes back to its place only after
+// the second has read it: both stages of Q are taken until then.
+template <int PART>
+DEVICE void share_grad_s(unsigned memory, const Step& step) {
+    publish_stores();
+    if (!APART) {
+        meet(BOTH, READERS * WARPGROUP);
+    } else if (PART == 0) {
+        release(memory + GRAD_S_FULL + 8 * step.stage);
+    } else {
+        meet(GRAD_S_WRITTEN, WARPGROUP);
+        wait(memory + GRAD_S_FULL + 8 * step.stage, step.parity);
+    }
+}
 
-    float grad_k[D][4], grad_v[D][4], grad_q[COLUMNS / 8][4], scores[N][4], grad_p[N][4];
+template <int PART>
+DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, Step& step,
+                         int index) {
+    constexpr int HALVES = APART ? 2 * PART : 1, FIRST_HALF = APART ? 0 : PART;  // of parts of dQ
+    int first_key = work.key_tile * KEYS + PART * OWN_KEYS;
+    unsigned k = memory + K_AT + PART * OWN_KEYS * ROW_BYTES;
+    unsigned v = memory + V_AT + PART * OWN_KEYS * ROW_BYTES;
+    // a half of dQ: some of its columns, or of its rows
+    constexpr int NEXT_COLUMNS = TILES == 1 ? 0 : KEY_TILE, NEXT_ROWS = TILES == 1 ? 64 * ROW_BYTES : 0;
+
+    float grad_k[D][4], grad_v[D][4], grad_q[HALVES ? HALVES : 1][COLUMNS / 8][4];
+    float scores[N][4], grad_p[N][4];
     unsigned p[N / 2][4], grad_s[N / 2][4];
     set_zero(grad_k);
     set_zero(grad_v);
@@ -418,24 +442,43 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         keep(grad_p);
         to_grad_s(grad_p, scores, own_numbers + DELTA_AT);
         to_operand(grad_s, grad_p);
-        store_grad_s(grad_s, grad_s_tiles + part * QUERY_TILE);
-        // dV; dQ once dS is there for both warpgroups; dK, which still runs when the next step begins
+        store_grad_s(grad_s, grad_s_tiles + PART * QUERY_TILE);
+        // dV; dQ once dS is there for both warpgroups; dK, which still runs when the next step begins.
+        // A matmul with an operand in registers holds the warp: whoever waits for dS hears before that.
+        if (APART && PART == 0) share_grad_s<PART>(memory, step);
         issue(grad_v, p, grad_out);
-        publish_stores();
-        meet(BOTH, READERS * WARPGROUP);
-        issue_grad_q(grad_q, grad_s_tiles + grad_s_rows, k_columns);
+        if (HALVES) share_grad_s<PART>(memory, step);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+            issue_grad_q(grad_q[h], grad_s_tiles + (FIRST_HALF + h) * NEXT_ROWS,
+                         memory + K_AT + (FIRST_HALF + h) * NEXT_COLUMNS);
         issue(grad_k, grad_s, q);
         wait_for_matmuls<1>();
         keep(p);
         release(memory + GRAD_OUT_EMPTY + 8 * step.stage);
-        hand_over(grad_q, half_place(memory, step, part), part);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            int half = FIRST_HALF + h;
+            hand_over(grad_q[h], half_place(memory, step, half), half);
+        }
     }
     wait_for_matmuls<0>();
     keep(grad_k);
     keep(grad_v);
     release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
     release(memory + K_EMPTY);
-    store_grads(grad_k, grad_v, args, work, memory, part);
+    store_grads(grad_k, grad_v, args, work, memory, PART);
+}
+
+// The items of a warpgroup that multiplies.
+template <int PART>
+DEVICE void multiply_items(const Backward& args, unsigned memory, Step& step) {
+    int num_items = num_own_items(args);
+    for (int i = 0; i < num_items; ++i) {
+        Work work(args, i);
+        step.begin(args, work);
+        multiply_all<PART>(args, work, memory, step, i);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
@@ -452,6 +495,7 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
             make_barrier(memory + GRAD_OUT_FULL + 8 * i, 1);
             make_barrier(memory + Q_EMPTY + 8 * i, READERS * 4);
             make_barrier(memory + GRAD_OUT_EMPTY + 8 * i, READERS * 4);
+            make_barrier(memory + GRAD_S_FULL + 8 * i, 4);
         }
         publish_barriers();
     }
@@ -476,13 +520,12 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
                 add_grad_q(args, work, memory, step, i + 1 == num_items);
             }
         }
+    } else if (warp < 8) {
+        take_registers<APART ? 224 : 240>();
+        multiply_items<0>(args, memory, step);
     } else {
-        take_registers<240>();
-        for (int i = 0; i < num_items; ++i) {
-            Work work(args, i);
-            step.begin(args, work);
-            multiply_all(args, work, memory, warp / 4 - 1, step, i);
-        }
+        take_registers<APART ? 256 : 240>();
+        multiply_items<1>(args, memory, step);
     }
 }
 

@@ -48,7 +48,7 @@ class Tiles:
         keys = 2 * tiles * KEYS * row
         queries = 2 * tiles * self.queries * row + self.queries * 2 * KEYS + 2 * ROWS * COLUMNS * 4
         numbers = 2 * self.queries * 4
-        return keys + STAGES * (queries + numbers) + 8 * (4 + 4 * STAGES)
+        return keys + STAGES * (queries + numbers) + 8 * (4 + 5 * STAGES)
 
     def constants(self, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> dict[str, int]:
         """The macros of the source."""

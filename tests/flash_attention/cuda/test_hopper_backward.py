@@ -121,8 +121,9 @@ def test_the_launcher_deals_tiles_out_and_writes_every_gradient(lengths, monkeyp
 
 # A text of the source, what is there instead, and what the emulator then says.
 FAULTS = [
-    ("take_registers<240>", "take_registers<248>", "more registers than the block has"),
+    ("APART ? 224", "APART ? 232", "more registers than the block has"),
     ("keep(grad_q);\n", "keep(grad_q); return;\n", "all threads wait"),
+    ("release(memory + GRAD_S_FULL + 8 * step.stage);", ";", "all threads wait"),
     (
         "publish_stores();\n    announce(HALF_FULL",
         "announce(HALF_FULL",
@@ -153,7 +154,7 @@ def test_the_kernel_fits_the_chip(tiles, is_causal, tmp_path):
     report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     # the assembler gave every matmul a wait of its own
     assert "serialized" not in report
-    # the warps that load have few registers
+    # the warps that load have few registers, and at 64 the first warpgroup gives some to the second
     spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", report)]
     assert len(spilled) == 3
-    assert max(spilled) <= 120
+    assert max(spilled) <= 160
