@@ -265,15 +265,17 @@ class Tile:
         return value(self.array.copy())
 
     def store(self, x: "Value") -> None:
-        me = this()
+        me, whole = this(), self.whole
         me.pause()
-        check(self not in me.missing, f"{self.name} is written before a {me.missing.get(self)}")
-        self.begin_write()
+        # what is missing after another part of the tile was written is a fence, for both
+        missing = me.missing.get(whole, "fence")
+        check(missing == "fence", f"{whole.name} is written before a {missing}")
+        whole.begin_write()
         self.array[:] = x
         # matmuls of others may read it once they have waited for a barrier that comes after
-        self.copies += 1
-        me.known[self] = self.copies
-        me.missing[self] = "fence"
+        whole.copies += 1
+        me.known[whole] = whole.copies
+        me.missing[whole] = "fence"
 
 
 class Shared:

@@ -265,12 +265,19 @@ def load_queries(args, batch, head, query_tile, slot):
 
 
 @gluon.jit
-def store_tile(desc, coordinates, tile, x):
-    """Start the copy of x to global memory by way of a tile in shared memory."""
+def store_tile(desc, coordinates, tile, x, rest=None):
+    """Start the copy of x, with `rest` beside it, to global memory through a tile in shared memory.
+
+    Columns of the tile past both must lie past the end of the tensor.
+    """
     # the previous copy out of the tile must be done
     tma.store_wait(0)
     barrier()
-    tile.store(x.to(tile.dtype))
+    if rest is None:
+        tile.store(x.to(tile.dtype))
+    else:
+        tile.slice(0, x.shape[1], 1).store(x.to(tile.dtype))
+        tile.slice(x.shape[1], rest.shape[1], 1).store(rest.to(tile.dtype))
     fence_async_shared()
     barrier()
     tma.async_copy_shared_to_global(desc, coordinates, tile)
@@ -291,20 +298,19 @@ def is_wide(columns):
 
 
 @gluon.constexpr_function
-def num_parts(width, head_dim):
-    """In how many matmuls `times_transposed` multiplies."""
-    return 3 if is_wide(width) and head_dim <= 192 else 1
+def ends_in_zeros(width, head_dim):
+    """Whether the last 64 columns of a wide tile are zeros, so that matmuls leave them out."""
+    return is_wide(width) and head_dim <= 192
 
 
 @gluon.jit
 def times_transposed(a, b, start, CONFIG: gl.constexpr, HAS_START: gl.constexpr = False):
     """Issue a bᵀ, added to `start` if HAS_START, without the last 64 columns if all are zeros."""
-    PARTS: gl.constexpr = num_parts(b.shape[1], CONFIG.HEAD_DIM)
     acc = start
-    if PARTS == 1:
+    if not ends_in_zeros(b.shape[1], CONFIG.HEAD_DIM):
         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=HAS_START, is_async=True)
     else:
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(3):
             left, right = a.slice(64 * part, 64, 1), b.slice(64 * part, 64, 1)
             acc = warpgroup_mma(
                 left, right.permute((1, 0)), acc, use_acc=HAS_START or part > 0, is_async=True
