@@ -201,8 +201,8 @@ PLANTED = {
         "more bytes than expected|is read before the wait",
     ),
     "what was written is copied without a fence": (
-        "    tile.store(x.to(tile.dtype))\n    fence_async_shared()\n",
-        "    tile.store(x.to(tile.dtype))\n",
+        "    fence_async_shared()\n    barrier()\n    tma.async_copy_shared_to_global(desc",
+        "    barrier()\n    tma.async_copy_shared_to_global(desc",
         "copied before a fence|announced before a fence",
     ),
     "a tile is written while it is copied": (
