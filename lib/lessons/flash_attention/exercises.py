@@ -644,6 +644,13 @@ HEAD_MISTAKES = {
         "delta_ptr + query",
     ),
 }
+UNMASKED_MISTAKES = {
+    f"{name} is loaded without a mask; queries beyond the last need mask=query < n, other=0.0": (
+        f"{name}_ptr + head + query, mask=query < n, other=0.0",
+        f"{name}_ptr + head + query",
+    )
+    for name in ("lse", "delta")
+}
 QUERIES_TASK = KernelTask(solutions.backward_queries, ("grad_q",), "k")
 BACKWARD_QUERIES = kernel_exercise(
     gradient_of_queries,
@@ -666,6 +673,7 @@ BACKWARD_QUERIES = kernel_exercise(
             LOADED.format(""),
         ),
         **HEAD_MISTAKES,
+        **UNMASKED_MISTAKES,
         "hidden scores are 0, and so their weights are not; mask P, with 0": (
             "p = tl.exp(scores - lse[:, None])\n"
             "        p = tl.where(key[None, :] <= query[:, None], p, 0.0)",
@@ -726,6 +734,7 @@ BACKWARD_KEYS = kernel_exercise(
             LOADED.replace("    delta", "        delta").format(""),
         ),
         **HEAD_MISTAKES,
+        **UNMASKED_MISTAKES,
         "what belongs to queries beyond the last is loaded without other=0.0; lanes that are off "
         "hold anything, also NaN, and 0 · NaN is NaN": (
             "lse_ptr + head + query, mask=query < n, other=0.0",
@@ -895,7 +904,10 @@ BACKWARD_LAUNCHES = {
         "return grad_q, grad_k, grad_v",
         "return grad_k, grad_v, grad_q",
     ),
-    "dK and dV are passed in each other's place": ("grad_k, grad_v, n", "grad_v, grad_k, n"),
+    "dK and dV are swapped, in the launch or in what is returned": (
+        "grad_k, grad_v, n",
+        "grad_v, grad_k, n",
+    ),
     "the scale is the root of D; it is 1 over that": ("D**-0.5", "D**0.5"),
     "the axes of the grid are exchanged: tiles come first, then heads": (
         "(triton.cdiv(n, 16), heads)",

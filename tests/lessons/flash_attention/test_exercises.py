@@ -205,6 +205,21 @@ def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
     assert "grad_k, (1 heads" in verdict_on("return grad_q, grad_k", "return grad_q, grad_q")
 
 
+@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("loaded", ["lse", "delta"])
+def test_a_load_without_a_mask_is_named(name, loaded):
+    address = f"{loaded}_ptr + head + query"
+    text = wrong(name, f"{address}, mask=query < n, other=0.0", address)
+    assert f"{loaded} is loaded without a mask" in text
+
+
+def test_gradients_that_are_returned_in_the_wrong_order_are_named():
+    order = ("return grad_q, grad_k, grad_v", "return grad_q, grad_v, grad_k")
+    attempt = edited(solutions_triton.attention_backward, *order)
+    text = verdict(exercises.BACKWARD, exercises.launching(attempt), seed=0)
+    assert "dK and dV are swapped" in text
+
+
 def test_pythons_maximum_of_tiles_is_named():
     assert "Python's max cannot compare tiles" in wrong("FORWARD", "tl.maximum(m", "max(m")
 
