@@ -1,10 +1,6 @@
 """Sizes, bandwidths and latencies of GPUs and a CPU, as a table and as a drawing.
 
-Sources. Sizes, bandwidths and peaks: NVIDIA's data sheets, and its white papers of the Turing,
-Ampere and Hopper architectures; Intel's page of the Xeon E5-2690 v4; the H200's L2, as PyTorch
-reports it on one. Bandwidth of that L2: gpu-benches (`gpu-l2-cache/h200.txt`). Latencies of L1, L2
-and memory: gpu-benches (`gpu-latency/a100_80.txt` and `h100_pcie.txt`); of shared memory, rounded:
-Luo et al. (2024).
+SOURCES says where each number comes from.
 """
 
 from __future__ import annotations
@@ -42,20 +38,74 @@ class Chip:
     """In matmuls, on tensor cores."""
 
 
-CPU = Chip("Xeon E5-2690 v4", 14, None, 32, 35, None, 77, 1.2, None)
+# Cores, and GHz at base clock; two units per core, each with an FMA (2 FLOP) of 8 float32 numbers.
+CPU_CORES, CPU_GHZ, CPU_FLOP_PER_CYCLE = 14, 2.6, 2 * 8 * 2
+CPU_TFLOPS = CPU_CORES * CPU_GHZ * CPU_FLOP_PER_CYCLE / 1000
+CPU = Chip("Xeon E5-2690 v4", CPU_CORES, None, 32, 35, None, 77, round(CPU_TFLOPS, 1), None)
 T4 = Chip("T4", 40, 256, 96, 4, 16, 320, 8.1, 65)
 A100 = Chip("A100 (80 GB, SXM)", 108, 256, 192, 40, 80, 2039, 19.5, 312)
 H100 = Chip("H100 (SXM)", 132, 256, 256, 50, 80, 3350, 67, 989)
 H200 = Chip("H200 (SXM)", 132, 256, 256, 60, 141, 4800, 67, 989)
 CHIPS = (CPU, T4, A100, H100, H200)
-# A level of memory -> its latency in cycles of this clock, measured on an H100 (PCIe).
-LATENCY_CYCLES = {"registers": 1, "shared memory": 30, "L2": 265, "HBM": 658}
+# A level of memory -> its latency in cycles of this clock; L2 and HBM measured on an H100 (PCIe).
+LATENCY_CYCLES = {"shared memory": 30, "L2": 265, "HBM": 658}
 CLOCK_GHZ = 1.755
 # Chip -> its clock in GHz, and cycles until a number is there: from L1, L2 and memory.
 LATENCIES = {
     "A100 (80 GB)": (1.41, 36, 211, 572),
     "H100 (PCIe)": (CLOCK_GHZ, 34, LATENCY_CYCLES["L2"], LATENCY_CYCLES["HBM"]),
 }
+BENCHES = "[gpu-benches](https://github.com/te42kyfo/gpu-benches)"
+# (numbers, document, where in it or how they follow from it)
+SOURCES = (
+    (
+        "Xeon: cores, L3, GB/s",
+        "Intel's specifications of the Xeon E5-2690 v4",
+        "Total Cores, Cache, Max Memory Bandwidth (76.8 GB/s)",
+    ),
+    (
+        "Xeon: L1",
+        "Intel's Optimization Reference Manual",
+        "cache parameters of Haswell and Broadwell",
+    ),
+    (
+        "Xeon: TFLOP/s",
+        "computed",
+        f"{CPU_CORES} cores × {CPU_GHZ} GHz (base clock) × {CPU_FLOP_PER_CYCLE} FLOP/cycle "
+        f"(2 units × 8 numbers × multiply and add) = {CPU_TFLOPS:.2f}",
+    ),
+    ("T4: memory, GB/s, TFLOP/s", "NVIDIA's T4 data sheet", "specifications"),
+    ("T4: SMs, registers, L1, L2", "NVIDIA's Turing white paper", "Tesla T4; the Turing SM"),
+    ("A100: memory, GB/s, TFLOP/s", "NVIDIA's A100 data sheet", "80 GB SXM, without sparsity"),
+    (
+        "A100: SMs, registers, L1, L2",
+        "NVIDIA's A100 white paper",
+        "table 4; Combined L1 Data Cache and Shared Memory",
+    ),
+    ("H100, H200: memory, GB/s, float32", "NVIDIA's H100 and H200 data sheets", "column SXM"),
+    (
+        "H100, H200: 989 TFLOP/s",
+        "NVIDIA's H100 and H200 data sheets",
+        "FP16 Tensor Core: 1,979 with sparsity; dense is half of that",
+    ),
+    (
+        "H100: SMs, registers, L1, L2; H200: the same but L2",
+        "NVIDIA's H100 white paper",
+        "table 3; Combined L1 Data Cache and Shared Memory",
+    ),
+    ("H200: L2, 60 MB", "PyTorch on an H200", "`get_device_properties().L2_cache_size`"),
+    ("H200: L2, 9.7 TB/s", BENCHES, "`gpu-l2-cache/h200.txt`, buffers of 10 to 40 MB"),
+    (
+        "A100, H100: clock; cycles of L1, L2, memory",
+        BENCHES,
+        "`gpu-latency/a100_80.txt` and `gpu-latency/h100_pcie.txt`",
+    ),
+    (
+        "cycles of shared memory, rounded",
+        "[Luo et al. (2024)](https://arxiv.org/abs/2402.13499)",
+        "latencies of the levels of memory",
+    ),
+)
 
 
 def show_chips() -> Markdown:
@@ -67,7 +117,19 @@ def show_chips() -> Markdown:
         row |= {"L2 or L3 (MB)": chip.cache_mb, "memory (GB)": chip.memory_gb}
         row |= {"GB/s": chip.bandwidth_gb_per_s, "float32 TFLOP/s": chip.float32}
         rows.append(row | {"float16 matmul TFLOP/s": chip.float16})
-    return show_table([{k: "–" if v is None else v for k, v in row.items()} for row in rows])
+    return show_table([{key: _plain(value) for key, value in row.items()} for row in rows])
+
+
+def _plain(value: object) -> object:
+    """A table's cell: a dash for None, and no zeros behind a float."""
+    if value is None:
+        return "–"
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def show_sources() -> Markdown:
+    """Show where each number of the tables and of the drawing comes from."""
+    return show_table([dict(zip(("numbers", "source", "where"), row)) for row in SOURCES])
 
 
 def show_latencies() -> Markdown:
@@ -89,8 +151,8 @@ def gpu_svg() -> str:
     """The drawing, on an opaque light card: it reads the same on light and dark pages."""
     parts = [_sm(24 + 244 * i, 62, number) for i, number in enumerate((0, 1, 131))]
     parts.append(_text(505, 176, "…", "name"))
-    l2 = "L2 cache, 60 MB: all SMs share it · about 9.7 TB/s · about 270 cycles"
-    hbm = "HBM, 141 GB: your tensors are here · 4.8 TB/s · about 660 cycles"
+    l2 = "L2 cache, 60 MB: all SMs share it · 9.7 TB/s up to about 40 MB · about 270 cycles*"
+    hbm = "HBM, 141 GB: your tensors are here · 4.8 TB/s · about 660 cycles*"
     parts += [_box(24, 316, 712, 48, "#fbe3b0", l2), _box(24, 398, 712, 60, "#f6d6c4", hbm)]
     for x in (134, 378, 622):
         parts.append(_arrow(x, 292, 314))
@@ -100,12 +162,12 @@ def gpu_svg() -> str:
     )
     foot = _text(
         24, 484, "Each program of a kernel runs on one SM. It sees no other program.", "note"
-    )
+    ) + _text(24, 504, "* Measured on an H100 (PCIe). Sizes and TB/s are those of an H200.", "note")
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 500" role="img" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 520" role="img" '
         f'aria-label="{html.escape(gpu_words())}" style="width:760px;max-width:none">'
         f"<style>{SVG_STYLE}</style>"
-        '<rect width="760" height="500" rx="10" fill="#FBFAF7" stroke="#D9D6CF"/>'
+        '<rect width="760" height="520" rx="10" fill="#FBFAF7" stroke="#D9D6CF"/>'
         f"{head}{''.join(parts)}{foot}</svg>"
     )
 
@@ -127,7 +189,7 @@ def _sm(x: int, y: int, number: int) -> str:
     boxes = (
         ("#d6eaf7", "4 tensor cores: matmuls"),
         ("#d6eaf7", "128 float32 units"),
-        ("#9fd3ef", "registers 256 KB · 1 cycle"),
+        ("#9fd3ef", "registers 256 KB"),
         ("#bfe0f5", "shared, L1 256 KB · 30 cycles"),
     )
     inner = [
