@@ -174,10 +174,11 @@ RING = Exercise(
         "you call the all-reduce that there is; make one of `send` and `receive`": (
             _call_the_collective
         ),
-        "each chunk goes straight to the rank that adds it up, and from there to all; in a ring a "
-        "rank sends only to its neighbor": _send_chunks_to_their_ranks,
-        "the second half begins again with this rank's own chunk; it goes on with the one that has "
-        "just become whole": (
+        "chunks go straight to the rank that adds them up, or sums straight to all ranks; in a "
+        "ring a rank sends only to its neighbor": _send_chunks_to_their_ranks,
+        "each chunk ends up as one rank's own, not as a sum: either what arrives is never added, "
+        "or the second half begins again with this rank's own chunk, not with the one just become "
+        "whole": (
             "(me - step) % n, (me - step - 1) % n",
             "(me - step % (n - 1)) % n, (me - step % (n - 1) - 1) % n",
         ),

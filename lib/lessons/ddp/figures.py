@@ -125,7 +125,7 @@ def draw_ring(figure: Figure, steps: Sequence[RingStep], number: int) -> None:
 
 
 def draw_timeline(axes: Axes, line: Timeline, *, title: str, end_ms: float | None = None) -> None:
-    """A step in two lanes, with the part of communication that is exposed in another colour.
+    """A step in two lanes, with the part of communication that is exposed in another color.
 
     Args:
         end_ms: where the time axis ends, so that several can be compared.
@@ -197,7 +197,7 @@ def draw_scaling(
 
 
 def draw_overlap(axes: Axes, prediction: ScalingPrediction, *, backward_ms: float) -> None:
-    """Backward and the all-reduces of its buckets over time, their exposed part in another colour.
+    """Backward and the all-reduces of its buckets over time, their exposed part in another color.
 
     `prediction` is of `lib.ddp.costs.predict_scaling` with the same `backward_ms`.
     """

@@ -84,6 +84,20 @@ def test_a_ring_may_go_the_other_way():
     assert verdict(RING, on_ring(attempt)).startswith("right")
 
 
+def test_a_ring_that_adds_nothing_is_not_said_to_add():
+    def attempt(tensor, ranks):
+        n, me = ranks.count, ranks.number
+        length = -(-len(tensor) // n)
+        chunks = list(torch.cat([tensor, torch.zeros(n * length - len(tensor))]).split(length))
+        for step in range(2 * (n - 1)):
+            ranks.send(chunks[(me - step) % n], (me + 1) % n)
+            into = (me - step - 1) % n
+            chunks[into] = ranks.receive((me - 1) % n, like=chunks[into])
+        return torch.cat(chunks)[: len(tensor)]
+
+    assert "either what arrives is never added, or" in verdict(RING, on_ring(attempt))
+
+
 def test_the_collective_is_not_a_ring():
     text = verdict(RING, on_ring(lambda tensor, ranks: ranks.all_reduce(tensor)))
     assert "collectives that rank 0 calls" in text
