@@ -456,6 +456,19 @@ ORDER = Exercise(
             '            events.append(("free", block))',
             "            pass",
         ),
+        "every block stays gathered until backward, which gathers none again; free each block but "
+        "the last once it has run forward": (
+            '            events.append(("free", block))\n    # backward\n'
+            "    for block in reversed(range(blocks)):\n        if block > 0:\n"
+            '            events.append(("gather", block - 1))\n',
+            "            pass\n    for block in reversed(range(blocks)):\n",
+        ),
+        "three blocks are gathered at once: one is gathered too early, or one is freed too late": (
+            '("forward", block))\n        if block + 1 < blocks:\n'
+            '            events.append(("free", block))',
+            '("forward", block))\n        if block > 0:\n'
+            '            events.append(("free", block - 1))',
+        ),
         "gradients are sent only after the whole backward pass": (
             '("reduce", block), ("free", block)]\n',
             '("free", block)]\n    events += [("reduce", b) for b in range(blocks)]\n',
@@ -628,6 +641,18 @@ BEST_SIZE = Exercise(
         "the last, shorter segment isn't counted at all; there are ⌈L/k⌉": (
             "-(-layers // size)",
             "layers // size",
+        ),
+        "the root of the formula is rounded down; weigh the whole numbers on both sides of it": (
+            "min(range(1, layers + 1), key=kept)",
+            "min(layers, max(1, int((layers * boundary / inside) ** 0.5)))",
+        ),
+        "one checkpoint around all layers is never tried; `range` stops before its end": (
+            "range(1, layers + 1)",
+            "range(1, layers)",
+        ),
+        "the bytes kept are returned, not the size that keeps the least": (
+            "min(range(1, layers + 1), key=kept)",
+            "min(map(kept, range(1, layers + 1)))",
         ),
         "the number of segments is returned, not the layers in one": (
             "min(range(1, layers + 1), key=kept)",
