@@ -74,17 +74,17 @@ def hosts_on_two_h100s() -> list[dict[str, Any]]:
 
 
 def steps_on_two_h100s() -> list[dict[str, Any]]:
-    """Milliseconds a step by model and way to run it; None for what was not run there."""
+    """Milliseconds a step by model and how its kernels start; None for what was not run."""
     rows: dict[Any, dict[str, Any]] = {}
     for record in _on_gpus("H100"):
         config, figures = record["config"], record["figures"]
         if config["model"] != "8b":
-            way = "CUDA graph" if config["cuda_graph"] else "launched"
+            way = "as a CUDA graph" if config["cuda_graph"] else "one by one"
             key = config["model"], config["tr_batch_size"], way
             rows.setdefault(key, {})[config["method"]] = figures["median_ms"]
     names = ("flashddp", "fsdp", "fsdp2")
     return [
-        {"model": model, "sequences a rank": sequences, "the step is": way}
+        {"model": model, "sequences a rank": sequences, "kernels start": way}
         | {name: found.get(name) for name in names}
         for (model, sequences, way), found in rows.items()
     ]

@@ -24,10 +24,10 @@ def test_failed_trainings_and_those_on_cpus_are_left_out(tmp_path, monkeypatch):
 
 def test_a_step_of_ours_on_h100s_stands_beside_fsdp2_and_as_a_graph_beside_ddp():
     rows = records.steps_on_two_h100s()
-    found = {(row["model"], row["the step is"]): row for row in rows}
+    found = {(row["model"], row["kernels start"]): row for row in rows}
     for model in ("large", "xl", "2.7b"):
-        assert found[model, "launched"]["fsdp"] < found[model, "launched"]["fsdp2"]
-    graph = found["large", "CUDA graph"]
+        assert found[model, "one by one"]["fsdp"] < found[model, "one by one"]["fsdp2"]
+    graph = found["large", "as a CUDA graph"]
     assert graph["fsdp2"] is None
     assert not any(row["model"] == "8b" for row in rows)
 
