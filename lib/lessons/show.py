@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import inspect
 import textwrap
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from lib.core.records import to_markdown
 from lib.lessons.explorer import explorer, markup
@@ -160,11 +162,21 @@ class WrappedText:
 
 
 def show_svg(svg: str) -> HTML:
-    """Show a drawing; on a phone it scrolls, since its text would be too small to read."""
+    """Show a drawing; on a phone it scrolls, since its text would be too small to read.
+
+    It is an image, with the words of its `aria-label` beside it: a notebook that JupyterLab does
+    not trust yet shows those, and of tags of SVG it would show only the texts, run together.
+    """
     from IPython.display import HTML
 
+    root = ElementTree.fromstring(svg)
+    words, style = (html.escape(root.get(name, "")) for name in ("aria-label", "style"))
+    data = base64.b64encode(svg.encode()).decode()
     # the keyboard scrolls only what it can reach
-    return HTML(f'<div style="overflow-x:auto" tabindex="0">{svg}</div>')
+    return HTML(
+        f'<div style="overflow-x:auto" tabindex="0"><img alt="{words}" style="{style}" '
+        f'src="data:image/svg+xml;base64,{data}"></div>'
+    )
 
 
 def show_growing(text: str) -> Callable[[int, str], None]:

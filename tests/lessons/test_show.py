@@ -1,5 +1,6 @@
 """Notebook outputs: boxes, the merge slider with its still form, excerpts, progress."""
 
+import base64
 import html
 import re
 from itertools import pairwise
@@ -17,6 +18,7 @@ from lib.lessons.show import (
     show_encoding,
     show_growing,
     show_source,
+    show_svg,
     show_tokens,
     visible,
 )
@@ -185,3 +187,16 @@ def test_progress_counts_bytes(capsys):
         progress(60)
         bar = progress.__self__
         assert (bar.n, bar.total, bar.unit) == (60, 100, "B")
+
+
+def test_a_drawing_is_an_image_with_words():
+    svg = (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9" aria-label="x &lt; &quot;y&quot;'
+        ' é" style="width:9px"><text>é</text></svg>'
+    )
+    shown = show_svg(svg).data
+    # JupyterLab keeps the texts of tags that it takes out of a notebook it does not trust
+    assert re.sub("<[^>]*>", "", shown) == ""
+    assert html.unescape(re.search('alt="([^"]*)"', shown)[1]) == 'x < "y" é'
+    assert 'style="width:9px"' in shown
+    assert base64.b64decode(re.search('base64,([^"]*)', shown)[1]).decode() == svg
