@@ -29,7 +29,7 @@ from lib.benchmarks.rank_training import (
     case_fields,
     check_choices,
 )
-from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory, synchronise
+from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory, synchronize
 from lib.core.records import Record
 from lib.core.settings import check
 from lib.ddp.process_group import gather_objects
@@ -171,7 +171,7 @@ class LmMatrix(Interleaved):
             allocate_workspaces(device)
             before = torch.cuda.memory_allocated(device)
             start(1)
-            synchronise(device)
+            synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             made[0].train(1)
         made[0].finish_warm_up(self.config, 2)

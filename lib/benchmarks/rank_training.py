@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lib.core import ranges as core_ranges
-from lib.core.allocator import synchronise, without_stderr
+from lib.core.allocator import synchronize, without_stderr
 from lib.core.hardware import DtypeName, local_results
 from lib.core.settings import check, check_fields
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
@@ -363,10 +363,10 @@ class Training:
     def timed_epoch(self) -> float:
         """Train for an epoch that all ranks start together, and return milliseconds per step."""
         barrier()
-        synchronise(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         self.train(self.case.steps_per_epoch)
-        synchronise(self.device)
+        synchronize(self.device)
         milliseconds = (time.perf_counter() - start) / self.case.steps_per_epoch * 1e3
         self.read_losses()
         return milliseconds
@@ -390,13 +390,13 @@ class Training:
             path = Path(folder) / "trace.json"
             with torch.profiler.profile(activities=[activity], schedule=schedule) as profiler:
                 self.train(1)
-                synchronise(self.device)
+                synchronize(self.device)
                 profiler.step()
                 dist.barrier(hosts)
                 is_cpu = self.device.type == "cpu"
                 with core_ranges.enabled() if is_cpu else contextlib.nullcontext():
                     self.train(steps)
-                synchronise(self.device)
+                synchronize(self.device)
                 profiler.step()
             profiler.export_chrome_trace(str(path))
             self.read_losses()

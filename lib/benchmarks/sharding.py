@@ -26,7 +26,7 @@ from lib.benchmarks.multi_rank import Interleaved, run_benchmark
 from lib.benchmarks.rank_training import Training
 from lib.benchmarks.sharding_cases import ShardingConfig, compare_with_base
 from lib.benchmarks.sharding_report import write_report
-from lib.core.allocator import allocate_workspaces, synchronise, without_stderr
+from lib.core.allocator import allocate_workspaces, synchronize, without_stderr
 from lib.core.records import Record
 from lib.ddp.process_group import gather_objects
 from lib.training.step import TrainStep
@@ -77,7 +77,7 @@ def measure_memory(
     """Make a training, run three steps, and return it with the bytes that it holds by itself.
 
     Counted from tensors between the third backward pass and the optimizer's step: `parameters`,
-    `gradients`, `optimizer_state`. Counted from allocations: `initialised`, before the first step;
+    `gradients`, `optimizer_state`. Counted from allocations: `initialized`, before the first step;
     in the third step `before_step` and `after_step` of the optimizer, `peak`, and `activations`,
     what the forward pass adds. The first step makes the optimizer's state and compiles, and in the
     second PyTorch's DDP rebuilds its buckets.
@@ -88,7 +88,7 @@ def measure_memory(
     with log.recording():
         # warm up
         training = make()
-        log.mark("initialised")
+        log.mark("initialized")
         training.train(2)
         _wait(training, device)
         # the step that is measured
@@ -104,7 +104,7 @@ def measure_memory(
 
 def _wait(training: Training, device: torch.device) -> None:
     """Wait for pending GPU work and all-gathers; gloo keeps copies until they finish."""
-    synchronise(device)
+    synchronize(device)
     if device.type == "cpu" and hasattr(training.step.optimizer, "wait_for_parameters"):
         training.step.optimizer.wait_for_parameters()
 

@@ -45,7 +45,7 @@ SHARDING_METHODS: dict[str, dict[str, Any]] = {
 BASE = "flashddp"
 # When bytes are counted -> the name that `RankMemory` has for it.
 MOMENTS = {
-    "initialised": "initialised",
+    "initialized": "initialized",
     "before_step": "before_step",
     "after_step": "between_steps",
     "peak": "peak",

@@ -83,7 +83,7 @@ MEMORY_COLUMNS = {
     "gradients": "gradients",
     "optimizer_state": "state",
     "activations": "activations",
-    "initialised": "initialised",
+    "initialized": "initialized",
     "before_step": "before the update",
     "after_step": "after it",
     "peak": "peak",

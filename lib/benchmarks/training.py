@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lib.benchmarks import training_cpu
 from lib.benchmarks.sections import Section, Table, measured_on, write_report
-from lib.core.allocator import synchronise
+from lib.core.allocator import synchronize
 from lib.core.figures import BLUE, ORANGE, SKY, house_figure, save_figure
 from lib.core.hardware import local_results, peak_flops, pick_device, pick_dtype
 from lib.core.records import Record, append_record, format_value, new_record, to_csv
@@ -270,11 +270,11 @@ def warm_up(
 
 def milliseconds_per_step(step: Callable[[], Any], steps: int, device: torch.device) -> float:
     """Average time of `steps` steps in ms, including the host's part."""
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    synchronise(device)
+    synchronize(device)
     return (time.perf_counter() - start) / steps * 1e3
 
 

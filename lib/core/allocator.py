@@ -17,7 +17,7 @@ Function = Callable[[], Any]
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until `device` has finished all work queued on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -63,11 +63,11 @@ def allocated_bytes(fn: Function, device: torch.device) -> tuple[int | None, int
         is known on CUDA only; both are None on other devices and while another profiler runs.
     """
     if device.type == "cuda":
-        synchronise(device)
+        synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         fn()
-        synchronise(device)
+        synchronize(device)
         total = torch.cuda.max_memory_allocated(device)
         return total - before, total
     if device.type != "cpu" or torch.autograd._profiler_enabled():
@@ -109,7 +109,7 @@ def _profiled(fn: Function, device: torch.device, **options: Any) -> list[Any]:
     activity = getattr(torch.profiler.ProfilerActivity, device.type.upper())
     with without_stderr(), torch.profiler.profile(activities=[activity], **options) as profiler:
         fn()
-        synchronise(device)
+        synchronize(device)
     return sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 

@@ -229,7 +229,7 @@ def show_excerpt(
     Args:
         file: relative to the workbook, whose folders of notebooks are one below it.
         line: the number of the first line of `source` in that file.
-        language: of its colours.
+        language: of its colors.
     """
     from IPython.display import Markdown
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lib.core.allocator import allocated_bytes, free_memory, is_out_of_memory, synchronise
+from lib.core.allocator import allocated_bytes, free_memory, is_out_of_memory, synchronize
 from lib.core.hardware import pick_device
 from lib.core.settings import require
 
@@ -167,7 +167,7 @@ def measure_interleaved(
                 if flush is not None:
                     flush()
                 candidate.take_sample()
-        synchronise(device)
+        synchronize(device)
         return [candidate.result() for candidate in candidates]
 
 
@@ -188,9 +188,9 @@ class _Candidate:
                 self.fn()
             self.memory = allocated_bytes(self.fn, self.device)
             while True:
-                synchronise(self.device)
+                synchronize(self.device)
                 read_ms = self._start_sample()
-                synchronise(self.device)
+                synchronize(self.device)
                 self.sample_ms = read_ms() * self.calls
                 if self.sample_ms >= min_sample_ms:
                     break
@@ -222,7 +222,7 @@ class _Candidate:
         start_ns = time.perf_counter_ns()
         for _ in range(self.calls):
             self.fn()
-        synchronise(self.device)
+        synchronize(self.device)
         milliseconds = (time.perf_counter_ns() - start_ns) / 1e6 / self.calls
         return lambda: milliseconds
 

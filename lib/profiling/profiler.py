@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lib.core import ranges
-from lib.core.allocator import synchronise, without_stderr
+from lib.core.allocator import synchronize, without_stderr
 from lib.core.files import ROOT, make_folder, write_atomically
 from lib.core.hardware import DtypeName, keep_freed_memory, pick_device, pick_dtype
 from lib.core.records import new_record, to_markdown
@@ -215,12 +215,12 @@ def trace_steps(
     with torch.profiler.profile(activities=activities) as profiler:
         # the first profiled step is slow; without ranges it does not count
         step(sequences, LEARNING_RATE)
-        synchronise(step.device)
+        synchronize(step.device)
         begin()
         with ranges.enabled():
             for _ in range(steps):
                 step(sequences, LEARNING_RATE)
-        synchronise(step.device)
+        synchronize(step.device)
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(plain))
@@ -405,10 +405,10 @@ def _run_for_nsys(
     step.config = train_config
     # records the CUDA graph, if there is one
     step(sequences, LEARNING_RATE)
-    synchronise(step.device)
+    synchronize(step.device)
     with ranges.enabled(nvtx=True):
         torch.cuda.profiler.start()
         for _ in range(steps):
             step(sequences, LEARNING_RATE)
-        synchronise(step.device)
+        synchronize(step.device)
         torch.cuda.profiler.stop()

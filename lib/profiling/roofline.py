@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from lib.core.allocator import synchronise
+from lib.core.allocator import synchronize
 from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
 from lib.core.hardware import DtypeName, local_results, pick_device, pick_dtype
 from lib.core.records import Record, append_record, new_record
@@ -292,11 +292,11 @@ def measure_call(
     returned, done = [], []
     fn()
     for _ in range(samples):
-        synchronise(device)
+        synchronize(device)
         start = time.perf_counter()
         fn()
         returned.append(time.perf_counter() - start)
-        synchronise(device)
+        synchronize(device)
         done.append(time.perf_counter() - start)
     return 1e3 * statistics.median(returned), 1e3 * statistics.median(done)
 

@@ -108,7 +108,7 @@ class RankMemory:
     """Whether the gradients' memory is kept between steps, as by PyTorch's DDP."""
 
     @property
-    def initialised(self) -> int:
+    def initialized(self) -> int:
         """Bytes held before the first step, which creates the optimizer state."""
         return self.between_steps - self.optimizer_state
 

@@ -94,7 +94,7 @@ def test_measured_bytes_are_those_of_the_formulas(figures_of):
         assert 0.97 * predicted["peak"] <= held["peak"] <= 1.03 * predicted["peak"] + late, method
         # gloo copies what DDP broadcasts, and what zero1 sends between two steps
         if method in ("none", "flashddp"):
-            assert held["initialised"] == pytest.approx(predicted["initialised"], rel=0.01)
+            assert held["initialized"] == pytest.approx(predicted["initialized"], rel=0.01)
         if method != "zero1":
             for kind in ("before_step", "after_step"):
                 assert 0.98 * predicted[kind] <= held[kind] <= 1.02 * predicted[kind] + late, (

@@ -51,7 +51,7 @@ def test_the_kernels_agree_with_the_reference(dtype, device):
 
 @ON_KERNEL_DEVICES
 def test_the_kernels_write_only_the_parameters(device):
-    # A view at an odd element is aligned to 4 bytes only, and has neighbours on both sides.
+    # A view at an odd element is aligned to 4 bytes only, and has neighbors on both sides.
     storage = torch.full((10_000,), math.nan, device=device)
     gradients = torch.ones(10_001, device=device)
     parts = [slice(1, 4200), slice(4201, 9999)]

@@ -191,9 +191,9 @@ def test_the_peak_is_at_an_end_of_backward_or_in_the_update(changes, peak):
 
 def test_moments_between_steps():
     memory = dataclasses.replace(MEMORY, averaged_gradients=9)
-    assert (memory.initialised, memory.before_step, memory.between_steps) == (10, 59, 50)
+    assert (memory.initialized, memory.before_step, memory.between_steps) == (10, 59, 50)
     stays = dataclasses.replace(memory, gradients_stay=True)
-    assert (stays.initialised, stays.before_step, stays.between_steps) == (30, 70, 70)
+    assert (stays.initialized, stays.before_step, stays.between_steps) == (30, 70, 70)
 
 
 @pytest.mark.parametrize("is_short", [False, True])

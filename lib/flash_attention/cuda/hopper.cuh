@@ -160,7 +160,7 @@ DEVICE void wait_until_read() {
 // Warp w of the four holds rows 16w to 16w + 15 of the left operand A and of the result C, as
 // fragments: with g = lane / 4 and t = lane % 4, a lane's c[i] are row g of the 16, columns 8i + 2t and
 // 8i + 2t + 1, then the same of row g + 8; and its a[i] are pairs of numbers of 16 bits: rows g and
-// g + 8, columns 16i + 2t and 16i + 2t + 1, then rows g and g + 8, columns 8 further. Two neighbours of
+// g + 8, columns 16i + 2t and 16i + 2t + 1, then rows g and g + 8, columns 8 further. Two neighbors of
 // C, rounded, so are one of A.
 
 // An operand in shared memory: where it begins, and how far apart its groups of eight rows are.

@@ -223,7 +223,7 @@ DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
     }
 }
 
-// The gradient of 64 rows before RoPE, from that after it; pairs are neighbours.
+// The gradient of 64 rows before RoPE, from that after it; pairs are neighbors.
 template <int N>
 DEVICE void unrotate(float (&x)[N][4], const Backward& args, int first_row, int first_column,
                      int num_rows) {

@@ -63,7 +63,7 @@ struct Tile {
     uint4* data;
 
     DEVICE uint4* at(int row, int chunk) const {
-        // in rows of 64 or 192 bytes two neighbours differ by half of 128 bytes already
+        // in rows of 64 or 192 bytes two neighbors differ by half of 128 bytes already
         constexpr int GROUP = CHUNKS % 8 ? 4 : 8;
         int swizzle = row / (8 / GROUP) % GROUP;
         return data + row * CHUNKS + chunk / GROUP * GROUP + (chunk % GROUP ^ swizzle);

@@ -343,7 +343,7 @@ def two_matmuls(a, b, c, d, LAYOUT: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def unrotate(x, first, cos_ptr, sin_ptr, num_rows, LAYOUT: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """The gradient of 64 rows before RoPE, from that after it; pairs are neighbours."""
+    """The gradient of 64 rows before RoPE, from that after it; pairs are neighbors."""
     HALF: gl.constexpr = HEAD_DIM // 2
     WIDTH: gl.constexpr = x.shape[1] // 2
     even, odd = gl.split(gl.reshape(x, [ROWS, WIDTH, 2]))  # (64, WIDTH) each

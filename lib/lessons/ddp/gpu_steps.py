@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.core.allocator import synchronise
+from lib.core.allocator import synchronize
 from lib.core.files import ROOT, make_folder
 from lib.core.records import append_record, new_record
 from lib.core.settings import require
@@ -181,14 +181,14 @@ def _measure(
 
 def _time_round(step: TrainStep, tokens: Tensor, hosts: dist.ProcessGroup) -> tuple[float, float]:
     """Milliseconds of a step, and of launching one on an idle GPU."""
-    synchronise(step.device)
+    synchronize(step.device)
     dist.barrier(hosts)
     start = time.perf_counter()
     step(tokens, LEARNING_RATE)
     launched = time.perf_counter()
     for _ in range(TIMED_STEPS - 1):
         step(tokens, LEARNING_RATE)
-    synchronise(step.device)
+    synchronize(step.device)
     end = time.perf_counter()
     step.read_log()
     return 1e3 * (end - start) / TIMED_STEPS, 1e3 * (launched - start)

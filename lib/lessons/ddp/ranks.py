@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.core import ranges
-from lib.core.allocator import synchronise, without_stderr
+from lib.core.allocator import synchronize, without_stderr
 from lib.core.hardware import keep_freed_memory
 from lib.core.ranges import annotate
 from lib.ddp.process_group import barrier, current_device, mean_over_ranks, rank
@@ -72,7 +72,7 @@ def time_runs(
             barrier()
             start = time.perf_counter()
             run()
-            synchronise(device)
+            synchronize(device)
             if turn >= 0:
                 times[name].append(1e3 * (time.perf_counter() - start))
     means = mean_over_ranks(torch.tensor(list(times.values()))).tolist()
@@ -97,14 +97,14 @@ def trace_of(
         with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
             for run in runs.values():
                 run()
-            synchronise(device)
+            synchronize(device)
             profiler.step()
             with ranges.enabled():
                 for name in [name for _ in range(turns) for name in runs for _ in range(at_once)]:
                     barrier()
                     with annotate(name):
                         runs[name]()
-                    synchronise(device)
+                    synchronize(device)
             profiler.step()
         if rank() > 0:
             return None

@@ -986,11 +986,11 @@ FRAGMENTS = Exercise(
             "left[g + i // 2 * 8",
             "left[2 * g + i // 2",
         ),
-        "a lane's columns of A are t and t + 4; they are neighbours, 2t and 2t + 1": (
+        "a lane's columns of A are t and t + 4; they are neighbors, 2t and 2t + 1": (
             "left[g + i // 2 * 8, 2 * t + i % 2]",
             "left[g + i // 2 * 8, t + i % 2 * 4]",
         ),
-        "a lane's rows of B are t and t + 4; they are neighbours, 2t and 2t + 1": (
+        "a lane's rows of B are t and t + 4; they are neighbors, 2t and 2t + 1": (
             "right[2 * t + i, g]",
             "right[t + i * 4, g]",
         ),

@@ -500,7 +500,7 @@ ORDER = Exercise(
 def _draw_uneven(generator: random.Random, size: int) -> tuple:
     blocks = 2 + generator.randint(1, 2 + size // 3)
     sizes = [generator.choice([1, 1, 2, 4]) for _ in range(blocks)]
-    # may be too small for two neighbours
+    # may be too small for two neighbors
     return sizes, max(sizes) + generator.choice([0, 1, 2, 4])
 
 

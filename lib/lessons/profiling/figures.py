@@ -133,7 +133,7 @@ def show_lines(
     ylabel: str,
     ticks: Sequence[float] | None = None,
 ) -> None:
-    """Show name -> {x: y} on logarithmic axes; `ticks`: where the x-axis is labelled."""
+    """Show name -> {x: y} on logarithmic axes; `ticks`: where the x-axis is labeled."""
     _, axes = plt.subplots(figsize=(7, 3.4))
     for name, points in lines.items():
         axes.loglog(list(points), list(points.values()), "o-", label=name)
