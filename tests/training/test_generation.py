@@ -208,7 +208,7 @@ def test_beyond_the_context_the_model_sees_the_documented_window(length):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, SAMPLING], ids=["greedy", "sampled"])
-def test_a_row_does_not_depend_on_its_neighbours(options):
+def test_a_row_does_not_depend_on_its_neighbors(options):
     model = make_model()
     alone = [generate(model, [prompt], max_new_tokens=20, **options)[0] for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_new_tokens=20, **options) == alone
