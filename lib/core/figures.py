@@ -1,7 +1,7 @@
 """The house style of figures: drawing in it, and saving with a description.
 
 The background is opaque, so that a figure reads the same on light and dark pages. The colors are
-those of Okabe and Ito (2008), distinct under any colour vision; series also differ by marker.
+those of Okabe and Ito (2008), distinct under any color vision; series also differ by marker.
 """
 
 import io

@@ -117,14 +117,10 @@ def show_chips() -> Markdown:
         row |= {"L2 or L3 (MB)": chip.cache_mb, "memory (GB)": chip.memory_gb}
         row |= {"GB/s": chip.bandwidth_gb_per_s, "float32 TFLOP/s": chip.float32}
         rows.append(row | {"float16 matmul TFLOP/s": chip.float16})
-    return show_table([{key: _plain(value) for key, value in row.items()} for row in rows])
-
-
-def _plain(value: object) -> object:
-    """A table's cell: a dash for None, and no zeros behind a float."""
-    if value is None:
-        return "–"
-    return f"{value:g}" if isinstance(value, float) else value
+    # no zeros behind a float
+    return show_table(
+        [{k: f"{v:g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    )
 
 
 def show_sources() -> Markdown:
