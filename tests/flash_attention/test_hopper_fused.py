@@ -26,6 +26,7 @@ CASES = [
     Case(193, 191, 40, heads=4, key_heads=1),
     Case(300, 200, 80, False, heads=4, key_heads=2),
     Case(257, 257, 96, scale=0.5),
+    Case(500, 500, 88, layout="tokens first"),
 ]
 
 

@@ -22,19 +22,17 @@
 // The order of additions differs from run to run, and with it the last bits of dQ.
 //
 // `prepare` comes first, and `finish` turns the sums into dQ.
-#include <hopper.cuh>
+#include <hopper_tiles.cuh>
 
 constexpr int KEYS = 128;             // of a block
 constexpr int OWN_KEYS = 64;          // of a warpgroup
 constexpr int READERS = 2;            // warpgroups that multiply
 constexpr int STAGES = 2;             // tiles of Q, dO, dS and dQ in shared memory at a time
-constexpr int TILES = DIM / COLUMNS;  // of 64 columns, for each tile of Q, dO, K and V
 constexpr bool APART = TILES == 1;     // whether the second warpgroup computes all of dQ
-constexpr float LOG2_E = 1.4426950408889634f;
 
 // A warpgroup's half of a part of dQ: 64 of 128 queries, or 64 of 128 columns
 constexpr int HALF_BYTES = 64 * COLUMNS * 4;
-static_assert(QUERIES * DIM == 2 * 64 * COLUMNS, "two halves");
+static_assert(QUERIES * TILES == 2 * 64, "two halves");
 
 // Shared memory: tiles of 64 columns, halves of dQ, numbers of queries, barriers
 constexpr int KEY_TILE = KEYS * ROW_BYTES, QUERY_TILE = QUERIES * ROW_BYTES;  // bytes
@@ -75,9 +73,6 @@ struct Backward {
     int section;             // of these heads, those worked on at a time
     float scale;
 };
-
-DEVICE int lane() { return threadIdx.x % 32; }
-DEVICE int warp_of_four() { return threadIdx.x / 32 % 4; }
 
 // Items of work: tiles of keys. A block stays on its multiprocessor for many of them.
 DEVICE int num_own_items(const Backward& args) {
@@ -125,12 +120,6 @@ struct Step {
 };
 
 // Loads, by one thread
-
-DEVICE void load_tiles(unsigned to, const TensorMap& map, int rows, int row, int head, int batch,
-                       unsigned barrier) {
-    for (int i = 0; i < TILES; ++i)
-        load_tile(to + i * rows * ROW_BYTES, map, i * COLUMNS, row, head, batch, barrier);
-}
 
 DEVICE void load(const Backward& args, const Work& work, unsigned memory, Step& step, int index) {
     for (int i = 0; i < work.steps; ++i, step.next()) {
@@ -195,34 +184,6 @@ DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, 
     if (lane() == 0) wait_until_read<0>();
 }
 
-// Tiles in registers
-
-template <int N>
-DEVICE void set_zero(float (&x)[N][4]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
-}
-
-template <int N>
-DEVICE void scale_by(float (&x)[N][4], float factor) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[i][j] *= factor;
-}
-
-// The registers of a result, rounded to 16 bits, are those of a left operand.
-template <int N>
-DEVICE void to_operand(unsigned (&to)[N][4], const float (&x)[2 * N][4]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        to[i][0] = pack(x[2 * i][0], x[2 * i][1]);
-        to[i][1] = pack(x[2 * i][2], x[2 * i][3]);
-        to[i][2] = pack(x[2 * i + 1][0], x[2 * i + 1][1]);
-        to[i][3] = pack(x[2 * i + 1][2], x[2 * i + 1][3]);
-    }
-}
-
 // The gradient of 64 rows before RoPE, from that after it; pairs are neighbors.
 template <int N>
 DEVICE void unrotate(float (&x)[N][4], const Backward& args, int first_row, int first_column,
@@ -241,27 +202,6 @@ DEVICE void unrotate(float (&x)[N][4], const Backward& args, int first_row, int 
             x[i][2 * r] = even * cos + odd * sin;
             x[i][2 * r + 1] = odd * cos - even * sin;
         }
-}
-
-// Round a warpgroup's 64 rows to 16 bits and copy them to memory by way of tiles in shared memory.
-template <int N>
-DEVICE void store_rows(const float (&x)[N][4], const TensorMap& map, int row, int column, int head,
-                       int batch, unsigned tiles, int next_tile, int barrier) {
-    int place = 16 * warp_of_four() + lane() % 16;  // the row that this lane names
-    unsigned pairs[N / 2][4];
-    to_operand(pairs, x);
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-        int chunk = (2 * (i % 4) + lane() / 16) ^ place % 8;
-        store_matrices(tiles + i / 4 * next_tile + place * ROW_BYTES + chunk * 16, pairs[i]);
-    }
-    publish_stores();
-    meet(barrier, WARPGROUP);
-    if (threadIdx.x % WARPGROUP == 0) {
-        for (int i = 0; i < N / 8; ++i)
-            store_tile(map, column + i * COLUMNS, row, head, batch, tiles + i * next_tile);
-        end_copies();
-    }
 }
 
 // Matmuls
@@ -377,12 +317,6 @@ DEVICE void store_grads(float (&grad_k)[D][4], const float (&grad_v)[D][4], cons
         arrive(memory + V_EMPTY);
     }
     meet(OUTPUT_WRITTEN + part, WARPGROUP);
-}
-
-// This warp has read what the barrier guards.
-DEVICE void release(unsigned barrier) {
-    __syncwarp();
-    if (lane() == 0) arrive(barrier);
 }
 
 // dS is there for those who multiply it with K. The first warpgroup comes back to its place only after
@@ -531,7 +465,7 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
 
 // Before: delta, the log-sum-exp in base 2, and zeros to add to. 64 queries of a head a block, 16 bytes of
 // a row a thread.
-constexpr int ROW_LANES = DIM / 8;
+constexpr int ROW_LANES = TILES * COLUMNS / 8;
 
 extern "C" __global__ void __launch_bounds__(WARPGROUP) prepare(const __grid_constant__ Backward args) {
     int blocks = args.query_tiles * QUERIES / 64;  // of a head

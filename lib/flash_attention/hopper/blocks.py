@@ -265,19 +265,12 @@ def load_queries(args, batch, head, query_tile, slot):
 
 
 @gluon.jit
-def store_tile(desc, coordinates, tile, x, rest=None):
-    """Start the copy of x, with `rest` beside it, to global memory through a tile in shared memory.
-
-    Columns of the tile past both must lie past the end of the tensor.
-    """
+def store_tile(desc, coordinates, tile, x):
+    """Start the copy of x to global memory through a tile in shared memory."""
     # the previous copy out of the tile must be done
     tma.store_wait(0)
     barrier()
-    if rest is None:
-        tile.store(x.to(tile.dtype))
-    else:
-        tile.slice(0, x.shape[1], 1).store(x.to(tile.dtype))
-        tile.slice(x.shape[1], rest.shape[1], 1).store(rest.to(tile.dtype))
+    tile.store(x.to(tile.dtype))
     fence_async_shared()
     barrier()
     tma.async_copy_shared_to_global(desc, coordinates, tile)

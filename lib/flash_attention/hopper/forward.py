@@ -22,7 +22,6 @@ from lib.flash_attention.hopper.blocks import (
     Ring,
     Sizes,
     accumulator_layout,
-    ends_in_zeros,
     first_query,
     is_wide,
     left_operand,
@@ -211,12 +210,8 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     DIM: gl.constexpr = args.out_tiles.shape[2]
     dtype: gl.constexpr = args.out_tiles.dtype
     KEYS: gl.constexpr = CONFIG.KEYS
-    # 192 columns are summed as 128 and 64, since a tensor's sizes are powers of two
-    HAS_REST: gl.constexpr = ends_in_zeros(DIM, CONFIG.HEAD_DIM)
-    COLUMNS: gl.constexpr = 128 if HAS_REST else DIM
     SCORES: gl.constexpr = accumulator_layout(KEYS)
-    OUT: gl.constexpr = accumulator_layout(COLUMNS)
-    REST: gl.constexpr = accumulator_layout(64)
+    OUT: gl.constexpr = accumulator_layout(DIM)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     SCORES_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -240,12 +235,10 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     p = gl.exp2(scores * args.scale_log2 - gl.expand_dims(row_max, 1))  # (64, KEYS)
     row_sum = _lane_sums(p)  # (64, 4)
     p_operand = gl.convert_layout(p.to(dtype), OPERAND)
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, OUT)
-    rest = gl.zeros([ROWS, 64], gl.float32, REST)
+    acc = gl.zeros([ROWS, DIM], gl.float32, OUT)
     shrink = gl.full([ROWS], 1.0, gl.float32, SCORES_ROW)
     # hides the constant: the compiler would move the matmul that takes it ahead of the first wait
     acc, shrink = warpgroup_mma_wait(0, [acc, shrink])
-    rest = _wait_for_rest(rest, HAS_REST)
 
     last = step + seen - 1
     following = (step + 1) % CONFIG.STAGES
@@ -258,8 +251,8 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
         wait_for_turn(args.turns, i + 1, PART, CONFIG)
         scores = times_transposed(q, args.k_tiles.index(following), no_scores, CONFIG)
         slot = wait_until_full(args.v_ring, i, CONFIG)
-        values = args.v_tiles.index(slot)
-        acc, rest = _add_values(acc, rest, shrink, p_operand, values, HAS_REST)
+        acc = _times_rows(acc, shrink)
+        acc = warpgroup_mma(p_operand, args.v_tiles.index(slot), acc, is_async=True)
         pass_turn(args.turns, PART, CONFIG)
         # softmax of the next tile while the second matmul runs
         scores = warpgroup_mma_wait(1, [scores])
@@ -276,19 +269,17 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
             args.k_ring.full.index(next_slot), (i + 2) // CONFIG.STAGES & 1, pred=i + 1 < last
         )
         acc, p_operand, p, row_sum = warpgroup_mma_wait(0, [acc, p_operand, p, row_sum])
-        rest = _wait_for_rest(rest, HAS_REST)
         mbarrier.arrive(args.v_ring.empty.index(slot))
         p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     # keeps the compiler from moving the next matmul, which the loop has too, ahead of both
     acc, shrink = warpgroup_mma_wait(0, [acc, shrink])
-    rest = _wait_for_rest(rest, HAS_REST)
     if not is_wide(DIM):
         mbarrier.arrive(args.q_ring.empty.index(PART))
 
     # the last tile's weights times values; meanwhile the log-sum-exp
     slot = wait_until_full(args.v_ring, last, CONFIG)
-    values = args.v_tiles.index(slot)
-    acc, rest = _add_values(acc, rest, shrink, p_operand, values, HAS_REST)
+    acc = _times_rows(acc, shrink)
+    acc = warpgroup_mma(p_operand, args.v_tiles.index(slot), acc, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), SCORES_ROW)  # (64,)
     lse = row_max * LN_2 + gl.log(total)
     row = first + gl.arange(0, ROWS, SCORES_ROW)
@@ -297,15 +288,11 @@ def _attend(args, first, batch_head, step, seen, PART: gl.constexpr, CONFIG: gl.
     # zeros, and not NaN, for a query whose scores are all -inf
     share = gl.convert_layout(1 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, OUT))
     acc, p_operand = warpgroup_mma_wait(0, [acc, p_operand])
-    rest = _wait_for_rest(rest, HAS_REST)
     mbarrier.arrive(args.v_ring.empty.index(slot))
-    out = _times_rows(acc, share)  # (64, COLUMNS)
+    out = _times_rows(acc, share)  # (64, DIM)
     heads = args.sizes.heads
     rows = [batch_head // heads, batch_head % heads, first, 0]
-    if HAS_REST:
-        store_tile(args.out_desc, rows, args.out_tiles.index(PART), out, _times_rows(rest, share))
-    else:
-        store_tile(args.out_desc, rows, args.out_tiles.index(PART), out)
+    store_tile(args.out_desc, rows, args.out_tiles.index(PART), out)
     if is_wide(DIM):
         release_copied(args.q_ring.empty.index(PART))
 
@@ -315,28 +302,6 @@ def _times_rows(x, factors):
     """Each row of x times its factor."""
     ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.expand_dims(gl.convert_layout(factors, ROW), 1)
-
-
-@gluon.jit
-def _add_values(acc, rest, shrink, p, values, HAS_REST: gl.constexpr):
-    """Issue acc · shrink + p values, and the same for the columns of `rest`."""
-    acc = _times_rows(acc, shrink)
-    if not HAS_REST:
-        acc = warpgroup_mma(p, values, acc, is_async=True)
-    else:
-        rest = _times_rows(rest, shrink)
-        acc = warpgroup_mma(p, values.slice(0, 128, 1), acc, is_async=True)
-        p = gl.convert_layout(p, gl.DotOperandLayout(0, rest.type.layout, 2))
-        rest = warpgroup_mma(p, values.slice(128, 64, 1), rest, is_async=True)
-    return acc, rest
-
-
-@gluon.jit
-def _wait_for_rest(rest, HAS_REST: gl.constexpr):
-    """`rest`, once its matmul is done."""
-    if HAS_REST:
-        rest = warpgroup_mma_wait(0, [rest])
-    return rest
 
 
 @gluon.jit

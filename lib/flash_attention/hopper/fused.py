@@ -42,9 +42,14 @@ class Tiles:
     """Queries of a step."""
 
     @property
+    def columns(self) -> int:
+        """Columns of the tiles in shared memory, and of the sums of dQ."""
+        return -(-self.dim // COLUMNS) * COLUMNS
+
+    @property
     def shared_bytes(self) -> int:
         """K and V; Q, dO, dS and dQ; log-sum-exp and delta; barriers."""
-        row, tiles = 2 * COLUMNS, self.dim // COLUMNS
+        row, tiles = 2 * COLUMNS, self.columns // COLUMNS
         keys = 2 * tiles * KEYS * row
         queries = 2 * tiles * self.queries * row + self.queries * 2 * KEYS + 2 * ROWS * COLUMNS * 4
         numbers = 2 * self.queries * 4
@@ -62,7 +67,7 @@ class Tiles:
         }
 
 
-TILES = (Tiles(64, 128), Tiles(128, 64))
+TILES = (Tiles(64, 128), Tiles(80, 64), Tiles(96, 64), Tiles(128, 64))
 
 
 class RowsArgument(ctypes.Structure):
@@ -140,7 +145,7 @@ def flash_backward(
     query_tiles, key_tiles = -(-num_queries // tiles.queries), -(-num_keys // KEYS)
     rows = batch * num_heads * query_tiles * tiles.queries
     for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
-    sums = lse.new_empty(rows, tiles.dim)  # of dQ
+    sums = lse.new_empty(rows, tiles.columns)  # of dQ
     # without angles the kernels do not read these pointers
     cos, sin = angles or (lse, lse)
     boxes = (tiles.queries, KEYS, KEYS, tiles.queries, ROWS, ROWS, ROWS)
@@ -167,7 +172,7 @@ def flash_backward(
     prepare(rows // ROWS, arguments)
     items = key_tiles * key_heads * batch
     backward(items if plan.work_list is None else plan.work_list.shape[1], arguments)
-    finish(rows // ROWS * (tiles.dim // COLUMNS), arguments)
+    finish(rows // ROWS * (tiles.columns // COLUMNS), arguments)
     return grads
 
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lib.core.settings import require
-from lib.flash_attention.hopper import fused
+from lib.flash_attention.hopper import fused, unpadded
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
 from lib.flash_attention.hopper.direct import DirectLaunch
@@ -181,6 +181,9 @@ def flash_forward(
     """Do what `lib.flash_attention.triton_attention.flash_forward` does, where `supports` holds."""
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
+    if q.shape[3] in unpadded.HEAD_DIMS and not schedule:
+        _unpadded_forward(q, k, v, is_causal, scale, out, lse)
+        return out, lse
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
     addresses = _addresses(q_desc=q, k_desc=k, v_desc=v, out_desc=out, lse_ptr=lse)
     if _repeat(key, q.device, addresses):
@@ -200,6 +203,17 @@ def flash_forward(
     }
     _launch(key, q.device, (forward_kernel, grid, arguments))
     return out, lse
+
+
+def _unpadded_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """The forward pass where tiles need not be wider than heads."""
+    tiles = unpadded.pick_tiles(q.shape[3])
+    schedule = Schedule(tiles.warpgroups, tiles.keys, tiles.stages)
+    work = _queries_work(q.shape, k.shape, schedule, is_causal)
+    plan = _plan(work, q.device)
+    unpadded.flash_forward(q, k, v, is_causal, scale, out=out, lse=lse, plan=plan)
 
 
 def flash_backward(
@@ -256,10 +270,6 @@ def _fused_backward(
     work = _keys_work(q.shape, k.shape, Schedule(fused.KEYS // ROWS, ROWS, 2), is_causal)
     # the sums of dQ take the cache too
     work = work._replace(section=max(1, work.section // 2))
-    num_items, work_list = len(work.steps) * work.num_heads, None
-    programs = _multiprocessors(q.device)
-    if programs < num_items <= MAX_LISTED:
-        work_list = _work_list(work, programs, q.device)
     out, grad_out = (
         x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
         for x in (out, grad_out)
@@ -268,9 +278,21 @@ def _fused_backward(
         *(grad_out, q, k, v, out, lse, is_causal, scale),
         grads=(grads[0], grad_k, grad_v),
         angles=angles,
-        plan=fused.Plan(work.section, work_list),
+        plan=_plan(work, q.device),
     )
     return grads
+
+
+def _plan(work: Work, device: torch.device) -> fused.Plan:
+    """How a kernel in CUDA C++ divides its work: a list for each multiprocessor, if it has much."""
+    num_items, programs, work_list = (
+        len(work.steps) * work.num_heads,
+        _multiprocessors(device),
+        None,
+    )
+    if programs < num_items <= MAX_LISTED:
+        work_list = _work_list(work, programs, device)
+    return fused.Plan(work.section, work_list)
 
 
 class BackwardCall(NamedTuple):

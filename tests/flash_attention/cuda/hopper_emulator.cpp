@@ -1,11 +1,12 @@
-// A library of the Hopper kernels of SOURCE for a CPU; `hopper_emulator.py` calls it.
+// A library of the Hopper kernels of SOURCE, whose argument is an ARGUMENTS, for a CPU;
+// `hopper_emulator.py` calls it.
 #include SOURCE
 
-static void (*kernel)(Backward);
-static Backward arguments;
+static void (*kernel)(ARGUMENTS);
+static ARGUMENTS arguments;
 
 // Run all blocks of a kernel, one after another; returns why that failed, or null.
-extern "C" const char* run(void (*function)(Backward), const Backward* args, int blocks, int threads,
+extern "C" const char* run(void (*function)(ARGUMENTS), const ARGUMENTS* args, int blocks, int threads,
                            int shared_bytes) {
     using namespace emulator;
     kernel = function;

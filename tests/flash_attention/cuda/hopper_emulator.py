@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from lib.flash_attention.cuda.build import SOURCES
-from lib.flash_attention.hopper import fused
+from lib.flash_attention.hopper import fused, unpadded
 from tests.flash_attention.cuda.emulator import COMPILER, HERE
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, *fault: str) -> None:
-    """Let `fused.flash_backward` run on the CPU in this test.
+    """Let `fused.flash_backward` and `unpadded.flash_forward` run on the CPU in this test.
 
     Args:
         fault: a text of the source, and what is there instead.
     """
-    load = functools.partial(load_kernels, fault=fault)
-    monkeypatch.setattr(fused, "load_kernels", load)
+    monkeypatch.setattr(fused, "load_kernels", functools.partial(load_backward, fault=fault))
+    monkeypatch.setattr(unpadded, "load_kernel", functools.partial(load_forward, fault=fault))
     monkeypatch.setattr(fused, "tensor_map", tensor_map)
 
 
@@ -34,37 +34,48 @@ def tensor_map(x: Tensor, rows: int) -> bytes:
     return struct.pack("<Qqqqiiiii", x.data_ptr(), *x.stride()[:3], *sizes).ljust(128, b"\0")
 
 
-def load_kernels(
+def load_backward(
     tiles: fused.Tiles, q: Tensor, is_causal: bool, has_rope: bool, fault: tuple[str, ...] = ()
 ) -> list[fused.Launch]:
     """What `fused.load_kernels` gives, on a CPU."""
     macros = tiles.constants(q.dtype == torch.bfloat16, is_causal, has_rope)
-    library = _library(tuple(macros.items()), fault)
-
-    def launch(name: str, threads: int, shared_bytes: int, blocks: int, arguments) -> None:
-        function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
-        sizes = (blocks, threads, shared_bytes)
-        failure = library.run(function, ctypes.byref(arguments), *sizes)
-        if failure:
-            raise RuntimeError(f"{name}: {failure.decode()}")
-
+    library = _library("backward", tuple(macros.items()), fault)
     return [
-        functools.partial(launch, "prepare", 128, 0),
-        functools.partial(launch, "backward", 384, tiles.shared_bytes),
-        functools.partial(launch, "finish", 128, 8192),
+        functools.partial(_launch, library, "prepare", 128, 0),
+        functools.partial(_launch, library, "backward", 384, tiles.shared_bytes),
+        functools.partial(_launch, library, "finish", 128, 8192),
     ]
 
 
+def load_forward(
+    tiles: unpadded.Tiles, q: Tensor, is_causal: bool, fault: tuple[str, ...] = ()
+) -> unpadded.Launch:
+    """What `unpadded.load_kernel` gives, on a CPU."""
+    macros = tiles.constants(q.dtype == torch.bfloat16, is_causal)
+    library = _library("forward", tuple(macros.items()), fault)
+    return functools.partial(
+        _launch, library, "forward", 128 * (tiles.warpgroups + 1), tiles.shared_bytes
+    )
+
+
+def _launch(library, name: str, threads: int, shared_bytes: int, blocks: int, arguments) -> None:
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+    failure = library.run(function, ctypes.byref(arguments), blocks, threads, shared_bytes)
+    if failure:
+        raise RuntimeError(f"{name}: {failure.decode()}")
+
+
 @functools.cache
-def _library(macros: tuple[tuple[str, int], ...], fault: tuple[str, ...]) -> ctypes.CDLL:
+def _library(name: str, macros: tuple[tuple[str, int], ...], fault: tuple[str, ...]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        text = (SOURCES / "hopper_backward.cu").read_text()
+        text = (SOURCES / f"hopper_{name}.cu").read_text()
         if fault:
             assert fault[0] in text
             text = text.replace(*fault)
         source, path = Path(folder, "kernel.cu"), Path(folder, "kernel.so")
         source.write_text(text)
-        options = [f"-D{name}={value}" for name, value in macros]
+        options = [f"-D{key}={value}" for key, value in macros]
+        options.append(f"-DARGUMENTS={name.title()}")
         # this folder comes first: its hopper.cuh replaces that of the GPU
         options += [f'-DSOURCE="{source}"', "-I", str(HERE), "-I", str(SOURCES)]
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi"]

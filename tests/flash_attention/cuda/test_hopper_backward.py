@@ -3,6 +3,7 @@
 import math
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ CASES = [
     Case(130, 290, 56, False, heads=1, key_heads=1, layout="tokens first"),
     Case(200, 200, 128, True, heads=1, key_heads=1, layout="amid NaN"),
     Case(70, 130, 72, False, heads=2, key_heads=1, batch=1),
+    Case(150, 140, 96, True, heads=1, key_heads=1, batch=1),
 ]
 
 
@@ -82,7 +84,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_are_those_of_the_formula(case, monkeypatch):
     emulate(monkeypatch)
-    dtype = torch.float16 if case.head_dim % 64 else torch.bfloat16
+    dtype = torch.float16 if case.head_dim % 32 else torch.bfloat16
     assert_close(*gradients(case, dtype))
 
 
@@ -142,19 +144,24 @@ def test_the_emulator_notices(right, wrong, message, monkeypatch):
         gradients(Case(128, 128, 64, False, heads=1, key_heads=1, batch=1), torch.bfloat16)
 
 
+def compile_kernel(name: str, macros: dict[str, int], folder: Path) -> tuple[str, list[int]]:
+    """What the assembler says of a source, and the bytes that each kernel spills."""
+    options = [f"-D{key}={value}" for key, value in macros.items()]
+    options += ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+    output, source = str(folder / "kernel.cubin"), str(SOURCES / f"{name}.cu")
+    command = [NVCC, *options, "-I", str(SOURCES), "-o", output, source]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return report, [int(number) for number in re.findall(r"(\d+) bytes spill stores", report)]
+
+
 @NEEDS_NVCC
 @pytest.mark.parametrize("tiles", fused.TILES, ids=lambda tiles: tiles.dim)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_kernel_fits_the_chip(tiles, is_causal, tmp_path):
     macros = tiles.constants(is_bfloat16=True, is_causal=is_causal, has_rope=True)
-    options = [f"-D{name}={value}" for name, value in macros.items()]
-    options += ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
-    source = str(SOURCES / "hopper_backward.cu")
-    command = [NVCC, *options, "-I", str(SOURCES), "-o", str(tmp_path / "kernel.cubin"), source]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    report, spilled = compile_kernel("hopper_backward", macros, tmp_path)
     # the assembler gave every matmul a wait of its own
     assert "serialized" not in report
     # the warps that load have few registers, and at 64 the first warpgroup gives some to the second
-    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill stores", report)]
     assert len(spilled) == 3
     assert max(spilled) <= 160

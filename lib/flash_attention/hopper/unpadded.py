@@ -1,0 +1,155 @@
+"""The forward pass where a head's size is no power of two, in CUDA C++: `cuda/hopper_forward.cu`.
+
+A tensor of Gluon has a power of two columns: heads of 80 take tiles of 128 there, and heads of 160
+tiles of 256. Here tiles have as many columns as matmuls need, and as many keys as fit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lib.flash_attention.cuda.build import build
+from lib.flash_attention.cuda.driver import Function
+from lib.flash_attention.hopper import fused
+from lib.flash_attention.hopper.direct import MAP_BYTES
+
+# Queries of a warpgroup, columns of a tile in shared memory
+ROWS, COLUMNS = 64, 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the kernel for one head size."""
+
+    dim: int
+    """Columns, zeros past head_dim."""
+
+    keys: int
+    """Keys of a step."""
+
+    warpgroups: int = 2
+    """Warpgroups that multiply."""
+
+    stages: int = 2
+    """Tiles of K, and of V, in shared memory at a time."""
+
+    is_ordered: bool = False
+    """Whether warpgroups take turns in issuing matmuls."""
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block."""
+        return self.warpgroups * ROWS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, K and V; barriers."""
+        row, tiles = 2 * COLUMNS, -(-self.dim // COLUMNS)
+        barriers = 2 * self.warpgroups + 4 * self.stages
+        return tiles * row * (self.queries + 2 * self.stages * self.keys) + 8 * barriers
+
+    def constants(self, is_bfloat16: bool, is_causal: bool) -> dict[str, int]:
+        """The macros of the source."""
+        return {
+            "DIM": self.dim,
+            "KEYS": self.keys,
+            "READERS": self.warpgroups,
+            "STAGES": self.stages,
+            "ORDERED": int(self.is_ordered),
+            "SHARED_BYTES": self.shared_bytes,
+            "BFLOAT16": int(is_bfloat16),
+            "CAUSAL": int(is_causal),
+        }
+
+
+# In order of their width, tuned on an H200
+TILES = (
+    Tiles(80, 112, warpgroups=3, is_ordered=True),
+    Tiles(96, 112, warpgroups=3, is_ordered=True),
+    Tiles(160, 112),
+    Tiles(192, 112),
+)
+# Heads of other sizes fill a tile of 64, 128 or 256 columns to three quarters or more.
+HEAD_DIMS = (*range(72, 97, 8), *range(136, 193, 8))
+MAPS = ("q", "k", "v", "out")
+SIZES = (*("num_heads", "group", "num_queries", "num_keys", "query_tiles", "all_heads", "section"),)
+
+
+class ForwardArguments(ctypes.Structure):
+    """`Forward` of hopper_forward.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
+        *((name, ctypes.c_void_p) for name in ("lse", "work_list")),
+        *((name, ctypes.c_int) for name in SIZES),
+        ("scale", ctypes.c_float),
+        # the size is a multiple of the alignment of maps
+        ("padding", ctypes.c_char * 16),
+    )
+
+
+# Launches blocks of the kernel.
+Launch = Callable[[int, ForwardArguments], None]
+
+
+def pick_tiles(head_dim: int) -> Tiles:
+    """The tiles for heads of HEAD_DIMS."""
+    return next(tiles for tiles in TILES if tiles.dim >= head_dim)
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    plan: fused.Plan,
+) -> None:
+    """Do what `lib.flash_attention.hopper.launch.flash_forward` does, into `out` and `lse`.
+
+    Args:
+        plan: of the tiles of queries.
+    """
+    batch, num_heads, num_queries, head_dim = q.shape
+    key_heads, num_keys = k.shape[1:3]
+    tiles = pick_tiles(head_dim)
+    query_tiles = -(-num_queries // tiles.queries)
+    boxes = (ROWS, tiles.keys, tiles.keys, ROWS)
+    sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles)
+    arguments = ForwardArguments(
+        lse=lse.data_ptr(),
+        work_list=None if plan.work_list is None else plan.work_list.data_ptr(),
+        scale=scale,
+        **dict(zip(SIZES, (*sizes, batch * num_heads, plan.section))),
+    )
+    for name, x, rows in zip(MAPS, (q, k, v, out), boxes):
+        place = ctypes.addressof(arguments) + getattr(ForwardArguments, name).offset
+        ctypes.memmove(place, fused.tensor_map(x, rows), MAP_BYTES)
+    items = query_tiles * num_heads * batch
+    launch = load_kernel(tiles, q, is_causal)
+    launch(items if plan.work_list is None else plan.work_list.shape[1], arguments)
+
+
+def load_kernel(tiles: Tiles, q: Tensor, is_causal: bool) -> Launch:
+    """The kernel for the GPU and dtype of q, to launch on its current stream."""
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    function = _function(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
+    return functools.partial(function.launch, stream=stream)
+
+
+@functools.cache
+def _function(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
+    image = build("hopper_forward", tiles.constants(is_bfloat16, is_causal), fused.ARCHITECTURE)
+    threads = (tiles.warpgroups + 1) * fused.WARPGROUP
+    return Function(
+        image, "forward", device=device, threads=threads, shared_bytes=tiles.shared_bytes
+    )

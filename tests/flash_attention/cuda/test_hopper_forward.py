@@ -1,0 +1,115 @@
+"""The forward kernel for Hopper GPUs in CUDA C++: on a CPU, by the emulator, and compiled."""
+
+import math
+
+import pytest
+import torch
+
+from lib.flash_attention.hopper import unpadded
+from tests.flash_attention.cases import Case, make_inputs, new_memory_is_nan
+from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
+from tests.flash_attention.cuda.hopper_emulator import emulate
+from tests.flash_attention.cuda.test_build import NEEDS_NVCC
+from tests.flash_attention.cuda.test_hopper_backward import (
+    compile_kernel,
+    formula,
+    make_plan,
+)
+
+# Of the formula in float64: PyTorch's own output in these dtypes is as far from it.
+LARGEST_ERROR = {torch.bfloat16: 0.005, torch.float16: 0.0006}
+
+
+def assert_right(case: Case, dtype: torch.dtype, programs: int = 2) -> None:
+    """The kernel's output and log-sum-exp are those of the formula."""
+    q, k, v = (x.detach() for x in make_inputs(case, dtype)[:3])
+    scale = 1 / math.sqrt(case.head_dim)
+    expected, expected_lse = formula(q.double(), k.double(), v.double(), case.is_causal, scale)
+    out = torch.full_like(q, math.nan)
+    lse = torch.full(q.shape[:3], math.nan)
+    query_tiles = -(-case.queries // unpadded.pick_tiles(case.head_dim).queries)
+    plan = make_plan(query_tiles * q.shape[0] * q.shape[1], programs)
+    unpadded.flash_forward(q, k, v, case.is_causal, scale, out=out, lse=lse, plan=plan)
+    assert (out.double() - expected).norm() < LARGEST_ERROR[dtype] * expected.norm()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
+
+
+CASES = [
+    Case(300, 300, 160, True, heads=2, key_heads=1, batch=1),
+    Case(130, 290, 136, False, heads=1, key_heads=1, layout="tokens first"),
+    Case(200, 200, 192, True, heads=1, key_heads=1, layout="amid NaN"),
+    Case(70, 130, 168, False, heads=2, key_heads=1, batch=1),
+    Case(330, 120, 152, True, heads=1, key_heads=1, batch=2),
+    Case(1, 225, 184, False, heads=1, key_heads=1, batch=1),
+    Case(260, 260, 96, True, heads=2, key_heads=1, batch=2, layout="tokens first"),
+    Case(200, 370, 72, False, heads=2, key_heads=2, batch=1),
+]
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_output_is_that_of_the_formula(case, monkeypatch):
+    emulate(monkeypatch)
+    assert_right(case, torch.float16 if case.head_dim % 32 else torch.bfloat16)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("step", [0.5, 40.0], ids=["a little", "a lot"])
+def test_maxima_may_grow_from_tile_to_tile(step, monkeypatch):
+    emulate(monkeypatch)
+    q = torch.ones(1, 1, 64, 136, dtype=torch.bfloat16)
+    # the first tile that is worked on is the last one
+    k = (
+        torch.full((1, 1, 560, 136), step).bfloat16()
+        * torch.arange(5, 0, -1).repeat_interleave(112)[:, None]
+    )
+    v = torch.randn(k.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 64)
+    unpadded.flash_forward(q, k.bfloat16(), v, False, 0.02, out=out, lse=lse, plan=make_plan(1, 1))
+    expected, expected_lse = formula(q.double(), k.double(), v.double(), False, 0.02)
+    assert (out.double() - expected).norm() < LARGEST_ERROR[q.dtype] * expected.norm()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_COMPILER
+def test_the_launcher_deals_tiles_out(monkeypatch):
+    pytest.importorskip("triton")
+    launch = pytest.importorskip("lib.flash_attention.hopper.launch")
+    emulate(monkeypatch)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    case = Case(400, 260, 160, True, heads=2, key_heads=1, batch=2)
+    q, k, v = (x.detach() for x in make_inputs(case, torch.bfloat16)[:3])
+    with new_memory_is_nan():
+        out, lse = launch.flash_forward(q, k, v, True, 0.1)
+    expected, expected_lse = formula(q.double(), k.double(), v.double(), True, 0.1)
+    assert (out.double() - expected).norm() < LARGEST_ERROR[q.dtype] * expected.norm()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
+
+
+# A text of the source, what is there instead, and what the emulator then says.
+FAULTS = [
+    ("READERS == 2 ? 240", "READERS == 2 ? 248", "more registers than the block has"),
+    ("release(memory + V_EMPTY + 8 * values.stage);", "", "all threads wait"),
+    ("            wait_until_read<0>();\n", "", "a copy nobody waits for"),
+]
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize(("right", "wrong", "message"), FAULTS, ids=[x[2] for x in FAULTS])
+def test_the_emulator_notices(right, wrong, message, monkeypatch):
+    emulate(monkeypatch, right, wrong)
+    with pytest.raises(RuntimeError, match=message):
+        assert_right(Case(128, 500, 160, False, heads=1, key_heads=1, batch=1), torch.bfloat16)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("tiles", unpadded.TILES, ids=lambda tiles: tiles.dim)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_kernel_fits_the_chip(tiles, is_causal, tmp_path):
+    macros = tiles.constants(is_bfloat16=True, is_causal=is_causal)
+    report, spilled = compile_kernel("hopper_forward", macros, tmp_path)
+    # the assembler gave every matmul a wait of its own
+    assert "serialized" not in report
+    assert spilled == [0]
