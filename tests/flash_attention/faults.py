@@ -14,6 +14,7 @@ TEST_LAUNCH = "tests/flash_attention/test_hopper_launch.py"
 TEST_DIRECT = "tests/flash_attention/test_hopper_direct.py"
 CUDA = "lib/flash_attention/cuda/"
 TEST_CUDA = "tests/flash_attention/cuda/test_kernels.py"
+TEST_FORWARD = "tests/flash_attention/cuda/test_hopper_forward.py"
 
 FAULTS = [
     # the reference: a mask one off, sums not rescaled, a factor lost, tiles skipped
@@ -124,5 +125,22 @@ FAULTS = [
         "if hashlib.sha256(image).digest() == digest:",
         "if True:",
         "tests/flash_attention/cuda/test_build.py",
+    ),
+    # the forward kernel for Hopper in CUDA C++: a mask one off, sums not scaled, a tile too few
+    Fault(
+        CUDA + "hopper_forward.cu", "CAUSAL && key > query", "CAUSAL && key >= query", TEST_FORWARD
+    ),
+    Fault(CUDA + "hopper_forward.cu", "rows.sum[r] * shrink[r]", "rows.sum[r]", TEST_FORWARD),
+    Fault(
+        CUDA + "hopper_forward.cu",
+        "if (max <= rows.max[r] + GROWTH) max = rows.max[r];",
+        "max = rows.max[r] < 0 ? max : rows.max[r];",
+        TEST_FORWARD,
+    ),
+    Fault(
+        "lib/flash_attention/hopper/unpadded.py",
+        "num_heads // key_heads, num_queries",
+        "key_heads, num_queries",
+        TEST_FORWARD,
     ),
 ]

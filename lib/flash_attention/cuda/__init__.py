@@ -2,6 +2,7 @@
 
 Read `instructions.cuh` (which lane holds which number), `tiles.cuh` (shared memory, matmuls) and
 `forward.cu`, and then `launch.py`, `build.py` and `driver.py`, which bring them to the GPU.
-`hopper_backward.cu`, with the instructions of `hopper.cuh`, is for Hopper GPUs alone, and launched
-by `lib.flash_attention.hopper.fused`.
+`hopper_forward.cu` and `hopper_backward.cu`, with the instructions of `hopper.cuh` and what
+`hopper_tiles.cuh` does with tiles, are for Hopper GPUs alone; `lib.flash_attention.hopper.unpadded`
+and `fused` launch them.
 """

@@ -116,7 +116,7 @@ def nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(str(file))
     package = "nvidia-cuda-nvrtc" + ("-cu12" if major == "12" else "")
     raise RuntimeError(
-        f"flash_attention_cuda needs NVRTC, the CUDA compiler, of CUDA {major}, and finds none: "
+        f"kernels in CUDA C++ need NVRTC, its compiler, of CUDA {major}, and there is none: "
         f"pip install {package}, or use sdpa"
     )
 

@@ -13,10 +13,10 @@
 // same dQ. Its float32 sums are in memory: a half of a part is left in shared memory, and the copy engine
 // adds it.
 //
-// With heads of 128 each of the warpgroups computes half of the part, so they wait for each other in
-// every step. With heads of 64, where exponentials take longer for the same matmuls, the second one
-// computes all of it, and the first never waits for the second: they come apart, and the exponentials of
-// one run under the matmuls of the other.
+// With heads of more than 64 each of the warpgroups computes half of the part, so they wait for each
+// other in every step. With heads of 64, where exponentials take longer for the same matmuls, the
+// second one computes all of it, and the first never waits for the second: they come apart, and the
+// exponentials of one run under the matmuls of the other.
 //
 // A third warpgroup does not multiply: one of its warps loads tiles, another one starts the additions.
 // The order of additions differs from run to run, and with it the last bits of dQ.

@@ -5,8 +5,9 @@ there, each for 64 queries, or 64 keys, of its own. Matmuls are asynchronous: a 
 those of the next tile and computes exponentials while they run; the other warpgroups fill the gaps
 that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
 one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
-explicit layouts, shared memory and barriers. Where results need not repeat, one kernel in CUDA C++
-makes all three gradients (`fused.py`).
+explicit layouts, shared memory and barriers. Two kernels are in CUDA C++: one that makes all three
+gradients, where results need not repeat (`fused.py`), and a forward one for heads whose size is no
+power of two (`unpadded.py`).
 
 Programs are persistent: one on each multiprocessor, for many tiles. Under a causal mask the last
 queries see many keys and the first ones few. Since the work of each tile is known, the host deals
