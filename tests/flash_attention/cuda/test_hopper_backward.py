@@ -156,9 +156,9 @@ def compile_kernel(name: str, macros: dict[str, int], folder: Path) -> tuple[str
 
 @NEEDS_NVCC
 @pytest.mark.parametrize("tiles", fused.TILES, ids=lambda tiles: tiles.dim)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_kernel_fits_the_chip(tiles, is_causal, tmp_path):
-    macros = tiles.constants(is_bfloat16=True, is_causal=is_causal, has_rope=True)
+def test_the_kernel_fits_the_chip(tiles, tmp_path):
+    # with all that a kernel can have to do: fewer registers are needed without
+    macros = tiles.constants(is_bfloat16=True, is_causal=True, has_rope=True)
     report, spilled = compile_kernel("hopper_backward", macros, tmp_path)
     # the assembler gave every matmul a wait of its own
     assert "serialized" not in report

@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_output_is_that_of_the_formula(case, monkeypatch):
     emulate(monkeypatch)
-    assert_right(case, torch.float16 if case.head_dim % 32 else torch.bfloat16)
+    assert_right(case, torch.float16 if case.head_dim < 80 else torch.bfloat16)
 
 
 @NEEDS_COMPILER
@@ -106,9 +106,8 @@ def test_the_emulator_notices(right, wrong, message, monkeypatch):
 
 @NEEDS_NVCC
 @pytest.mark.parametrize("tiles", unpadded.TILES, ids=lambda tiles: tiles.dim)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_kernel_fits_the_chip(tiles, is_causal, tmp_path):
-    macros = tiles.constants(is_bfloat16=True, is_causal=is_causal)
+def test_the_kernel_fits_the_chip(tiles, tmp_path):
+    macros = tiles.constants(is_bfloat16=True, is_causal=True)
     report, spilled = compile_kernel("hopper_forward", macros, tmp_path)
     # the assembler gave every matmul a wait of its own
     assert "serialized" not in report

@@ -128,6 +128,10 @@ def with_kernel(old, new):
     return exercises.launches(names["linear_relu"])
 
 
+def test_layers_with_tiles_of_32_pass():
+    assert verdict(exercises.LINEAR_RELU, with_kernel("32", "32")).startswith("right")
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -142,7 +146,6 @@ def with_kernel(old, new):
     ],
 )
 def test_wrong_layers_with_tiles_of_32_are_found(old, new):
-    assert verdict(exercises.LINEAR_RELU, with_kernel("32", "32")).startswith("right")
     assert verdict(exercises.LINEAR_RELU, with_kernel(old, new)).startswith("not yet")
 
 
