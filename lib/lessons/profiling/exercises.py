@@ -158,6 +158,9 @@ TRAIN = Exercise(
             edited(train, " / len(values)", "")
         ),
         "the smallest loss is returned, not the largest": watched(edited(train, "max(", "min(")),
+        "the results are still on the device; read them with `.item()` at the end": watched(
+            edited(train, "loss.item() for loss in losses", "loss for loss in losses")
+        ),
     },
     "core",
     measure=lambda run: loop_ms(inspect.unwrap(run)),
@@ -535,6 +538,13 @@ ADAMW = Exercise(
         "the weight decay is missing": updated(edited(adamw, "mul_(1 - 0.01 * lr).", "")),
         "the second moment takes the gradient, not its square": updated(
             edited(adamw, "addcmul_(b, b, value=0.05)", "add_(b.abs(), alpha=0.05)")
+        ),
+        "the weights decay after their update; decay what they were before it": updated(
+            edited(
+                adamw,
+                "mul_(1 - 0.01 * lr).addcdiv_(c, d.sqrt().add_(1e-8), value=-lr)",
+                "addcdiv_(c, d.sqrt().add_(1e-8), value=-lr).mul_(1 - 0.01 * lr)",
+            )
         ),
         "the weights move towards the gradient; the sign is wrong": updated(
             edited(adamw, "value=-lr", "value=lr")
