@@ -512,7 +512,7 @@ def loading(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
             def read(file: int, start: int, stop: int) -> Tensor:
                 nonlocal count
                 if not (0 <= file < saved_by and 0 <= start <= stop <= length):
-                    told = f"files 0 to {saved_by - 1} have elements 0 to {length}"
+                    told = f"each of the files 0 to {saved_by - 1} has {length} elements, from 0 on"
                     raise ValueError(f"{told}, got read({file}, {start}, {stop})")
                 count += stop - start
                 return files[file, start:stop].clone()
@@ -684,7 +684,7 @@ def check_fair_owners(attempt: Callable) -> None:
     played = weighed(attempt)
     text, rule = verdict(FAIR_OWNERS, played), _excess(balanced_owners)
     if result_of(text) == "passed" and _excess(played) >= rule:
-        text = text.replace("right: as expected", "not yet: never above largest first", 1)
+        text = text.replace("right: as expected", "not yet: as good as largest first", 1)
         text += f"\n  On average it must be below largest first, {rule:.3g} % above an equal share."
     report(text, attempt.__name__, FAIR_OWNERS.tier)
 
