@@ -31,6 +31,10 @@ KEY := $(shell cat requirements.txt $(DEV) .ci/constraints.txt .ci/environment.p
 RUN_READY := $(STATE)/.workbook-run-$(KEY)
 TEST_READY := $(STATE)/.workbook-test-$(KEY)
 
+# PyTorch's threads wait for one another in a loop, where two other busy programs can make a step fifty
+# times slower. Few rounds of it, and then sleep: no slower alone, twice as slow beside others.
+export GOMP_SPINCOUNT ?= 1000
+
 # Jupyter takes kernels and settings from the environment above, not from the user's home.
 export JUPYTER_PREFER_ENV_PATH := 1
 

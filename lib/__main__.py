@@ -22,6 +22,9 @@ T = TypeVar("T")
 # Pipelines with a name: `--config tiny`.
 PRESETS = Path(__file__).resolve().parent / "presets"
 HELP = ("-h", "--help")
+# Rounds in which PyTorch's threads wait for one another before they sleep (libgomp): with its default
+# two other busy programs can make a step fifty times slower. It is read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -79,6 +79,15 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"{lib.__version__}\n"
 
 
+@pytest.mark.parametrize(("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_threads_do_not_spin_for_long_beside_other_programs(given, found):
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    code = "import lib.__main__, os; print(os.environ['GOMP_SPINCOUNT'])"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment | given, capture_output=True, text=True)
+    assert result.stdout.strip() == found
+
+
 def test_every_tool_that_a_page_names_is_a_command():
     pages = [ROOT / "README.md", *(ROOT / "artifacts").glob("**/*.md")]
     pages.append(ROOT / "artifacts/tiny_stories/record.json")
