@@ -22,8 +22,8 @@ T = TypeVar("T")
 # Pipelines with a name: `--config tiny`.
 PRESETS = Path(__file__).resolve().parent / "presets"
 HELP = ("-h", "--help")
-# Rounds in which PyTorch's threads wait for one another before they sleep (libgomp): with its default
-# two other busy programs can make a step fifty times slower. It is read when torch is loaded.
+# Rounds in which PyTorch's threads wait for one another before they sleep (libgomp). With its own
+# default, two other busy programs can make a step fifty times slower. Torch's import reads it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
