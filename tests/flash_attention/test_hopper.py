@@ -300,7 +300,7 @@ TUNED = [
     Case(90, 1000, 256, heads=4),
     Case(256, 256, 256, False),
 ]
-# In wider tiles.
+# In wider tiles, but for the forward pass of the last four.
 NARROW = [
     Case(193, 191, 40, heads=4, key_heads=1),
     Case(150, 150, 56, False),

@@ -134,6 +134,14 @@ def _nvrtc_files(major: str) -> Iterator[str]:
 
 
 @functools.cache
+def has_nvrtc() -> bool:
+    """Whether kernels in CUDA C++ can be compiled here."""
+    with contextlib.suppress(RuntimeError):
+        return bool(nvrtc())
+    return False
+
+
+@functools.cache
 def nvrtc_version() -> tuple[int, int]:
     """The version of NVRTC, major and minor."""
     major, minor = ctypes.c_int(), ctypes.c_int()

@@ -87,7 +87,7 @@ DEVICE void arrive_and_expect(unsigned barrier, int bytes) {
                  : "memory");
 }
 
-// Wait until the phase of this parity is over; that of parity 1 is at the start.
+// Wait until the phase of this parity is over; on a new barrier that of parity 1 counts as over.
 DEVICE void wait(unsigned barrier, int parity) {
     asm volatile(
         "{\n"

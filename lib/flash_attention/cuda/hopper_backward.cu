@@ -109,7 +109,7 @@ struct Step {
 
     DEVICE void begin(const Backward& args, const Work& work) {
         first = work.first_tile, end = args.query_tiles, head = work.key_head * args.group;
-        start = tile = CAUSAL ? first : work.key_tile * end / args.key_tiles;
+        start = tile = CAUSAL ? first : int((long long)work.key_tile * end / args.key_tiles);
     }
 
     DEVICE void next() {

@@ -1,18 +1,19 @@
 // FlashAttention's forward pass for Hopper GPUs (Shah et al. 2024, FlashAttention-3), for heads whose
 // size is no power of two: tiles have as many columns as matmuls need, and as many keys as fit.
 //
-// A block has 128 queries of a head, 64 for each of two warpgroups, and goes through the keys that they
+// A block has 64 queries of a head for each of READERS warpgroups, and goes through the keys that they
 // see, KEYS at a time, the last ones first:
 //
 //     S = Q Kᵀ         P = exp(S - max)         O = O · shrink + P V
 //
-// The next tile's S is issued before this tile's P V, so that a warpgroup computes the exponentials of
-// one tile while the tensor cores multiply for another. P is in the registers where the second matmul
-// needs it, as its left operand. A warp of a third warpgroup loads tiles.
+// The next tile's S is issued before this tile's P V, so that tensor cores have work while S is waited
+// for. The assembler moves the exponentials behind the wait for P V: they run under the matmuls of the
+// other warpgroups. P is in the registers where the second matmul needs it, as its left operand. A warp
+// of one more warpgroup loads tiles.
 #include <hopper_tiles.cuh>
 
 constexpr int QUERIES = 64;   // of a warpgroup
-constexpr float GROWTH = 8;   // of a row's maximum, in base 2, that sums are not scaled down for
+constexpr float GROWTH = 8;   // by which a row's maximum may grow, in base 2, before sums are rescaled
 
 // Shared memory: tiles of 64 columns, then barriers. The output leaves through the place of Q.
 constexpr int QUERY_TILE = QUERIES * ROW_BYTES, KEY_TILE = KEYS * ROW_BYTES;  // bytes
@@ -32,13 +33,13 @@ struct Forward {
     float* lse;            // (batch, heads, queries)
     const int* work_list;  // of each block, as `schedule_tiles` makes it; null: a block, an item
     int num_heads, group, num_queries, num_keys;
-    int query_tiles;       // of 128 queries, of a head
+    int query_tiles;       // of READERS · 64 queries, of a head
     int all_heads;         // of all sequences
     int section;           // of these heads, those worked on at a time
     float scale;
 };
 
-// Items of work: tiles of 128 queries. A block stays on its multiprocessor for many of them.
+// Items of work: tiles of queries. A block stays on its multiprocessor for many of them.
 DEVICE int num_own_items(const Forward& args) {
     return args.work_list ? args.work_list[blockIdx.x] : 1;
 }
@@ -279,7 +280,7 @@ DEVICE void attend(const Forward& args, const Work& work, unsigned memory, Step&
         wait(memory + V_FULL + 8 * values.stage, values.parity);
         issue_output(out, p, v + values.stage * TILES * KEY_TILE);
         pass_turn(part);
-        // the next tile's weights while the second matmul runs
+        // the next tile's weights; the second matmul runs
         wait_for_matmuls<1>();
         keep(scores);
         release(memory + K_EMPTY + 8 * step.stage);
@@ -312,7 +313,7 @@ DEVICE void attend_items(const Forward& args, unsigned memory, int part) {
         int first_query = work.first_query + part * QUERIES, seen = 0;
         if (first_query >= 0 && first_query < args.num_queries)
             seen = min(key_tiles_seen(args, first_query + QUERIES - 1), work.loaded);
-        // the tiles of keys that only the other warpgroup sees
+        // the tiles of keys that only other warpgroups see
         for (int tile = seen; tile < work.loaded; ++tile, step.next()) {
             wait(memory + K_FULL + 8 * step.stage, step.parity);
             release(memory + K_EMPTY + 8 * step.stage);

@@ -9,7 +9,7 @@
 //     B, 16×8      b[0], b[1]       its upper and lower half, each as a transposed 8×8 matrix
 //     C, 16×8      c[0] to c[3]     float32: row g, columns 2t and 2t + 1; the same of row g + 8
 //
-// A row of four lanes, a "quad", so holds whole rows of C, and two neighbouring C, rounded to 16
+// A row of four lanes, a "quad", so holds whole rows of C, and two neighboring C, rounded to 16
 // bits, are an A: the result of one matmul enters the next without leaving its lane.
 #pragma once
 

@@ -189,13 +189,13 @@ def flash_forward(
         return empty_like_heads(q).zero_(), lse.fill_(-math.inf)
     if not q.numel():
         return empty_like_heads(q), lse
-    head_dim = q.shape[-1]
+    result = empty_like_heads(q)
     q, k, v = map(with_chunks, (q, k, v))
-    out = empty_like_heads(q)
+    out = _with_columns(result, q)
     kernel = load_kernel("forward", q)
     arguments = kernel_arguments(q, k, v, is_causal, scale, lse=lse, out=out)
     kernel.launch(num_blocks(q, kernel), arguments)
-    return _without_padding(out, head_dim), lse
+    return _without_padding(out, result), lse
 
 
 def flash_backward(
@@ -214,11 +214,12 @@ def flash_backward(
         grad_out: gradient of the output.
         q, k, v, out, lse: inputs and results of `flash_forward`; `is_causal`, `scale` as there.
     """
-    num_queries, num_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    num_queries, num_keys = q.shape[2], k.shape[2]
     if not num_keys or not q.numel():
         return empty_like_heads(q).zero_(), empty_like_heads(k).zero_(), empty_like_heads(v).zero_()
+    results = [empty_like_heads(x) for x in (q, k, v)]
     q, k, v, out, grad_out = map(with_chunks, (q, k, v, out, grad_out))
-    grads = grad_q, grad_k, grad_v = [empty_like_heads(x) for x in (q, k, v)]
+    grads = grad_q, grad_k, grad_v = [_with_columns(x, q) for x in results]
     if is_causal and num_keys > num_queries:
         # no query sees a key after the last query
         for grad in (grad_k, grad_v):
@@ -243,7 +244,7 @@ def flash_backward(
     dots.launch(-(-delta.numel() // (2 * dots.tiles.warps)), arguments)
     queries.launch(num_blocks(q, queries), arguments)
     keys.launch(num_blocks(k, keys), arguments)
-    grad_q, grad_k, grad_v = (_without_padding(grad, head_dim) for grad in grads)
+    grad_q, grad_k, grad_v = map(_without_padding, grads, results)
     return grad_q, grad_k, grad_v
 
 
@@ -294,5 +295,12 @@ def with_chunks(x: Tensor) -> Tensor:
     return copy
 
 
-def _without_padding(x: Tensor, head_dim: int) -> Tensor:
-    return x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous()
+def _with_columns(result: Tensor, q: Tensor) -> Tensor:
+    """`result`, or memory for it with as many columns as q, which may have been padded."""
+    padded = q.shape[-1]
+    return result if result.shape[-1] == padded else q.new_empty(*result.shape[:-1], padded)
+
+
+def _without_padding(x: Tensor, result: Tensor) -> Tensor:
+    """What `_with_columns` gave, in the layout of `result`, which `torch.compile` was promised."""
+    return result if x is result else result.copy_(x[..., : result.shape[-1]])

@@ -28,7 +28,7 @@ struct Tensor {
 };
 
 // The arguments of every kernel; `launch.py` has the same structure. lse and delta are float32,
-// (batch, heads, queries); neighbouring heads of q, `group` of them, share one of k and v.
+// (batch, heads, queries); neighboring heads of q, `group` of them, share one of k and v.
 struct Attention {
     Tensor q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     float *lse, *delta;

@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lib.core.settings import require
+from lib.flash_attention.cuda.build import has_nvrtc
 from lib.flash_attention.hopper import fused, unpadded
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
@@ -182,7 +183,7 @@ def flash_forward(
     """Do what `lib.flash_attention.triton_attention.flash_forward` does, where `supports` holds."""
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
-    if q.shape[3] in unpadded.HEAD_DIMS and not schedule:
+    if q.shape[3] in unpadded.HEAD_DIMS and not schedule and has_nvrtc():
         _unpadded_forward(q, k, v, is_causal, scale, out, lse)
         return out, lse
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
@@ -286,11 +287,8 @@ def _fused_backward(
 
 def _plan(work: Work, device: torch.device) -> fused.Plan:
     """How a kernel in CUDA C++ divides its work: a list for each multiprocessor, if it has much."""
-    num_items, programs, work_list = (
-        len(work.steps) * work.num_heads,
-        _multiprocessors(device),
-        None,
-    )
+    num_items, programs = len(work.steps) * work.num_heads, _multiprocessors(device)
+    work_list = None
     if programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, device)
     return fused.Plan(work.section, work_list)

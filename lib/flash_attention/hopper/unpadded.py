@@ -75,10 +75,10 @@ TILES = (
     Tiles(160, 112),
     Tiles(192, 112),
 )
-# Heads of other sizes fill a tile of 64, 128 or 256 columns to three quarters or more.
+# Sizes that fill a tile of 128 or 256 columns to three quarters at most.
 HEAD_DIMS = (*range(72, 97, 8), *range(136, 193, 8))
 MAPS = ("q", "k", "v", "out")
-SIZES = (*("num_heads", "group", "num_queries", "num_keys", "query_tiles", "all_heads", "section"),)
+SIZES = ("num_heads", "group", "num_queries", "num_keys", "query_tiles", "all_heads", "section")
 
 
 class ForwardArguments(ctypes.Structure):

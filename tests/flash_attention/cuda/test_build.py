@@ -1,6 +1,5 @@
 """Building and launching the CUDA C++ kernels: compilers, the cache, the driver, resources."""
 
-import contextlib
 import ctypes
 import os
 import re
@@ -22,12 +21,6 @@ REGISTERS, SHARED_BYTES = 65536, {True: 64 << 10, False: 164 << 10}
 BLOCK_SHARED_BYTES = 99 << 10
 # A few numbers that are kept beside registers cost nothing that one could measure.
 SPILLED_BYTES = 96
-
-
-def has_nvrtc() -> bool:
-    with contextlib.suppress(RuntimeError):
-        return bool(build.nvrtc())
-    return False
 
 
 def resources(folder: Path, file: str, dim: int, architecture: str, is_bfloat16: bool) -> list:
@@ -182,7 +175,7 @@ def test_a_missing_compiler_names_the_package_to_install(monkeypatch):
         build.nvrtc.__wrapped__()
 
 
-@pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+@pytest.mark.skipif(not build.has_nvrtc(), reason="needs NVRTC")
 def test_nvrtc_compiles_machine_code_and_ptx_and_shows_what_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     macros = launch.constants(launch.TILES["forward", 64], 64, False)

@@ -77,6 +77,7 @@ def test_the_launcher_deals_tiles_out(monkeypatch):
     launch = pytest.importorskip("lib.flash_attention.hopper.launch")
     emulate(monkeypatch)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(launch, "has_nvrtc", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     case = Case(400, 260, 160, True, heads=2, key_heads=1, batch=2)
     q, k, v = (x.detach() for x in make_inputs(case, torch.bfloat16)[:3])

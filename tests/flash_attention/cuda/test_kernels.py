@@ -243,6 +243,19 @@ def test_tiles_that_the_mask_hides_are_skipped(emulated):
 
 
 @NEEDS_COMPILER
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_results_lie_in_memory_as_a_compiler_is_told(emulated, head_dim):
+    """Also where rows are copied, since they are not chunks of 16 bytes."""
+    case = Case(33, 33, head_dim, heads=3, key_heads=3, batch=1, layout="tokens first")
+    q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.float16))
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(attention._flash_attention, (q, k, v, True, 0.2), **checks)
+    out, lse = attention._flash_attention(q, k, v, True, 0.2)
+    tensors = (grad_out, q, k, v, out, lse)
+    torch.library.opcheck(attention._flash_attention_backward, (*tensors, True, 0.2), **checks)
+
+
+@NEEDS_COMPILER
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
 def test_only_the_rows_of_the_results_are_written(emulated, layout, monkeypatch):
     """Each tensor that the kernels write lies amid numbers that must stay."""
