@@ -155,6 +155,24 @@ DEVICE void wait_until_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(N) : "memory");
 }
 
+// Wait until what this thread's groups wrote is in memory, where other threads can see it.
+DEVICE void wait_until_written() { asm volatile("cp.async.bulk.wait_group 0;" : : : "memory"); }
+
+// Turns, between blocks
+
+// Wait for a turn. The additions that this thread starts next come after those of the turn before.
+DEVICE void wait_for_turn(const int* place, int turn) {
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
+    while (found != turn);
+    asm volatile("fence.proxy.async.global;" : : : "memory");
+}
+
+// Let the next one come, once what this thread wrote is there.
+DEVICE void pass_turn(int* place, int next) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(place), "r"(next) : "memory");
+}
+
 // Matmuls of a warpgroup, asynchronous
 //
 // Warp w of the four holds rows 16w to 16w + 15 of the left operand A and of the result C, as

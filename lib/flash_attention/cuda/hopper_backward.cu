@@ -13,13 +13,15 @@
 // same dQ. Its float32 sums are in memory: a half of a part is left in shared memory, and the copy engine
 // adds it.
 //
+// Sums of floating-point numbers depend on their order. So that they are the same in every run, blocks
+// take turns at each tile of dQ: those that start first. See `Work` and `Step` for the order.
+//
 // With heads of more than 64 each of the warpgroups computes half of the part, so they wait for each
 // other in every step. With heads of 64, where exponentials take longer for the same matmuls, the
 // second one computes all of it, and the first never waits for the second: they come apart, and the
 // exponentials of one run under the matmuls of the other.
 //
-// A third warpgroup does not multiply: one of its warps loads tiles, another one starts the additions.
-// The order of additions differs from run to run, and with it the last bits of dQ.
+// A third warpgroup does not multiply: one of its warps loads tiles, two others start the additions.
 //
 // `prepare` comes first, and `finish` turns the sums into dQ.
 #include <hopper_tiles.cuh>
@@ -44,15 +46,14 @@ constexpr int GRAD_S_AT = GRAD_OUT_AT + STAGES * TILES * QUERY_TILE;  // for eac
 constexpr int GRAD_Q_AT = GRAD_S_AT + STAGES * READERS * QUERY_TILE;  // for each stage and warpgroup
 constexpr int LSE_AT = GRAD_Q_AT + STAGES * READERS * HALF_BYTES;     // for each stage
 constexpr int DELTA_AT = LSE_AT + STAGES * QUERIES * 4;               // for each stage
-constexpr int K_FULL = DELTA_AT + STAGES * QUERIES * 4, K_EMPTY = K_FULL + 8;
-constexpr int V_FULL = K_EMPTY + 8, V_EMPTY = V_FULL + 8;
-constexpr int Q_FULL = V_EMPTY + 8, Q_EMPTY = Q_FULL + 8 * STAGES;
+constexpr int K_FULL = DELTA_AT + STAGES * QUERIES * 4, V_FULL = K_FULL + 8;
+constexpr int Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * STAGES;
 constexpr int GRAD_OUT_FULL = Q_EMPTY + 8 * STAGES, GRAD_OUT_EMPTY = GRAD_OUT_FULL + 8 * STAGES;
 constexpr int GRAD_S_FULL = GRAD_OUT_EMPTY + 8 * STAGES;  // of the first warpgroup
 static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
 
-// Named barriers; those of a warpgroup have its number added
-enum { BOTH = 1, HALF_EMPTY = 2, HALF_FULL = 4, OUTPUT_WRITTEN = 6, GRAD_S_WRITTEN = 8 };
+// Named barriers. OUTPUT_WRITTEN has the warpgroup's number added, those of halves of dQ 2 · stage + half.
+enum { BOTH = 1, GRAD_S_WRITTEN = 2, OUTPUT_WRITTEN = 3, HALF_EMPTY = 5, HALF_FULL = 9 };
 
 struct Rows {
     const unsigned short* data;
@@ -66,62 +67,70 @@ struct Backward {
     float* lse_log2;         // (batch, heads, query_tiles · QUERIES), the same in base 2
     float* delta;            // likewise: rowsum(dO ∘ O)
     float* sums;             // of dQ: (batch, heads, query_tiles · QUERIES / 64, TILES, 64 · 64)
+    int* turns;              // (batch, heads, query_tiles): whose turn it is; null: add in any order
     const float *cos, *sin;  // (tokens, head_dim / 2), of the angles that q and k were rotated by
-    const int* work_list;    // of each block, as `schedule_tiles` makes it; null: a block, an item
     int num_heads, group, num_queries, num_keys, query_tiles, key_tiles, head_dim;
     int key_heads;           // of all sequences
     int section;             // of these heads, those worked on at a time
     float scale;
 };
 
-// Items of work: tiles of keys. A block stays on its multiprocessor for many of them.
-DEVICE int num_own_items(const Backward& args) {
-    return args.work_list ? args.work_list[blockIdx.x] : 1;
-}
-
-// An item. They go through the heads in sections whose queries fit the L2 cache; within a section,
-// through the tiles of all its heads, those with the most work first.
+// A block's keys. Blocks start in the order of their numbers. They go through the heads in sections whose
+// queries fit the L2 cache; within a section, through the tiles of all its heads, those with the most
+// work first.
+//
+// Where blocks take turns under a mask, this is how the last section goes. In the others those with the
+// least work come first: blocks that start together then come to a tile of dQ one after the other.
 struct Work {
     int batch, key_head, key_tile;
     int first_tile;  // of the queries that see the keys
     int steps;       // tiles of queries of all heads of the group
+    bool is_reversed;
 
-    DEVICE Work(const Backward& args, int index) {
-        int item = args.work_list ? args.work_list[(index + 1) * gridDim.x + blockIdx.x] : blockIdx.x;
-        int first_head = item / (args.section * args.key_tiles) * args.section;
+    DEVICE Work(const Backward& args) {
+        int first_head = blockIdx.x / (args.section * args.key_tiles) * args.section;
         int heads = min(args.section, args.key_heads - first_head);
-        item -= first_head * args.key_tiles;
-        key_tile = item / heads;
+        int number = blockIdx.x - first_head * args.key_tiles;  // in the section
+        is_reversed = CAUSAL && args.turns && first_head + heads < args.key_heads;
+        key_tile = is_reversed ? args.key_tiles - 1 - number / heads : number / heads;
         int key_heads = args.num_heads / args.group;
-        batch = (first_head + item % heads) / key_heads;
-        key_head = (first_head + item % heads) % key_heads;
+        batch = (first_head + number % heads) / key_heads;
+        key_head = (first_head + number % heads) % key_heads;
         first_tile = CAUSAL ? key_tile * KEYS / QUERIES : 0;
         steps = args.group * (args.query_tiles - first_tile);
     }
+
+    // How many blocks of the head add to a tile of dQ before this one.
+    DEVICE int turn(const Backward& args, int query_tile) const {
+        if (!is_reversed) return key_tile;
+        return min(((query_tile + 1) * QUERIES - 1) / KEYS, args.key_tiles - 1) - key_tile;
+    }
 };
 
-// The steps of a block: of each item the heads of its group, and of each head the tiles of queries.
-// Blocks begin with different tiles, so that few add to the same sums at a time.
+// The steps of a block: the heads of its group, and of each head the tiles of queries, the last one first;
+// if reversed, the first one.
 struct Step {
-    int first, end, start;  // tiles
+    int start, end, by;  // tiles
     int head, tile;
     int stage = 0, parity = 0;
 
-    DEVICE void begin(const Backward& args, const Work& work) {
-        first = work.first_tile, end = args.query_tiles, head = work.key_head * args.group;
-        start = tile = CAUSAL ? first : int((long long)work.key_tile * end / args.key_tiles);
+    DEVICE Step(const Backward& args, const Work& work) {
+        start = args.query_tiles - 1, end = work.first_tile - 1, by = -1;
+        if (work.is_reversed) start = work.first_tile, end = args.query_tiles, by = 1;
+        head = work.key_head * args.group, tile = start;
     }
 
     DEVICE void next() {
-        if (++tile == end) tile = first;
-        if (tile == start) ++head;
+        tile += by;
+        if (tile == end) tile = start, ++head;
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 };
 
 // Loads, by one thread
 
-DEVICE void load(const Backward& args, const Work& work, unsigned memory, Step& step, int index) {
+DEVICE void load(const Backward& args, const Work& work, unsigned memory) {
+    Step step(args, work);
     for (int i = 0; i < work.steps; ++i, step.next()) {
         int row = step.tile * QUERIES;
         long long number = (long long)work.batch * args.num_heads + step.head;
@@ -137,10 +146,8 @@ DEVICE void load(const Backward& args, const Work& work, unsigned memory, Step& 
         // K and V, once
         if (i == 0) {
             int key = work.key_tile * KEYS;
-            wait(memory + K_EMPTY, index & 1 ^ 1);
             arrive_and_expect(memory + K_FULL, TILES * KEY_TILE);
             load_tiles(memory + K_AT, args.k, KEYS, key, work.key_head, work.batch, memory + K_FULL);
-            wait(memory + V_EMPTY, index & 1 ^ 1);
             arrive_and_expect(memory + V_FULL, TILES * KEY_TILE);
             load_tiles(memory + V_AT, args.v, KEYS, key, work.key_head, work.batch, memory + V_FULL);
         }
@@ -155,33 +162,46 @@ DEVICE void load(const Backward& args, const Work& work, unsigned memory, Step& 
     }
 }
 
-// Additions to the sums of dQ, by one warp, whose first lane starts the copies
+// Additions to the sums of dQ, of each stage by a warp, whose first lane starts the copies
 
-DEVICE unsigned half_place(unsigned memory, const Step& step, int half) {
-    return memory + GRAD_Q_AT + (step.stage * READERS + half) * HALF_BYTES;
+// The number of a stage's half, and its place.
+DEVICE int half_number(int stage, int half) { return stage * READERS + half; }
+DEVICE unsigned half_place(unsigned memory, int number) {
+    return memory + GRAD_Q_AT + number * HALF_BYTES;
 }
 
-DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, Step& step,
-                       bool is_last_item) {
+DEVICE void empty_halves(int stage) {
+    for (int half = 0; half < READERS; ++half)
+        announce(HALF_EMPTY + half_number(stage, half), WARPGROUP + 32);
+}
+
+DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, int own_stage) {
+    Step step(args, work);
+    empty_halves(own_stage);
     for (int i = 0; i < work.steps; ++i, step.next()) {
+        if (step.stage != own_stage) continue;
         long long number = (long long)work.batch * args.num_heads + step.head;
-        number = (number * args.query_tiles + step.tile) * READERS;
+        number = number * args.query_tiles + step.tile;
+        int turn = work.turn(args, step.tile);
+        if (args.turns && lane() == 0) wait_for_turn(args.turns + number, turn);
+        __syncwarp();
         for (int half = 0; half < READERS; ++half) {
-            meet(HALF_FULL + half, WARPGROUP + 32);
+            meet(HALF_FULL + half_number(own_stage, half), WARPGROUP + 32);
             if (lane() == 0) {
-                add_bytes(args.sums + (number + half) * (HALF_BYTES / 4),
-                          half_place(memory, step, half), HALF_BYTES);
+                add_bytes(args.sums + (number * READERS + half) * (HALF_BYTES / 4),
+                          half_place(memory, half_number(own_stage, half)), HALF_BYTES);
                 end_copies();
             }
             __syncwarp();
         }
-        // the other stage is free once the halves of the step before this one have been read
-        if (lane() == 0) wait_until_read<READERS>();
+        if (lane() == 0) wait_until_read<0>();
         __syncwarp();
-        if (is_last_item && i + 1 == work.steps) break;
-        for (int half = 0; half < READERS; ++half) announce(HALF_EMPTY + half, WARPGROUP + 32);
+        empty_halves(own_stage);
+        if (args.turns && lane() == 0) {
+            wait_until_written();
+            pass_turn(args.turns + number, turn + 1);
+        }
     }
-    if (lane() == 0) wait_until_read<0>();
 }
 
 // The gradient of 64 rows before RoPE, from that after it; pairs are neighbors.
@@ -290,15 +310,16 @@ DEVICE void store_grad_s(const unsigned (&grad_s)[N / 2][4], unsigned tile) {
         store_matrices_transposed(tile + (i * 16 + row) * ROW_BYTES + chunk * 16, grad_s[i]);
 }
 
-// Leave this warpgroup's half of a part of dQ for the copy engine.
-DEVICE void hand_over(float (&grad_q)[COLUMNS / 8][4], unsigned place, int part) {
+// Leave a half of a part of dQ for the copy engine.
+DEVICE void hand_over(float (&grad_q)[COLUMNS / 8][4], unsigned memory, int number) {
+    unsigned place = half_place(memory, number);
     keep(grad_q);
-    meet(HALF_EMPTY + part, WARPGROUP + 32);
+    meet(HALF_EMPTY + number, WARPGROUP + 32);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 8; ++i)
         store_four(place + (i * WARPGROUP + threadIdx.x % WARPGROUP) * 16, grad_q[i]);
     publish_stores();
-    announce(HALF_FULL + part, WARPGROUP + 32);
+    announce(HALF_FULL + number, WARPGROUP + 32);
 }
 
 // dV in place of V, and dK in place of dS, which both warpgroups have read once they are here
@@ -312,11 +333,7 @@ DEVICE void store_grads(float (&grad_k)[D][4], const float (&grad_v)[D][4], cons
     meet(BOTH, READERS * WARPGROUP);
     store_rows(grad_k, args.grad_k, first_key, 0, work.key_head, work.batch,
                memory + GRAD_S_AT + part * QUERY_TILE, READERS * QUERY_TILE, OUTPUT_WRITTEN + part);
-    if (threadIdx.x % WARPGROUP == 0) {
-        wait_until_read<0>();
-        arrive(memory + V_EMPTY);
-    }
-    meet(OUTPUT_WRITTEN + part, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) wait_until_read<0>();
 }
 
 // dS is there for those who multiply it with K. The first warpgroup comes back to its place only after
@@ -335,8 +352,7 @@ DEVICE void share_grad_s(unsigned memory, const Step& step) {
 }
 
 template <int PART>
-DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, Step& step,
-                         int index) {
+DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory) {
     constexpr int HALVES = APART ? 2 * PART : 1, FIRST_HALF = APART ? 0 : PART;  // of parts of dQ
     int first_key = work.key_tile * KEYS + PART * OWN_KEYS;
     unsigned k = memory + K_AT + PART * OWN_KEYS * ROW_BYTES;
@@ -349,7 +365,11 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
     unsigned p[N / 2][4], grad_s[N / 2][4];
     set_zero(grad_k);
     set_zero(grad_v);
-    wait(memory + K_FULL, index & 1);
+    // zeros from here on: written within the loop, they would make the assembler serialize its matmuls
+    keep(grad_k);
+    keep(grad_v);
+    wait(memory + K_FULL, 0);
+    Step step(args, work);
     for (int i = 0; i < work.steps; ++i, step.next()) {
         unsigned q = memory + Q_AT + step.stage * TILES * QUERY_TILE;
         unsigned grad_out = memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE;
@@ -362,7 +382,7 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         wait_for_matmuls<1>();
         if (i) release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
         // dP, and P meanwhile
-        if (i == 0) wait(memory + V_FULL, index & 1);
+        if (i == 0) wait(memory + V_FULL, 0);
         wait(memory + GRAD_OUT_FULL + 8 * step.stage, step.parity);
         issue_transposed(grad_p, v, grad_out);
         wait_for_matmuls<1>();
@@ -391,28 +411,13 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         keep(p);
         release(memory + GRAD_OUT_EMPTY + 8 * step.stage);
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            int half = FIRST_HALF + h;
-            hand_over(grad_q[h], half_place(memory, step, half), half);
-        }
+        for (int h = 0; h < HALVES; ++h)
+            hand_over(grad_q[h], memory, half_number(step.stage, FIRST_HALF + h));
     }
     wait_for_matmuls<0>();
     keep(grad_k);
     keep(grad_v);
-    release(memory + Q_EMPTY + 8 * (step.stage ^ 1));
-    release(memory + K_EMPTY);
     store_grads(grad_k, grad_v, args, work, memory, PART);
-}
-
-// The items of a warpgroup that multiplies.
-template <int PART>
-DEVICE void multiply_items(const Backward& args, unsigned memory, Step& step) {
-    int num_items = num_own_items(args);
-    for (int i = 0; i < num_items; ++i) {
-        Work work(args, i);
-        step.begin(args, work);
-        multiply_all<PART>(args, work, memory, step, i);
-    }
 }
 
 extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
@@ -421,12 +426,10 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
     if (threadIdx.x == 0) {
         make_barrier(memory + K_FULL, 1);
         make_barrier(memory + V_FULL, 1);
-        // every warp that reads; of V's readers one thread, once dV is gone
-        make_barrier(memory + K_EMPTY, READERS * 4);
-        make_barrier(memory + V_EMPTY, READERS);
         for (int i = 0; i < STAGES; ++i) {
             make_barrier(memory + Q_FULL + 8 * i, 1);
             make_barrier(memory + GRAD_OUT_FULL + 8 * i, 1);
+            // every warp that reads
             make_barrier(memory + Q_EMPTY + 8 * i, READERS * 4);
             make_barrier(memory + GRAD_OUT_EMPTY + 8 * i, READERS * 4);
             make_barrier(memory + GRAD_S_FULL + 8 * i, 4);
@@ -436,30 +439,17 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
     __syncthreads();
     // the same in all lanes, as the compiler now knows
     int warp = __shfl_sync(WHOLE_WARP, threadIdx.x / 32, 0);
-    int num_items = num_own_items(args);
-    Step step;
+    Work work(args);
     if (warp < 4) {
         give_up_registers<24>();
-        if (warp == 0 && lane() == 0) {
-            for (int i = 0; i < num_items; ++i) {
-                Work work(args, i);
-                step.begin(args, work);
-                load(args, work, memory, step, i);
-            }
-        } else if (warp == 1) {
-            for (int half = 0; half < READERS; ++half) announce(HALF_EMPTY + half, WARPGROUP + 32);
-            for (int i = 0; i < num_items; ++i) {
-                Work work(args, i);
-                step.begin(args, work);
-                add_grad_q(args, work, memory, step, i + 1 == num_items);
-            }
-        }
+        if (warp == 0 && lane() == 0) load(args, work, memory);
+        if (0 < warp && warp <= STAGES) add_grad_q(args, work, memory, warp - 1);
     } else if (warp < 8) {
         take_registers<APART ? 224 : 240>();
-        multiply_items<0>(args, memory, step);
+        multiply_all<0>(args, work, memory);
     } else {
         take_registers<APART ? 256 : 240>();
-        multiply_items<1>(args, memory, step);
+        multiply_all<1>(args, work, memory);
     }
 }
 
@@ -499,6 +489,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP) prepare(const __grid_con
         args.lse_log2[place] = lse == -INFINITE ? INFINITE : lse * LOG2_E;
         args.delta[place] = delta;
     }
+    if (args.turns && threadIdx.x == 0 && first % QUERIES == 0)
+        args.turns[(long long)batch_head * args.query_tiles + first / QUERIES] = 0;
     float4* sums = (float4*)args.sums + (long long)blockIdx.x * TILES * (HALF_BYTES / 16);
 #pragma unroll
     for (int i = threadIdx.x; i < TILES * HALF_BYTES / 16; i += WARPGROUP) sums[i] = float4{};

@@ -1,7 +1,7 @@
 """The backward pass in one kernel, in CUDA C++: `lib/flash_attention/cuda/hopper_backward.cu`.
 
 It does five matmuls where the two kernels of `backward.py` do seven, since scores are not computed
-twice. But blocks add to dQ in the order in which they come, so its last bits differ between runs.
+twice. Blocks add to the same dQ: in turns, so that results repeat to the bit, or in any order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class Tiles:
         keys = 2 * tiles * KEYS * row
         queries = 2 * tiles * self.queries * row + self.queries * 2 * KEYS + 2 * ROWS * COLUMNS * 4
         numbers = 2 * self.queries * 4
-        return keys + STAGES * (queries + numbers) + 8 * (4 + 5 * STAGES)
+        return keys + STAGES * (queries + numbers) + 8 * (2 + 5 * STAGES)
 
     def constants(self, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> dict[str, int]:
         """The macros of the source."""
@@ -95,23 +94,13 @@ class BackwardArguments(ctypes.Structure):
         *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
         ("out", RowsArgument),
         ("grad_out_rows", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "work_list")),
+        *((name, ctypes.c_void_p) for name in ("lse", "lse_log2", "delta", "sums", "turns")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
         *((name, ctypes.c_int) for name in SIZES),
         ("scale", ctypes.c_float),
         # the size is a multiple of the alignment of maps
         ("padding", ctypes.c_char * 32),
     )
-
-
-class Plan(NamedTuple):
-    """Which block computes which tiles of keys."""
-
-    section: int
-    """Heads of k, of all sequences, that are worked on at a time."""
-
-    work_list: Tensor | None
-    """The table of `launch.schedule_tiles` for these blocks; None: a block for each tile."""
 
 
 # Launches blocks of a kernel.
@@ -130,14 +119,16 @@ def flash_backward(
     *,
     grads: Grads,
     angles: tuple[Tensor, Tensor] | None,
-    plan: Plan,
+    section: int,
+    deterministic: bool,
 ) -> Grads:
-    """Do what `lib.flash_attention.hopper.launch.flash_backward` does, to the last bits of dQ.
+    """Do what `lib.flash_attention.hopper.launch.flash_backward` does.
 
     Args:
         grad_out, out: with rows that a tensor map can describe, as those of q, k and v.
         grads: the tensors to write.
-        plan: of the tiles of KEYS keys.
+        section: heads of k, of all sequences, that are worked on at a time.
+        deterministic: add to dQ in one order.
     """
     batch, num_heads, num_queries, head_dim = q.shape
     key_heads, num_keys = k.shape[1:3]
@@ -146,6 +137,9 @@ def flash_backward(
     rows = batch * num_heads * query_tiles * tiles.queries
     for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
     sums = lse.new_empty(rows, tiles.columns)  # of dQ
+    turns = None
+    if deterministic:
+        turns = lse.new_empty(batch * num_heads * query_tiles, dtype=torch.int32)
     # without angles the kernels do not read these pointers
     cos, sin = angles or (lse, lse)
     boxes = (tiles.queries, KEYS, KEYS, tiles.queries, ROWS, ROWS, ROWS)
@@ -158,11 +152,11 @@ def flash_backward(
         lse_log2=for_rows[0].data_ptr(),
         delta=for_rows[1].data_ptr(),
         sums=sums.data_ptr(),
+        turns=None if turns is None else turns.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
         scale=scale,
-        work_list=None if plan.work_list is None else plan.work_list.data_ptr(),
-        **dict(zip(SIZES, (*sizes, head_dim, batch * key_heads, plan.section))),
+        **dict(zip(SIZES, (*sizes, head_dim, batch * key_heads, section))),
     )
     for name, image in maps.items():
         place = ctypes.addressof(arguments) + getattr(BackwardArguments, name).offset
@@ -170,8 +164,7 @@ def flash_backward(
 
     prepare, backward, finish = load_kernels(tiles, q, is_causal, angles is not None)
     prepare(rows // ROWS, arguments)
-    items = key_tiles * key_heads * batch
-    backward(items if plan.work_list is None else plan.work_list.shape[1], arguments)
+    backward(key_tiles * key_heads * batch, arguments)
     finish(rows // ROWS * (tiles.columns // COLUMNS), arguments)
     return grads
 

@@ -6,12 +6,13 @@ those of the next tile and computes exponentials while they run; the other warpg
 that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
 one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
 explicit layouts, shared memory and barriers. Two kernels are in CUDA C++: one that makes all three
-gradients, where results need not repeat (`fused.py`), and a forward one for heads whose size is no
-power of two (`unpadded.py`).
+gradients, which is faster where a key has many queries (`fused.py`), and a forward one for heads
+whose size is no power of two, or 64 under a causal mask (`unpadded.py`).
 
-Programs are persistent: one on each multiprocessor, for many tiles. Under a causal mask the last
-queries see many keys and the first ones few. Since the work of each tile is known, the host deals
-the tiles out beforehand (`schedule_tiles`), so that all multiprocessors have about as much to do.
+Programs are persistent, but for those of `fused.py`: one on each multiprocessor, for many tiles.
+Under a causal mask the last queries see many keys and the first ones few. Since the work of each
+tile is known, the host deals the tiles out beforehand (`schedule_tiles`), so that all
+multiprocessors have about as much to do.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
+# Queries for each key, on average, from which on one backward kernel is faster than two.
+MANY_QUERIES = 1024
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
@@ -183,7 +186,7 @@ def flash_forward(
     """Do what `lib.flash_attention.triton_attention.flash_forward` does, where `supports` holds."""
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
-    if q.shape[3] in unpadded.HEAD_DIMS and not schedule and has_nvrtc():
+    if unpadded.is_faster(q.shape[3], is_causal) and not schedule and has_nvrtc():
         _unpadded_forward(q, k, v, is_causal, scale, out, lse)
         return out, lse
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
@@ -214,7 +217,12 @@ def _unpadded_forward(
     tiles = unpadded.pick_tiles(q.shape[3])
     schedule = Schedule(tiles.warpgroups, tiles.keys, tiles.stages)
     work = _queries_work(q.shape, k.shape, schedule, is_causal)
-    plan = _plan(work, q.device)
+    # a list for each multiprocessor, if it has much to do
+    num_items, programs = len(work.steps) * work.num_heads, _multiprocessors(q.device)
+    work_list = None
+    if programs < num_items <= MAX_LISTED:
+        work_list = _work_list(work, programs, q.device)
+    plan = unpadded.Plan(work.section, work_list)
     unpadded.flash_forward(q, k, v, is_causal, scale, out=out, lse=lse, plan=plan)
 
 
@@ -238,17 +246,24 @@ def flash_backward(
     Args:
         schedules: of the kernel for dQ, and of that for dK and dV.
         grads: the tensors to write; `can_be_copied` must hold for each.
-        deterministic: by two kernels, so that results repeat to the bit; otherwise by one.
+        deterministic: whether results must repeat to the bit.
     """
-    if not deterministic and q.shape[3] <= fused.TILES[-1].dim:
+    if not schedules and _one_kernel_is_faster(q.shape[2], q.shape[3], is_causal):
         grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
-        return _fused_backward(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
+        tensors = (grad_out, q, k, v, out, lse)
+        return _fused_backward(*tensors, is_causal, scale, grads, angles, deterministic)
     call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
     key = ("backward", schedules, *call.key())
     if not _repeat(key, q.device, call.addresses()):
         for_queries, for_keys = schedules or backward_schedules(q.shape[3])
         _launch(key, q.device, _queries_launch(call, for_queries), _keys_launch(call, for_keys))
     return call.grads
+
+
+def _one_kernel_is_faster(num_queries: int, head_dim: int, is_causal: bool) -> bool:
+    """Whether one backward kernel is faster than two: where a key has many queries."""
+    queries_of_a_key = num_queries / 2 if is_causal else num_queries
+    return queries_of_a_key >= MANY_QUERIES and head_dim <= fused.TILES[-1].dim and has_nvrtc()
 
 
 def _fused_backward(
@@ -262,16 +277,17 @@ def _fused_backward(
     scale: float,
     grads: Grads,
     angles: tuple[Tensor, Tensor] | None,
+    deterministic: bool,
 ) -> Grads:
-    """The backward pass in one kernel, which deals tiles out as the kernel for dK and dV does."""
+    """The backward pass in one kernel."""
     # under a causal mask there must be a query for each key
     num_keys = min(k.shape[2], q.shape[2]) if is_causal else k.shape[2]
     for grad in grads[1:]:
         grad[:, :, num_keys:].zero_()
     k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
-    work = _keys_work(q.shape, k.shape, Schedule(fused.KEYS // ROWS, ROWS, 2), is_causal)
+    batch, num_heads, num_queries, head_dim = q.shape
     # the sums of dQ take the cache too
-    work = work._replace(section=max(1, work.section // 2))
+    section = _queries_section(batch, num_heads, k.shape[1], 2 * num_queries, head_dim)
     out, grad_out = (
         x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
         for x in (out, grad_out)
@@ -280,18 +296,10 @@ def _fused_backward(
         *(grad_out, q, k, v, out, lse, is_causal, scale),
         grads=(grads[0], grad_k, grad_v),
         angles=angles,
-        plan=_plan(work, q.device),
+        section=section,
+        deterministic=deterministic,
     )
     return grads
-
-
-def _plan(work: Work, device: torch.device) -> fused.Plan:
-    """How a kernel in CUDA C++ divides its work: a list for each multiprocessor, if it has much."""
-    num_items, programs = len(work.steps) * work.num_heads, _multiprocessors(device)
-    work_list = None
-    if programs < num_items <= MAX_LISTED:
-        work_list = _work_list(work, programs, device)
-    return fused.Plan(work.section, work_list)
 
 
 class BackwardCall(NamedTuple):
@@ -565,9 +573,16 @@ def _keys_work(q: Size, k: Size, schedule: Schedule, is_causal: bool) -> Work:
     firsts = range(0, num_keys, schedule.warpgroups * ROWS)
     hidden = [min(first // ROWS, query_tiles) if is_causal else 0 for first in firsts]
     steps = tuple(group * (query_tiles - n) for n in hidden)
-    # queries and dO of 2 bytes each
-    section = max(1, CACHE_BYTES // (4 * num_queries * head_dim * group))
-    return Work(steps, batch * key_heads, min(section, batch * key_heads), False)
+    section = _queries_section(batch, num_heads, key_heads, num_queries, head_dim)
+    return Work(steps, batch * key_heads, section, False)
+
+
+def _queries_section(
+    batch: int, num_heads: int, key_heads: int, num_queries: int, head_dim: int
+) -> int:
+    """Heads of k whose queries and dO, of 2 bytes each, fit the L2 cache."""
+    bytes_of_head = 4 * num_queries * head_dim * (num_heads // key_heads)
+    return min(max(1, CACHE_BYTES // bytes_of_head), batch * key_heads)
 
 
 def _num_tiles(length: int, size: int) -> int:

@@ -1,7 +1,8 @@
-"""The forward pass where a head's size is no power of two, in CUDA C++: `cuda/hopper_forward.cu`.
+"""The forward pass in CUDA C++, where that is faster than Gluon: `cuda/hopper_forward.cu`.
 
 A tensor of Gluon has a power of two columns: heads of 80 take tiles of 128 there, and heads of 160
-tiles of 256. Here tiles have as many columns as matmuls need, and as many keys as fit.
+tiles of 256. Here tiles have as many columns as matmuls need, and as many keys as fit. Heads of 64
+are faster under a causal mask.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,15 +70,27 @@ class Tiles:
         }
 
 
+class Plan(NamedTuple):
+    """Which block computes which tiles of queries."""
+
+    section: int
+    """Heads of k, of all sequences, that are worked on at a time."""
+
+    work_list: Tensor | None
+    """The table of `launch.schedule_tiles` for these blocks; None: a block for each tile."""
+
+
 # In order of their width, tuned on an H200
 TILES = (
+    Tiles(64, 128, warpgroups=3, stages=3, is_ordered=True),
     Tiles(80, 112, warpgroups=3, is_ordered=True),
     Tiles(96, 112, warpgroups=3, is_ordered=True),
     Tiles(160, 112),
     Tiles(192, 112),
 )
-# Sizes that fill a tile of 128 or 256 columns to three quarters at most.
+# Sizes that fill a tile of 128 or 256 columns to three quarters at most; those of a tile of 64.
 HEAD_DIMS = (*range(72, 97, 8), *range(136, 193, 8))
+CAUSAL_HEAD_DIMS = range(40, 65, 8)
 MAPS = ("q", "k", "v", "out")
 SIZES = ("num_heads", "group", "num_queries", "num_keys", "query_tiles", "all_heads", "section")
 
@@ -98,8 +112,13 @@ class ForwardArguments(ctypes.Structure):
 Launch = Callable[[int, ForwardArguments], None]
 
 
+def is_faster(head_dim: int, is_causal: bool) -> bool:
+    """Whether this kernel is faster than that in Gluon."""
+    return head_dim in HEAD_DIMS or (is_causal and head_dim in CAUSAL_HEAD_DIMS)
+
+
 def pick_tiles(head_dim: int) -> Tiles:
-    """The tiles for heads of HEAD_DIMS."""
+    """The tiles for heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
     return next(tiles for tiles in TILES if tiles.dim >= head_dim)
 
 
@@ -112,7 +131,7 @@ def flash_forward(
     *,
     out: Tensor,
     lse: Tensor,
-    plan: fused.Plan,
+    plan: Plan,
 ) -> None:
     """Do what `lib.flash_attention.hopper.launch.flash_forward` does, into `out` and `lse`.
 

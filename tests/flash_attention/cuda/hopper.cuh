@@ -344,6 +344,15 @@ template <int N>
 inline void wait_until_read() {
     emulator::wait_for_copies(N);
 }
+inline void wait_until_written() { emulator::wait_for_copies(0); }
+inline void wait_for_turn(const int* place, int turn) {
+    emulator::wait_until([=] { return *place == turn; });
+}
+inline void pass_turn(int* place, int next) {
+    auto& copies = emulator::started[emulator::current].copies;
+    if (copies.size() > 1) emulator::fail("a turn passed before its additions are there");
+    *place = next;
+}
 
 inline unsigned long long operand(unsigned address, int offset, int next_tile = 16) {
     unsigned low = (address >> 4) + (next_tile >> 4 << 16 | offset >> 4);
