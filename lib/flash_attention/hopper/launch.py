@@ -285,9 +285,9 @@ def _fused_backward(
     for grad in grads[1:]:
         grad[:, :, num_keys:].zero_()
     k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
-    batch, num_heads, num_queries, head_dim = q.shape
-    # the sums of dQ take the cache too
-    section = _queries_section(batch, num_heads, k.shape[1], 2 * num_queries, head_dim)
+    batch, _, num_queries, head_dim = q.shape
+    # one head of a group at a time; the sums of dQ take the cache too
+    section = _queries_section(batch, k.shape[1], k.shape[1], 2 * num_queries, head_dim)
     out, grad_out = (
         x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
         for x in (out, grad_out)
