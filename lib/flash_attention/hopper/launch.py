@@ -52,6 +52,8 @@ SHORT = (0.25, 0.5)
 BALANCED = 1.02
 # Queries for each key, on average, from which on one backward kernel is faster than two.
 MANY_QUERIES = 1024
+# and blocks for each multiprocessor, under a causal mask
+MANY_BLOCKS = 8
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
@@ -248,7 +250,7 @@ def flash_backward(
         grads: the tensors to write; `can_be_copied` must hold for each.
         deterministic: whether results must repeat to the bit.
     """
-    if not schedules and _one_kernel_is_faster(q.shape[2], q.shape[3], is_causal):
+    if not schedules and _one_kernel_is_faster(q, k, is_causal):
         grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
         tensors = (grad_out, q, k, v, out, lse)
         return _fused_backward(*tensors, is_causal, scale, grads, angles, deterministic)
@@ -260,10 +262,16 @@ def flash_backward(
     return call.grads
 
 
-def _one_kernel_is_faster(num_queries: int, head_dim: int, is_causal: bool) -> bool:
+def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
     """Whether one backward kernel is faster than two: where a key has many queries."""
-    queries_of_a_key = num_queries / 2 if is_causal else num_queries
-    return queries_of_a_key >= MANY_QUERIES and head_dim <= fused.TILES[-1].dim and has_nvrtc()
+    batch, _, num_queries, head_dim = q.shape
+    if head_dim > fused.TILES[-1].dim or not has_nvrtc():
+        return False
+    if not is_causal:
+        return num_queries >= MANY_QUERIES
+    # half of the queries on average; blocks differ in length, so a few would end at different times
+    blocks = batch * k.shape[1] * _num_tiles(min(k.shape[2], num_queries), fused.KEYS)
+    return num_queries >= 2 * MANY_QUERIES and blocks >= MANY_BLOCKS * _multiprocessors(q.device)
 
 
 def _fused_backward(
@@ -285,9 +293,9 @@ def _fused_backward(
     for grad in grads[1:]:
         grad[:, :, num_keys:].zero_()
     k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
-    batch, _, num_queries, head_dim = q.shape
-    # one head of a group at a time; the sums of dQ take the cache too
-    section = _queries_section(batch, k.shape[1], k.shape[1], 2 * num_queries, head_dim)
+    batch, num_heads, num_queries, head_dim = q.shape
+    # the sums of dQ take the cache too
+    section = _queries_section(batch, num_heads, k.shape[1], 2 * num_queries, head_dim)
     out, grad_out = (
         x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
         for x in (out, grad_out)
