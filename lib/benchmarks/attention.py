@@ -50,7 +50,7 @@ BACKENDS = {
 }
 FLASH_ATTENTION_4 = ("fa4", "fa4_deterministic")
 PEERS = ("flex_attention", *FLASH_ATTENTION_4, *BACKENDS)
-# Ours with gradients that need not repeat to the bit: another kernel on Hopper GPUs.
+# Ours with gradients that need not repeat to the bit: added up in any order on Hopper GPUs.
 UNORDERED = "flash_attention_triton_unordered"
 SWEEP_KERNELS = (*ATTENTION_KERNELS, UNORDERED, *PEERS)
 GPU_ONLY = (

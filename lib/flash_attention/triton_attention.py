@@ -84,9 +84,10 @@ def flash_attention(
         precision: of float32 matmuls. `tf32x3` splits each operand in two and adds three matmuls
             of tensor cores; its error is that of float32. `ieee` multiplies and adds in float32
             itself, which takes several times as long. `tf32` rounds operands to 10 bits.
-        deterministic: whether gradients repeat to the bit. If they need not, a Hopper GPU computes
-            all three in one kernel, which adds up the gradient of q in any order; it is faster for
-            long sequences, and takes 4 bytes of memory for each number of q while it runs.
+        deterministic: whether gradients repeat to the bit. A Hopper GPU computes those of long
+            sequences in one kernel, whose blocks add to the gradient of q: in turns, or in any
+            order, which can be a few percent faster. It takes 4 bytes of memory for each number of
+            q while it runs.
 
     Returns:
         (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.

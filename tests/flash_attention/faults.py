@@ -15,6 +15,7 @@ TEST_DIRECT = "tests/flash_attention/test_hopper_direct.py"
 CUDA = "lib/flash_attention/cuda/"
 TEST_CUDA = "tests/flash_attention/cuda/test_kernels.py"
 TEST_FORWARD = "tests/flash_attention/cuda/test_hopper_forward.py"
+TEST_BACKWARD = "tests/flash_attention/cuda/test_hopper_backward.py"
 
 FAULTS = [
     # the reference: a mask one off, sums not rescaled, a factor lost, tiles skipped
@@ -142,5 +143,13 @@ FAULTS = [
         "num_heads // key_heads, num_queries",
         "key_heads, num_queries",
         TEST_FORWARD,
+    ),
+    # the backward kernel: turns that nobody passes, and those of a reversed section counted wrongly
+    Fault(CUDA + "hopper_backward.cu", "turn + 1", "turn", TEST_BACKWARD),
+    Fault(
+        CUDA + "hopper_backward.cu",
+        "args.key_tiles - 1) - key_tile",
+        "args.key_tiles - 1)",
+        TEST_BACKWARD,
     ),
 ]

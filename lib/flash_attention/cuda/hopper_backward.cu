@@ -103,7 +103,7 @@ struct Work {
     // How many blocks of the head add to a tile of dQ before this one.
     DEVICE int turn(const Backward& args, int query_tile) const {
         if (!is_reversed) return key_tile;
-        return min(((query_tile + 1) * QUERIES - 1) / KEYS, args.key_tiles - 1) - key_tile;
+        return min(query_tile * QUERIES / KEYS, args.key_tiles - 1) - key_tile;
     }
 };
 
