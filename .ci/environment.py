@@ -29,7 +29,7 @@ def main() -> int:
         constraints = (ROOT / ".ci/constraints.txt").read_text()
     else:
         constraints = installed_versions()
-    code = install(python, args.requirements, constraints)
+    code = install(python, args.requirements, constraints, compile=not args.own)
     if code == 0:
         for old in args.stamp.parent.glob(args.stamp.name.rsplit("-", 1)[0] + "-*"):
             old.unlink()
@@ -71,8 +71,12 @@ def installed_versions() -> str:
     return "\n".join(lines)
 
 
-def install(python: Path, requirements: list[str], constraints: str) -> int:
-    """Run pip with one line of progress, and print its whole output only if it fails."""
+def install(python: Path, requirements: list[str], constraints: str, *, compile: bool) -> int:
+    """Run pip with one line of progress, and print its whole output only if it fails.
+
+    Args:
+        compile: all modules now, which takes half a minute; otherwise each at its first import.
+    """
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
         subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,6 +84,7 @@ def install(python: Path, requirements: list[str], constraints: str) -> int:
         pins.write_text(constraints)
         command = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         command += ["--progress-bar", "off", "--constraint", str(pins)]
+        command += [] if compile else ["--no-compile"]
         for file in requirements:
             command += ["--requirement", str(ROOT / file)]
         started = time.monotonic()
