@@ -29,7 +29,7 @@ def main() -> int:
         constraints = (ROOT / ".ci/constraints.txt").read_text()
     else:
         constraints = installed_versions()
-    code = install(python, args.requirements, constraints, compile=not args.own)
+    code = install(python, args.requirements, constraints, compile=args.own)
     if code == 0:
         for old in args.stamp.parent.glob(args.stamp.name.rsplit("-", 1)[0] + "-*"):
             old.unlink()
@@ -75,7 +75,7 @@ def install(python: Path, requirements: list[str], constraints: str, *, compile:
     """Run pip with one line of progress, and print its whole output only if it fails.
 
     Args:
-        compile: all modules now, which takes half a minute; otherwise each at its first import.
+        compile: all modules on all cores at the end; pip would compile them one by one.
     """
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
         subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
@@ -84,7 +84,7 @@ def install(python: Path, requirements: list[str], constraints: str, *, compile:
         pins.write_text(constraints)
         command = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         command += ["--progress-bar", "off", "--constraint", str(pins)]
-        command += [] if compile else ["--no-compile"]
+        command += ["--no-compile"] if compile else []
         for file in requirements:
             command += ["--requirement", str(ROOT / file)]
         started = time.monotonic()
@@ -95,6 +95,10 @@ def install(python: Path, requirements: list[str], constraints: str, *, compile:
             lines.append(line)
             show(line.split(), time.monotonic() - started)
         code = pip.wait()
+        if compile and not code:
+            # packages bring templates, too, which do not compile
+            modules = [python, "-m", "compileall", "-q", "-j", "0", str(python.parent.parent / "lib")]
+            subprocess.run(modules, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if sys.stdout.isatty():
         print("\r\033[K", end="")
     if code:

@@ -492,7 +492,7 @@ NAMES = {
         jit=lambda f=None, **settings: f or (lambda f: f), constexpr_function=lambda f: f
     ),
     # the kernels in CUDA C++ have an emulator of their own
-    "unpadded": SimpleNamespace(HEAD_DIMS=()),
+    "unpadded": SimpleNamespace(is_faster=lambda head_dim, is_causal: False),
     "mbarrier": Barrier,
     "tma": Descriptor,
     "TensorDescriptor": Descriptor,
