@@ -97,8 +97,8 @@ def install(python: Path, requirements: list[str], constraints: str, *, compile:
         code = pip.wait()
         if compile and not code:
             # packages bring templates, too, which do not compile
-            modules = [python, "-m", "compileall", "-q", "-j", "0", str(python.parent.parent / "lib")]
-            subprocess.run(modules, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            modules = ["-m", "compileall", "-q", "-j", "0", str(python.parent.parent / "lib")]
+            subprocess.run([python, *modules], capture_output=True)
     if sys.stdout.isatty():
         print("\r\033[K", end="")
     if code:

@@ -493,6 +493,7 @@ NAMES = {
     ),
     # the kernels in CUDA C++ have an emulator of their own
     "unpadded": SimpleNamespace(is_faster=lambda head_dim, is_causal: False),
+    "fused": SimpleNamespace(TILES=(SimpleNamespace(dim=0),)),
     "mbarrier": Barrier,
     "tma": Descriptor,
     "TensorDescriptor": Descriptor,
