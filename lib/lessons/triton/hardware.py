@@ -55,7 +55,10 @@ LATENCIES = {
     "A100 (80 GB)": (1.41, 36, 211, 572),
     "H100 (PCIe)": (CLOCK_GHZ, 34, LATENCY_CYCLES["L2"], LATENCY_CYCLES["HBM"]),
 }
-BENCHES = "[gpu-benches](https://github.com/te42kyfo/gpu-benches)"
+BENCHES = (
+    "[gpu-benches](https://github.com/te42kyfo/gpu-benches/tree/"
+    "1c36d509ee717dca9215c27135fa1e611bb03ed1)"
+)
 # (numbers, document, where in it or how they follow from it)
 SOURCES = (
     (
@@ -94,7 +97,7 @@ SOURCES = (
         "table 3; Combined L1 Data Cache and Shared Memory",
     ),
     ("H200: L2, 60 MB", "PyTorch on an H200", "`get_device_properties().L2_cache_size`"),
-    ("H200: L2, 9.7 TB/s", BENCHES, "`gpu-l2-cache/h200.txt`, buffers of 10 to 40 MB"),
+    ("H200: L2, 9.8 TB/s", BENCHES, "`gpu-l2-cache/h200.txt`, buffers of 10 to 40 MB"),
     (
         "A100, H100: clock; cycles of L1, L2, memory",
         BENCHES,
@@ -147,7 +150,7 @@ def gpu_svg() -> str:
     """The drawing, on an opaque light card: it reads the same on light and dark pages."""
     parts = [_sm(24 + 244 * i, 62, number) for i, number in enumerate((0, 1, 131))]
     parts.append(_text(505, 176, "…", "name"))
-    l2 = "L2 cache, 60 MB: all SMs share it · 9.7 TB/s up to about 40 MB · about 270 cycles*"
+    l2 = "L2 cache, 60 MB: all SMs share it · 9.8 TB/s up to about 40 MB · about 270 cycles*"
     hbm = "HBM, 141 GB: your tensors are here · 4.8 TB/s · about 660 cycles*"
     parts += [_box(24, 316, 712, 48, "#fbe3b0", l2), _box(24, 398, 712, 60, "#f6d6c4", hbm)]
     for x in (134, 378, 622):
