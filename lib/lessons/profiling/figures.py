@@ -47,7 +47,7 @@ PEAK_TFLOPS = 989
 LEVELS = (
     Level("registers", "35 MB", "every clock", None, "operands of the instruction that runs"),
     Level("shared memory (SRAM)", "31 MB", "33 TB/s", 33.4, "the tile that a block works on"),
-    Level("L2 cache", "60 MB", "≈ 9.7 TB/s", 9.7, "what several blocks read soon after another"),
+    Level("L2 cache", "60 MB", "≈ 9.8 TB/s", 9.8, "what several blocks read soon after another"),
     Level(
         "HBM, the GPU's memory", "141 GB", "4.8 TB/s", 4.8, "weights, activations, AdamW's state"
     ),
