@@ -14,7 +14,7 @@
 // adds it.
 //
 // Sums of floating-point numbers depend on their order. So that they are the same in every run, blocks
-// take turns at each tile of dQ: those that start first. See `Work` and `Step` for the order.
+// take turns at each tile of dQ, in the order in which they start: see `Work` and `Step`.
 //
 // With heads of more than 64 each of the warpgroups computes half of the part, so they wait for each
 // other in every step. With heads of 64, where exponentials take longer for the same matmuls, the

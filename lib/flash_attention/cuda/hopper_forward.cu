@@ -1,5 +1,6 @@
 // FlashAttention's forward pass for Hopper GPUs (Shah et al. 2024, FlashAttention-3), for heads whose
-// size is no power of two: tiles have as many columns as matmuls need, and as many keys as fit.
+// size is no power of two, or 64 under a causal mask: tiles have as many columns as matmuls need, and as
+// many keys as fit.
 //
 // A block has 64 queries of a head for each of READERS warpgroups, and goes through the keys that they
 // see, KEYS at a time, the last ones first:
