@@ -1,6 +1,7 @@
 """`make` picks the right Python, refuses the wrong one, and installs what is asked for."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -126,7 +127,9 @@ def test_a_given_environment_keeps_its_torch(environment):
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        ("  Downloading https://host/a/torch-2.9.0-cp311-linux.whl (899.8 MB)", "torch 899.8 MB"),
+        ("  Downloading https://host/a/torch-2.9.0-cp311-linux.whl (899.8 MB)", "torch 899.8MB"),
+        ("Downloading torch (858.1MiB)", "torch 858.1MiB"),
+        ("Downloading numpy (15.8MiB)", ""),
         ("Downloading nvidia_cublas-13.whl (1.2 GB)", "nvidia_cublas"),
         ("Installing collected packages: a, b, c", "unpacking 3 packages"),
         ("Downloading six-1.17.0-py2.py3-none-any.whl (11 kB)", ""),
@@ -138,3 +141,19 @@ def test_a_log_names_only_what_takes_long(environment, capsys, line, shown):
     out = capsys.readouterr().out
     assert shown in out.replace("(", "").replace(")", "")
     assert bool(out) == bool(shown)
+
+
+def test_uv_looks_where_pip_does(environment, monkeypatch, tmp_path):
+    settings = tmp_path / "pip.conf"
+    settings.write_text(
+        "[global]\nindex-url = https://mirror.example/simple\n"
+        f"find-links = {tmp_path}\n  https://wheels.example\nextra-index-url = file:///nowhere\n"
+    )
+    for name in ("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    options = environment.settings_of_pip(sys.executable)
+    pairs = set(itertools.pairwise(options))
+    assert ("--default-index", "https://mirror.example/simple") in pairs
+    assert {("--find-links", str(tmp_path)), ("--find-links", "https://wheels.example")} <= pairs
+    assert not any("nowhere" in option for option in options)
