@@ -82,7 +82,7 @@ def _library(file: str, dim: int, is_bfloat16: bool, tiles: launch.Tiles) -> cty
         options = [f"-D{name}={value}" for name, value in macros.items()]
         # this folder comes first: its instructions.cuh replaces that of the GPU
         options += ["-I", str(HERE), "-I", str(SOURCES), "-o", str(path)]
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+        flags = ["-std=c++17", "-Og", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
         # threads are fibers, and a fortified longjmp aborts when it leaves a stack
         flags += ["-U_FORTIFY_SOURCE"]
         subprocess.run([COMPILER, *flags, *options, str(HERE / "emulator.cpp")], check=True)

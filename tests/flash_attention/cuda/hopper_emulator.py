@@ -78,7 +78,7 @@ def _library(name: str, macros: tuple[tuple[str, int], ...], fault: tuple[str, .
         options.append(f"-DARGUMENTS={name.title()}")
         # this folder comes first: its hopper.cuh replaces that of the GPU
         options += [f'-DSOURCE="{source}"', "-I", str(HERE), "-I", str(SOURCES)]
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi"]
+        flags = ["-std=c++17", "-Og", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi"]
         # threads are fibers, and a fortified longjmp aborts when it leaves a stack
         flags += ["-U_FORTIFY_SOURCE"]
         command = [COMPILER, *flags, *options, "-o", str(path), str(HERE / "hopper_emulator.cpp")]
