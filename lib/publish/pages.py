@@ -121,7 +121,7 @@ def _alt_text(output: NotebookNode) -> str:
 def _picture(output: NotebookNode) -> str:
     """Return a PNG of a notebook as the address of the same picture in a third of the bytes."""
     png, small = base64.b64decode(output.data["image/png"]), io.BytesIO()
-    Image.open(io.BytesIO(png)).save(small, "WEBP", lossless=True, method=2)
+    Image.open(io.BytesIO(png)).save(small, "WEBP", lossless=True, quality=30, method=1)
     return f"data:image/webp;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
