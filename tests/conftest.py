@@ -28,8 +28,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("workbook")
 
-# Modules and thousands of tests stay until the end: looking through them again and again for garbage
-# would take a twentieth of the time.
+# Modules and thousands of tests stay until the end: to look through them for garbage
+# again and again would take a twentieth of the time.
 gc.disable()
 
 
