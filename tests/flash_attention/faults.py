@@ -145,11 +145,26 @@ FAULTS = [
         TEST_FORWARD,
     ),
     # the backward kernel: turns that nobody passes, and those of a reversed section counted wrongly
-    Fault(CUDA + "hopper_backward.cu", "turn + 1", "turn", TEST_BACKWARD),
+    Fault(CUDA + "hopper_backward.cuh", "turn + 1", "turn", TEST_BACKWARD),
     Fault(
-        CUDA + "hopper_backward.cu",
+        CUDA + "hopper_backward.cuh",
         "args.key_tiles - 1) - key_tile",
         "args.key_tiles - 1)",
         TEST_BACKWARD,
     ),
+    # the one for wide heads: a tile of queries that sees half of a block's keys, a mask one off, a
+    # rotation the wrong way
+    Fault(
+        CUDA + "hopper_backward.cuh",
+        "((query_tile + 1) * QUERIES - 1) / KEYS",
+        "query_tile * QUERIES / KEYS",
+        TEST_BACKWARD,
+    ),
+    Fault(
+        CUDA + "hopper_backward_wide.cu",
+        "is_visible &= key <= query",
+        "is_visible &= key < query",
+        TEST_BACKWARD,
+    ),
+    Fault(CUDA + "hopper_backward_wide.cu", "(is_odd ? -other : other)", "other", TEST_BACKWARD),
 ]

@@ -27,6 +27,12 @@ CASES = [
     Case(300, 200, 80, False, heads=4, key_heads=2),
     Case(257, 257, 96, scale=0.5),
     Case(500, 500, 88, layout="tokens first"),
+    Case(1, 300, 192),
+    Case(300, 1, 160, False),
+    Case(193, 191, 192, heads=4, key_heads=1),
+    Case(500, 500, 136, layout="tokens first"),
+    Case(1000, 770, 168, False, heads=4, key_heads=2),
+    Case(90, 1000, 160, layout="amid NaN"),
 ]
 
 
@@ -61,7 +67,9 @@ def test_gradients_are_right(kernels, case, deterministic, dtype):
 
 
 @pytest.mark.parametrize("cache_bytes", [1, 2**40], ids=["a head a section", "one section"])
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (80, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal"), [(64, True), (128, False), (80, True), (192, True)]
+)
 def test_gradients_repeat_to_the_bit(kernels, head_dim, is_causal, cache_bytes, monkeypatch):
     monkeypatch.setattr(kernels.hopper, "CACHE_BYTES", cache_bytes)
     case = Case(1500, 1500, head_dim, is_causal, heads=16, key_heads=8)
@@ -92,7 +100,7 @@ def test_only_the_gradient_of_q_may_differ_between_runs(kernels, head_dim, is_ca
         assert largest(grad_q - right) <= 1.5 * largest(first[0] - right)
 
 
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)])
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (160, True)])
 def test_gradients_are_rotated_back(kernels, head_dim, is_causal):
     case = Case(450, 300, head_dim, is_causal, heads=6, key_heads=2)
     q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.bfloat16, "cuda"))

@@ -31,6 +31,12 @@ DEVICE unsigned shared_memory() {
     return (unsigned)__cvta_generic_to_shared(memory);
 }
 
+DEVICE float load_number(unsigned address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+
 DEVICE float2 load_pair(unsigned address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
@@ -220,7 +226,8 @@ DEVICE void keep(unsigned (&x)[N][4]) {
 #define FOUR(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define FOUR_NEW(c, i) "=f"(c[i][0]), "=f"(c[i][1]), "=f"(c[i][2]), "=f"(c[i][3])
 #define TWO(of, c, i) of(c, i), of(c, i + 1)
-#define REGISTERS_8(of, c) TWO(of, c, 0), TWO(of, c, 2), TWO(of, c, 4), TWO(of, c, 6)
+#define REGISTERS_4(of, c) TWO(of, c, 0), TWO(of, c, 2)
+#define REGISTERS_8(of, c) REGISTERS_4(of, c), TWO(of, c, 4), TWO(of, c, 6)
 #define REGISTERS_10(of, c) REGISTERS_8(of, c), TWO(of, c, 8)
 #define REGISTERS_12(of, c) REGISTERS_10(of, c), TWO(of, c, 10)
 #define REGISTERS_14(of, c) REGISTERS_12(of, c), TWO(of, c, 12)
@@ -233,9 +240,9 @@ DEVICE void keep(unsigned (&x)[N][4]) {
     REGISTERS_24(of, c), TWO(of, c, 24), TWO(of, c, 26), TWO(of, c, 28), TWO(of, c, 30)
 
 // and their names in it
-#define NAMES_8                                                                              \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_8                                                                         \
+    NAMES_4 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_10 NAMES_8 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_12 NAMES_10 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_14 NAMES_12 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -250,6 +257,7 @@ DEVICE void keep(unsigned (&x)[N][4]) {
 
 // Every size: N, columns of C, and the names of the operands after its 4N registers
 #define FOR_EVERY_SIZE(CASE)             \
+    CASE(4, 32, 16, 17, 18, 19, 20, 21)  \
     CASE(8, 64, 32, 33, 34, 35, 36, 37)  \
     CASE(10, 80, 40, 41, 42, 43, 44, 45) \
     CASE(12, 96, 48, 49, 50, 51, 52, 53) \
@@ -265,30 +273,31 @@ DEVICE void keep(unsigned (&x)[N][4]) {
 template <int N>
 constexpr bool has_size = false FOR_EVERY_SIZE(IS_SIZE);
 
-// C = A B: A is 64 × 16, B is 16 × 8N and lies in shared memory as columns of 16, or, if TRANSPOSED,
-// as rows.
-template <int TRANSPOSED, int N>
+// C = A B: A is 64 × 16, B is 16 × 8N. Both lie in shared memory; A as rows of 16, B as columns of 16,
+// or, if TRANSPOSED or A_TRANSPOSED, the other way.
+template <int TRANSPOSED, int A_TRANSPOSED = 0, int N>
 DEVICE void multiply(float (&c)[N][4], unsigned long long a, unsigned long long b) {
     static_assert(has_size<N>);
-#define CASE(SIZE, n, i, j, k, ...)                                                             \
+#define CASE(SIZE, n, i, j, k, l, ...)                                                          \
     if constexpr (N == SIZE)                                                                    \
         asm volatile("{.reg .pred adds; setp.ne.b32 adds, 0, 0;\n" MATMUL(n) " {" NAMES_##SIZE \
-                     "}, %" #i ", %" #j ", adds, 1, 1, 0, %" #k ";}"                            \
+                     "}, %" #i ", %" #j ", adds, 1, 1, %" #l ", %" #k ";}"                      \
                      : REGISTERS_##SIZE(FOUR_NEW, c)                                            \
-                     : "l"(a), "l"(b), "n"(TRANSPOSED));
+                     : "l"(a), "l"(b), "n"(TRANSPOSED), "n"(A_TRANSPOSED));
     FOR_EVERY_SIZE(CASE)
 #undef CASE
 }
 
 // C += A B
-template <int TRANSPOSED, int N>
+template <int TRANSPOSED, int A_TRANSPOSED = 0, int N>
 DEVICE void multiply_add(float (&c)[N][4], unsigned long long a, unsigned long long b) {
     static_assert(has_size<N>);
-#define CASE(SIZE, n, i, j, k, ...)                                                            \
-    if constexpr (N == SIZE)                                                                   \
-        asm volatile(MATMUL(n) " {" NAMES_##SIZE "}, %" #i ", %" #j ", 1, 1, 1, 0, %" #k ";" \
-                     : REGISTERS_##SIZE(FOUR, c)                                               \
-                     : "l"(a), "l"(b), "n"(TRANSPOSED));
+#define CASE(SIZE, n, i, j, k, l, ...)                                                       \
+    if constexpr (N == SIZE)                                                                 \
+        asm volatile(MATMUL(n) " {" NAMES_##SIZE "}, %" #i ", %" #j ", 1, 1, 1, %" #l ", %" #k \
+                               ";"                                                           \
+                     : REGISTERS_##SIZE(FOUR, c)                                             \
+                     : "l"(a), "l"(b), "n"(TRANSPOSED), "n"(A_TRANSPOSED));
     FOR_EVERY_SIZE(CASE)
 #undef CASE
 }

@@ -13,8 +13,8 @@
 // same dQ. Its float32 sums are in memory: a half of a part is left in shared memory, and the copy engine
 // adds it.
 //
-// Sums of floating-point numbers depend on their order. So that they are the same in every run, blocks
-// take turns at each tile of dQ, in the order in which they start: see `Work` and `Step`.
+// Blocks can take turns at dQ, so that results repeat to the bit: see hopper_backward.cuh. Heads of more
+// than 128 have hopper_backward_wide.cu.
 //
 // With heads of more than 64 each of the warpgroups computes half of the part, so they wait for each
 // other in every step. With heads of 64, where exponentials take longer for the same matmuls, the
@@ -29,200 +29,13 @@
 constexpr int KEYS = 128;             // of a block
 constexpr int OWN_KEYS = 64;          // of a warpgroup
 constexpr int READERS = 2;            // warpgroups that multiply
-constexpr int STAGES = 2;             // tiles of Q, dO, dS and dQ in shared memory at a time
-constexpr bool APART = TILES == 1;     // whether the second warpgroup computes all of dQ
+constexpr int GRAD_OUT_STAGES = 2, GRAD_Q_STAGES = 2;
+constexpr int GRAD_S_BYTES = 2 * READERS * QUERIES * ROW_BYTES;  // two stages, a tile a warpgroup
+constexpr bool APART = TILES == 1;    // whether the second warpgroup computes all of dQ
+#include <hopper_backward.cuh>
 
-// A warpgroup's half of a part of dQ: 64 of 128 queries, or 64 of 128 columns
-constexpr int HALF_BYTES = 64 * COLUMNS * 4;
-static_assert(QUERIES * TILES == 2 * 64, "two halves");
-
-// Shared memory: tiles of 64 columns, halves of dQ, numbers of queries, barriers
-constexpr int KEY_TILE = KEYS * ROW_BYTES, QUERY_TILE = QUERIES * ROW_BYTES;  // bytes
-constexpr int K_AT = 0;
-constexpr int V_AT = K_AT + TILES * KEY_TILE;
-constexpr int Q_AT = V_AT + TILES * KEY_TILE;                         // for each stage
-constexpr int GRAD_OUT_AT = Q_AT + STAGES * TILES * QUERY_TILE;       // for each stage
-constexpr int GRAD_S_AT = GRAD_OUT_AT + STAGES * TILES * QUERY_TILE;  // for each stage and warpgroup
-constexpr int GRAD_Q_AT = GRAD_S_AT + STAGES * READERS * QUERY_TILE;  // for each stage and warpgroup
-constexpr int LSE_AT = GRAD_Q_AT + STAGES * READERS * HALF_BYTES;     // for each stage
-constexpr int DELTA_AT = LSE_AT + STAGES * QUERIES * 4;               // for each stage
-constexpr int K_FULL = DELTA_AT + STAGES * QUERIES * 4, V_FULL = K_FULL + 8;
-constexpr int Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * STAGES;
-constexpr int GRAD_OUT_FULL = Q_EMPTY + 8 * STAGES, GRAD_OUT_EMPTY = GRAD_OUT_FULL + 8 * STAGES;
-constexpr int GRAD_S_FULL = GRAD_OUT_EMPTY + 8 * STAGES;  // of the first warpgroup
+constexpr int GRAD_S_FULL = BARRIERS_END;  // of the first warpgroup, for each stage
 static_assert(GRAD_S_FULL + 8 * STAGES == SHARED_BYTES, "as the host has it");
-
-// Named barriers. OUTPUT_WRITTEN has the warpgroup's number added, those of halves of dQ 2 · stage + half.
-enum { BOTH = 1, GRAD_S_WRITTEN = 2, OUTPUT_WRITTEN = 3, HALF_EMPTY = 5, HALF_FULL = 9 };
-
-struct Rows {
-    const unsigned short* data;
-    long long batch, head, token;  // strides
-};
-
-struct Backward {
-    TensorMap q, k, v, grad_out, grad_q, grad_k, grad_v;
-    Rows out, grad_out_rows;
-    const float* lse;        // (batch, heads, queries)
-    float* lse_log2;         // (batch, heads, query_tiles · QUERIES), the same in base 2
-    float* delta;            // likewise: rowsum(dO ∘ O)
-    float* sums;             // of dQ: (batch, heads, query_tiles · QUERIES / 64, TILES, 64 · 64)
-    int* turns;              // (batch, heads, query_tiles): whose turn it is; null: add in any order
-    const float *cos, *sin;  // (tokens, head_dim / 2), of the angles that q and k were rotated by
-    int num_heads, group, num_queries, num_keys, query_tiles, key_tiles, head_dim;
-    int key_heads;           // of all sequences
-    int section;             // of these heads, those worked on at a time
-    float scale;
-};
-
-// A block's keys. Blocks start in the order of their numbers. They go through the heads in sections whose
-// queries fit the L2 cache; within a section, through the tiles of all its heads, those with the most
-// work first.
-//
-// Where blocks take turns under a mask, this is how the last section goes. In the others those with the
-// least work come first: blocks that start together then come to a tile of dQ one after the other.
-struct Work {
-    int batch, key_head, key_tile;
-    int first_tile;  // of the queries that see the keys
-    int steps;       // tiles of queries of all heads of the group
-    bool is_reversed;
-
-    DEVICE Work(const Backward& args) {
-        int first_head = blockIdx.x / (args.section * args.key_tiles) * args.section;
-        int heads = min(args.section, args.key_heads - first_head);
-        int number = blockIdx.x - first_head * args.key_tiles;  // in the section
-        is_reversed = CAUSAL && args.turns && first_head + heads < args.key_heads;
-        key_tile = is_reversed ? args.key_tiles - 1 - number / heads : number / heads;
-        int key_heads = args.num_heads / args.group;
-        batch = (first_head + number % heads) / key_heads;
-        key_head = (first_head + number % heads) % key_heads;
-        first_tile = CAUSAL ? key_tile * KEYS / QUERIES : 0;
-        steps = args.group * (args.query_tiles - first_tile);
-    }
-
-    // How many blocks of the head add to a tile of dQ before this one.
-    DEVICE int turn(const Backward& args, int query_tile) const {
-        if (!is_reversed) return key_tile;
-        return min(query_tile * QUERIES / KEYS, args.key_tiles - 1) - key_tile;
-    }
-};
-
-// The steps of a block: the heads of its group, and of each head the tiles of queries, the last one first;
-// if reversed, the first one.
-struct Step {
-    int start, end, by;  // tiles
-    int head, tile;
-    int stage = 0, parity = 0;
-
-    DEVICE Step(const Backward& args, const Work& work) {
-        start = args.query_tiles - 1, end = work.first_tile - 1, by = -1;
-        if (work.is_reversed) start = work.first_tile, end = args.query_tiles, by = 1;
-        head = work.key_head * args.group, tile = start;
-    }
-
-    DEVICE void next() {
-        tile += by;
-        if (tile == end) tile = start, ++head;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
-// Loads, by one thread
-
-DEVICE void load(const Backward& args, const Work& work, unsigned memory) {
-    Step step(args, work);
-    for (int i = 0; i < work.steps; ++i, step.next()) {
-        int row = step.tile * QUERIES;
-        long long number = (long long)work.batch * args.num_heads + step.head;
-        number = number * args.query_tiles * QUERIES + row;
-        // Q and its log-sum-exp
-        unsigned full = memory + Q_FULL + 8 * step.stage;
-        wait(memory + Q_EMPTY + 8 * step.stage, step.parity ^ 1);
-        arrive_and_expect(full, TILES * QUERY_TILE + QUERIES * 4);
-        load_tiles(memory + Q_AT + step.stage * TILES * QUERY_TILE, args.q, QUERIES, row, step.head,
-                   work.batch, full);
-        load_bytes(memory + LSE_AT + step.stage * QUERIES * 4, args.lse_log2 + number, QUERIES * 4,
-                   full);
-        // K and V, once
-        if (i == 0) {
-            int key = work.key_tile * KEYS;
-            arrive_and_expect(memory + K_FULL, TILES * KEY_TILE);
-            load_tiles(memory + K_AT, args.k, KEYS, key, work.key_head, work.batch, memory + K_FULL);
-            arrive_and_expect(memory + V_FULL, TILES * KEY_TILE);
-            load_tiles(memory + V_AT, args.v, KEYS, key, work.key_head, work.batch, memory + V_FULL);
-        }
-        // dO and delta
-        full = memory + GRAD_OUT_FULL + 8 * step.stage;
-        wait(memory + GRAD_OUT_EMPTY + 8 * step.stage, step.parity ^ 1);
-        arrive_and_expect(full, TILES * QUERY_TILE + QUERIES * 4);
-        load_tiles(memory + GRAD_OUT_AT + step.stage * TILES * QUERY_TILE, args.grad_out, QUERIES, row,
-                   step.head, work.batch, full);
-        load_bytes(memory + DELTA_AT + step.stage * QUERIES * 4, args.delta + number, QUERIES * 4,
-                   full);
-    }
-}
-
-// Additions to the sums of dQ, of each stage by a warp, whose first lane starts the copies
-
-// The number of a stage's half, and its place.
-DEVICE int half_number(int stage, int half) { return stage * READERS + half; }
-DEVICE unsigned half_place(unsigned memory, int number) {
-    return memory + GRAD_Q_AT + number * HALF_BYTES;
-}
-
-DEVICE void empty_halves(int stage) {
-    for (int half = 0; half < READERS; ++half)
-        announce(HALF_EMPTY + half_number(stage, half), WARPGROUP + 32);
-}
-
-DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, int own_stage) {
-    Step step(args, work);
-    empty_halves(own_stage);
-    for (int i = 0; i < work.steps; ++i, step.next()) {
-        if (step.stage != own_stage) continue;
-        long long number = (long long)work.batch * args.num_heads + step.head;
-        number = number * args.query_tiles + step.tile;
-        int turn = work.turn(args, step.tile);
-        if (args.turns && lane() == 0) wait_for_turn(args.turns + number, turn);
-        __syncwarp();
-        for (int half = 0; half < READERS; ++half) {
-            meet(HALF_FULL + half_number(own_stage, half), WARPGROUP + 32);
-            if (lane() == 0) {
-                add_bytes(args.sums + (number * READERS + half) * (HALF_BYTES / 4),
-                          half_place(memory, half_number(own_stage, half)), HALF_BYTES);
-                end_copies();
-            }
-            __syncwarp();
-        }
-        if (lane() == 0) wait_until_read<0>();
-        __syncwarp();
-        empty_halves(own_stage);
-        if (args.turns && lane() == 0) {
-            wait_until_written();
-            pass_turn(args.turns + number, turn + 1);
-        }
-    }
-}
-
-// The gradient of 64 rows before RoPE, from that after it; pairs are neighbors.
-template <int N>
-DEVICE void unrotate(float (&x)[N][4], const Backward& args, int first_row, int first_column,
-                     int num_rows) {
-    int half_dim = args.head_dim / 2;
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int row = first_row + 16 * warp_of_four() + lane() / 4 + 8 * r;
-            int pair = first_column / 2 + 4 * i + lane() % 4;
-            if (row >= num_rows || pair >= half_dim) continue;
-            float cos = args.cos[(long long)row * half_dim + pair];
-            float sin = args.sin[(long long)row * half_dim + pair];
-            float even = x[i][2 * r], odd = x[i][2 * r + 1];
-            x[i][2 * r] = even * cos + odd * sin;
-            x[i][2 * r + 1] = odd * cos - even * sin;
-        }
-}
 
 // Matmuls
 
@@ -302,26 +115,6 @@ DEVICE void to_grad_s(float (&grad_p)[N][4], const float (&p)[N][4], unsigned de
     }
 }
 
-// Store this warpgroup's dS in shared memory, queries first: each lane eight keys of a query.
-DEVICE void store_grad_s(const unsigned (&grad_s)[N / 2][4], unsigned tile) {
-    int row = lane() / 16 * 8 + lane() % 8, chunk = (2 * warp_of_four() + lane() / 8 % 2) ^ row % 8;
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-        store_matrices_transposed(tile + (i * 16 + row) * ROW_BYTES + chunk * 16, grad_s[i]);
-}
-
-// Leave a half of a part of dQ for the copy engine.
-DEVICE void hand_over(float (&grad_q)[COLUMNS / 8][4], unsigned memory, int number) {
-    unsigned place = half_place(memory, number);
-    keep(grad_q);
-    meet(HALF_EMPTY + number, WARPGROUP + 32);
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 8; ++i)
-        store_four(place + (i * WARPGROUP + threadIdx.x % WARPGROUP) * 16, grad_q[i]);
-    publish_stores();
-    announce(HALF_FULL + number, WARPGROUP + 32);
-}
-
 // dV in place of V, and dK in place of dS, which both warpgroups have read once they are here
 DEVICE void store_grads(float (&grad_k)[D][4], const float (&grad_v)[D][4], const Backward& args,
                         const Work& work, unsigned memory, int part) {
@@ -330,7 +123,7 @@ DEVICE void store_grads(float (&grad_k)[D][4], const float (&grad_v)[D][4], cons
     if (ROPE) unrotate(grad_k, args, first_key, 0, args.num_keys);
     store_rows(grad_v, args.grad_v, first_key, 0, work.key_head, work.batch,
                memory + V_AT + part * OWN_KEYS * ROW_BYTES, KEY_TILE, OUTPUT_WRITTEN + part);
-    meet(BOTH, READERS * WARPGROUP);
+    meet(P_WRITTEN, READERS * WARPGROUP);
     store_rows(grad_k, args.grad_k, first_key, 0, work.key_head, work.batch,
                memory + GRAD_S_AT + part * QUERY_TILE, READERS * QUERY_TILE, OUTPUT_WRITTEN + part);
     if (threadIdx.x % WARPGROUP == 0) wait_until_read<0>();
@@ -342,7 +135,7 @@ template <int PART>
 DEVICE void share_grad_s(unsigned memory, const Step& step) {
     publish_stores();
     if (!APART) {
-        meet(BOTH, READERS * WARPGROUP);
+        meet(P_WRITTEN, READERS * WARPGROUP);
     } else if (PART == 0) {
         release(memory + GRAD_S_FULL + 8 * step.stage);
     } else {
@@ -396,7 +189,7 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         keep(grad_p);
         to_grad_s(grad_p, scores, own_numbers + DELTA_AT);
         to_operand(grad_s, grad_p);
-        store_grad_s(grad_s, grad_s_tiles + PART * QUERY_TILE);
+        store_transposed(grad_s, grad_s_tiles + PART * QUERY_TILE);
         // dV; dQ once dS is there for both warpgroups; dK, which still runs when the next step begins.
         // A matmul with an operand in registers holds the warp: whoever waits for dS hears before that.
         if (APART && PART == 0) share_grad_s<PART>(memory, step);
@@ -412,7 +205,7 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         release(memory + GRAD_OUT_EMPTY + 8 * step.stage);
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
-            hand_over(grad_q[h], memory, half_number(step.stage, FIRST_HALF + h));
+            hand_over(grad_q[h], memory, step.stage, FIRST_HALF + h);
     }
     wait_for_matmuls<0>();
     keep(grad_k);
@@ -424,16 +217,8 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
     backward(const __grid_constant__ Backward args) {
     unsigned memory = shared_memory();
     if (threadIdx.x == 0) {
-        make_barrier(memory + K_FULL, 1);
-        make_barrier(memory + V_FULL, 1);
-        for (int i = 0; i < STAGES; ++i) {
-            make_barrier(memory + Q_FULL + 8 * i, 1);
-            make_barrier(memory + GRAD_OUT_FULL + 8 * i, 1);
-            // every warp that reads
-            make_barrier(memory + Q_EMPTY + 8 * i, READERS * 4);
-            make_barrier(memory + GRAD_OUT_EMPTY + 8 * i, READERS * 4);
-            make_barrier(memory + GRAD_S_FULL + 8 * i, 4);
-        }
+        make_load_barriers(memory);
+        for (int i = 0; i < STAGES; ++i) make_barrier(memory + GRAD_S_FULL + 8 * i, 4);
         publish_barriers();
     }
     __syncthreads();
@@ -451,67 +236,4 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
         take_registers<APART ? 256 : 240>();
         multiply_all<1>(args, work, memory);
     }
-}
-
-// Before: delta, the log-sum-exp in base 2, and zeros to add to. 64 queries of a head a block, 16 bytes of
-// a row a thread.
-constexpr int ROW_LANES = TILES * COLUMNS / 8;
-
-extern "C" __global__ void __launch_bounds__(WARPGROUP) prepare(const __grid_constant__ Backward args) {
-    int blocks = args.query_tiles * QUERIES / 64;  // of a head
-    int first = blockIdx.x % blocks * 64, batch_head = blockIdx.x / blocks;
-    int batch = batch_head / args.num_heads, head = batch_head % args.num_heads;
-    const Rows &out = args.out, &grad_out = args.grad_out_rows;
-    const unsigned short* out_row = out.data + batch * out.batch + head * out.head;
-    const unsigned short* grad_out_row = grad_out.data + batch * grad_out.batch + head * grad_out.head;
-    int column = threadIdx.x % ROW_LANES * 8;
-#pragma unroll
-    for (int i = 0; i < 64; i += WARPGROUP / ROW_LANES) {
-        int row = first + i + threadIdx.x / ROW_LANES;
-        bool is_inside = row < args.num_queries;
-        float delta = 0;
-        if (is_inside && column < args.head_dim) {
-            uint4 a = *(const uint4*)(out_row + row * out.token + column);
-            uint4 b = *(const uint4*)(grad_out_row + row * grad_out.token + column);
-            unsigned x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                delta += unpack(x[j]).x * unpack(y[j]).x + unpack(x[j]).y * unpack(y[j]).y;
-        }
-#pragma unroll
-        for (int distance = ROW_LANES / 2; distance; distance /= 2)
-            delta += __shfl_xor_sync(WHOLE_WARP, delta, distance);
-        if (column) continue;
-        // an infinite log-sum-exp makes every probability 0: past the last query, and for a query
-        // whose scores are all -inf
-        float lse = is_inside ? args.lse[(long long)batch_head * args.num_queries + row] : INFINITE;
-        long long place = (long long)batch_head * args.query_tiles * QUERIES + row;
-        args.lse_log2[place] = lse == -INFINITE ? INFINITE : lse * LOG2_E;
-        args.delta[place] = delta;
-    }
-    if (args.turns && threadIdx.x == 0 && first % QUERIES == 0)
-        args.turns[(long long)batch_head * args.query_tiles + first / QUERIES] = 0;
-    float4* sums = (float4*)args.sums + (long long)blockIdx.x * TILES * (HALF_BYTES / 16);
-#pragma unroll
-    for (int i = threadIdx.x; i < TILES * HALF_BYTES / 16; i += WARPGROUP) sums[i] = float4{};
-}
-
-// After: dQ from its sums. 64 queries and 64 columns of a head a block.
-extern "C" __global__ void __launch_bounds__(WARPGROUP) finish(const __grid_constant__ Backward args) {
-    int blocks = args.query_tiles * QUERIES / 64;  // of 64 queries of a head
-    int column = blockIdx.x % TILES * COLUMNS;
-    int row = blockIdx.x / TILES % blocks * 64, batch_head = blockIdx.x / TILES / blocks;
-    if (row >= args.num_queries) return;
-    const float4* sums = (const float4*)args.sums + (long long)blockIdx.x * (HALF_BYTES / 16);
-    float grad_q[COLUMNS / 8][4];
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 8; ++i) {
-        float4 x = sums[i * WARPGROUP + threadIdx.x];
-        grad_q[i][0] = x.x, grad_q[i][1] = x.y, grad_q[i][2] = x.z, grad_q[i][3] = x.w;
-    }
-    scale_by(grad_q, args.scale);
-    if (ROPE) unrotate(grad_q, args, row, column, args.num_queries);
-    store_rows(grad_q, args.grad_q, row, column, batch_head % args.num_heads,
-               batch_head / args.num_heads, shared_memory(), 0, OUTPUT_WRITTEN);
-    if (threadIdx.x == 0) wait_until_read<0>();
 }

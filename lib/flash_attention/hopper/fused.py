@@ -1,4 +1,6 @@
-"""The backward pass in one kernel, in CUDA C++: `lib/flash_attention/cuda/hopper_backward.cu`.
+"""The backward pass in one kernel, in CUDA C++: `hopper_backward.cu` of lib/flash_attention/cuda.
+
+Heads of more than 128 have a kernel of their own there, `hopper_backward_wide.cu`.
 
 It does five matmuls where the two kernels of `backward.py` do seven, since scores are not computed
 twice. Blocks add to the same dQ: in turns, so that results repeat to the bit, or in any order.
@@ -19,8 +21,8 @@ from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper.direct import MAP_BYTES, make_map
 
 ARCHITECTURE = "sm_90a"
-# A block's keys, rows of a warpgroup's matmul, columns of a tile in shared memory
-KEYS, ROWS, COLUMNS = 64 * 2, 64, 64
+# Rows of a warpgroup's matmul, columns of a tile in shared memory
+ROWS, COLUMNS = 64, 64
 STAGES = 2
 WARPGROUP = 128
 # CU_TENSOR_MAP_SWIZZLE_128B
@@ -41,18 +43,48 @@ class Tiles:
     """Queries of a step."""
 
     @property
+    def is_wide(self) -> bool:
+        """Whether the kernel is that of hopper_backward_wide.cu."""
+        return self.dim > 128
+
+    @property
+    def source(self) -> str:
+        """The file of the kernel, without its ending."""
+        return "hopper_backward_wide" if self.is_wide else "hopper_backward"
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return 96 if self.is_wide else 128
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that multiply."""
+        return 3 if self.is_wide else 2
+
+    @property
+    def threads(self) -> int:
+        """Of a block; one more warpgroup loads and adds."""
+        return (self.warpgroups + 1) * WARPGROUP
+
+    @property
     def columns(self) -> int:
         """Columns of the tiles in shared memory, and of the sums of dQ."""
         return -(-self.dim // COLUMNS) * COLUMNS
 
     @property
     def shared_bytes(self) -> int:
-        """K and V; Q, dO, dS and dQ; log-sum-exp and delta; barriers."""
+        """K and V; Q and dO; dS, and P if wide; dQ; log-sum-exp and delta; barriers."""
         row, tiles = 2 * COLUMNS, self.columns // COLUMNS
-        keys = 2 * tiles * KEYS * row
-        queries = 2 * tiles * self.queries * row + self.queries * 2 * KEYS + 2 * ROWS * COLUMNS * 4
-        numbers = 2 * self.queries * 4
-        return keys + STAGES * (queries + numbers) + 8 * (2 + 5 * STAGES)
+        # tiles of dO and dQ at a time; of Q there are STAGES
+        stages = 1 if self.is_wide else STAGES
+        keys = 2 * tiles * self.keys * row
+        queries = (STAGES + stages) * tiles * self.queries * row
+        scores = 2 * self.keys * row if self.is_wide else 2 * STAGES * self.queries * row
+        grad_q = stages * self.warpgroups * ROWS * COLUMNS * 4
+        numbers = (STAGES + stages) * self.queries * 4
+        barriers = 2 + 2 * STAGES + 2 * stages + (0 if self.is_wide else STAGES)
+        return keys + queries + scores + grad_q + numbers + 8 * barriers
 
     def constants(self, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> dict[str, int]:
         """The macros of the source."""
@@ -66,11 +98,19 @@ class Tiles:
         }
 
 
-TILES = (Tiles(64, 128), Tiles(80, 64), Tiles(96, 64), Tiles(128, 64))
+TILES = (
+    *(Tiles(64, 128), Tiles(80, 64), Tiles(96, 64), Tiles(128, 64)),
+    *(Tiles(160, 64), Tiles(192, 64)),
+)
+
+
+def tiles_of(head_dim: int) -> Tiles:
+    """The narrowest tiles for a head."""
+    return next(tiles for tiles in TILES if tiles.dim >= head_dim)
 
 
 class RowsArgument(ctypes.Structure):
-    """`Rows` of hopper_backward.cu."""
+    """`Rows` of hopper_backward.cuh."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -88,7 +128,7 @@ SIZES = (
 
 
 class BackwardArguments(ctypes.Structure):
-    """`Backward` of hopper_backward.cu."""
+    """`Backward` of hopper_backward.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_char * MAP_BYTES) for name in MAPS),
@@ -132,8 +172,8 @@ def flash_backward(
     """
     batch, num_heads, num_queries, head_dim = q.shape
     key_heads, num_keys = k.shape[1:3]
-    tiles = next(tiles for tiles in TILES if tiles.dim >= head_dim)
-    query_tiles, key_tiles = -(-num_queries // tiles.queries), -(-num_keys // KEYS)
+    tiles = tiles_of(head_dim)
+    query_tiles, key_tiles = -(-num_queries // tiles.queries), -(-num_keys // tiles.keys)
     rows = batch * num_heads * query_tiles * tiles.queries
     for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
     sums = lse.new_empty(rows, tiles.columns)  # of dQ
@@ -142,7 +182,8 @@ def flash_backward(
         turns = lse.new_empty(batch * num_heads * query_tiles, dtype=torch.int32)
     # without angles the kernels do not read these pointers
     cos, sin = angles or (lse, lse)
-    boxes = (tiles.queries, KEYS, KEYS, tiles.queries, ROWS, ROWS, ROWS)
+    stored = tiles.keys if tiles.is_wide else ROWS  # rows of dK and dV at a time
+    boxes = (tiles.queries, tiles.keys, tiles.keys, tiles.queries, ROWS, stored, stored)
     maps = dict(zip(MAPS, map(tensor_map, (q, k, v, grad_out, *grads), boxes)))
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles, key_tiles)
     arguments = BackwardArguments(
@@ -182,12 +223,12 @@ def _functions(
     tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool, has_rope: bool
 ) -> tuple[Function, Function, Function]:
     constants = tiles.constants(is_bfloat16, is_causal, has_rope)
-    load = functools.partial(
-        Function, build("hopper_backward", constants, ARCHITECTURE), device=device
-    )
+    load = functools.partial(Function, build(tiles.source, constants, ARCHITECTURE), device=device)
     return (
         load("prepare", threads=WARPGROUP, shared_bytes=0),
-        load("backward", threads=3 * WARPGROUP, shared_bytes=tiles.shared_bytes),
+        load(
+            "backward", threads=(tiles.warpgroups + 1) * WARPGROUP, shared_bytes=tiles.shared_bytes
+        ),
         load("finish", threads=WARPGROUP, shared_bytes=2 * ROWS * COLUMNS),
     )
 

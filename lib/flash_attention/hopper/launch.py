@@ -5,8 +5,8 @@ there, each for 64 queries, or 64 keys, of its own. Matmuls are asynchronous: a 
 those of the next tile and computes exponentials while they run; the other warpgroups fill the gaps
 that remain. One backward kernel makes dQ, another one dK and dV, so that each number is summed in
 one order and results repeat to the bit. The kernels are written in Gluon, Triton's language with
-explicit layouts, shared memory and barriers. Two kernels are in CUDA C++: one that makes all three
-gradients, which is faster where a key has many queries (`fused.py`), and a forward one for heads
+explicit layouts, shared memory and barriers. Others are in CUDA C++: kernels that make all three
+gradients, which are faster where a key has many queries (`fused.py`), and a forward one for heads
 whose size is no power of two, or 64 under a causal mask (`unpadded.py`).
 
 Programs are persistent, but for those of `fused.py`: one on each multiprocessor, for many tiles.
@@ -52,8 +52,9 @@ SHORT = (0.25, 0.5)
 BALANCED = 1.02
 # Queries for each key, on average, from which on one backward kernel is faster than two.
 MANY_QUERIES = 1024
-# and blocks for each multiprocessor, under a causal mask
+# and blocks for each multiprocessor: under a causal mask, and with heads of more than 128
 MANY_BLOCKS = 8
+MANY_WIDE_BLOCKS = 2.5
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
@@ -267,11 +268,15 @@ def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
     batch, _, num_queries, head_dim = q.shape
     if head_dim > fused.TILES[-1].dim or not has_nvrtc():
         return False
+    tiles = fused.tiles_of(head_dim)
+    num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
+    blocks = batch * k.shape[1] * _num_tiles(num_keys, tiles.keys) / _multiprocessors(q.device)
+    if tiles.is_wide and blocks < MANY_WIDE_BLOCKS:
+        return False
     if not is_causal:
         return num_queries >= MANY_QUERIES
     # half of the queries on average; blocks differ in length, so a few would end at different times
-    blocks = batch * k.shape[1] * _num_tiles(min(k.shape[2], num_queries), fused.KEYS)
-    return num_queries >= 2 * MANY_QUERIES and blocks >= MANY_BLOCKS * _multiprocessors(q.device)
+    return num_queries >= 2 * MANY_QUERIES and (tiles.is_wide or blocks >= MANY_BLOCKS)
 
 
 def _fused_backward(

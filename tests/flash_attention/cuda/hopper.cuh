@@ -48,7 +48,7 @@ struct Copy {
 };
 struct Matmul {
     int n;
-    bool adds, is_transposed, is_in_registers;
+    bool adds, is_transposed, is_a_transposed, is_in_registers;
     float a[16][16];
     unsigned long long a_at, b_at;
     float (*c[LANES])[4];
@@ -130,7 +130,8 @@ inline void perform(const Matmul& matmul, int warp) {
             b[k][n] = operand_at(matmul.b_at, matmul.is_transposed, n, k);
         for (int m = 0; m < 16; ++m)
             a[m][k] = matmul.is_in_registers ? matmul.a[m][k]
-                                             : operand_at(matmul.a_at, false, warp % 4 * 16 + m, k);
+                                             : operand_at(matmul.a_at, matmul.is_a_transposed,
+                                                          warp % 4 * 16 + m, k);
     }
     for (int l = 0; l < LANES; ++l)
         for (int i = 0; i < matmul.n / 8; ++i)
@@ -240,6 +241,7 @@ inline void __syncwarp() {
 }
 inline int __shfl_sync(unsigned, int x, int) { return x; }
 
+inline float load_number(unsigned address) { return *(float*)emulator::bytes_at(address, 4); }
 inline float2 load_pair(unsigned address) { return *(float2*)emulator::bytes_at(address, 8); }
 inline void store_four(unsigned address, const float (&x)[4]) {
     emulator::store_bytes_generic(address, x, 16);
@@ -373,17 +375,17 @@ template <class T, int N>
 inline void keep(T (&x)[N][4]) {
     asm volatile("" : : "r"(x) : "memory");
 }
-template <int TRANSPOSED, int N>
+template <int TRANSPOSED, int A_TRANSPOSED = 0, int N>
 inline void multiply(float (&c)[N][4], unsigned long long a, unsigned long long b) {
-    emulator::issue({8 * N, false, TRANSPOSED, false, {}, a, b, {}}, c, nullptr);
+    emulator::issue({8 * N, false, TRANSPOSED, A_TRANSPOSED, false, {}, a, b, {}}, c, nullptr);
 }
-template <int TRANSPOSED, int N>
+template <int TRANSPOSED, int A_TRANSPOSED = 0, int N>
 inline void multiply_add(float (&c)[N][4], unsigned long long a, unsigned long long b) {
-    emulator::issue({8 * N, true, TRANSPOSED, false, {}, a, b, {}}, c, nullptr);
+    emulator::issue({8 * N, true, TRANSPOSED, A_TRANSPOSED, false, {}, a, b, {}}, c, nullptr);
 }
 template <int TRANSPOSED, int N>
 inline void multiply_add(float (&c)[N][4], const unsigned (&a)[4], unsigned long long b) {
-    emulator::issue({8 * N, true, TRANSPOSED, true, {}, 0, b, {}}, c, a);
+    emulator::issue({8 * N, true, TRANSPOSED, false, true, {}, 0, b, {}}, c, a);
 }
 
 inline void store_matrices_of_warp(unsigned row, const unsigned (&x)[4], bool is_transposed) {

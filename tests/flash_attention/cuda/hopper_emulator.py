@@ -39,10 +39,10 @@ def load_backward(
 ) -> list[fused.Launch]:
     """What `fused.load_kernels` gives, on a CPU."""
     macros = tiles.constants(q.dtype == torch.bfloat16, is_causal, has_rope)
-    library = _library("backward", tuple(macros.items()), fault)
+    library = _library(tiles.source, "Backward", tuple(macros.items()), fault)
     return [
         functools.partial(_launch, library, "prepare", 128, 0),
-        functools.partial(_launch, library, "backward", 384, tiles.shared_bytes),
+        functools.partial(_launch, library, "backward", tiles.threads, tiles.shared_bytes),
         functools.partial(_launch, library, "finish", 128, 8192),
     ]
 
@@ -52,7 +52,7 @@ def load_forward(
 ) -> unpadded.Launch:
     """What `unpadded.load_kernel` gives, on a CPU."""
     macros = tiles.constants(q.dtype == torch.bfloat16, is_causal)
-    library = _library("forward", tuple(macros.items()), fault)
+    library = _library("hopper_forward", "Forward", tuple(macros.items()), fault)
     return functools.partial(
         _launch, library, "forward", 128 * (tiles.warpgroups + 1), tiles.shared_bytes
     )
@@ -66,18 +66,24 @@ def _launch(library, name: str, threads: int, shared_bytes: int, blocks: int, ar
 
 
 @functools.cache
-def _library(name: str, macros: tuple[tuple[str, int], ...], fault: tuple[str, ...]) -> ctypes.CDLL:
+def _library(
+    name: str, arguments: str, macros: tuple[tuple[str, int], ...], fault: tuple[str, ...]
+) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        text = (SOURCES / f"hopper_{name}.cu").read_text()
+        # the kernel, and what it has in common with another one: a fault can be in either
+        texts = {
+            name: (SOURCES / name).read_text() for name in (f"{name}.cu", "hopper_backward.cuh")
+        }
         if fault:
-            assert fault[0] in text
-            text = text.replace(*fault)
-        source, path = Path(folder, "kernel.cu"), Path(folder, "kernel.so")
-        source.write_text(text)
+            assert any(fault[0] in text for text in texts.values())
+        for file, text in texts.items():
+            Path(folder, file).write_text(text.replace(*fault) if fault else text)
+        source, path = Path(folder, f"{name}.cu"), Path(folder, "kernel.so")
         options = [f"-D{key}={value}" for key, value in macros]
-        options.append(f"-DARGUMENTS={name.title()}")
-        # this folder comes first: its hopper.cuh replaces that of the GPU
-        options += [f'-DSOURCE="{source}"', "-I", str(HERE), "-I", str(SOURCES)]
+        options.append(f"-DARGUMENTS={arguments}")
+        # hopper.cuh here comes before that of the GPU
+        options.append(f'-DSOURCE="{source}"')
+        options += [f"-I{place}" for place in (folder, HERE, SOURCES)]
         flags = ["-std=c++17", "-Og", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi"]
         # threads are fibers, and a fortified longjmp aborts when it leaves a stack
         flags += ["-U_FORTIFY_SOURCE"]

@@ -71,6 +71,8 @@ CASES = [
     Case(200, 200, 128, True, heads=1, key_heads=1, layout="amid NaN"),
     Case(70, 130, 72, False, heads=2, key_heads=1, batch=1),
     Case(150, 140, 96, True, heads=2, key_heads=2, batch=1),
+    Case(300, 300, 192, True, heads=2, key_heads=1, batch=2),
+    Case(130, 290, 144, False, heads=1, key_heads=1, layout="amid NaN"),
 ]
 
 
@@ -89,14 +91,15 @@ def test_blocks_may_add_in_any_order(monkeypatch):
 
 
 @NEEDS_COMPILER
-def test_gradients_are_rotated_back(monkeypatch):
+@pytest.mark.parametrize("head_dim", [64, 144])
+def test_gradients_are_rotated_back(head_dim, monkeypatch):
     emulate(monkeypatch)
-    case = Case(140, 130, 64, False, heads=1, key_heads=1, batch=1)
-    angles = torch.rand(150, 32)
+    case = Case(140, 130, head_dim, False, heads=1, key_heads=1, batch=1)
+    angles = torch.rand(150, head_dim // 2)
     grads, expected = gradients(case, torch.bfloat16, angles=(angles.cos(), angles.sin()))
     for i, right in enumerate(expected[:2]):
         pairs = torch.view_as_complex(right.contiguous().unflatten(-1, (-1, 2)))
-        unrotated = pairs * torch.polar(torch.ones(150, 32), -angles)[: right.shape[2]]
+        unrotated = pairs * torch.polar(torch.ones_like(angles), -angles)[: right.shape[2]]
         expected[i] = torch.view_as_real(unrotated).flatten(-2)
     assert_close(grads, expected)
 
@@ -127,28 +130,41 @@ FAULTS = [
     ("release(memory + GRAD_S_FULL + 8 * step.stage);", ";", "all threads wait"),
     ("turn + 1", "turn", "all threads wait"),
     (
-        "wait_until_read<0>();\n        __syncwarp();\n        empty_halves(own_stage);\n"
+        "wait_until_read<0>();\n        __syncwarp();\n        empty_pieces(own_stage);\n"
         "        if (args.turns && lane() == 0) {\n            wait_until_written();",
-        ";\n        __syncwarp();\n        empty_halves(own_stage);\n"
+        ";\n        __syncwarp();\n        empty_pieces(own_stage);\n"
         "        if (args.turns && lane() == 0) {",
         "a turn passed before its additions",
     ),
     (
-        "publish_stores();\n    announce(HALF_FULL",
-        "announce(HALF_FULL",
+        "publish_stores();\n    announce(PIECE_FULL",
+        "announce(PIECE_FULL",
         "read before it was published",
     ),
     ("if (threadIdx.x == 0) wait_until_read<0>();", "", "a copy nobody waits for"),
 ]
 
 
+# Likewise of the kernel for wide heads.
+WIDE_FAULTS = [
+    ("take_registers<160>", "take_registers<168>", "more registers than the block has"),
+    ("release(memory + GRAD_OUT_EMPTY);", "", "all threads wait"),
+    ("publish_stores();\n    meet(barrier, READERS", "meet(barrier, READERS", "read before it was"),
+    ("memory, step.stage, part", "memory, 0, part", "all threads wait"),
+]
+
+
 @NEEDS_COMPILER
 @pytest.mark.slow
-@pytest.mark.parametrize(("right", "wrong", "message"), FAULTS, ids=[x[0][:20] for x in FAULTS])
-def test_the_emulator_notices(right, wrong, message, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dim", "right", "wrong", "message"),
+    [*((64, *fault) for fault in FAULTS), *((192, *fault) for fault in WIDE_FAULTS)],
+    ids=lambda value: str(value)[:20],
+)
+def test_the_emulator_notices(head_dim, right, wrong, message, monkeypatch):
     emulate(monkeypatch, right, wrong)
     with pytest.raises(RuntimeError, match=message):
-        gradients(Case(128, 256, 64, False, heads=1, key_heads=1, batch=1), torch.bfloat16)
+        gradients(Case(128, 256, head_dim, False, heads=1, key_heads=1, batch=1), torch.bfloat16)
 
 
 def compile_kernel(name: str, macros: dict[str, int], folder: Path) -> tuple[str, list[int]]:
@@ -166,7 +182,7 @@ def compile_kernel(name: str, macros: dict[str, int], folder: Path) -> tuple[str
 def test_the_kernel_fits_the_chip(tiles, tmp_path):
     # with all that a kernel can have to do: fewer registers are needed without
     macros = tiles.constants(is_bfloat16=True, is_causal=True, has_rope=True)
-    report, spilled = compile_kernel("hopper_backward", macros, tmp_path)
+    report, spilled = compile_kernel(tiles.source, macros, tmp_path)
     # the assembler gave every matmul a wait of its own
     assert "serialized" not in report
     # the warps that load have few registers, and at 64 the first warpgroup gives some to the second
