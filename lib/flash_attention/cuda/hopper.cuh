@@ -226,7 +226,8 @@ DEVICE void keep(unsigned (&x)[N][4]) {
 #define FOUR(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define FOUR_NEW(c, i) "=f"(c[i][0]), "=f"(c[i][1]), "=f"(c[i][2]), "=f"(c[i][3])
 #define TWO(of, c, i) of(c, i), of(c, i + 1)
-#define REGISTERS_4(of, c) TWO(of, c, 0), TWO(of, c, 2)
+#define REGISTERS_2(of, c) TWO(of, c, 0)
+#define REGISTERS_4(of, c) REGISTERS_2(of, c), TWO(of, c, 2)
 #define REGISTERS_8(of, c) REGISTERS_4(of, c), TWO(of, c, 4), TWO(of, c, 6)
 #define REGISTERS_10(of, c) REGISTERS_8(of, c), TWO(of, c, 8)
 #define REGISTERS_12(of, c) REGISTERS_10(of, c), TWO(of, c, 10)
@@ -240,7 +241,8 @@ DEVICE void keep(unsigned (&x)[N][4]) {
     REGISTERS_24(of, c), TWO(of, c, 24), TWO(of, c, 26), TWO(of, c, 28), TWO(of, c, 30)
 
 // and their names in it
-#define NAMES_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_4 NAMES_2 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_8                                                                         \
     NAMES_4 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_10 NAMES_8 ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -257,6 +259,7 @@ DEVICE void keep(unsigned (&x)[N][4]) {
 
 // Every size: N, columns of C, and the names of the operands after its 4N registers
 #define FOR_EVERY_SIZE(CASE)             \
+    CASE(2, 16, 8, 9, 10, 11, 12, 13)    \
     CASE(4, 32, 16, 17, 18, 19, 20, 21)  \
     CASE(8, 64, 32, 33, 34, 35, 36, 37)  \
     CASE(10, 80, 40, 41, 42, 43, 44, 45) \

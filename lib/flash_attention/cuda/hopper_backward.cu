@@ -16,8 +16,8 @@
 // Blocks can take turns at dQ, so that results repeat to the bit: see hopper_backward.cuh. Heads of more
 // than 128 have hopper_backward_wide.cu.
 //
-// With heads of more than 64 each of the warpgroups computes half of the part, so they wait for each
-// other in every step. With heads of 64, where exponentials take longer for the same matmuls, the
+// With heads of more than 96 each of the warpgroups computes half of the part, so they wait for each
+// other in every step. With fewer columns, where exponentials take longer for the same matmuls, the
 // second one computes all of it, and the first never waits for the second: they come apart, and the
 // exponentials of one run under the matmuls of the other.
 //
@@ -31,7 +31,7 @@ constexpr int OWN_KEYS = 64;          // of a warpgroup
 constexpr int READERS = 2;            // warpgroups that multiply
 constexpr int GRAD_OUT_STAGES = 2, GRAD_Q_STAGES = 2;
 constexpr int GRAD_S_BYTES = 2 * READERS * QUERIES * ROW_BYTES;  // two stages, a tile a warpgroup
-constexpr bool APART = TILES == 1;    // whether the second warpgroup computes all of dQ
+constexpr bool APART = DIM <= 96;     // whether the second warpgroup computes all of dQ
 #include <hopper_backward.cuh>
 
 constexpr int GRAD_S_FULL = BARRIERS_END;  // of the first warpgroup, for each stage
@@ -64,13 +64,14 @@ DEVICE void issue(float (&c)[D][4], unsigned (&a)[N / 2][4], unsigned tile) {
     end_matmuls();
 }
 
-// C = 64 rows of dS · 64 columns of K
-DEVICE void issue_grad_q(float (&c)[COLUMNS / 8][4], unsigned grad_s, unsigned k) {
+// C = 64 rows of dS · columns of K
+template <int M>
+DEVICE void issue_grad_q(float (&c)[M][4], unsigned grad_s, unsigned k) {
     begin_matmuls();
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) {
         unsigned long long a = operand(grad_s, i / 4 * QUERY_TILE + i % 4 * 32);
-        unsigned long long b = operand(k, i * 16 * ROW_BYTES);
+        unsigned long long b = operand(k, i * 16 * ROW_BYTES, KEY_TILE);
         i ? multiply_add<1>(c, a, b) : multiply<1>(c, a, b);
     }
     end_matmuls();
@@ -146,14 +147,14 @@ DEVICE void share_grad_s(unsigned memory, const Step& step) {
 
 template <int PART>
 DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory) {
-    constexpr int HALVES = APART ? 2 * PART : 1, FIRST_HALF = APART ? 0 : PART;  // of parts of dQ
+    // matmuls for dQ, of 64 queries each
+    constexpr int GRAD_QS = APART && PART == 0 ? 0 : QUERIES / 64, GRAD_Q_COLUMNS = APART ? DIM : COLUMNS;
     int first_key = work.key_tile * KEYS + PART * OWN_KEYS;
     unsigned k = memory + K_AT + PART * OWN_KEYS * ROW_BYTES;
     unsigned v = memory + V_AT + PART * OWN_KEYS * ROW_BYTES;
-    // a half of dQ: some of its columns, or of its rows
-    constexpr int NEXT_COLUMNS = TILES == 1 ? 0 : KEY_TILE, NEXT_ROWS = TILES == 1 ? 64 * ROW_BYTES : 0;
+    unsigned k_columns = memory + K_AT + (APART ? 0 : PART * KEY_TILE);
 
-    float grad_k[D][4], grad_v[D][4], grad_q[HALVES ? HALVES : 1][COLUMNS / 8][4];
+    float grad_k[D][4], grad_v[D][4], grad_q[GRAD_QS ? GRAD_QS : 1][GRAD_Q_COLUMNS / 8][4];
     float scores[N][4], grad_p[N][4];
     unsigned p[N / 2][4], grad_s[N / 2][4];
     set_zero(grad_k);
@@ -194,18 +195,16 @@ DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory
         // A matmul with an operand in registers holds the warp: whoever waits for dS hears before that.
         if (APART && PART == 0) share_grad_s<PART>(memory, step);
         issue(grad_v, p, grad_out);
-        if (HALVES) share_grad_s<PART>(memory, step);
+        if (GRAD_QS) share_grad_s<PART>(memory, step);
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-            issue_grad_q(grad_q[h], grad_s_tiles + (FIRST_HALF + h) * NEXT_ROWS,
-                         memory + K_AT + (FIRST_HALF + h) * NEXT_COLUMNS);
+        for (int j = 0; j < GRAD_QS; ++j)
+            issue_grad_q(grad_q[j], grad_s_tiles + j * 64 * ROW_BYTES, k_columns);
         issue(grad_k, grad_s, q);
         wait_for_matmuls<1>();
         keep(p);
         release(memory + GRAD_OUT_EMPTY + 8 * step.stage);
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-            hand_over(grad_q[h], memory, step.stage, FIRST_HALF + h);
+        for (int j = 0; j < GRAD_QS; ++j) hand_over(grad_q[j], memory, step.stage, APART ? j : PART);
     }
     wait_for_matmuls<0>();
     keep(grad_k);

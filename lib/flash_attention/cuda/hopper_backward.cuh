@@ -16,9 +16,12 @@
 
 constexpr int STAGES = 2;
 
-// A warpgroup's piece of a tile of dQ: 64 queries, 64 columns
-constexpr int PIECE_BYTES = 64 * COLUMNS * 4;
-static_assert(QUERIES / 64 * TILES == READERS, "a piece for each warpgroup");
+// A piece of a tile of dQ: 64 queries, and 64 columns or, of the last ones, as many as there are
+constexpr int PIECE = 64 * COLUMNS, PIECE_BYTES = PIECE * 4;
+static_assert(QUERIES / 64 * TILES == READERS, "as many pieces as warpgroups");
+DEVICE constexpr int columns_of_piece(int piece) {
+    return TILES > 1 && piece == READERS - 1 ? DIM - piece * COLUMNS : COLUMNS;
+}
 
 // Shared memory: tiles of 64 columns, pieces of dQ, numbers of queries, barriers
 constexpr int KEY_TILE = KEYS * ROW_BYTES, QUERY_TILE = QUERIES * ROW_BYTES;  // bytes
@@ -53,7 +56,7 @@ struct Backward {
     const float* lse;        // (batch, heads, queries)
     float* lse_log2;         // (batch, heads, query_tiles · QUERIES), the same in base 2
     float* delta;            // likewise: rowsum(dO ∘ O)
-    float* sums;             // of dQ: (batch, heads, query_tiles · QUERIES / 64, TILES, 64 · 64)
+    float* sums;             // of dQ: (batch, heads, query_tiles · QUERIES / 64, 64 · DIM)
     int* turns;              // (batch, heads, query_tiles): whose turn it is; null: add in any order
     const float *cos, *sin;  // (tokens, head_dim / 2), of the angles that q and k were rotated by
     int num_heads, group, num_queries, num_keys, query_tiles, key_tiles, head_dim;
@@ -179,8 +182,9 @@ DEVICE void add_grad_q(const Backward& args, const Work& work, unsigned memory, 
         for (int piece = 0; piece < READERS; ++piece) {
             meet(PIECE_FULL + own_stage * READERS + piece, WARPGROUP + 32);
             if (lane() == 0) {
-                add_bytes(args.sums + (number * READERS + piece) * (PIECE_BYTES / 4),
-                          piece_at(memory, place_of_piece(own_stage, piece)), PIECE_BYTES);
+                add_bytes(args.sums + number * QUERIES * DIM + piece * PIECE,
+                          piece_at(memory, place_of_piece(own_stage, piece)),
+                          64 * columns_of_piece(piece) * 4);
                 end_copies();
             }
             __syncwarp();
@@ -227,16 +231,21 @@ DEVICE void store_transposed(const unsigned (&x)[M][4], unsigned tile) {
         store_matrices_transposed(tile + (i * 16 + row) * ROW_BYTES + chunk * 16, x[i]);
 }
 
-// Leave a piece of dQ for the copy engine.
-DEVICE void hand_over(float (&grad_q)[COLUMNS / 8][4], unsigned memory, int stage, int piece) {
-    int place = place_of_piece(stage, piece);
+// Leave dQ for the copy engine, from this piece on.
+template <int M>
+DEVICE void hand_over(float (&grad_q)[M][4], unsigned memory, int stage, int piece) {
     keep(grad_q);
-    meet(PIECE_EMPTY + place, WARPGROUP + 32);
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 8; ++i)
-        store_four(piece_at(memory, place) + (i * WARPGROUP + threadIdx.x % WARPGROUP) * 16, grad_q[i]);
-    publish_stores();
-    announce(PIECE_FULL + stage * READERS + piece, WARPGROUP + 32);
+    for (int first = 0; first < M; first += COLUMNS / 8, ++piece) {
+        int place = place_of_piece(stage, piece);
+        unsigned own = piece_at(memory, place) + threadIdx.x % WARPGROUP * 16;
+        meet(PIECE_EMPTY + place, WARPGROUP + 32);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8 && first + i < M; ++i)
+            store_four(own + i * WARPGROUP * 16, grad_q[first + i]);
+        publish_stores();
+        announce(PIECE_FULL + stage * READERS + piece, WARPGROUP + 32);
+    }
 }
 
 // The barriers that loads and their readers meet at, by one thread
@@ -292,9 +301,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP) prepare(const __grid_con
     }
     if (args.turns && threadIdx.x == 0 && first % QUERIES == 0)
         args.turns[(long long)batch_head * args.query_tiles + first / QUERIES] = 0;
-    float4* sums = (float4*)args.sums + (long long)blockIdx.x * TILES * (PIECE_BYTES / 16);
+    float4* sums = (float4*)args.sums + (long long)blockIdx.x * (64 * DIM / 4);
 #pragma unroll
-    for (int i = threadIdx.x; i < TILES * PIECE_BYTES / 16; i += WARPGROUP) sums[i] = float4{};
+    for (int i = threadIdx.x; i < 64 * DIM / 4; i += WARPGROUP) sums[i] = float4{};
 }
 
 // After: dQ from its sums. 64 queries and 64 columns of a head a block.
@@ -303,11 +312,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP) finish(const __grid_cons
     int column = blockIdx.x % TILES * COLUMNS;
     int row = blockIdx.x / TILES % blocks * 64, batch_head = blockIdx.x / TILES / blocks;
     if (row >= args.num_queries) return;
-    const float4* sums = (const float4*)args.sums + (long long)blockIdx.x * (PIECE_BYTES / 16);
+    const float4* sums =
+        (const float4*)(args.sums + (long long)(blockIdx.x / TILES) * 64 * DIM + 64 * column);
     float grad_q[COLUMNS / 8][4];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 8; ++i) {
-        float4 x = sums[i * WARPGROUP + threadIdx.x];
+        float4 x = column + 8 * i < DIM ? sums[i * WARPGROUP + threadIdx.x] : float4{};
         grad_q[i][0] = x.x, grad_q[i][1] = x.y, grad_q[i][2] = x.z, grad_q[i][3] = x.w;
     }
     scale_by(grad_q, args.scale);

@@ -51,8 +51,9 @@ DEVICE void issue_by_columns(float (&c)[M][4], unsigned columns, unsigned transp
     end_matmuls();
 }
 
-// C = dS, which lies there transposed · 64 columns of K
-DEVICE void issue_grad_q(float (&c)[COLUMNS / 8][4], unsigned transposed, unsigned k) {
+// C = dS, which lies there transposed · columns of K
+template <int PIECE_M>
+DEVICE void issue_grad_q(float (&c)[PIECE_M][4], unsigned transposed, unsigned k) {
     begin_matmuls();
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) {
@@ -150,13 +151,14 @@ DEVICE void store_grads(float (&grad_k)[M][4], const float (&grad_v)[M][4], cons
     if (threadIdx.x % WARPGROUP == 0) wait_until_read<0>();
 }
 
+template <int GRAD_Q_COLUMNS>
 DEVICE void multiply_all(const Backward& args, const Work& work, unsigned memory, int part) {
     int first_key = work.key_tile * KEYS + part * OWN_KEYS;
     unsigned own_keys = part * OWN_KEYS * ROW_BYTES;
     unsigned p_tile = memory + P_AT, grad_s_tile = memory + GRAD_S_AT, grad_out = memory + GRAD_OUT_AT;
     unsigned own_numbers = memory + (16 * warp_of_four() + lane() / 4) * 4;
 
-    float grad_k[M][4], grad_v[M][4], grad_q[COLUMNS / 8][4], scores[N][4], grad_p[N][4];
+    float grad_k[M][4], grad_v[M][4], grad_q[GRAD_Q_COLUMNS / 8][4], scores[N][4], grad_p[N][4];
     set_zero(grad_k);
     set_zero(grad_v);
     // zeros from here on: written within the loop, they would make the assembler serialize its matmuls
@@ -223,6 +225,11 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
         if (0 < warp && warp <= STAGES) add_grad_q(args, work, memory, warp - 1);
     } else {
         take_registers<160>();
-        multiply_all(args, work, memory, warp / 4 - 1);
+        constexpr int LAST = columns_of_piece(READERS - 1);
+        int part = warp / 4 - 1;
+        if (LAST == COLUMNS || part < READERS - 1)
+            multiply_all<COLUMNS>(args, work, memory, part);
+        else
+            multiply_all<LAST>(args, work, memory, part);
     }
 }

@@ -69,7 +69,7 @@ class Tiles:
 
     @property
     def columns(self) -> int:
-        """Columns of the tiles in shared memory, and of the sums of dQ."""
+        """Columns of the tiles in shared memory."""
         return -(-self.dim // COLUMNS) * COLUMNS
 
     @property
@@ -176,7 +176,7 @@ def flash_backward(
     query_tiles, key_tiles = -(-num_queries // tiles.queries), -(-num_keys // tiles.keys)
     rows = batch * num_heads * query_tiles * tiles.queries
     for_rows = lse.new_empty(2, rows)  # log-sum-exp in base 2, and delta
-    sums = lse.new_empty(rows, tiles.columns)  # of dQ
+    sums = lse.new_empty(rows, tiles.dim)  # of dQ
     turns = None
     if deterministic:
         turns = lse.new_empty(batch * num_heads * query_tiles, dtype=torch.int32)

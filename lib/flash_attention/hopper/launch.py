@@ -54,7 +54,7 @@ BALANCED = 1.02
 MANY_QUERIES = 1024
 # and blocks for each multiprocessor: under a causal mask, and with heads of more than 128
 MANY_BLOCKS = 8
-MANY_WIDE_BLOCKS = 2.5
+MANY_WIDE_BLOCKS = {160: 2.5, 192: 5}
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
@@ -271,7 +271,7 @@ def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
     tiles = fused.tiles_of(head_dim)
     num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
     blocks = batch * k.shape[1] * _num_tiles(num_keys, tiles.keys) / _multiprocessors(q.device)
-    if tiles.is_wide and blocks < MANY_WIDE_BLOCKS:
+    if tiles.is_wide and blocks < MANY_WIDE_BLOCKS[tiles.dim]:
         return False
     if not is_causal:
         return num_queries >= MANY_QUERIES

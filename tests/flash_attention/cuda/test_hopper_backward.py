@@ -137,7 +137,7 @@ FAULTS = [
         "a turn passed before its additions",
     ),
     (
-        "publish_stores();\n    announce(PIECE_FULL",
+        "publish_stores();\n        announce(PIECE_FULL",
         "announce(PIECE_FULL",
         "read before it was published",
     ),
