@@ -350,3 +350,26 @@ def test_a_work_list_is_made_once_and_not_while_a_graph_is_captured(monkeypatch)
     is_capturing = True
     assert launch._work_list(work, 5, device) is table
     assert launch._work_list(work, 6, device) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_causal", "is_faster"),
+    [
+        ((32, 12, 2048, 64), True, True),
+        ((32, 12, 1024, 64), True, False),
+        ((32, 12, 1024, 64), False, True),
+        ((1, 8, 4096, 64), False, True),
+        ((1, 8, 4096, 64), True, False),
+        ((1, 8, 4096, 96), True, True),
+        ((1, 8, 4096, 192), False, False),
+        ((1, 8, 16384, 192), False, True),
+        ((32, 12, 4096, 256), False, False),
+    ],
+)
+def test_one_backward_kernel_takes_many_queries_and_many_blocks(
+    monkeypatch, shape, is_causal, is_faster
+):
+    monkeypatch.setattr(launch, "has_nvrtc", lambda: True)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: PROGRAMS)
+    x = torch.empty(shape, device="meta")
+    assert launch._one_kernel_is_faster(x, x, is_causal) == is_faster

@@ -50,11 +50,18 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
-# Queries for each key, on average, from which on one backward kernel is faster than two.
+# One backward kernel is faster than two from as many queries for each key on average, and as many
+# blocks for each multiprocessor on: few blocks end at different times. By columns, without a mask
+# and with one.
 MANY_QUERIES = 1024
-# and blocks for each multiprocessor: under a causal mask, and with heads of more than 128
-MANY_BLOCKS = 8
-MANY_WIDE_BLOCKS = {160: 2.5, 192: 5}
+MANY_BLOCKS = {
+    64: (1.5, 3),
+    80: (1.5, 1.5),
+    96: (1.5, 1.5),
+    128: (3, 3),
+    160: (2.5, 2.5),
+    192: (5, 5),
+}
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
@@ -264,19 +271,15 @@ def flash_backward(
 
 
 def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
-    """Whether one backward kernel is faster than two: where a key has many queries."""
+    """Whether one backward kernel is faster than two."""
     batch, _, num_queries, head_dim = q.shape
     if head_dim > fused.TILES[-1].dim or not has_nvrtc():
         return False
     tiles = fused.tiles_of(head_dim)
     num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
     blocks = batch * k.shape[1] * _num_tiles(num_keys, tiles.keys) / _multiprocessors(q.device)
-    if tiles.is_wide and blocks < MANY_WIDE_BLOCKS[tiles.dim]:
-        return False
-    if not is_causal:
-        return num_queries >= MANY_QUERIES
-    # half of the queries on average; blocks differ in length, so a few would end at different times
-    return num_queries >= 2 * MANY_QUERIES and (tiles.is_wide or blocks >= MANY_BLOCKS)
+    queries = num_queries / 2 if is_causal else num_queries
+    return queries >= MANY_QUERIES and blocks >= MANY_BLOCKS[tiles.dim][is_causal]
 
 
 def _fused_backward(
