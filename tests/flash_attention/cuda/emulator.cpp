@@ -1,4 +1,5 @@
 // A library of the kernels of SOURCE for a CPU; `emulator.py` calls it.
+extern const bool is_bfloat16 = BFLOAT16;
 #include SOURCE
 
 static void (*kernel)(Attention);

@@ -65,6 +65,21 @@ def _launch(library, name: str, threads: int, shared_bytes: int, blocks: int, ar
         raise RuntimeError(f"{name}: {failure.decode()}")
 
 
+def _compile(*arguments: str | Path) -> None:
+    # threads are fibers, and a fortified longjmp aborts when it leaves a stack
+    flags = ["-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-Wno-psabi"]
+    subprocess.run([COMPILER, *flags, *arguments], check=True)
+
+
+@functools.cache
+def _emulator() -> tempfile.TemporaryDirectory:
+    """A folder with emulator.o, which takes far longer to compile than a kernel."""
+    folder = tempfile.TemporaryDirectory()
+    source = HERE / "hopper_emulator.cpp"
+    _compile("-O1", "-c", source, "-o", Path(folder.name, "emulator.o"))
+    return folder
+
+
 @functools.cache
 def _library(
     name: str, arguments: str, macros: tuple[tuple[str, int], ...], fault: tuple[str, ...]
@@ -81,14 +96,11 @@ def _library(
         source, path = Path(folder, f"{name}.cu"), Path(folder, "kernel.so")
         options = [f"-D{key}={value}" for key, value in macros]
         options.append(f"-DARGUMENTS={arguments}")
-        # hopper.cuh here comes before that of the GPU
         options.append(f'-DSOURCE="{source}"')
+        # hopper.cuh here comes before that of the GPU
         options += [f"-I{place}" for place in (folder, HERE, SOURCES)]
-        flags = ["-std=c++17", "-Og", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi"]
-        # threads are fibers, and a fortified longjmp aborts when it leaves a stack
-        flags += ["-U_FORTIFY_SOURCE"]
-        command = [COMPILER, *flags, *options, "-o", str(path), str(HERE / "hopper_emulator.cpp")]
-        subprocess.run(command, check=True)
+        emulator = Path(_emulator().name, "emulator.o")
+        _compile(*options, "-Og", "-shared", HERE / "hopper_library.cpp", emulator, "-o", path)
         library = ctypes.CDLL(str(path))
     library.run.restype = ctypes.c_char_p
     return library

@@ -5,71 +5,15 @@
 // does, so that a lost barrier shows as wrong results. Shared memory starts as NaN; reads and writes
 // of chunks of 16 bytes are checked for bounds and races, and their bank conflicts are counted.
 #pragma once
-#include <math.h>
 #include <setjmp.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <set>
 #include <vector>
 
-#define DEVICE inline
-#define WHOLE_WARP 0xffffffffu
-#define INFINITE INFINITY
-#define __global__
-#define __launch_bounds__(...)
-using std::min;
-
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-struct alignas(8) float2 {
-    float x, y;
-};
-struct Index {
-    unsigned x;
-};
-inline Index threadIdx, blockIdx;
-
-// 16-bit floating point
-
-inline float to_float(uint16_t bits) {
-#if BFLOAT16
-    uint32_t wide = uint32_t(bits) << 16;
-#else
-    uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    if (exponent == 0) return (sign ? -1 : 1) * ldexpf(mantissa, -24);
-    uint32_t wide = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
-#endif
-    float x;
-    memcpy(&x, &wide, 4);
-    return x;
-}
-
-// Rounds to the nearest, and to even in the middle.
-inline uint16_t to_16_bits(float x) {
-    uint32_t wide;
-    memcpy(&wide, &x, 4);
-    if (x != x) return 0x7fff;
-#if BFLOAT16
-    return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
-#else
-    uint16_t sign = wide >> 16 & 0x8000;
-    float size = fabsf(x);
-    if (size >= 65520) return sign | 0x7c00;
-    if (size < ldexpf(1, -14)) return sign | uint16_t(nearbyintf(ldexpf(size, 24)));
-    wide = (wide & 0x7fffffff) - (112u << 23);
-    return sign | (wide + 0xfff + (wide >> 13 & 1)) >> 13;
-#endif
-}
-
-inline unsigned pack(float low, float high) { return to_16_bits(low) | unsigned(to_16_bits(high)) << 16; }
-inline float2 unpack(unsigned pair) { return {to_float(pair & 0xffff), to_float(pair >> 16)}; }
-inline float exp2_fast(float x) { return exp2f(x); }
+#include "numbers.cuh"
 
 // Fibers
 
@@ -243,9 +187,9 @@ inline void run_block() {
 
 }  // namespace emulator
 
-inline void __syncthreads() { emulator::leave(emulator::AT_BARRIER); }
+[[gnu::used]] inline void __syncthreads() { emulator::leave(emulator::AT_BARRIER); }
 
-inline float __shfl_xor_sync(unsigned, float x, int distance) {
+[[gnu::used]] inline float __shfl_xor_sync(unsigned, float x, int distance) {
     float result;
     emulator::Fiber& fiber = emulator::fibers[emulator::current];
     fiber.result = &result, fiber.input = &x, fiber.distance = distance;
@@ -256,7 +200,7 @@ inline float __shfl_xor_sync(unsigned, float x, int distance) {
     return result;
 }
 
-inline bool __any_sync(unsigned, bool x) {
+[[gnu::used]] inline bool __any_sync(unsigned, bool x) {
     bool result;
     emulator::Fiber& fiber = emulator::fibers[emulator::current];
     fiber.result = &result, fiber.input = &x;
