@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import importlib.util
-import io
 import json
 import linecache
 import math
-import pickle
 import re
 import signal
 import threading
@@ -24,6 +22,7 @@ from lib.lessons import exercise as lessons_exercise
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
 from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR, SPLIT_GPT4
 from lib.tokenizer.bpe import merge_pair
+from tests.lessons.remembered import remembered
 from tests.lessons.speedrun.toy import notebook_with_toy_race
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,46 +111,9 @@ def says_which(exercise, name, mistake, seed):
     return text.startswith(f"not yet: {mistake.__name__}(") and f"It looks as if {name}." in text
 
 
-class Contents(pickle.Pickler):
-    """Pickles tensors by their values; torch also keeps where in memory they are."""
-
-    def reducer_override(self, value):
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        return tuple, (value.tolist(), value.stride(), value.dtype, value.requires_grad)
-
-
-def remembering(function):
-    """`function`, which is called once for equal arguments, if these can be compared at all."""
-    outcomes = {}
-
-    @functools.wraps(function)
-    def remembered(*arguments):
-        written = io.BytesIO()
-        try:
-            Contents(written).dump(arguments)
-        except (AttributeError, TypeError, pickle.PicklingError):
-            return function(*arguments)
-        key = written.getvalue()
-        if key not in outcomes:
-            try:
-                outcomes[key] = function(*arguments), None
-            except Exception as error:
-                outcomes[key] = None, error
-        result, error = outcomes[key]
-        if error is not None:
-            raise error
-        return result
-
-    return remembered
-
-
 @functools.lru_cache(maxsize=1)
 def remembered_exercise(name):
-    """An exercise whose solution and mistakes are called once for each input of all verdicts."""
-    exercise = CHECKED[name]
-    wrong = {what: remembering(mistake) for what, mistake in exercise.wrong_functions().items()}
-    return dataclasses.replace(exercise, solve=remembering(exercise.solve), mistakes=wrong)
+    return remembered(CHECKED[name])
 
 
 # on few inputs if they do: among more of them a mistake is only easier to tell from others

@@ -24,6 +24,7 @@ from lib.lessons.flash_attention.exercises import (  # noqa: E402
     ONLINE_SOFTMAX,
     Tiling,
 )
+from tests.lessons.remembered import remembered  # noqa: E402
 
 CHECKED = {"online softmax": ONLINE_SOFTMAX, "gradient": GRAD_SCORES}
 
@@ -133,10 +134,15 @@ ALL = tuple(TASKS)
 FORWARDS, BACKWARDS = ALL[:2], ALL[2:]
 
 
+@functools.cache
+def exercise_of(name):
+    return remembered(getattr(exercises, name))
+
+
 def wrong(name, *texts):
     """The verdict on the solution `name` with texts replaced (`edited`)."""
     kernel = edited(TASKS[name].solution, *texts)
-    return verdict(getattr(exercises, name), lambda *given: TASKS[name].run(kernel, *given), seed=0)
+    return verdict(exercise_of(name), lambda *given: TASKS[name].run(kernel, *given), seed=0)
 
 
 # (kernels, old, new): one size in place of another
@@ -197,7 +203,7 @@ def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
 def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
     def verdict_on(*texts):
         attempt = edited(solutions_triton.attention_backward, *texts)
-        return verdict(exercises.BACKWARD, exercises.launching(attempt), seed=0)
+        return verdict(exercise_of("BACKWARD"), exercises.launching(attempt), seed=0)
 
     only_one = "keys_kernel[grid](*given, grad_k, grad_v, n, scale, **sizes)"
     assert "each of the two kernels must be launched once, got 1" in verdict_on(only_one, "pass")
@@ -216,7 +222,7 @@ def test_a_load_without_a_mask_is_named(name, loaded):
 def test_gradients_that_are_returned_in_the_wrong_order_are_named():
     order = ("return grad_q, grad_k, grad_v", "return grad_q, grad_v, grad_k")
     attempt = edited(solutions_triton.attention_backward, *order)
-    text = verdict(exercises.BACKWARD, exercises.launching(attempt), seed=0)
+    text = verdict(exercise_of("BACKWARD"), exercises.launching(attempt), seed=0)
     assert "dK and dV are swapped" in text
 
 
