@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import importlib.util
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
@@ -48,3 +52,19 @@ def remembered(exercise: Exercise) -> Exercise:
     """The same exercise, called less often."""
     wrong = {what: remembering(mistake) for what, mistake in exercise.wrong_functions().items()}
     return dataclasses.replace(exercise, solve=remembering(exercise.solve), mistakes=wrong)
+
+
+@contextmanager
+def no_overflow_checks() -> Iterator[None]:
+    """Spare Triton's interpreter a look at each sum of integers, a quarter of its time.
+
+    Not where solutions are tried, which readers run with these checks.
+    """
+    if not importlib.util.find_spec("triton"):
+        yield
+        return
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    with patch.object(interpreter_builder, "options", options):
+        yield

@@ -24,7 +24,7 @@ from lib.lessons.flash_attention.exercises import (  # noqa: E402
     ONLINE_SOFTMAX,
     Tiling,
 )
-from tests.lessons.remembered import remembered  # noqa: E402
+from tests.lessons.remembered import no_overflow_checks, remembered  # noqa: E402
 
 CHECKED = {"online softmax": ONLINE_SOFTMAX, "gradient": GRAD_SCORES}
 
@@ -139,10 +139,15 @@ def exercise_of(name):
     return remembered(getattr(exercises, name))
 
 
+def verdict_on(name, attempt):
+    with no_overflow_checks():
+        return verdict(exercise_of(name), attempt, seed=0)
+
+
 def wrong(name, *texts):
     """The verdict on the solution `name` with texts replaced (`edited`)."""
     kernel = edited(TASKS[name].solution, *texts)
-    return verdict(exercise_of(name), lambda *given: TASKS[name].run(kernel, *given), seed=0)
+    return verdict_on(name, lambda *given: TASKS[name].run(kernel, *given))
 
 
 # (kernels, old, new): one size in place of another
@@ -200,15 +205,19 @@ def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
     assert "there is no mask" in wrong("BACKWARD_KEYS", *start, masked, "p = p")
 
 
-def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
-    def verdict_on(*texts):
-        attempt = edited(solutions_triton.attention_backward, *texts)
-        return verdict(exercise_of("BACKWARD"), exercises.launching(attempt), seed=0)
+def wrong_launches(*texts):
+    """The verdict on the solution of BACKWARD with texts replaced."""
+    attempt = edited(solutions_triton.attention_backward, *texts)
+    return verdict_on("BACKWARD", exercises.launching(attempt))
 
+
+def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
     only_one = "keys_kernel[grid](*given, grad_k, grad_v, n, scale, **sizes)"
-    assert "each of the two kernels must be launched once, got 1" in verdict_on(only_one, "pass")
-    assert "no program ran" in verdict_on("triton.cdiv(n, 16)", "n // 16")
-    assert "grad_k, (1 heads" in verdict_on("return grad_q, grad_k", "return grad_q, grad_q")
+    assert "each of the two kernels must be launched once, got 1" in wrong_launches(
+        only_one, "pass"
+    )
+    assert "no program ran" in wrong_launches("triton.cdiv(n, 16)", "n // 16")
+    assert "grad_k, (1 heads" in wrong_launches("return grad_q, grad_k", "return grad_q, grad_q")
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
@@ -221,9 +230,7 @@ def test_a_load_without_a_mask_is_named(name, loaded):
 
 def test_gradients_that_are_returned_in_the_wrong_order_are_named():
     order = ("return grad_q, grad_k, grad_v", "return grad_q, grad_v, grad_k")
-    attempt = edited(solutions_triton.attention_backward, *order)
-    text = verdict(exercise_of("BACKWARD"), exercises.launching(attempt), seed=0)
-    assert "dK and dV are swapped" in text
+    assert "dK and dV are swapped" in wrong_launches(*order)
 
 
 def test_pythons_maximum_of_tiles_is_named():
