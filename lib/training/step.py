@@ -324,5 +324,7 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(was_deterministic)
+        # setting it loads PyTorch's compiler, for seconds
+        if torch.are_deterministic_algorithms_enabled() != was_deterministic:
+            torch.use_deterministic_algorithms(was_deterministic)
         torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)

@@ -153,6 +153,12 @@ def test_the_global_switches_are_restored(monkeypatch):
     assert after == before
 
 
+def test_a_switch_that_loads_the_compiler_is_left_alone_where_nothing_needs_it(monkeypatch):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", None)
+    with numerics(tf32=False, deterministic=False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
