@@ -51,21 +51,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @functools.cache
-def starts_ranks(file: str) -> bool:
-    return STARTS_RANKS.search((ROOT / file).read_text(encoding="utf-8")) is not None
+def shares(file: str) -> str:
+    """What a file's tests share with those of other files, or else the file."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if "tried_in_interpreter" in text:
+        return "interpreter"
+    return "ranks" if STARTS_RANKS.search(text) else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files that start ranks to one worker: each has a server of its own for them."""
+    """Give all files that start ranks to one worker, which has a server for them; and so on."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "ranks" if starts_ranks(file) else file
+            return shares(super()._split_scope(nodeid))
 
     return ByFile(config, log)
 
@@ -126,9 +129,7 @@ def make_notebook() -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture
-def quiet_environment() -> dict[str, str]:
-    """The environment for a program of its own: nothing of this process's import path in it."""
+def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "WORKBOOK_SMALL")} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "JUPYTER_PREFER_ENV_PATH": "1",
@@ -136,23 +137,30 @@ def quiet_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def run_in_interpreter(quiet_environment) -> Callable[..., None]:
-    """Let test files' tests of kernels pass in a process where Triton interprets them."""
+def quiet_environment() -> dict[str, str]:
+    """The environment for a program of its own: nothing of this process's import path in it."""
+    return clean_environment()
+
+
+@pytest.fixture(scope="session")
+def tried_in_interpreter(request) -> subprocess.CompletedProcess:
+    """Tests of kernels, in a process where Triton interprets them.
+
+    They are those of the files INTERPRETED of each module here that uses this. One process for all:
+    to load torch and Triton takes four seconds.
+    """
     pytest.importorskip("triton")
-
-    def run(*files: str) -> None:
-        # nbval takes a second to load
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
-        done = subprocess.run(
-            [*command, *files, "-k", "kernel and not interpreter"],
-            cwd=ROOT,
-            env=quiet_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-    return run
+    users = [item for item in request.session.items if "tried_in_interpreter" in item.fixturenames]
+    files = {str(file): None for item in users for file in item.module.INTERPRETED}
+    # nbval takes a second to load
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
+    return subprocess.run(
+        [*command, *files, "-k", "kernel and not interpreter"],
+        cwd=ROOT,
+        env=clean_environment() | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="session")

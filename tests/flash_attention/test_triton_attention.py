@@ -28,6 +28,9 @@ from tests.flash_attention.cases import (
 )
 from tests.model.kernels import INTERPRETING, ON_DTYPES, ON_KERNEL_DEVICES, OUTSIDE_THE_INTERPRETER
 
+# Whose tests of kernels are tried in the interpreter too.
+INTERPRETED = (__file__, test_every_implementation.__file__)
+
 pytest.importorskip("triton")
 
 ON_MASKS = pytest.mark.parametrize("is_causal", [False, True])
@@ -307,6 +310,6 @@ def test_a_cpu_without_the_interpreter_is_refused(kernels, monkeypatch):
 
 
 @OUTSIDE_THE_INTERPRETER
-def test_the_kernels_in_the_interpreter(run_in_interpreter):
-    # one process for both files
-    run_in_interpreter(__file__, test_every_implementation.__file__)
+def test_the_kernels_in_the_interpreter(tried_in_interpreter):
+    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
+    assert tried_in_interpreter.returncode == 0, output

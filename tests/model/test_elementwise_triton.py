@@ -10,6 +10,9 @@ from lib.model.transformer import RotaryEmbedding, TransformerLM
 from tests.model import test_loss_triton
 from tests.model.kernels import INTERPRETING, ON_DTYPES, ON_KERNEL_DEVICES, OUTSIDE_THE_INTERPRETER
 
+# Whose tests of kernels are tried in the interpreter too.
+INTERPRETED = (__file__, test_loss_triton.__file__)
+
 LAYOUTS = ["tokens first", "heads first", "reversed", "expanded"]
 # (batch, length, heads, head_dim) of q, and the layout of its gradient
 QKV_CASES = [
@@ -217,6 +220,6 @@ def test_the_model_with_its_kernels_is_the_model_without(device, changes, rope_k
 
 
 @OUTSIDE_THE_INTERPRETER
-def test_the_kernels_in_the_interpreter(run_in_interpreter):
-    # one process for the kernels of the loss too
-    run_in_interpreter(__file__, test_loss_triton.__file__)
+def test_the_kernels_in_the_interpreter(tried_in_interpreter):
+    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
+    assert tried_in_interpreter.returncode == 0, output

@@ -18,6 +18,9 @@ from tests.model.kernels import (
 )
 from tests.optimizer.params import check_skip_changes_nothing, groups, make_params, set_gradients
 
+# Whose tests of kernels are tried in the interpreter too.
+INTERPRETED = (__file__,)
+
 # From one element to several blocks, on and off the block's edge.
 KERNEL_SHAPES = [(4096,), (4097,), (3, 4095), (1,), (), (0,), (63,), (70, 130)]
 
@@ -131,8 +134,9 @@ def test_the_norm_of_the_kernels_reads_aligned_and_other_gradients(device):
 
 
 @OUTSIDE_THE_INTERPRETER
-def test_the_kernels_in_the_interpreter(run_in_interpreter):
-    run_in_interpreter(__file__)
+def test_the_kernels_in_the_interpreter(tried_in_interpreter):
+    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
+    assert tried_in_interpreter.returncode == 0, output
 
 
 @OUTSIDE_THE_INTERPRETER

@@ -15,6 +15,9 @@ from lib.lessons.triton.recorder_triton import KernelError, watch, watched  # no
 from lib.model.elementwise_triton import _swiglu_kernel  # noqa: E402
 from tests.model.kernels import OUTSIDE_THE_INTERPRETER  # noqa: E402
 
+# Whose tests of kernels are tried in the interpreter too.
+INTERPRETED = (__file__,)
+
 
 @triton.jit
 def add_one(x_ptr, y_ptr, stride, BLOCK: tl.constexpr):
@@ -125,5 +128,6 @@ def test_a_kernel_in_bfloat16_is_refused():
 
 @pytest.mark.slow
 @OUTSIDE_THE_INTERPRETER
-def test_all_of_this_in_the_interpreter(run_in_interpreter):
-    run_in_interpreter("tests/lessons/triton/test_recorder.py")
+def test_all_of_this_in_the_interpreter(tried_in_interpreter):
+    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
+    assert tried_in_interpreter.returncode == 0, output
