@@ -36,6 +36,9 @@ from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
 from lib.profiling.roofline import backward_costs, predicted_ms
 from lib.profiling.trace import category_of
+from tests.lessons.remembered import remembered
+
+REMEMBERED = remembered(FORWARD)
 
 
 def time_runs(gpu, warmup, samples):
@@ -253,7 +256,7 @@ def test_lists_are_as_right_as_tuples():
 
 
 def test_too_much_memory_is_told_as_a_number():
-    text = verdict(FORWARD, judged(lambda blocks, x: checkpoint_halves(blocks, x)), seed=0)
+    text = verdict(REMEMBERED, judged(lambda blocks, x: checkpoint_halves(blocks, x)), seed=0)
     assert "blocks of width" in text
     assert "% of a plain loop's, at most 50% is allowed" in text
     assert "It looks as if the stack is two checkpoints" in text
@@ -300,7 +303,7 @@ def own_every_second(blocks, x):
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_too_few_checkpoints_are_named_with_the_notebooks_own(attempt, mistake, seed):
-    assert mistake in verdict(FORWARD, judged(attempt), seed=seed)
+    assert mistake in verdict(REMEMBERED, judged(attempt), seed=seed)
 
 
 def added_to_x(blocks, x):
@@ -340,7 +343,7 @@ def without_gradients(blocks, x):
     ],
 )
 def test_a_wrong_result_is_told_from_wrong_and_from_missing_gradients(attempt, found, mistake):
-    text = verdict(FORWARD, judged(attempt), seed=0)
+    text = verdict(REMEMBERED, judged(attempt), seed=0)
     assert f"\n  {found}" in text
     if mistake is None:
         assert "It looks as if" not in text
@@ -363,7 +366,7 @@ def test_gradients_that_are_only_wrong_are_not_called_missing():
             x = Half.apply(checkpoint(block, x, use_reentrant=False))
         return x
 
-    text = verdict(FORWARD, judged(attempt), seed=0)
+    text = verdict(REMEMBERED, judged(attempt), seed=0)
     assert "the result is right, but the gradients are not those of a plain loop" in text
     assert "It looks as if" not in text
 
