@@ -16,8 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What starts ranks or other processes from a server that has torch loaded.
-STARTS_RANKS = re.compile(r"quick_ranks|one_thread_a_rank|\bprocesses\b[,)]")
+# What files share, which one worker then needs once: processes that started with torch loaded, a
+# process where Triton interprets, an emulator that takes seconds to compile.
+SHARED = {
+    "ranks": re.compile(r"quick_ranks|one_thread_a_rank|\bprocesses\b[,)]"),
+    "interpreter": re.compile("tried_in_interpreter"),
+    "emulator": re.compile("import emulate"),
+}
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -51,24 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @functools.cache
-def shares(file: str) -> str:
-    """What a file's tests share with those of other files, or else the file."""
+def scope_of(file: str) -> str:
+    """What a file shares with others, or else the file."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    if "tried_in_interpreter" in text:
-        return "interpreter"
-    return "ranks" if STARTS_RANKS.search(text) else file
+    return next((name for name, words in SHARED.items() if words.search(text)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files that start ranks to one worker, which has a server for them; and so on."""
+    """Give all files that share something to one worker."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return shares(super()._split_scope(nodeid))
+            return scope_of(super()._split_scope(nodeid))
 
     return ByFile(config, log)
 
