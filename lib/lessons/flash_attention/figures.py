@@ -156,4 +156,4 @@ def draw_peers(figure: Figure, speeds: Mapping[str, Mapping[str, Mapping[int, fl
         ticks = sorted({n for found in kernels.values() for n in found})
         axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
         axes.set(xlabel="tokens", ylabel="speed (TFLOP/s)", title=direction, ylim=(0, None))
-    panels[0].legend(fontsize=9)
+    panels[0].legend(fontsize=8, ncols=2, loc="lower right")
