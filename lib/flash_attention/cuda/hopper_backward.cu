@@ -10,7 +10,7 @@
 // Two warpgroups multiply. Each computes the 64 rows of Sᵀ and dPᵀ of its own keys: Pᵀ and dSᵀ are then
 // in the registers where dV and dK, which stay in registers too, need them as left operands. A part of
 // dQ needs the dS of all 128 keys, so dS goes through shared memory. Blocks of other keys add to the
-// same dQ. Its float32 sums are in memory: a half of a part is left in shared memory, and the copy engine
+// same dQ. Its float32 sums are in memory: a piece of a part is left in shared memory, and the copy engine
 // adds it.
 //
 // Blocks can take turns at dQ, so that results repeat to the bit: see hopper_backward.cuh. Heads of more

@@ -226,9 +226,7 @@ def _functions(
     load = functools.partial(Function, build(tiles.source, constants, ARCHITECTURE), device=device)
     return (
         load("prepare", threads=WARPGROUP, shared_bytes=0),
-        load(
-            "backward", threads=(tiles.warpgroups + 1) * WARPGROUP, shared_bytes=tiles.shared_bytes
-        ),
+        load("backward", threads=tiles.threads, shared_bytes=tiles.shared_bytes),
         load("finish", threads=WARPGROUP, shared_bytes=2 * ROWS * COLUMNS),
     )
 

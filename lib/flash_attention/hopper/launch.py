@@ -50,9 +50,9 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
-# One backward kernel is faster than two from as many queries for each key on average, and as many
-# blocks for each multiprocessor on: few blocks end at different times. By columns, without a mask
-# and with one.
+# One backward kernel is faster than two from as many queries on (twice as many under a mask, which
+# hides half of them from a key), and as many blocks for each multiprocessor: few blocks end at
+# different times. By columns, without a mask and with one.
 MANY_QUERIES = 1024
 MANY_BLOCKS = {
     64: (1.5, 3),
