@@ -95,17 +95,19 @@ def launch(
         # through a file: tensors passed to processes directly would be shared memory
         torch.save((fn, args), folder / "call.pt")
         job = (world_size, folder, backend, timeout, dict(os.environ))
-        with _interrupts_held_back():
-            workers = mp.start_processes(
-                _work, job, nprocs=world_size, join=False, start_method=_start_method()
-            )
+        workers = None
         try:
+            with _interrupts_held_back():
+                workers = mp.start_processes(
+                    _work, job, nprocs=world_size, join=False, start_method=_start_method()
+                )
             while not workers.join(grace_period=GRACE_SECONDS):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise _failure(folder, workers.processes, error.error_index) from None
         finally:
-            _terminate(workers.processes)
+            if workers:
+                _terminate(workers.processes)
         results = [_result_file(folder, rank) for rank in range(world_size)]
         for rank, file in enumerate(results):
             if not file.exists():
@@ -145,7 +147,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
 def _interrupts_held_back() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block; processes that start in it inherit that.
 
-    So one that is still importing PyTorch prints no traceback.
+    So one that is still importing PyTorch prints no traceback, and none starts unknown to `launch`.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -153,10 +155,19 @@ def _interrupts_held_back() -> Iterator[None]:
     # it would let interrupts through again when it starts
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # another thread may get it, and Python then calls the handler in the main one
+    is_main = threading.current_thread() is threading.main_thread()
+    came: list[int] = []
+    if is_main:
+        handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _work(
