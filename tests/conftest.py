@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def scope_of(file: str) -> str:
-    """What a file shares with others, or else the file."""
+    """The name of what a file shares with other files, or else the file itself."""
     text = (ROOT / file).read_text(encoding="utf-8")
     return next((name for name, words in SHARED.items() if words.search(text)), file)
 

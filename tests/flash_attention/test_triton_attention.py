@@ -26,7 +26,13 @@ from tests.flash_attention.cases import (
     right_results,
     with_gradients,
 )
-from tests.model.kernels import INTERPRETING, ON_DTYPES, ON_KERNEL_DEVICES, OUTSIDE_THE_INTERPRETER
+from tests.model.kernels import (
+    INTERPRETING,
+    ON_DTYPES,
+    ON_KERNEL_DEVICES,
+    OUTSIDE_THE_INTERPRETER,
+    assert_passed,
+)
 
 # Whose tests of kernels are tried in the interpreter too.
 INTERPRETED = (__file__, test_every_implementation.__file__)
@@ -311,5 +317,4 @@ def test_a_cpu_without_the_interpreter_is_refused(kernels, monkeypatch):
 
 @OUTSIDE_THE_INTERPRETER
 def test_the_kernels_in_the_interpreter(tried_in_interpreter):
-    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
-    assert tried_in_interpreter.returncode == 0, output
+    assert_passed(tried_in_interpreter)

@@ -5,6 +5,7 @@ before Triton is imported, they run on the CPU.
 """
 
 import os
+import subprocess
 
 import pytest
 import torch
@@ -17,3 +18,8 @@ ON_KERNEL_DEVICES = pytest.mark.parametrize(
 SHORT_TYPES = [torch.float16] if INTERPRETING else [torch.float16, torch.bfloat16]
 ON_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *SHORT_TYPES], ids=str)
 OUTSIDE_THE_INTERPRETER = pytest.mark.skipif(INTERPRETING, reason="this is the process inside")
+
+
+def assert_passed(tried: subprocess.CompletedProcess) -> None:
+    """Check that the tests of the process that `tried_in_interpreter` gives passed."""
+    assert tried.returncode == 0, tried.stdout[-4000:] + tried.stderr[-2000:]

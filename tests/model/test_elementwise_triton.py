@@ -8,7 +8,13 @@ from torch import Tensor
 from lib.model.config import ModelConfig
 from lib.model.transformer import RotaryEmbedding, TransformerLM
 from tests.model import test_loss_triton
-from tests.model.kernels import INTERPRETING, ON_DTYPES, ON_KERNEL_DEVICES, OUTSIDE_THE_INTERPRETER
+from tests.model.kernels import (
+    INTERPRETING,
+    ON_DTYPES,
+    ON_KERNEL_DEVICES,
+    OUTSIDE_THE_INTERPRETER,
+    assert_passed,
+)
 
 # Whose tests of kernels are tried in the interpreter too.
 INTERPRETED = (__file__, test_loss_triton.__file__)
@@ -221,5 +227,4 @@ def test_the_model_with_its_kernels_is_the_model_without(device, changes, rope_k
 
 @OUTSIDE_THE_INTERPRETER
 def test_the_kernels_in_the_interpreter(tried_in_interpreter):
-    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
-    assert tried_in_interpreter.returncode == 0, output
+    assert_passed(tried_in_interpreter)

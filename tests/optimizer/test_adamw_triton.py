@@ -15,6 +15,7 @@ from tests.model.kernels import (
     ON_DTYPES,
     ON_KERNEL_DEVICES,
     OUTSIDE_THE_INTERPRETER,
+    assert_passed,
 )
 from tests.optimizer.params import check_skip_changes_nothing, groups, make_params, set_gradients
 
@@ -135,8 +136,7 @@ def test_the_norm_of_the_kernels_reads_aligned_and_other_gradients(device):
 
 @OUTSIDE_THE_INTERPRETER
 def test_the_kernels_in_the_interpreter(tried_in_interpreter):
-    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
-    assert tried_in_interpreter.returncode == 0, output
+    assert_passed(tried_in_interpreter)
 
 
 @OUTSIDE_THE_INTERPRETER

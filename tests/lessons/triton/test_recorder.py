@@ -13,7 +13,7 @@ from lib.lessons.triton import solutions_triton as solutions  # noqa: E402
 from lib.lessons.triton.compile_triton import compile_for  # noqa: E402
 from lib.lessons.triton.recorder_triton import KernelError, watch, watched  # noqa: E402
 from lib.model.elementwise_triton import _swiglu_kernel  # noqa: E402
-from tests.model.kernels import OUTSIDE_THE_INTERPRETER  # noqa: E402
+from tests.model.kernels import OUTSIDE_THE_INTERPRETER, assert_passed  # noqa: E402
 
 # Whose tests of kernels are tried in the interpreter too.
 INTERPRETED = (__file__,)
@@ -129,5 +129,4 @@ def test_a_kernel_in_bfloat16_is_refused():
 @pytest.mark.slow
 @OUTSIDE_THE_INTERPRETER
 def test_all_of_this_in_the_interpreter(tried_in_interpreter):
-    output = tried_in_interpreter.stdout[-4000:] + tried_in_interpreter.stderr[-2000:]
-    assert tried_in_interpreter.returncode == 0, output
+    assert_passed(tried_in_interpreter)
