@@ -1,4 +1,7 @@
-"""Data parallelism: `wrappers.py` and `buckets.py` average, `launcher.py` starts processes."""
+"""Data parallelism: `wrappers.py` decides when gradients are averaged, `buckets.py` averages them.
+
+`launcher.py` starts the processes.
+"""
 
 import lazy_loader
 

@@ -48,7 +48,7 @@ class MeanReduction:
         self.sent = [tensor.contiguous() for tensor in tensors]
         averages = has_average(self.sent[0], group)
         self.divisor = None if averages else dist.get_world_size(group)
-        self.works = _start(self.sent, group, averages)
+        self.works = _start_all_reduce(self.sent, group, averages)
 
     def finish(self) -> None:
         """Wait (on a GPU only its stream waits) and leave the means in the tensors."""
@@ -66,7 +66,9 @@ def has_average(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "nccl"
 
 
-def _start(tensors: list[Tensor], group: dist.ProcessGroup | None, averages: bool) -> list[Any]:
+def _start_all_reduce(
+    tensors: list[Tensor], group: dist.ProcessGroup | None, averages: bool
+) -> list[Any]:
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
     if len(tensors) == 1 or not averages:
         return [dist.all_reduce(tensor, op, group=group, async_op=True) for tensor in tensors]

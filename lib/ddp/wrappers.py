@@ -167,7 +167,7 @@ class DataParallel(GradientSync, Wrapper):
         for param in self.params:
             hooks = param._post_accumulate_grad_hooks or {}
             for number, hook in list(hooks.items()):
-                if getattr(hook, "func", None) is _on_gradient:
+                if getattr(hook, "func", None) is _gradient_hook:
                     del hooks[number]
                     earlier = hook.args[0]()
                     if earlier is not None:
@@ -177,7 +177,7 @@ class DataParallel(GradientSync, Wrapper):
         # through a weak reference, so that a module can outlive its wrapper and be wrapped again
         this = weakref.ref(self)
         for index, param in enumerate(self.params):
-            hook = functools.partial(_on_gradient, this, index)
+            hook = functools.partial(_gradient_hook, this, index)
             param.register_post_accumulate_grad_hook(hook)
 
     def _on_gradient(self, index: int) -> None:
@@ -231,7 +231,7 @@ def inner_module(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def _on_gradient(wrapper: Callable[[], DataParallel | None], index: int, param: Tensor) -> None:
+def _gradient_hook(wrapper: Callable[[], DataParallel | None], index: int, param: Tensor) -> None:
     this = wrapper()
     if this is not None:
         this._on_gradient(index)

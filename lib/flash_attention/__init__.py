@@ -1,7 +1,8 @@
 """FlashAttention, exact attention in tiles: read `reference.py`, in plain PyTorch, first.
 
-`triton_attention.py` launches the kernels for any GPU, which are in `triton_kernels.py`;
-`hopper/launch.py` those for Hopper GPUs, `cuda/launch.py` those in CUDA C++, which a T4 needs.
+For any GPU: the kernels in `triton_kernels.py`, launched by `triton_attention.py`. For Hopper GPUs:
+`hopper/`. In CUDA C++, as a T4 needs them: `cuda/`. `inputs.py` checks what all of them are given,
+`tiles.py` knows which tiles are fast on which GPU.
 """
 
 import lazy_loader

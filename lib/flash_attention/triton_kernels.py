@@ -15,7 +15,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _rows(
+def _load_rows(
     ptr,
     start,
     stride,
@@ -165,7 +165,7 @@ def _forward_kernel(
 
     # the queries, and the state of online softmax
     first = tile * TILE_Q
-    q = _rows(q_ptr, first, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
+    q = _load_rows(q_ptr, first, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
     scale_log2 = scale * LOG2_E
     acc = tl.zeros((TILE_Q, WIDTH), tl.float32)
     row_max = tl.full((TILE_Q,), -float("inf"), tl.float32)
@@ -177,7 +177,9 @@ def _forward_kernel(
         lower = plain_end if phase == 1 else 0
         upper = end if phase == 1 else plain_end
         for start in range(lower, upper, TILE_K):
-            k = _rows(k_ptr, start, k_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0)
+            k = _load_rows(
+                k_ptr, start, k_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0
+            )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (TILE_Q, TILE_K)
             if phase == 1:
                 visible = _visible_keys(first, start, num_keys, IS_CAUSAL, TILE_Q, TILE_K)
@@ -190,7 +192,9 @@ def _forward_kernel(
             shrink = tl.exp2(row_max - safe_max)
             row_sum = row_sum * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            v = _rows(v_ptr, start, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0)
+            v = _load_rows(
+                v_ptr, start, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0
+            )
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # (TILE_Q, WIDTH)
             row_max = new_max
 
@@ -268,11 +272,13 @@ def _backward_queries_kernel(
     # the queries, their dO, delta and log-sum-exp
     first = tile * TILE_Q
     row = first + tl.arange(0, TILE_Q)
-    grad_out = _rows(grad_out_ptr, first, grad_out_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
-    out = _rows(out_ptr, first, out_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
+    grad_out = _load_rows(
+        grad_out_ptr, first, grad_out_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q
+    )
+    out = _load_rows(out_ptr, first, out_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     tl.store(delta_ptr + row, delta, row < num_queries)
-    q = _rows(q_ptr, first, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
+    q = _load_rows(q_ptr, first, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
     lse = _load_lse_log2(lse_ptr + row, row, num_queries, EVEN_Q)
     scale_log2 = scale * LOG2_E
     acc = tl.zeros((TILE_Q, WIDTH), tl.float32)
@@ -283,8 +289,12 @@ def _backward_queries_kernel(
         lower = plain_end if phase == 1 else 0
         upper = end if phase == 1 else plain_end
         for start in range(lower, upper, TILE_K):
-            k = _rows(k_ptr, start, k_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0)
-            v = _rows(v_ptr, start, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0)
+            k = _load_rows(
+                k_ptr, start, k_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0
+            )
+            v = _load_rows(
+                v_ptr, start, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K or phase == 0
+            )
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (TILE_Q, TILE_K)
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             p = tl.exp2(scores * scale_log2 - lse[:, None])
@@ -362,8 +372,8 @@ def _backward_keys_kernel(
 
     # the keys and values
     first = tile * TILE_K
-    k = _rows(k_ptr, first, k_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K)
-    v = _rows(v_ptr, first, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K)
+    k = _load_rows(k_ptr, first, k_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K)
+    v = _load_rows(v_ptr, first, v_token, num_keys, TILE_K, DIM, WIDTH, EVEN_K)
     scale_log2 = scale * LOG2_E
     grad_k = tl.zeros((TILE_K, WIDTH), tl.float32)
     grad_v = tl.zeros((TILE_K, WIDTH), tl.float32)
@@ -383,7 +393,7 @@ def _backward_keys_kernel(
             upper = plain_start if phase == 0 else num_queries
             for start in range(lower, upper, TILE_Q):
                 row = start + tl.arange(0, TILE_Q)
-                q = _rows(q_base, start, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
+                q = _load_rows(q_base, start, q_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q)
                 lse = _load_lse_log2(lse_ptr + rows + row, row, num_queries, EVEN_Q)
                 if EVEN_Q:
                     delta = tl.load(delta_ptr + rows + row)
@@ -397,7 +407,7 @@ def _backward_keys_kernel(
                 if not EVEN_Q:
                     # past the last query q is 0, and 0 times a key of -inf is NaN
                     p = tl.where(row[None, :] < num_queries, p, 0.0)
-                grad_out = _rows(
+                grad_out = _load_rows(
                     grad_out_base, start, grad_out_token, num_queries, TILE_Q, DIM, WIDTH, EVEN_Q
                 )
                 grad_v = tl.dot(p.to(v.dtype), grad_out, grad_v, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""The Transformer language model, from tensors up; start with `transformer`, then `attention`."""
+"""The Transformer language model, from tensors up; start with `transformer.py`."""
 
 import lazy_loader
 

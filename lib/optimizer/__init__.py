@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule and gradient clipping."""
+"""AdamW in `adamw.py`; the learning-rate schedule and gradient clipping in `schedule.py`."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Measuring: time and memory of functions, traces, timelines, the roofline."""
+"""Measuring: `measurement.py` times functions, `profiler.py` a training step; `roofline.py`."""
 
 import lazy_loader
 

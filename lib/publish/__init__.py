@@ -1,1 +1,1 @@
-"""Notebooks run, as report pages, and as a bundle for Kaggle: start with `run_notebooks`."""
+"""Notebooks run, as report pages, and as a bundle for Kaggle: start with `run_notebooks.py`."""

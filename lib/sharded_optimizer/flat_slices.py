@@ -246,10 +246,10 @@ class FlatSlices(GradientSync, ShardingStrategy):
             self.bucket_of[id(param)] = bucket
             if self.overlap and param.requires_grad:
                 bucket.num_expected += 1
-                hook = functools.partial(_on_gradient, this, index)
+                hook = functools.partial(_gradient_hook, this, index)
                 param.register_post_accumulate_grad_hook(hook)
 
-    def _on_gradient(self, index: int, param: Tensor) -> None:
+    def _gradient_hook(self, index: int, param: Tensor) -> None:
         """Called in backward when the gradient of `param`, in bucket `index`, is complete."""
         if not self.is_syncing:
             return
@@ -426,7 +426,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
         return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
 
 
-def _on_gradient(slices: Callable[[], FlatSlices | None], index: int, param: Tensor) -> None:
+def _gradient_hook(slices: Callable[[], FlatSlices | None], index: int, param: Tensor) -> None:
     this = slices()
     if this is not None:
         this._on_gradient(index, param)

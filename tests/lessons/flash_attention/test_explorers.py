@@ -241,10 +241,12 @@ def test_bars_are_as_long_as_speeds_and_a_failure_is_a_word():
 
 def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    text = show_kernel("flash_attention/triton_kernels", "_rows", "row = tl.arange", "column").data
+    text = show_kernel(
+        "flash_attention/triton_kernels", "_load_rows", "row = tl.arange", "column"
+    ).data
     file = "lib/flash_attention/triton_kernels.py"
     link, shown = text.split(", ", 1)
-    assert shown.startswith("`_rows`:\n\n```python\nrow =")
+    assert shown.startswith("`_load_rows`:\n\n```python\nrow =")
     line = int(link.removeprefix(f"[`{file}`](../{file}#line=").removesuffix(")"))
     assert "row = tl.arange" in (ROOT / file).read_text(encoding="utf-8").splitlines()[line]
     assert text.endswith("column = tl.arange(0, WIDTH)\n```")
