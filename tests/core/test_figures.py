@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from lib.core.figures import COLORS, INK, PAPER, STYLE, alt_text, house_figure, save_figure
+from tests.core.contrast import contrast
 
 matplotlib.use("Agg")
 
@@ -21,18 +22,6 @@ def draw(axes):
     axes.set(xlabel="size (MB)", ylabel="time (s)")
     axes.set_title("Speed")
     axes.legend()
-
-
-def luminance(color):
-    """Relative luminance as WCAG 2 defines it."""
-    rgb = np.array(matplotlib.colors.to_rgb(color))
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return linear @ [0.2126, 0.7152, 0.0722]
-
-
-def contrast(a, b):
-    low, high = sorted([luminance(a), luminance(b)])
-    return (high + 0.05) / (low + 0.05)
 
 
 def test_saved_png_is_opaque_and_twice_the_size(tmp_path):

@@ -16,10 +16,6 @@ from lib.core.hardware import ordered_map, peak, pick_device, pick_dtype, proven
 from lib.data.prepare import TokenizeConfig
 
 
-def test_the_automatic_device_works():
-    assert torch.ones(2, device=pick_device()).sum().item() == 2
-
-
 def test_cuda_comes_first_then_mps_then_cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -72,10 +72,6 @@ def test_a_range_that_is_off_costs_a_few_empty_blocks():
     assert costs[0] < 5 * costs[1]
 
 
-def test_ranges_are_off_by_default(tmp_path):
-    assert ranges_of(lambda: naive(torch.ones(1, 1, 4, 2)), tmp_path) == []
-
-
 def test_a_training_step_is_nested_as_it_runs(tmp_path):
     step, sequences = make_step(), torch.zeros(2, 17, dtype=torch.int64)
     step(sequences, 1e-3)

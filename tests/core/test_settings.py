@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.__main__ import COMMANDS, load
-from lib.core.settings import check, check_fields, from_json, to_dict, to_json, with_flags
+from lib.core.settings import check, check_fields, from_json, to_json, with_flags
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig
 from lib.training.config import OptimizerConfig, SampleConfig, TrainConfig
@@ -83,12 +83,6 @@ def test_whole_numbers_become_floats_where_a_number_is_expected():
     assert (rate, type(rate)) == (2.0, float)
 
 
-def test_to_dict_holds_plain_values():
-    values = to_dict(TokenizeConfig())
-    assert values["special_tokens"] == ["<|endoftext|>"]
-    assert values["data_dir"] == "data"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -126,16 +120,9 @@ def test_wrong_json_is_rejected_by_name(text, message):
     ("cls", "wrong"),
     [
         (ModelConfig, {"norm": "layer"}),
-        (ModelConfig, {"feed_forward": "gelu"}),
-        (ModelConfig, {"positions": "learned"}),
         (ModelConfig, {"num_heads": 2.0}),
-        (ModelConfig, {"num_layers": True}),
-        (ModelConfig, {"tied_embeddings": "no"}),
-        (TokenizeConfig, {"implementation": "rust"}),
         (TokenizeConfig, {"special_tokens": "<|endoftext|>"}),
-        (SampleConfig, {"prompts": "Once"}),
         (TrainConfig, {"model": OptimizerConfig()}),
-        (TrainConfig, {"resume": "no"}),
     ],
     ids=str,
 )
@@ -150,7 +137,8 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("cls", CONFIGS.values(), ids=CONFIGS)
-def test_the_config_of_every_command_checks_each_field(cls):
+def test_the_config_of_every_command_comes_back_from_json_and_checks_each_field(cls):
+    assert from_json(cls, to_json(cls())) == cls()
     for field in dataclasses.fields(cls):
         with pytest.raises(ValueError, match=f"^{field.name} must be "):
             cls(**{field.name: object()})

@@ -1,17 +1,15 @@
 """Configs of models, training and sampling: wrong values are refused, presets fit together."""
 
 import dataclasses
-import json
 import math
 
 import pytest
 
 from lib.__main__ import PRESETS
-from lib.core.settings import from_json, to_json
+from lib.core.settings import from_json
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import MODEL_PRESETS, ModelConfig, model_preset
 from lib.training.config import (
-    GenerateConfig,
     OptimizerConfig,
     PipelineConfig,
     SampleConfig,
@@ -109,21 +107,6 @@ def test_a_pipeline_that_skips_the_data_needs_some():
 def test_values_at_the_edge_are_right(cls, changes):
     config = cls(**changes)
     assert dataclasses.asdict(config).items() >= changes.items()
-
-
-@pytest.mark.parametrize("value", ["both", None])
-@pytest.mark.parametrize("field", ["norm", "positions", "feed_forward"])
-def test_variants_that_do_not_exist_are_refused_in_a_file(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be one of "):
-        from_json(ModelConfig, json.dumps({field: value}))
-
-
-@pytest.mark.parametrize(
-    "cls",
-    [ModelConfig, OptimizerConfig, TrainConfig, SampleConfig, GenerateConfig, PipelineConfig],
-)
-def test_defaults_come_back_from_json(cls):
-    assert from_json(cls, to_json(cls())) == cls()
 
 
 def test_a_heads_width_and_the_inner_width_that_is_built():
