@@ -206,28 +206,28 @@ FAULTS = [
     ),
     # a kernel that visits hidden tiles passes
     Fault(
-        "lib/lessons/flash_attention/exercises.py",
+        "lib/lessons/flash_attention/kernel_task.py",
         "if count > seen:",
         "if count > 2 * seen:",
         "tests/lessons/flash_attention/test_exercises.py -k two_loops",
     ),
     # a kernel that takes head_dim for the keys in a tile passes
     Fault(
-        "lib/lessons/flash_attention/exercises.py",
+        "lib/lessons/flash_attention/kernel_task.py",
         'sizes = {"D": head_dim, **tiling._asdict()}',
         'sizes = {"D": head_dim, "BQ": tiling.BQ, "BK": head_dim}',
         "tests/lessons/flash_attention/test_exercises.py -k one_size",
     ),
     # a kernel that stores nothing is told of some other mistake
     Fault(
-        "lib/lessons/flash_attention/exercises.py",
+        "lib/lessons/flash_attention/kernel_task.py",
         'if not run.of("store", name):',
         "if not run.accesses:",
         "tests/lessons/flash_attention/test_exercises.py -k not_stored",
     ),
     # a kernel that compiles for float32 only passes
     Fault(
-        "lib/lessons/flash_attention/exercises.py",
+        "lib/lessons/flash_attention/kernel_task.py",
         "x.bfloat16() if x.ndim == 3 else x for x",
         "x for x",
         "tests/lessons/flash_attention/test_exercises.py -k 16_bits",

@@ -15,15 +15,20 @@ from torch.autograd import gradcheck
 triton = pytest.importorskip("triton")
 
 from lib.lessons.exercise import draw_inputs, edited, verdict  # noqa: E402
-from lib.lessons.flash_attention import exercises, ladder_triton, solutions_triton  # noqa: E402
+from lib.lessons.flash_attention import (  # noqa: E402
+    exercises,
+    kernel_exercises,
+    kernel_task,
+    ladder_triton,
+    solutions_triton,
+)
 from lib.lessons.flash_attention.exercises import (  # noqa: E402
-    CAUSAL,
-    CAUSAL_TASK,
     FRAGMENTS,
     GRAD_SCORES,
     ONLINE_SOFTMAX,
-    Tiling,
 )
+from lib.lessons.flash_attention.kernel_exercises import CAUSAL, CAUSAL_TASK  # noqa: E402
+from lib.lessons.flash_attention.kernel_task import Tiling  # noqa: E402
 from tests.lessons.remembered import no_overflow_checks, remembered  # noqa: E402
 
 CHECKED = {"online softmax": ONLINE_SOFTMAX, "gradient": GRAD_SCORES}
@@ -125,10 +130,10 @@ def attempt_at(kernel):
 
 
 TASKS = {
-    "FORWARD": exercises.FORWARD_TASK,
+    "FORWARD": kernel_exercises.FORWARD_TASK,
     "CAUSAL": CAUSAL_TASK,
-    "BACKWARD_QUERIES": exercises.QUERIES_TASK,
-    "BACKWARD_KEYS": exercises.KEYS_TASK,
+    "BACKWARD_QUERIES": kernel_exercises.QUERIES_TASK,
+    "BACKWARD_KEYS": kernel_exercises.KEYS_TASK,
 }
 ALL = tuple(TASKS)
 FORWARDS, BACKWARDS = ALL[:2], ALL[2:]
@@ -208,7 +213,7 @@ def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
 def wrong_launches(*texts):
     """The verdict on the solution of BACKWARD with texts replaced."""
     attempt = edited(solutions_triton.attention_backward, *texts)
-    return verdict_on("BACKWARD", exercises.launching(attempt))
+    return verdict_on("BACKWARD", kernel_exercises.launching(attempt))
 
 
 def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
@@ -266,7 +271,7 @@ def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
 @pytest.mark.parametrize("n", [1, 16, 17, 33, 40, 64])
 @pytest.mark.parametrize("passing", ["k", "q"])
 def test_tiles_with_a_visible_pair_are_counted(passing, n, tiling):
-    task = CAUSAL_TASK if passing == "k" else exercises.KEYS_TASK
+    task = CAUSAL_TASK if passing == "k" else kernel_exercises.KEYS_TASK
     pairs = [rows.split(tiling.BK, 1) for rows in torch.ones(n, n).tril().split(tiling.BQ)]
     seen = torch.tensor([[bool(tile.any()) for tile in row] for row in pairs])
     kept = range(seen.shape[0 if passing == "k" else 1])
@@ -293,7 +298,7 @@ def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_n
 
 
 def test_the_first_wrong_value_is_named_by_its_tensor():
-    task, expected = exercises.FORWARD_TASK, torch.zeros(1, 3, 32 + 1)
+    task, expected = kernel_exercises.FORWARD_TASK, torch.zeros(1, 3, 32 + 1)
     yours = expected.clone()
     yours[0, 2, -1] = 1
     assert "lse, (1 heads, 3 rows, 1): position (0, 2, 0): yours 1" in task.describe(
@@ -354,12 +359,12 @@ def spoil(number: int, change):
         @staticmethod
         def forward(ctx, *inputs):
             ctx.save_for_backward(*inputs)
-            return exercises.attention_and_lse(*inputs, is_causal=True)[0]
+            return kernel_task.attention_and_lse(*inputs, is_causal=True)[0]
 
         @staticmethod
         def backward(ctx, grad_out):
             with torch.enable_grad():
-                found = list(exercises.gradients(*ctx.saved_tensors, grad_out))
+                found = list(kernel_exercises.gradients(*ctx.saved_tensors, grad_out))
             found[number] = change(found[number])
             return tuple(found)
 

@@ -1,0 +1,270 @@
+"""A kernel as an answer: how it is launched on random inputs, watched, compared and compiled.
+
+Kernels are run by Triton's interpreter, and compiled as well where there is a GPU. Their results
+are compared with PyTorch's. An access out of bounds, an element that two programs store, and a tile
+that the causal mask hides but that is loaded, are errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.lessons.exercise import Exercise, Raised, difference, edited, report, result_of, verdict
+from lib.lessons.triton.exercises import Launch, compile_error_lines, compile_launch
+from lib.lessons.triton.recorder_triton import Run, watch
+
+
+class Tiling(NamedTuple):
+    """Queries and keys in a tile, as a kernel gets them."""
+
+    BQ: int
+    BK: int
+
+
+class Case(NamedTuple):
+    """The inputs that a trial of a kernel draws."""
+
+    heads: int
+    lengths: tuple[int, int]
+    """The least and the largest n."""
+
+    head_dim: int
+    tiling: Tiling
+    is_large: bool = False
+    """Whether exponentials of scores overflow; for a scale that is exact, so a head_dim of 64."""
+
+
+# No size passes for another, and none can be written into a kernel: head_dim has two values (and so
+# has the scale), and tiles of queries are larger than those of keys, and smaller. With 33 tokens,
+# one is left in a tile of its own. Scores are large with keys beyond the last, and without.
+CASES = (
+    Case(1, (2, 15), 64, Tiling(32, 16)),
+    Case(2, (33, 33), 32, Tiling(16, 32)),
+    Case(2, (33, 33), 64, Tiling(32, 16)),
+    Case(2, (48, 48), 64, Tiling(32, 16), is_large=True),
+    Case(2, (34, 40), 64, Tiling(16, 32), is_large=True),
+)
+
+
+@dataclass(frozen=True)
+class KernelTask:
+    """A kernel to write, and how it is launched and checked."""
+
+    solution: Callable
+    """The solution, a function that `triton.jit` can be applied to."""
+
+    results: tuple[str, ...]
+    """Names of the tensors that it stores, which come last among its tensors."""
+
+    passing: str
+    """The tensor whose tiles pass by in its loop."""
+
+    is_causal: bool = True
+
+    def plan(self, tiling: Tiling, *tensors: Tensor) -> tuple[Launch, list[Tensor]]:
+        """The launch on `tensors`, (heads, n, D) or (heads, n), and the results, full of NaN."""
+        heads, n, head_dim = tensors[0].shape
+        shapes = [(heads, n, head_dim)[: 2 if name == "lse" else 3] for name in self.results]
+        types = [torch.float32 if name == "lse" else tensors[0].dtype for name in self.results]
+        stored = [
+            tensors[0].new_full(shape, math.nan, dtype=dtype) for shape, dtype in zip(shapes, types)
+        ]
+        tile = tiling.BQ if self.passing == "k" else tiling.BK
+        arguments = (*tensors, *stored, n, head_dim**-0.5)
+        sizes = {"D": head_dim, **tiling._asdict()}
+        return Launch(stored[0], (-(-n // tile), heads), arguments, sizes), stored
+
+    def tiles_seen(self, tile: int, n: int, tiling: Tiling) -> int:
+        """How many tiles that pass by have a visible pair with the `tile`-th one that is kept."""
+        if self.passing == "k":
+            last = min((tile + 1) * tiling.BQ, n) - 1
+            return sum(key <= last for key in range(0, n, tiling.BK))
+        first = tile * tiling.BK
+        return sum(min(query + tiling.BQ, n) > first for query in range(0, n, tiling.BQ))
+
+    def refuse_hidden_tiles(self, run: Run, n: int, tiling: Tiling) -> None:
+        """ValueError if a program loads more tiles than have a visible pair."""
+        if not self.is_causal:
+            return
+        heads, name = run.grid[1], self.passing
+        loaded = Counter(access.program for access in run.of("load", name))
+        for program, count in sorted(loaded.items()):
+            seen = self.tiles_seen(program // heads, n, tiling)
+            if count > seen:
+                raise ValueError(
+                    f"program {divmod(program, heads)} loads {count} tiles of {name}; only {seen} "
+                    f"{'has' if seen == 1 else 'have'} a pair that is visible"
+                )
+
+    def run(self, kernel: Any, *given: Any) -> Tensor:
+        """The results side by side, (heads, n, all their columns); `given` ends with a Tiling.
+
+        Raises:
+            ValueError: nothing is stored in one of the results, or a tile that the mask hides is
+                loaded.
+        """
+        *tensors, tiling = given
+        launch, stored = self.plan(tiling, *tensors)
+        run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
+        for name in self.results:
+            if not run.of("store", name):
+                raise ValueError(f"nothing is stored in {name}")
+        self.refuse_hidden_tiles(run, tensors[0].shape[1], tiling)
+        if torch.cuda.is_available() and hasattr(kernel, "fn"):
+            launch, stored = self.plan(tiling, *(x.cuda() for x in tensors))
+            kernel[launch.grid](*launch.arguments, **launch.options)
+        return side_by_side(*stored)
+
+    def describe(self, yours: Any, expected: Tensor) -> str:
+        """The first wrong value, by the name of its tensor, head and row."""
+        if isinstance(yours, Raised) or getattr(yours, "shape", None) != expected.shape:
+            return difference(yours, expected)
+        start, (heads, n, width) = 0, expected.shape
+        num_lse = self.results.count("lse")
+        for name in self.results:
+            columns = 1 if name == "lse" else (width - num_lse) // (len(self.results) - num_lse)
+            part = slice(start, start + columns)
+            start += columns
+            if words := difference(yours[..., part], expected[..., part]):
+                return f"{name}, ({heads} heads, {n} rows, {columns}): {words}"
+        return difference(yours, expected)
+
+
+def show_case(q: Tensor, *others: Any) -> str:
+    """The sizes of a trial."""
+    (heads, n, head_dim), tiling = q.shape, others[-1]
+    return f"heads={heads}, n={n}, D={head_dim}, BQ={tiling.BQ}, BK={tiling.BK}"
+
+
+def side_by_side(*tensors: Tensor) -> Tensor:
+    """(heads, n, …) and (heads, n) joined along the last dimension."""
+    return torch.cat([x if x.ndim == 3 else x[..., None] for x in tensors], -1).cpu()
+
+
+def kernel_exercise(
+    solve: Callable[..., Tensor],
+    task: KernelTask,
+    draw: Callable[[random.Random, int], tuple],
+    mistakes: Mapping[str, tuple[str, ...]],
+) -> Exercise:
+    """An exercise whose answer is a kernel; `mistakes` are edits of its solution's source."""
+
+    def made(sentence: str, edit: tuple[str, ...]) -> Callable:
+        def run(*given: Any) -> Tensor:
+            return task.run(edited(task.solution, *edit), *given)
+
+        run.__name__ = task.solution.__name__
+        return run
+
+    wrong = {sentence: made(sentence, edit) for sentence, edit in mistakes.items()}
+    return Exercise(
+        solve,
+        draw,
+        wrong,
+        "core",
+        trials=len(CASES),
+        seconds=20,
+        describe=task.describe,
+        show=show_case,
+    )
+
+
+def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
+    """Print the verdict on `kernel`; return it if it is right, else the solution's.
+
+    What the interpreter runs need not compile: to be right, a kernel must also compile for an A100,
+    with q, k, v and gradients in 16 bits.
+    """
+    import triton
+
+    # an error names its line in the kernel
+    @functools.wraps(kernel.fn)
+    def attempt(*given: Any) -> Tensor:
+        return task.run(kernel, *given)
+
+    text = verdict(exercise, attempt)
+    if result_of(text) == "passed":
+        *given, tiling = exercise.draw(random.Random(0), 1)
+        launch, _ = task.plan(tiling, *(x.bfloat16() if x.ndim == 3 else x for x in given))
+        text = with_compilation(text, kernel, launch)
+    if result_of(text) == "failed":
+        cures = [cure for sign, cure in CURES.items() if sign in text]
+        text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
+    report(text, kernel.__name__, exercise.tier)
+    return kernel if result_of(text) == "passed" else triton.jit(task.solution)
+
+
+TILES_ARE_TRITONS = "tiles are Triton's: `tl.exp`, `tl.log`, `tl.where`, not PyTorch's or Python's"
+WHERE = "a tile is not changed in place: `tl.where(condition, a, b)` makes a new one"
+# An error of Triton's interpreter or compiler -> the cure.
+CURES = {
+    "does not support item assignment": WHERE,
+    "no attribute 'masked_fill'": WHERE,
+    "must be Tensor, not tensor": TILES_ARE_TRITONS,
+    "got (tensor": TILES_ARE_TRITONS,
+    "can only convert an array of size 1": TILES_ARE_TRITONS,
+    "incompatible dimensions": "numbers of rows meet a tile: `x[:, None]` makes a column of them",
+    "equal reduction dimensions": "the columns of a are the rows of b in `tl.dot(a, b)`: "
+    "`tl.trans` turns a tile on its side",
+    "is not string": "take out the `print`",
+    "Loop-carried variable": "start with a tile: `tl.full((BQ,), …)` or `tl.zeros((BQ,), …)`",
+    "unsupported AST node type: Break": "Triton has no `break`: put the end into `range(…)`",
+    "unsupported AST node type: Continue": "Triton has no `continue`: put the end into `range(…)`",
+    "Both operands must be same dtype": "cast the factor in float32, as in `p.to(v.dtype)`",
+}
+
+
+def with_compilation(text: str, kernel: Any, launch: Launch) -> str:
+    """The verdict `text` with registers, or "not yet" and the reason if it does not compile."""
+    try:
+        made = compile_launch(kernel, launch)
+    except Exception as error:
+        line = "not yet: right in the interpreter, but for bfloat16 it does not compile"
+        return "\n  ".join([line, *compile_error_lines(error)])
+    return f"{text}\n  compiled for an A100, bfloat16: {made.registers} registers of each thread"
+
+
+ROUNDS = 'on a GPU, and here too, `tl.dot` rounds float32 unless it has input_precision="ieee"'
+
+
+def rounds_float32(kernel: Any) -> bool:
+    """Whether a kernel's source has a `tl.dot` without a precision."""
+    source = inspect.getsource(kernel.fn)
+    return source.count("tl.dot(") > source.count("input_precision")
+
+
+def draw_heads(generator: random.Random, size: int) -> tuple[Any, ...]:
+    """q, k, v and a Tiling: one head that fits a tile of keys, then two of several tiles."""
+    case = CASES[size * len(CASES) // 16]
+    n = generator.randint(*case.lengths)
+    seeded = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    q, k, v = torch.randn((3, case.heads, n, case.head_dim), generator=seeded)
+    if case.is_large:
+        # scores whose exponentials overflow float32, and rows of them that all underflow to 0;
+        # of quarters, so that scores are exact, as their rounding would show in exponentials
+        q, k = 40 * (4 * q).round() / 4, (4 * k).round() / 4
+        k[..., 0] = k[..., 0].abs().clamp(max=1) + 1
+        rows = generator.sample(range(n), 2)
+        q[:, rows] = 0
+        # only relative to the largest score of its tile does the second row's underflow, too
+        q[:, rows, 0] = torch.tensor([-1000.0, -400.0])
+    return q, k, v, case.tiling
+
+
+def attention_and_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """By PyTorch, all scores at once."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
