@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from lib.model.config import MODEL_PRESETS, ModelConfig, model_preset
+from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import (
     activation_bytes,
     activation_bytes_by_part,
@@ -53,12 +53,7 @@ def test_parameters_by_part_are_those_of_the_modules_parts(changes):
         "norms": count_weights(*(m for m in model.modules() if isinstance(m, RMSNorm))),
         "lm_head": 0 if model.lm_head is None else count_weights(model.lm_head),
     }
-
-
-@pytest.mark.parametrize("name", MODEL_PRESETS)
-def test_parameters_of_presets_are_those_of_the_module(name):
-    model = TransformerLM(model_preset(name), device="meta")
-    assert num_parameters(model_preset(name)) == count_weights(model)
+    assert num_parameters(config) == count_weights(model)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
@@ -91,23 +86,10 @@ def test_flops_are_those_that_pytorch_counts(changes, length, backward):
     assert flops_per_token(config, length, backward=backward) * 3 * length == counted
 
 
-def test_flops_outside_attention_are_counted_with_sdpa_too():
-    # PyTorch's counter does not support the fused kernel for CPUs
-    attention = flops_by_part(SMALL)["attention"]
-    counted = counted_flops(SMALL, 16, backward=False)
-    assert (flops_per_token(SMALL, backward=False) - attention) * 3 * 16 == counted
-
-
 def test_causal_attention_counts_the_scores_below_the_diagonal():
     seen = torch.ones(16, 16).tril().sum().item()
     causal, full = (flops_by_part(SMALL, 16, is_causal=c)["attention"] for c in (True, False))
     assert causal * 16**2 == full * seen
-
-
-def test_flops_of_a_large_model_are_near_six_for_each_weight():
-    config = dataclasses.replace(model_preset("2.7b"), context_length=1)
-    weights = num_parameters(config) - parameters_by_part(config)["token_embeddings"]
-    assert flops_per_token(config) == pytest.approx(6 * weights, rel=1e-3)
 
 
 DTYPES = {

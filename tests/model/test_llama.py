@@ -10,8 +10,6 @@ from lib.model.config import ModelConfig
 from lib.model.llama import (
     from_llama,
     from_llama_config,
-    halves_to_pairs,
-    pairs_to_halves,
     to_llama,
     to_llama_config,
 )
@@ -97,15 +95,6 @@ def test_shared_key_heads_are_repeated():
     expected = llama(weights, to_llama_config(SHAPE), ids)
     model.load_state_dict(from_llama(weights, SHAPE))
     torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
-
-
-def test_ropes_layouts_are_permutations_that_undo_each_other():
-    rows = torch.arange(16)[:, None]
-    assert pairs_to_halves(rows, 2)[:, 0].tolist() == [
-        *(0, 2, 4, 6, 1, 3, 5, 7),
-        *(8, 10, 12, 14, 9, 11, 13, 15),
-    ]
-    assert torch.equal(halves_to_pairs(pairs_to_halves(rows, 2), 2), rows)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.transformer import (
     CausalSelfAttention,
-    Embedding,
-    Linear,
     MeanLoss,
     RMSNorm,
     RotaryEmbedding,
@@ -62,30 +60,6 @@ def make_token_ids(batch_size: int, length: int, seed: int = 1) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters()}
-
-
-@pytest.mark.parametrize("leading", [(), (1,), (2, 3)])
-def test_linear_and_embedding_are_pytorchs(leading):
-    linear, embedding = nn.Linear(5, 7, bias=False), nn.Embedding(11, 5)
-    ours = Linear(5, 7), Embedding(11, 5)
-    for module, peer in zip(ours, (linear, embedding)):
-        module.load_state_dict(peer.state_dict())
-    x = torch.randn(*leading, 5, generator=seeded())
-    assert ours[0](x).equal(linear(x))
-    token_ids = torch.randint(11, leading, generator=seeded())
-    assert ours[1](token_ids).equal(embedding(token_ids))
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1, 1e4])
-def test_rms_norm_is_pytorchs(scale):
-    norm = RMSNorm(6, eps=1e-5)
-    nn.init.normal_(norm.weight, generator=seeded(1))
-    x = (torch.randn(2, 3, 6, generator=seeded()) * scale).requires_grad_()
-    right = F.rms_norm(x, (6,), norm.weight, 1e-5)
-    torch.testing.assert_close(norm(x), right)
-    weights = torch.randn(2, 3, 6, generator=seeded(2))
-    (ours,) = torch.autograd.grad((norm(x) * weights).sum(), x)
-    torch.testing.assert_close(ours, torch.autograd.grad((right * weights).sum(), x)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
