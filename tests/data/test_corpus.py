@@ -411,9 +411,3 @@ def test_tinystories_are_the_two_files(server, remote, tmp_path, monkeypatch):
         train_sha256=remote.sha256,
         validation_sha256=remote.sha256,
     )
-
-
-def test_a_file_put_there_by_hand_needs_no_network(server, remote, tmp_path):
-    offline = RemoteFile("http://127.0.0.1:9/stories.txt", remote.num_bytes, remote.sha256)
-    (tmp_path / "stories.txt").write_bytes(server.content)
-    assert fetch(offline, tmp_path) == []

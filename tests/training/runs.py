@@ -16,6 +16,7 @@ from lib.training.checkpoint import load_checkpoint
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.metrics import read_metrics
 from lib.training.step import TrainStep
+from tests.data.books import silent
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a clock decides.
@@ -35,11 +36,6 @@ CONFIG = TrainConfig(
     eval_tokens=200,
     checkpointing_interval=3,
 )
-
-
-@contextlib.contextmanager
-def silent(name, num_bytes):
-    yield lambda count: None
 
 
 def tokenized(folder: Path, **changes) -> Path:

@@ -6,28 +6,17 @@ from contextlib import nullcontext
 
 import pytest
 
-from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
 from lib.training.pipeline import run_pipeline
 from lib.training.step import TrainStep
-from tests.training.runs import MODEL, silent
-
-STORY = f"The cat sat on the mat. “Là,” said the dog.\n{SEPARATOR}\n"
+from tests.data.books import book_config, silent, tokenize
+from tests.training.runs import MODEL
 
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"{i} {STORY}" for i in range(100)), encoding="utf-8")
-    return TokenizeConfig(
-        corpus=str(path), vocab_size=300, data_dir=tmp_path / "data", output=tmp_path / "out"
-    )
-
-
-def tokenize(config, **changes):
-    rows = tokenize_corpus(dataclasses.replace(config, **changes), progress_bar=silent)
-    return {row["step"]: row for row in rows}
+    return book_config(tmp_path)
 
 
 @pytest.fixture
