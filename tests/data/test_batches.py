@@ -99,6 +99,13 @@ def test_an_epoch_visits_each_window_once_and_none_overlap(size, seed, epoch):
     assert starts[-1] + size[1] < size[0]
 
 
+def test_windows_stay_inside_data_that_is_barely_longer_than_one():
+    for num_tokens in range(6, 16):
+        for seed in range(20):
+            start = int(make_sampler((num_tokens, 5), seed=seed).next_starts()[0])
+            assert 0 <= start <= num_tokens - 6
+
+
 @given(size=sizes)
 def test_an_epoch_leaves_out_less_than_two_windows(size):
     sampler = make_sampler(size)
