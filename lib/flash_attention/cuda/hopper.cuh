@@ -7,14 +7,7 @@
 // is several such tiles, one behind the other.
 #pragma once
 
-#define DEVICE __device__ __forceinline__
-#define WHOLE_WARP 0xffffffffu
-#define INFINITE __int_as_float(0x7f800000)
-#if BFLOAT16
-#define TYPE "bf16"
-#else
-#define TYPE "f16"
-#endif
+#include <numbers.cuh>
 
 constexpr int ROW_BYTES = 128;    // of a tile
 constexpr int COLUMNS = 64;       // of a tile
@@ -317,36 +310,6 @@ DEVICE void multiply_add(float (&c)[N][4], const unsigned (&a)[4], unsigned long
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
     FOR_EVERY_SIZE(CASE)
 #undef CASE
-}
-
-// Numbers
-
-// Two numbers, rounded to 16 bits, in one register.
-DEVICE unsigned pack(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// The numbers of a pair.
-DEVICE float2 unpack(unsigned pair) {
-    float2 x;
-#if BFLOAT16
-    x.x = __uint_as_float(pair << 16);
-    x.y = __uint_as_float(pair & 0xffff0000u);
-#else
-    asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(x.x), "=f"(x.y)
-        : "r"(pair));
-#endif
-    return x;
-}
-
-// 2 to the power x, in one instruction.
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // Store four 8×8 matrices of 16-bit numbers: lanes 8i to 8i + 7 name the eight rows of matrix i, of 16
