@@ -101,12 +101,6 @@ def test_alone_with_a_network_the_first_cell_fetches_the_workbook_once(tmp_path,
     assert again.cells[0].outputs == []
 
 
-def test_the_first_cell_is_three_lines_below_what_it_does():
-    comment, *code = FIRST_CELL.splitlines()
-    assert comment.startswith("# Find the workbook")
-    assert len(code) == 3
-
-
 def test_the_first_cell_is_that_of_every_notebook_and_folded():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         cells = nbformat.read(path, as_version=4).cells

@@ -71,20 +71,13 @@ def test_the_dataset_holds_code_and_records_and_no_runs(workbook, tmp_path):
     assert "lib/lessons/notebook.py" in hashes
 
 
-# the names of Kaggle/kaggle-cli, docs/datasets_metadata.md
-LICENSES = """CC0-1.0 CC-BY-SA-3.0 CC-BY-SA-4.0 CC-BY-NC-SA-4.0 GPL-2.0 ODbL-1.0 DbCL-1.0
-copyright-authors other unknown CC-BY-4.0 CC-BY-NC-4.0 PDDL CC-BY-3.0 CC-BY-3.0-IGO
-US-Government-Works CC-BY-NC-SA-3.0-IGO CDLA-Permissive-1.0 CDLA-Sharing-1.0 CC-BY-ND-4.0
-CC-BY-NC-ND-4.0 ODC-BY-1.0 LGPL-3.0 AGPL-3.0 FDL-1.3 EU-ODP-Legal-Notice apache-2.0 GPL-3.0"""
-
-
 def test_the_dataset_names_a_license_that_kaggle_knows_and_brings_its_text(workbook, tmp_path):
     root = workbook("steps")
     shutil.copy(ROOT / "LICENSE", root)
     bundle = built(root, tmp_path)
     about, _ = metadata_of(bundle)
-    assert about["licenses"][0]["name"] in LICENSES.split()
-    # MIT is not among them, so the description says it
+    # MIT is not among the names of Kaggle/kaggle-cli, docs/datasets_metadata.md
+    assert about["licenses"] == [{"name": "other"}]
     assert "MIT" in about["description"]
     assert (bundle / "dataset/LICENSE").read_text().startswith("MIT License")
 
@@ -156,7 +149,9 @@ def test_a_build_can_be_repeated_after_it_failed_and_half_a_bundle_is_not_pushed
         with pytest.raises(OSError, match="No space"):
             built(root, tmp_path)
     (root / "artifacts/leak.jsonl").write_text('{"output": "/home/ada/out"}')
-    with pytest.raises(ValueError, match="must hold nothing private"):
+    with pytest.raises(
+        ValueError, match=r"nothing private, .*/leak\.jsonl: a home folder, '/home/"
+    ):
         built(root, tmp_path)
     with pytest.raises(ValueError, match="folder must be one"):
         push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
@@ -239,13 +234,6 @@ def test_the_name_of_this_machine_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "ada-laptop.example.org")
     (tmp_path / "record.json").write_text('{"host": "ada-laptop"}')
     assert kaggle.find_leaks(tmp_path) == ["record.json: the name of this machine, 'ada-laptop'"]
-
-
-def test_a_leak_ends_the_build(workbook, tmp_path):
-    root = workbook("steps")
-    (root / "artifacts/records.jsonl").write_text('{"output": "/home/ada/out"}')
-    with pytest.raises(ValueError, match=r"records.jsonl: a home folder, '/home/ada'"):
-        built(root, tmp_path)
 
 
 def test_addresses_and_committed_notebooks_hold_nothing_private():
