@@ -149,9 +149,7 @@ def test_a_build_can_be_repeated_after_it_failed_and_half_a_bundle_is_not_pushed
         with pytest.raises(OSError, match="No space"):
             built(root, tmp_path)
     (root / "artifacts/leak.jsonl").write_text('{"output": "/home/ada/out"}')
-    with pytest.raises(
-        ValueError, match=r"nothing private, .*/leak\.jsonl: a home folder, '/home/"
-    ):
+    with pytest.raises(ValueError, match=r"nothing private, .*leak\.jsonl: a home folder"):
         built(root, tmp_path)
     with pytest.raises(ValueError, match="folder must be one"):
         push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
