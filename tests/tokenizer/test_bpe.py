@@ -41,8 +41,8 @@ SPECIAL = [SEPARATOR, "<|a|>", "<|a|><|b|>", " <x>", "c\n"]
 
 # the merges of GPT-2 that the expected ids below need, with their ids
 GPT2_MERGES = """
-Ġ a 257, o n 261, Ġ b 275, a r 283, Ġ d 288, Ġ D 360, â Ģ 447, ' t 470, Ċ Ċ 628, Ġd on 836,
-O N 1340, Â ł 1849, o o 2238, Ġb ar 2318, ã Ģ 5099, d on 9099, f oo 21943, ĠD ON 23917
+o n 261, Ġ b 275, a r 283, Ġ d 288, Ġ D 360, â Ģ 447, ' t 470, Ġd on 836, O N 1340, Â ł 1849,
+o o 2238, Ġb ar 2318, d on 9099, f oo 21943, ĠD ON 23917
 """
 
 
@@ -90,13 +90,11 @@ def gpt2():
 
 
 @BOTH
-def test_line_ends_of_windows_are_learned_and_kept(tmp_path, implementation):
+def test_line_ends_of_windows_are_learned(tmp_path, implementation):
     text = "one\r\n\r\n\r\ntwo\r\n" * 20
-    vocab, merges = train(tmp_path, text, 300, implementation=implementation)
-    assert (vocab, merges) == train_from_counts(count_pretokens(text), 300)
-    assert (b"\r", b"\n") in merges
-    tokenizer = Tokenizer(vocab, merges, implementation=implementation)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    parts = train(tmp_path, text, 300, implementation=implementation)
+    assert parts == train_from_counts(count_pretokens(text), 300)
+    assert (b"\r", b"\n") in parts[1]
 
 
 @BOTH
@@ -229,17 +227,11 @@ def test_vocabulary_is_bytes_then_merges_then_special_tokens(tmp_path, implement
 
 
 @BOTH
-def test_stops_when_the_text_gives_no_more(tmp_path, caplog, implementation):
-    vocab, merges = train(tmp_path, "abc", 1000, [SEPARATOR], implementation=implementation)
-    assert len(merges) == 2
-    assert len(vocab) == 259
-    assert "stopped at 259 tokens" in caplog.text
-
-
-@BOTH
-def test_an_empty_text_gives_the_bytes(tmp_path, implementation):
-    vocab, merges = train(tmp_path, "", 300, implementation=implementation)
-    assert (len(vocab), merges) == (256, [])
+@pytest.mark.parametrize(("text", "learned"), [("abc", 2), ("", 0)])
+def test_stops_when_the_text_gives_no_more(tmp_path, caplog, implementation, text, learned):
+    vocab, merges = train(tmp_path, text, 1000, [SEPARATOR], implementation=implementation)
+    assert (len(vocab), len(merges)) == (257 + learned, learned)
+    assert f"stopped at {257 + learned} tokens" in caplog.text
 
 
 @BOTH
@@ -382,11 +374,14 @@ def test_a_batch_gives_the_ids_of_each_text(tokenizers, implementation, texts, a
 
 
 def test_texts_longer_than_a_workspace(tokenizers):
-    texts = ["ab " * 500_000, "x", "é" * 700_000, "", "a b" * 200_000, "y"]
+    texts = ["ab " * 500_000, "x", "é" * 700_000, "", "a b" * 200_000, "ab é€ " * 200_000]
     expected = [tokenizers["python"].encode(text) for text in texts]
     numba = tokenizers["numba"]
     assert [numba.encode(text) for text in texts] == expected
+    assert [numba.encode_array(text.encode()).tolist() for text in texts] == expected
     assert [ids.tolist() for ids in numba.encode_batch(texts)] == expected
+    with pytest.raises(UnicodeEncodeError):
+        numba.encode(texts[0] + "\ud800")
 
 
 @BOTH
@@ -394,13 +389,9 @@ def test_texts_longer_than_a_workspace(tokenizers):
     ("text", "ids"),
     [
         ("", []),
-        ("a\n\n\nb", [64, 628, 198, 65]),
         ("foo  \n  bar", [21943, 220, 220, 198, 220, 2318]),
-        ("a\r\n\r\nb", [64, 201, 198, 201, 198, 65]),
         ("don't DON'T don’t", [9099, 470, 23917, 6, 51, 836, 447, 247, 83]),
-        ("a\x1cb a\x85b", [64, 216, 65, 257, 126, 227, 65]),
-        ("a\u00a0b \u3000c", [64, 1849, 65, 220, 5099, 222, 66]),
-        (f"a{SEPARATOR}b", [64, 50256, 65]),
+        (f"a\u00a0b{SEPARATOR}b", [64, 1849, 65, 50256, 65]),
     ],
 )
 def test_ids_of_gpt2(gpt2, implementation, text, ids):
@@ -437,9 +428,9 @@ def short_alphabet(tmp_path_factory):
 
 @BOTH
 @settings(max_examples=100)
-@given(word=st.text("abc", min_size=1, max_size=90))
+@given(word=st.text("abc", min_size=1) | st.text("ab", min_size=32, max_size=90))
 def test_ids_equal_those_of_the_definition(short_alphabet, implementation, word):
-    """Apply each merge, in the order of learning, wherever it fits."""
+    """Apply each merge, in the order of learning, wherever it fits; long words have other code."""
     vocab, merges = short_alphabet
     pieces = [bytes([byte]) for byte in word.encode()]
     for pair in merges:
@@ -450,16 +441,12 @@ def test_ids_equal_those_of_the_definition(short_alphabet, implementation, word)
 
 @settings(max_examples=300)
 @given(text=tricky_text())
-def test_both_implementations_give_the_same_ids(tokenizers, text):
-    assert tokenizers["python"].encode(text) == tokenizers["numba"].encode(text)
-
-
-@settings(max_examples=300)
-@given(text=tricky_text())
-def test_ids_equal_those_of_tiktoken(tokenizers, peer, text):
+def test_both_implementations_give_the_ids_of_tiktoken(tokenizers, peer, text):
+    ids = tokenizers["python"].encode(text)
+    assert tokenizers["numba"].encode(text) == ids
     # tiktoken takes the special token that begins first, but does not promise the longest
     if "<|a|><|b|>" not in text:
-        assert tokenizers["python"].encode(text) == peer.encode(text, allowed_special="all")
+        assert ids == peer.encode(text, allowed_special="all")
 
 
 @BOTH
@@ -585,12 +572,9 @@ def test_special_tokens_that_the_vocabulary_lacks_get_the_next_ids(trained):
 @BOTH
 @pytest.mark.parametrize("end", ["\n ", "\t ", "  ", "\r\n ", " "])
 def test_a_text_that_ends_in_a_space(tmp_path, implementation, end):
-    parts = train(tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], implementation="numba")
-    again = train(
-        tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], implementation=implementation
-    )
-    assert again == parts
-    tokenizer = Tokenizer(*parts, [SEPARATOR], implementation=implementation)
+    options = {"implementation": implementation}
+    parts = train(tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], **options)
+    tokenizer = Tokenizer(*parts, [SEPARATOR], **options)
     expected = [ord("a"), *([max(parts[0]) - 1] if len(end) > 1 else [ord(" ")])]
     assert tokenizer.encode(f"a{end}") == expected
     assert tokenizer.encode(f"a{end}{SEPARATOR}")[:-1] == expected
@@ -642,11 +626,6 @@ def test_a_special_token_that_is_no_text_is_rejected(trained, token):
         Tokenizer(*trained, [token])
 
 
-def test_special_tokens_given_as_one_text_are_rejected(trained):
-    with pytest.raises(ValueError, match=r"special_tokens must be a list of texts, got '<\|a\|>'"):
-        Tokenizer(*trained, "<|a|>")
-
-
 @BOTH
 @given(text=tricky_text())
 def test_special_tokens_are_ordinary_text_where_they_are_not_allowed(
@@ -659,23 +638,9 @@ def test_special_tokens_are_ordinary_text_where_they_are_not_allowed(
     assert tokenizer.encode_array(text, allow_special=False).tolist() == expected
 
 
-@pytest.mark.parametrize("alphabet", ["a", "ab", "abcdefghij"])
-def test_merging_by_a_heap_gives_what_the_definition_gives(short_alphabet, alphabet):
-    tokenizer = Tokenizer(*short_alphabet, implementation="python")
-    generator = random.Random(alphabet)
-    for length in [*range(1, 20), 300]:
-        word = "".join(generator.choices(alphabet, k=length)).encode()
-        assert tokenizer._merge_long(word) == tokenizer._merge(word)
-
-
 def test_a_long_pretoken_is_not_merged_pair_by_pair(short_alphabet, monkeypatch):
     """A loop over the whole word for each merge takes seconds for 32,000 letters."""
     tokenizer = Tokenizer(*short_alphabet, implementation="python")
     monkeypatch.setattr(tokenizer, "_merge", lambda pretoken: pytest.fail("merged in a loop"))
     word = "".join(random.Random(0).choices("abc", k=32_000))
     assert tokenizer.decode(tokenizer.encode(word)) == word
-
-
-def test_pretokens_are_counted_without_special_tokens():
-    counts = count_pretokens(f"a b b{SEPARATOR}a", [SEPARATOR])
-    assert counts == {b"a": 2, b" b": 2}

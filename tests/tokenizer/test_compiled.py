@@ -29,13 +29,10 @@ from lib.tokenizer.compiled_scan import (
     ascii_letters_end,
     class_table,
     is_valid_utf8,
-    load_word,
     new_special,
     next_pretoken,
     padded,
     pretoken_end,
-    store_word,
-    trailing_zeros,
     valid_utf8,
 )
 from lib.tokenizer.compiled_words import ENTRY, WordCounts
@@ -43,11 +40,6 @@ from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 from tests.texts import every_character, tricky_text
 
 LIB = Path(__file__).parents[2] / "lib"
-
-
-load = njit(lambda data, index: load_word(data, index))
-store = njit(lambda data, index, word: store_word(data, index, word))
-zeros = njit(lambda word: trailing_zeros(word))
 
 
 @njit
@@ -121,13 +113,9 @@ utf8_pieces = [*well_formed, *map(bytes.fromhex, malformed.split())]
 
 def check_utf8(text: bytes) -> None:
     data = np.frombuffer(text + bytes(PADDING), np.uint8)
-    try:
-        text.decode()
-        expected = True
-    except UnicodeDecodeError:
-        expected = False
-    assert is_valid_utf8(data, len(text)) == expected
-    assert valid_utf8(text) == text.decode("utf-8", "replace").encode()
+    replaced = text.decode("utf-8", "replace").encode()
+    assert is_valid_utf8(data, len(text)) == (replaced == text)
+    assert valid_utf8(text) == replaced
 
 
 def test_utf8_is_checked_as_python_checks_it():
@@ -138,17 +126,6 @@ def test_utf8_is_checked_as_python_checks_it():
 @given(st.one_of(st.binary(max_size=40), st.lists(st.sampled_from(utf8_pieces)).map(b"".join)))
 def test_utf8_is_checked_as_python_checks_it_for_any_bytes(text):
     check_utf8(text)
-
-
-@given(st.binary(min_size=16, max_size=16), st.integers(0, 8), st.integers(0, 2**64 - 1))
-def test_words_are_loaded_and_stored_unaligned(content, index, word):
-    data = np.frombuffer(content, np.uint8).copy()
-    assert load(data, index) == int.from_bytes(content[index : index + 8], "little")
-    store(data, index, np.uint64(word))
-    assert data[index : index + 8].tobytes() == word.to_bytes(8, "little")
-    assert data[:index].tobytes() == content[:index]
-    if word:
-        assert zeros(np.uint64(word)) == (word & -word).bit_length() - 1
 
 
 def as_dictionary(words: WordCounts) -> dict[bytes, int]:
@@ -290,16 +267,6 @@ def test_words_of_every_length_have_the_ids_of_the_python_code(last_id):
     for _ in range(2):  # first anew, then from the cache
         assert compiled.encode(text) == python.encode(text)
     assert compiled.dtype.itemsize == (2 if last_id < 1 << 16 else 4)
-
-
-@pytest.mark.parametrize("text", ["ab " * 500_000, "ab é\u20ac " * 200_000], ids=["ASCII", "wider"])
-def test_a_text_of_megabytes_is_encoded_without_a_copy_of_it(trained, text):
-    compiled = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    ids = compiled.encode_array(text)
-    assert compiled.decode(ids) == text
-    assert np.array_equal(ids, compiled.encode_array(text.encode()))
-    with pytest.raises(UnicodeEncodeError):
-        compiled.encode_array(text + "\ud800")
 
 
 def test_a_letter_run_is_not_followed_beyond_the_end_of_its_text():

@@ -48,24 +48,23 @@ def test_known_splits(text, pretokens):
     assert split_pretokens(text) == pretokens
 
 
+def check_pieces_at_spaces(text: str) -> None:
+    first, words = split_at_spaces(text)
+    pieces = [first, *(" " + word for word in words)]
+    pretokens = [part for piece in pieces for part in split_pretokens(piece)]
+    assert pretokens == split_pretokens(text), text
+    assert "".join(pretokens) == text
+
+
 def test_pieces_at_spaces_of_all_short_texts_have_the_same_pretokens():
     for length in range(6):
         for characters in product("ab' \t\n", repeat=length):
-            text = "".join(characters)
-            first, words = split_at_spaces(text)
-            pieces = [first, *(" " + word for word in words)]
-            found = [part for piece in pieces for part in split_pretokens(piece)]
-            assert found == split_pretokens(text), text
+            check_pieces_at_spaces("".join(characters))
 
 
 @given(tricky_text())
 def test_pieces_at_spaces_have_the_same_pretokens_and_join_to_the_text(text):
-    first, words = split_at_spaces(text)
-    pieces = [first, *(" " + word for word in words)]
-    assert "".join(pieces) == text
-    pretokens = [part for piece in pieces for part in split_pretokens(piece)]
-    assert pretokens == split_pretokens(text)
-    assert "".join(pretokens) == text
+    check_pieces_at_spaces(text)
 
 
 @pytest.mark.parametrize(
