@@ -115,6 +115,13 @@ def make_inputs(case: Case, dtype: torch.dtype, device="cpu") -> tuple[Tensor, .
     return *leaves, with_layout(case.heads, case.queries)
 
 
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """RoPE: pairs of neighbors as complex numbers, rotated by the angles of their positions."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    angles = angles[: x.shape[2]]
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
 @contextlib.contextmanager
 def new_memory_is_nan() -> Iterator[None]:
     """Let `torch.empty` and its like return NaN, so that numbers that are never written show.

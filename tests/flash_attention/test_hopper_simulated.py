@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flash_attention.cases import Case, formula, make_inputs, new_memory_is_nan
+from tests.flash_attention.cases import Case, formula, make_inputs, new_memory_is_nan, rotated
 from tests.flash_attention.hopper_simulator import KernelError, simulated
 
 SIZES = [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (193, 191), (256, 256), (64, 129)]
@@ -55,13 +55,6 @@ def assert_backward_is_right(
         grads = kernels.flash_backward(*tensors, case.is_causal, SCALE, **settings)
     for ours, theirs in zip(grads, right):
         assert_close(ours, theirs)
-
-
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE: pairs of neighbors as complex numbers, rotated by the angles of their positions."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    angles = angles[: x.shape[2]]
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
 def assert_close(ours: Tensor, right: Tensor) -> None:

@@ -77,13 +77,6 @@ def test_any_shape_in_any_tiles_is_the_formula(data):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@ON_MASKS
-def test_gradients_are_those_of_finite_differences(is_causal):
-    case = Case(7, 5, 3, is_causal, heads=4, batch=1)
-    inputs = make_inputs(case, torch.float64)[:3]
-    assert torch.autograd.gradcheck(ours(case, query_tile=3, key_tile=2), inputs)
-
-
 def test_log_sum_exp_of_no_keys_is_minus_infinity():
     q, k = torch.ones(2, 3, 4), torch.ones(2, 0, 4)
     out, lse = forward(q, k, k, False, 1.0, 2, 2)

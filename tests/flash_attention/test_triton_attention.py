@@ -24,6 +24,7 @@ from tests.flash_attention.cases import (
     make_inputs,
     pytorchs_results,
     right_results,
+    rotated,
     with_gradients,
 )
 from tests.model.kernels import (
@@ -131,13 +132,7 @@ def test_the_kernels_rotate_gradients_back_by_the_positions(kernels, head_dim, i
     *leaves, grad_out = make_inputs(case, torch.float32, device)
     frequencies = 0.1 ** torch.arange(head_dim // 2, device=device)
     angles = torch.arange(40, device=device)[:, None] * frequencies  # (tokens, head_dim / 2)
-    rotations = torch.polar(torch.ones_like(angles), angles)
-
-    def rotated(x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * rotations[: x.shape[2]]).flatten(-2)
-
-    q, k, v = rotated(leaves[0]), rotated(leaves[1]), leaves[2]
+    q, k, v = rotated(leaves[0], angles), rotated(leaves[1], angles), leaves[2]
     settings = (is_causal, 0.2)
     saved = [x.detach() for x in (q, k, v)]
     saved += kernels.flash_forward(*saved, *settings)

@@ -11,26 +11,13 @@ from torch import Tensor
 
 from lib.flash_attention.cuda.build import SOURCES
 from lib.flash_attention.hopper import fused
-from tests.flash_attention.cases import Case, make_inputs, new_memory_is_nan
+from tests.flash_attention.cases import Case, formula, make_inputs, new_memory_is_nan, rotated
 from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
 from tests.flash_attention.cuda.hopper_emulator import emulate
 from tests.flash_attention.cuda.test_build import NEEDS_NVCC, NVCC
 
 # Of the formula in float64: PyTorch's own gradients in these dtypes are as far from it.
 LARGEST_ERROR = {torch.bfloat16: 0.006, torch.float16: 0.0008}
-
-
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT * scale
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
 def gradients(
@@ -45,7 +32,7 @@ def gradients(
     q, k, v = (x.detach() for x in inputs)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     scale = 1 / math.sqrt(case.head_dim)
-    out, lse = formula(*exact, case.is_causal, scale)
+    out, lse = formula(*exact, case)
     expected = torch.autograd.grad(out, exact, grad_out.double())
     grads = (torch.full_like(q, math.nan), *(torch.full_like(x, math.nan) for x in (k, v)))
     settings = (out.detach().to(dtype), lse.detach().float(), case.is_causal, scale)
@@ -97,11 +84,8 @@ def test_gradients_are_rotated_back(head_dim, monkeypatch):
     case = Case(140, 130, head_dim, False, heads=1, key_heads=1, batch=1)
     angles = torch.rand(150, head_dim // 2)
     grads, expected = gradients(case, torch.bfloat16, angles=(angles.cos(), angles.sin()))
-    for i, right in enumerate(expected[:2]):
-        pairs = torch.view_as_complex(right.contiguous().unflatten(-1, (-1, 2)))
-        unrotated = pairs * torch.polar(torch.ones_like(angles), -angles)[: right.shape[2]]
-        expected[i] = torch.view_as_real(unrotated).flatten(-2)
-    assert_close(grads, expected)
+    of_q, of_k, of_v = expected
+    assert_close(grads, [rotated(of_q, -angles), rotated(of_k, -angles), of_v])
 
 
 @NEEDS_COMPILER
@@ -111,11 +95,11 @@ def test_the_launcher_takes_it_and_writes_every_gradient(lengths, monkeypatch):
     launch = pytest.importorskip("lib.flash_attention.hopper.launch")
     emulate(monkeypatch)
     monkeypatch.setattr(launch, "_one_kernel_is_faster", lambda q, k, is_causal: True)
-    case = Case(*lengths, 64, True, heads=2, key_heads=1, batch=2)
+    case = Case(*lengths, 64, True, heads=2, key_heads=1, batch=2, scale=0.1)
     *inputs, grad_out = make_inputs(case, torch.bfloat16)
     q, k, v = (x.detach() for x in inputs)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = formula(*exact, True, 0.1)
+    out, lse = formula(*exact, case)
     expected = torch.autograd.grad(out, exact, grad_out.double())
     tensors = (grad_out, q, k, v, out.detach().bfloat16(), lse.detach().float())
     with new_memory_is_nan():

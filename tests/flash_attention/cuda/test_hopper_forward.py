@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from lib.flash_attention.hopper import unpadded
-from tests.flash_attention.cases import Case, make_inputs, new_memory_is_nan
+from tests.flash_attention.cases import Case, formula, make_inputs, new_memory_is_nan
 from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
 from tests.flash_attention.cuda.hopper_emulator import emulate
 from tests.flash_attention.cuda.test_build import NEEDS_NVCC
-from tests.flash_attention.cuda.test_hopper_backward import (
-    compile_kernel,
-    formula,
-)
+from tests.flash_attention.cuda.test_hopper_backward import compile_kernel
 
 # Of the formula in float64: PyTorch's own output in these dtypes is as far from it.
 LARGEST_ERROR = {torch.bfloat16: 0.005, torch.float16: 0.0006}
@@ -34,7 +31,7 @@ def assert_right(case: Case, dtype: torch.dtype, programs: int = 2) -> None:
     """The kernel's output and log-sum-exp are those of the formula."""
     q, k, v = (x.detach() for x in make_inputs(case, dtype)[:3])
     scale = 1 / math.sqrt(case.head_dim)
-    expected, expected_lse = formula(q.double(), k.double(), v.double(), case.is_causal, scale)
+    expected, expected_lse = formula(q.double(), k.double(), v.double(), case)
     out = torch.full_like(q, math.nan)
     lse = torch.full(q.shape[:3], math.nan)
     query_tiles = -(-case.queries // unpadded.pick_tiles(case.head_dim).queries)
@@ -77,7 +74,8 @@ def test_maxima_may_grow_from_tile_to_tile(step, monkeypatch):
     v = torch.randn(k.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     out, lse = torch.empty_like(q), torch.empty(1, 1, 64)
     unpadded.flash_forward(q, k.bfloat16(), v, False, 0.02, out=out, lse=lse, plan=make_plan(1, 1))
-    expected, expected_lse = formula(q.double(), k.double(), v.double(), False, 0.02)
+    case = Case(64, 560, 136, False, heads=1, key_heads=1, scale=0.02)
+    expected, expected_lse = formula(q.double(), k.double(), v.double(), case)
     assert (out.double() - expected).norm() < LARGEST_ERROR[q.dtype] * expected.norm()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -90,11 +88,11 @@ def test_the_launcher_deals_tiles_out(monkeypatch):
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
     monkeypatch.setattr(launch, "has_nvrtc", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    case = Case(400, 260, 160, True, heads=2, key_heads=1, batch=2)
+    case = Case(400, 260, 160, True, heads=2, key_heads=1, batch=2, scale=0.1)
     q, k, v = (x.detach() for x in make_inputs(case, torch.bfloat16)[:3])
     with new_memory_is_nan():
         out, lse = launch.flash_forward(q, k, v, True, 0.1)
-    expected, expected_lse = formula(q.double(), k.double(), v.double(), True, 0.1)
+    expected, expected_lse = formula(q.double(), k.double(), v.double(), case)
     assert (out.double() - expected).norm() < LARGEST_ERROR[q.dtype] * expected.norm()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
 

@@ -122,25 +122,33 @@ def test_the_whole_grid_on_a_gpu(gpu, case, dtype):
     assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype, gpu)
 
 
-def check_lse(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Check that the log-sum-exp is the formula's, to float32's precision."""
-    q, k, v = (x.detach() for x in make_inputs(case, dtype, device)[:3])
-    scale = case.head_dim**-0.5
-    with new_memory_is_nan():
-        lse = launch.flash_forward(q, k, v, case.is_causal, scale)[1]
-    right = formula(q.double(), k.double(), v.double(), case)[1]
-    torch.testing.assert_close(lse.double(), right, rtol=1e-5, atol=1e-5)
-
-
 @NEEDS_COMPILER
-def test_the_emulated_log_sum_exp_is_natural(emulated):
-    check_lse(Case(150, 90, 32), torch.float16, emulated)
+def test_the_class_under_autocast_gives_the_functions_results_and_saves_the_natural_lse(emulated):
+    """As the tests of Stanford's CS336, assignment 2, call it: with float32 inputs, one head."""
+    case = Case(150, 90, 32, heads=1, key_heads=1)
+    *leaves, grad_out = (x.detach() for x in make_inputs(case, torch.float32))
+    short = [x.half().requires_grad_() for x in leaves]
+    right = with_gradients(attention.flash_attention, (*short, grad_out.half()))
+    wide = [x.squeeze(1).requires_grad_() for x in leaves]
+    with torch.autocast(emulated, torch.float16):
+        out = attention.FlashAttentionCUDA.apply(*wide, True)
+    (lse,) = (x for x in out.grad_fn.saved_tensors if x.shape == out.shape[:2])
+    gradients = torch.autograd.grad(out, wide, grad_out.squeeze(1).half())
+    for ours, theirs in zip((out, *gradients), right):
+        assert ours.equal(theirs.squeeze(1).to(ours.dtype))
+    exact = formula(*(x.detach().double() for x in short), case)[1].squeeze(1)
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @GPU
 @pytest.mark.parametrize("head_dim", launch.DIMS)
 def test_the_log_sum_exp_on_a_gpu_is_natural(gpu, head_dim):
-    check_lse(Case(1000, 900, head_dim), torch.float16, gpu)
+    case = Case(1000, 900, head_dim)
+    q, k, v = (x.detach() for x in make_inputs(case, torch.float16, gpu)[:3])
+    with new_memory_is_nan():
+        lse = launch.flash_forward(q, k, v, True, head_dim**-0.5)[1]
+    right = formula(q.double(), k.double(), v.double(), case)[1]
+    torch.testing.assert_close(lse.double(), right, rtol=1e-5, atol=1e-5)
 
 
 @GPU
@@ -170,52 +178,11 @@ def test_the_kernels_run_inside_a_cuda_graph(gpu):
     assert out.equal(right)
 
 
-def check_like_cs336(device: str, is_causal: bool) -> None:
-    """The tests of Stanford's CS336, assignment 2: float32 inputs, results to a hundredth.
-
-    Autocast is the adapter. The expected numbers are those of the formula.
-    """
-    case = Case(128, 128, 64, is_causal, heads=1, key_heads=1, batch=4)
-    q, k, v, grad_out = (x.squeeze(1) for x in make_inputs(case, torch.float32, device))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.autocast(device, torch.float16):
-        out = attention.FlashAttentionCUDA.apply(*leaves, is_causal)
-    wide = [x.detach().double().unsqueeze(1).requires_grad_() for x in (q, k, v)]
-    right, lse = formula(*wide, case)
-    saved = [x for x in out.grad_fn.saved_tensors if x.shape == q.shape[:2]]
-    assert len(saved) == 1
-    gradients = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
-    rights = torch.autograd.grad(right, wide, grad_out.double().unsqueeze(1))
-    pairs = [(out, right), (saved[0], lse), *zip(gradients, rights)]
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours.double(), theirs.squeeze(1), rtol=1e-2, atol=1e-2)
-
-
 @NEEDS_COMPILER
-def test_cs336s_tests_pass_emulated(emulated):
-    check_like_cs336(emulated, True)
-
-
-@GPU
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_cs336s_tests_pass_on_a_gpu(gpu, is_causal):
-    check_like_cs336(gpu, is_causal)
-
-
-@NEEDS_COMPILER
-@pytest.mark.parametrize("head_dim", [32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head_dim", [32, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96, 128))]
+)
 def test_no_bank_of_shared_memory_is_asked_twice_at_once(emulated, head_dim):
-    check_conflicts(head_dim)
-
-
-@NEEDS_COMPILER
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [96, 128])
-def test_no_bank_is_asked_twice_for_wide_heads(emulated, head_dim):
-    check_conflicts(head_dim)
-
-
-def check_conflicts(head_dim: int) -> None:
     case = Case(130, 130, head_dim, batch=1, heads=1, key_heads=1)
     with_gradients(attention.flash_attention, make_inputs(case, torch.float16))
     kernels = {launch.name: launch.counters for launch in emulator.LAUNCHES}
