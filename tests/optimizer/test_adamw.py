@@ -88,17 +88,6 @@ def test_skip_changes_nothing(implementation):
     check_skip_changes_nothing(implementation, torch.bfloat16, "cpu")
 
 
-def test_a_skipped_first_step_counts_for_nothing():
-    params, others = make_params(), make_params()
-    first, second = AdamW(params), AdamW(others)
-    for step in range(3):
-        set_gradients(params, others, seed=step)
-        first.step(skip=torch.tensor(step == 0))
-        if step:
-            second.step()
-    assert_equal(bits(params, first), bits(others, second))
-
-
 @ON_IMPLEMENTATIONS
 def test_the_norm_is_that_of_all_gradients_of_all_groups(implementation):
     params = [Parameter(torch.randn(5, 3)), Parameter(torch.randn(7).bfloat16())]
