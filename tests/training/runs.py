@@ -10,15 +10,21 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from lib.core.settings import to_json
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.model.config import ModelConfig
-from lib.training.checkpoint import load_checkpoint
+from lib.model.transformer import TransformerLM
+from lib.tokenizer.bpe import Tokenizer
+from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.metrics import read_metrics
 from lib.training.step import TrainStep
 from tests.data.books import silent
 
 ROOT = Path(__file__).resolve().parents[2]
+# A tokenizer without merges.
+BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
 # What a clock decides.
 CLOCK = ("seconds", "tokens_per_s", "mfu")
 MODEL = ModelConfig(context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=32)
@@ -51,6 +57,15 @@ def tokenized(folder: Path, **changes) -> Path:
     config = TokenizeConfig(data_dir=folder, output=output, **(settings | changes))
     tokenize_corpus(config, progress_bar=silent)
     return output
+
+
+def saved_run(folder: Path, models: dict[int, TransformerLM]) -> Path:
+    """The folder of a run, with a checkpoint of each model at its step and the tokenizer BYTES."""
+    for step, model in models.items():
+        save_checkpoint(folder / "checkpoints", step=step, model=model)
+    (folder / "config.json").write_text(to_json(TrainConfig(model=model.config)))
+    BYTES.save(folder / "bpe.json")
+    return folder
 
 
 def signals_at(step: int, *numbers: int) -> Callable[[dict], None]:

@@ -11,19 +11,17 @@ import torch
 
 from lib.__main__ import main
 from lib.core.files import ROOT
-from lib.core.settings import to_json
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
-from lib.training.checkpoint import save_checkpoint
-from lib.training.config import ExportConfig, ImportConfig, TrainConfig
+from lib.training.config import ExportConfig, ImportConfig
 from lib.training.generation import generate_text, load_model
 from lib.training.interchange import export_run, import_model
 from lib.training.loop import train
+from tests.training.runs import BYTES, saved_run
 
 TINY = ROOT / "artifacts/tiny_stories"
-BYTES = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
 SHAPE = ModelConfig(
     vocab_size=257, context_length=32, d_model=32, num_layers=2, num_heads=4, d_ff=48
 )
@@ -36,13 +34,16 @@ def make_run(tmp_path):
     def make(dtype=torch.float32, **changes):
         torch.manual_seed(0)
         config = dataclasses.replace(SHAPE, **changes)
-        model = TransformerLM(config, dtype=dtype)
-        save_checkpoint(tmp_path / "run/checkpoints", step=5, model=model)
-        (tmp_path / "run/config.json").write_text(to_json(TrainConfig(model=config)))
-        BYTES.save(tmp_path / "run/bpe.json")
-        return tmp_path / "run"
+        return saved_run(tmp_path / "run", {5: TransformerLM(config, dtype=dtype)})
 
     return make
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The committed model as a folder of `transformers`."""
+    folder = tmp_path_factory.mktemp("tiny") / "exported"
+    return export_run(ExportConfig(folder=folder, checkpoint=TINY))
 
 
 def export(run, name="exported"):
@@ -64,18 +65,16 @@ def test_an_exported_run_comes_back_bit_for_bit(make_run, dtype, tied):
     assert all(torch.equal(ours[name], weight) for name, weight in before.state_dict().items())
 
 
-def test_hugging_faces_tokenizer_reads_the_folder(tmp_path):
-    folder = export_run(ExportConfig(folder=tmp_path / "tiny", checkpoint=TINY))
-    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+def test_hugging_faces_tokenizer_reads_the_folder(tiny):
+    theirs = tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
     text = f"Once upon a time, there was 1 fox.\n{SEPARATOR}The end"
     assert theirs.encode(text).ids == Tokenizer.load(TINY).encode(text)
 
 
-def test_the_card_of_the_committed_model_gives_the_figures_of_its_record(tmp_path):
-    folder = export_run(ExportConfig(folder=tmp_path / "tiny", checkpoint=TINY))
+def test_the_card_of_the_committed_model_gives_the_figures_of_its_record(tiny):
     judged = json.loads((TINY / "record.json").read_text())["evaluation"]
     figures = f"loss {judged['loss']:.3f}, perplexity {judged['perplexity']:.2f}."
-    card = (folder / "README.md").read_text()
+    card = (tiny / "README.md").read_text()
     assert figures in card
     assert "held-out generated stories" in card
 
@@ -246,14 +245,13 @@ def test_an_imported_llama_gives_the_logits_of_transformers(
     torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), atol=1e-5, rtol=0)
 
 
-def test_transformers_tells_the_same_story(tmp_path, transformers):
-    folder = export_run(ExportConfig(folder=tmp_path / "tiny", checkpoint=TINY))
+def test_transformers_tells_the_same_story(tiny, transformers):
     prompts = ("Once upon a time", "One day, a little fox")
     model, tokenizer, _ = load_model(TINY, "cpu")
     ours = generate_text(model, tokenizer, prompts, max_new_tokens=100, temperature=0)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     for prompt, story in zip(prompts, ours):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         told = model.generate(ids, max_new_tokens=100, do_sample=False)[0]
