@@ -21,7 +21,6 @@ from lib.benchmarks.communication_report import (
     NAMES,
     draw_communication,
     nvlink_gbs,
-    size_name,
     write_report,
 )
 from lib.core.figures import house_figure
@@ -79,19 +78,12 @@ def test_nccl_without_gpus_is_refused_before_processes_start(tmp_path, monkeypat
         benchmark_communication(config)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a finished run on two processes."""
-    folder = tmp_path_factory.mktemp("communication")
+@pytest.mark.slow
+def test_the_command_writes_sane_records_and_a_report(tmp_path):
     soon = ("--samples", "3", "--warmup", "1", "--max_seconds", "0.02", "--backend", "gloo")
     sizes = ("--ranks", "2", "--sizes_mb", "0.0625", "16")
-    assert main(["benchmark", "communication", "--output", str(folder), *soon, *sizes]) == 0
-    return folder
-
-
-@pytest.mark.slow
-def test_the_command_writes_sane_records(finished):
-    records = read_records(finished / "communication_benchmark.jsonl")
+    assert main(["benchmark", "communication", "--output", str(tmp_path), *soon, *sizes]) == 0
+    records = read_records(tmp_path / "communication_benchmark.jsonl")
     assert [(r["config"]["collective"], r["config"]["num_bytes"]) for r in records] == [
         (name, size) for name in COLLECTIVES for size in (2**16, 2**24)
     ]
@@ -107,15 +99,8 @@ def test_the_command_writes_sane_records(finished):
         assert figures["bus_bandwidth_gbs"] == pytest.approx(factor * speed)
         # no machine is as fast, and none so slow
         assert 1e-4 < speed < 1000
-
-
-@pytest.mark.slow
-def test_the_command_writes_tables_and_a_figure_of_its_records(finished):
-    text = (finished / "communication_benchmark.md").read_text()
-    assert "2 processes on one host's CPU over gloo, float32" in text
-    # the fit, and two sizes
-    assert text.count("\n| all-reduce ") == 3
-    assert (finished / "communication_benchmark.png").stat().st_size > 10_000
+    report = (tmp_path / "communication_benchmark.md").read_text()
+    assert "2 processes on one host's CPU over gloo, float32" in report
 
 
 def sweep(folder, *collectives, sizes=(0.01,)):
@@ -229,6 +214,8 @@ def test_the_report_compares_with_the_formula_and_shows_the_newest_of_each_row(t
         "## 4 × NVIDIA H200, NCCL, float32",
     ]
     assert "gloo" not in text
+    assert all(f" {size} " in text for size in ("1 KiB", "4 MiB", "1 GiB"))
+    assert (tmp_path / "communication_benchmark.png").stat().st_size > 10_000
 
 
 def test_without_a_row_that_worked_there_is_a_table_and_no_figure(tmp_path):
@@ -268,11 +255,3 @@ def test_the_figure_has_the_measured_points_and_lines_that_meet_them():
             pytest.approx(speeds[0], 1e-3),
             pytest.approx(speeds[-1], 1e-3),
         )
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "name"),
-    [(1, "1 B"), (1023, "1.02e+03 B"), (1024, "1 KiB"), (26_214_400, "25 MiB"), (2**31, "2 GiB")],
-)
-def test_sizes_are_named_in_powers_of_1024(num_bytes, name):
-    assert size_name(num_bytes) == name

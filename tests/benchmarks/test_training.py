@@ -11,7 +11,6 @@ import lib.benchmarks.training as benchmark
 from lib.benchmarks.training import (
     CANDIDATES,
     PEER,
-    PeerBlock,
     PeerLM,
     TrainingBenchmarkConfig,
     benchmark_training,
@@ -22,7 +21,7 @@ from lib.benchmarks.training import (
 )
 from lib.core.records import read_records
 from lib.model.config import MODEL_PRESETS, ModelConfig
-from lib.model.transformer import TransformerBlock, TransformerLM
+from lib.model.transformer import TransformerLM
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=4, d_ff=48)
@@ -42,15 +41,6 @@ def on_a_cpu(one_core):
 
 def count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("name", ["gpt2-124m", "matrix"])
-def test_a_block_of_the_peer_has_as_many_parameters_as_ours(name):
-    shape = MODEL_PRESETS[name]
-    with torch.device("meta"):
-        peer = PeerBlock(shape.d_model, shape.num_heads, shape.d_ff * 3 // 2)
-        ours = TransformerBlock(shape)
-    assert count(peer) == count(ours)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lib.profiling.profiler import figures_of, short_kernel_name, summary_markdown
+from lib.profiling.profiler import figures_of, summary_markdown
 from lib.profiling.trace import CATEGORIES, parse_trace
 from lib.profiling.trace_summary import summarise
 
@@ -241,9 +241,3 @@ def test_figures_are_plain_json_and_the_tables_hold_them():
     assert "| … behind other kernels |   50.0 | %    |" in text
     assert "| sm90_xmma_gemm_bf16" in text
     assert "| in all     | 5.00 |" in text
-
-
-def test_long_kernel_names_are_cut():
-    name = short_kernel_name("void at::native::" + "x" * 100)
-    assert name.startswith("xxx")
-    assert len(name) == 72
