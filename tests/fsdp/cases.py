@@ -1,8 +1,6 @@
 """Properties of FSDP, each a function that all ranks of a group run."""
 
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,9 +24,11 @@ from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.cases import Raise
 from tests.ddp.network_cases import scaled
+from tests.ddp.training_cases import STEPS, loss_of, make_optimizer, part
 from tests.ddp.workers import message_of, recorded_collectives
+from tests.sharded_optimizer.cases import update
 
-STEPS, WIDTH = 4, 6
+WIDTH = 6
 
 
 class Part(nn.Module):
@@ -70,30 +70,12 @@ class Net(nn.Module):
         return self.head(x * self.scale)
 
 
-def part(step: int, micro: int, number: int) -> tuple[Tensor, bool]:
-    """The tokens of a rank in a micro-batch, and whether it uses all of each block."""
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + number)
-    tokens = torch.randint(11, (4, 2), generator=generator).to(current_device())
-    # used by all; by rank 0; by none; in the first micro-batch
-    return tokens, (True, number == 0, False, micro == 0)[step % 4]
-
-
-def loss_of(model: nn.Module, tokens: Tensor, uses_all: bool) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, 0], uses_all).float(), tokens[:, 1])
-
-
-def make_optimizer(params: Any, name: str) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=0.5, momentum=0.9)
-    return AdamW(params, lr=0.01, weight_decay=0.1)
-
-
 def reference(
     optimizer_name: str, micros: int, max_norm: float
 ) -> Iterator[tuple[float, nn.Module]]:
     """Norm and module after each step of one process, which adds up the ranks' means."""
     module, ranks = Net(), world_size()
-    optimizer = make_optimizer(module.parameters(), optimizer_name)
+    optimizer = make_optimizer(optimizer_name, module)
     for step in range(STEPS):
         grads: dict[str, list[Tensor]] = {}
         for number in range(ranks):
@@ -132,7 +114,7 @@ def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
     if callable(options.get("blocks")):
         options["blocks"] = options["blocks"](net)
     model = FSDP(net, group=group, **options)
-    optimizer = make_optimizer(model.parameters(), optimizer_name)
+    optimizer = make_optimizer(optimizer_name, model)
     error = norm_error = 0.0
     # without clipping, whose norm is summed in another order, all bits are equal
     max_norm = 1e9 if mode == "default" else 0.1
@@ -144,7 +126,8 @@ def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
         model.finish_gradient_synchronization()
         norm_error = max(norm_error, abs(model.clip_grad_norm(max_norm).item() - norm))
         is_alike = net.never.weight.grad is None and net.layers[0].fixed.weight.grad is None
-        is_alike &= (net.layers[1].sometimes.weight.grad is None) == (step % 4 == 2)
+        is_used = any(part(step, 0, number)[1] for number in range(world_size()))
+        is_alike &= (net.layers[1].sometimes.weight.grad is not None) == is_used
         optimizer.step()
         optimizer.zero_grad()
         full = model.full_parameters()
@@ -165,6 +148,12 @@ def trained() -> dict[str, tuple[float, float, bool]]:
 def backward(model: nn.Module, step: int = 0) -> None:
     loss_of(model, *part(step, 0, rank())).backward()
     model.finish_gradient_synchronization()
+
+
+def mean_loss(module: nn.Module, step: int = 0) -> Tensor:
+    """The loss of all ranks, in one process."""
+    ranks = range(world_size())
+    return sum(loss_of(module, *part(step, 0, number)) for number in ranks) / len(ranks)
 
 
 # Memory and messages
@@ -244,24 +233,14 @@ def check_blocks_compute_in_low_precision_and_shards_stay_in_float32() -> None:
             layer.a.bias.data.zero_()
             layer.a.bias.requires_grad_(False)
         model = FSDP(net, dtype, full_precision=[net.embedding])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        device = current_device().type
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, alone)]
         for step in range(2):
-            with torch.autocast(device, dtype):
-                loss = loss_of(model, *part(step, 0, rank()))
-            loss.backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
-            optimizer.zero_grad()
-            for number in range(world_size()):
-                with torch.autocast(device, dtype):
-                    loss = loss_of(alone, *part(step, 0, number)) / world_size()
+            with torch.autocast(current_device().type, dtype):
+                losses = loss_of(model, *part(step, 0, rank())), mean_loss(alone, step)
+            for loss in losses:
                 loss.backward()
-            with torch.no_grad():
-                for param in alone.parameters():
-                    if param.grad is not None:
-                        param -= 0.1 * param.grad
-                    param.grad = None
+            model.finish_gradient_synchronization()
+            update(*optimizers)
         assert seen == {(dtype, torch.float32)}
         full = model.full_parameters()
         for name, param in alone.named_parameters():
@@ -313,13 +292,10 @@ def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
     plain = AdamW(alone.parameters(), lr=0.1)
     for step in range(2):
         backward(model, step)
-        for number in range(world_size()):
-            (loss_of(alone, *part(step, 0, number)) / world_size()).backward()
+        mean_loss(alone, step).backward()
         norm = made.clip_grad_norm(0.5)
         torch.testing.assert_close(norm, clip_grad_norm(alone.parameters(), 0.5))
-        for optimizer in (made, plain):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(made, plain)
     full = model.full_parameters()
     for name, param in alone.named_parameters():
         torch.testing.assert_close(full[name], param, rtol=0, atol=1e-5)
@@ -422,15 +398,5 @@ def check_training_goes_on_after_an_exception_that_all_ranks_have() -> None:
     hook.remove()
     model.zero_grad()
     backward(model)
-    for number in range(world_size()):
-        (loss_of(alone, *part(0, 0, number)) / world_size()).backward()
+    mean_loss(alone).backward()
     torch.testing.assert_close(model.grad_norm(), clip_grad_norm(alone.parameters(), 1e9))
-
-
-def dies_in_all_gather() -> None:
-    net = Net()
-    model = FSDP(net, blocks=net.layers)
-    backward(model)
-    if rank() == 1:
-        net.layers[1].register_forward_pre_hook(lambda *a: os.kill(os.getpid(), signal.SIGKILL))
-    backward(model)
