@@ -148,21 +148,6 @@ def test_a_step_with_other_results_is_wrong_and_has_no_speed(kernels):
     assert figures["portable"]["status"] == "ok"
 
 
-@pytest.mark.slow
-def test_a_step_out_of_memory_is_oom_and_any_other_error_is_raised(kernels):
-    def fails(message):
-        def run(*arguments, **settings):
-            raise RuntimeError(message)
-
-        return run
-
-    kernels.hopper.flash_forward = fails("CUDA out of memory")
-    assert steps.measure_case(CASE, device=CPU)["steps"]["hopper"]["status"] == "oom"
-    kernels.hopper.flash_forward = fails("misaligned address")
-    with pytest.raises(RuntimeError, match="misaligned"):
-        steps.measure_case(CASE, device=CPU)
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (4, 5)])
 def test_corners_are_the_first_and_last_heads(shape):
     numbers = torch.arange(math.prod(shape)).reshape(*shape, 1, 1)

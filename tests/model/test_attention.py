@@ -156,7 +156,6 @@ def test_gpu_kernels_on_a_cpu_are_refused_but_masks_run_there_by_sdpa(kernel):
     assert out.equal(attention(*inputs, is_causal=False, mask=mask))
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize(
     ("head_dim", "changes", "message"),
     [
@@ -166,9 +165,9 @@ def test_gpu_kernels_on_a_cpu_are_refused_but_masks_run_there_by_sdpa(kernel):
         (0, {}, "head_dim of q must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_refused(kernel, head_dim, changes, message):
+def test_wrong_arguments_are_refused(head_dim, changes, message):
     with pytest.raises(ValueError, match=message):
-        attention(*make_inputs((1, 1, 3, 3, head_dim)), kernel=kernel, **changes)
+        attention(*make_inputs((1, 1, 3, 3, head_dim)), **changes)
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -185,25 +184,23 @@ def test_every_kernel_shares_keys_among_neighboring_heads(kernel, mask):
         torch.testing.assert_close(ours, right)
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize(("heads", "shared"), [(6, 4), (2, 4), (4, 0), (0, 2)])
-def test_heads_that_keys_cannot_be_shared_among_are_refused(kernel, heads, shared):
+def test_heads_that_keys_cannot_be_shared_among_are_refused(heads, shared):
     q, k, v = make_inputs((1, 6, 3, 3, 4))
     with pytest.raises(ValueError, match=f"k must have the {heads} heads .* got {shared}"):
-        attention(q[:, :heads], k[:, :shared], v[:, :shared], kernel=kernel)
+        attention(q[:, :heads], k[:, :shared], v[:, :shared])
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_shapes_that_do_not_belong_together_are_refused(kernel):
+def test_shapes_that_do_not_belong_together_are_refused():
     q, k, v = make_inputs((2, 3, 5, 5, 8))
     wrong = [(q, k, v[:, :, :4]), (q, k, v[:, :1]), (q, k[:1], v[:1]), (q, k[..., :4], v)]
     for tensors in wrong:
         with pytest.raises(ValueError, match="and v the heads and keys of k, got"):
-            attention(*tensors, kernel=kernel)
+            attention(*tensors)
     with pytest.raises(ValueError, match=r"must be \(batch, heads, tokens, head_dim\), got"):
-        attention(q[0], k[0], v[0], kernel=kernel)
+        attention(q[0], k[0], v[0])
     with pytest.raises(ValueError, match=r"mask must be bool, .* got torch\.float32"):
-        attention(q, k, v, kernel=kernel, is_causal=False, mask=torch.zeros(5, 5))
+        attention(q, k, v, is_causal=False, mask=torch.zeros(5, 5))
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
