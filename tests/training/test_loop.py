@@ -34,7 +34,6 @@ from lib.training.metrics import read_metrics
 from lib.training.step import TrainStep
 from tests.training.runs import (
     ROOT,
-    assert_close_run,
     assert_same_run,
     checkpoint_names,
     contents,
@@ -128,12 +127,6 @@ def test_every_precision_learns_and_resumes_exactly(config, straight, dtype, low
     assert dtypes == {torch.bfloat16 if low else torch.float32}
 
 
-def test_accumulated_steps_take_the_sequences_of_one_large_batch(config, straight, tmp_path):
-    parts = {"batch_size": 1, "gradient_accumulation_steps": 4}
-    train(dataclasses.replace(config, **parts))
-    assert_close_run(config.output, straight)
-
-
 def test_training_logs_to_wandb_when_asked_and_goes_on_without_it(config, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -144,10 +137,7 @@ def test_training_logs_to_wandb_when_asked_and_goes_on_without_it(config, monkey
 # Killed, stopped, torn, full: a run continues as if nothing had happened
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_or_killed_command_ends_with_the_bits_of_one_left_alone(
-    config, straight, tmp_path, number
-):
+def test_a_stopped_command_ends_with_the_bits_of_one_left_alone(config, straight, tmp_path):
     # on a CPU they are the same; deterministic algorithms would load torch's compiler, for seconds
     config = dataclasses.replace(config, deterministic=False)
     path = tmp_path / "config.json"
@@ -166,15 +156,12 @@ def test_a_stopped_or_killed_command_ends_with_the_bits_of_one_left_alone(
         time.sleep(0.05)
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.0005)
-    process.send_signal(number)
+    process.terminate()
     output = process.communicate(timeout=120)[0]
-    if number == signal.SIGKILL:
-        assert process.returncode == -signal.SIGKILL, output
-    else:
-        assert process.returncode == 130, output
-        assert "finishing this step and saving it" in output
-        assert "stopped at step" in output
-        assert "the same command continues from here" in output
+    assert process.returncode == 130, output
+    assert "finishing this step and saving it" in output
+    assert "stopped at step" in output
+    assert "the same command continues from here" in output
     assert load_checkpoint(config.output / "checkpoints").step < config.steps
     assert main(command) == 0
     assert_same_run(config.output, straight)

@@ -21,12 +21,12 @@ from lib.core.files import lock_folder
 from lib.core.settings import to_dict
 from lib.data.token_array import tokenize_file
 from lib.tokenizer.bpe import Tokenizer
-from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.generation import load_model
 from lib.training.loop import train
 from lib.training.run_folder import BATCH_FIELDS, open_run, run_folder
 from lib.training.step import TrainStep
 from tests.training.runs import (
+    BYTES,
     MODEL,
     OPTIMIZER,
     assert_same_run,
@@ -65,21 +65,16 @@ def refusal(config, changes, tmp_path, capsys) -> str:
     ("changes", "message"),
     [
         ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'?"),
-        ({"model.depth": 3}, "unknown key 'model.depth'"),
-        ({"steps": "many"}, "steps must be a whole number"),
-        ({"model.num_heads": 3}, "num_heads"),
         ({"model.context_length": 10**6}, "context_length"),
         ({"batch_size": 10**6}, "batch_size"),
         ({"gradient_accumulation_steps": 10**6}, "batch_size 4 * gradient_accumulation_steps"),
         ({"model.vocab_size": 280}, "vocab_size must be at least 300"),
-        ({"model.attention_kernel": "flash"}, "attention_kernel"),
         ({"cuda_graph": True}, "cuda_graph must be False on device cpu"),
         ({"low_precision_weights": True}, "dtype must be bfloat16 or float16 with low_precision"),
         (
             {"low_precision_weights": True, "dtype": "bfloat16", "gradient_accumulation_steps": 2},
             "gradient_accumulation_steps must be 1 with low_precision_weights",
         ),
-        ({"device": "gpu"}, "device must be"),
         ({"device": "cuda:77"}, "'cuda:77'"),
         ({"data": None}, "data must be a folder made by"),
         ({"data": "/no/such/folder"}, "'/no/such/folder', which has no bpe.json"),
@@ -111,8 +106,7 @@ def copied(config, tmp_path):
 
 
 def test_tokens_of_another_tokenizer_are_refused(copied, tmp_path, capsys):
-    other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
-    other.save(copied.data / "bpe.json")
+    BYTES.save(copied.data / "bpe.json")
     assert "train.npy" in refusal(copied, {}, tmp_path, capsys)
 
 

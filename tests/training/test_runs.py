@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lib.__main__ import name_word
+from lib.__main__ import main
 from lib.core.files import lock_folder
 from lib.training import runs
 from lib.training.runs import RemoveRunsConfig, RunsConfig, age_in_words, list_runs, remove_runs
@@ -66,7 +66,9 @@ def test_where_nobody_can_answer_nothing_is_removed_but_with_yes(folder, monkeyp
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert remove_runs(RemoveRunsConfig(folder, ("good", "started"))) == 1
     assert (folder / "good").exists()
-    assert remove_runs(RemoveRunsConfig(folder, ("good", "started"), yes=True)) == 0
+    # words after the command are names
+    words = ["good", "started", "--yes", "--runs_dir", str(folder)]
+    assert main(["runs", "remove", *words]) == 0
     assert [path.name for path in folder.iterdir()] == ["speedrun.jsonl"]
 
 
@@ -92,13 +94,3 @@ def test_ages_are_whole_units():
     ages = [age_in_words(seconds) for seconds in (-5, 59, 3_599, 3_600, 7_200, 86_400, 200_000)]
     assert ages == ["0 min", "0 min", "59 min", "1 hour", "2 hours", "1 day", "2 days"]
     assert runs.RunsConfig().runs_dir.as_posix() == "artifacts/runs"
-
-
-def test_words_after_the_command_are_names():
-    assert name_word(["one", "two", "--yes"], "names", takes_several=True) == [
-        "--names",
-        "one",
-        "two",
-        "--yes",
-    ]
-    assert name_word(["--names", "one"], "names", takes_several=True) == ["--names", "one"]
