@@ -7,8 +7,7 @@ import pytest
 
 from lib.__main__ import PRESETS
 from lib.core.settings import from_json
-from lib.data.prepare import TokenizeConfig
-from lib.model.config import MODEL_PRESETS, ModelConfig, model_preset
+from lib.model.config import ModelConfig, model_preset
 from lib.training.config import (
     OptimizerConfig,
     PipelineConfig,
@@ -144,9 +143,3 @@ def test_presets_of_pipelines_and_of_models_agree(name):
     model = dataclasses.replace(config.train.model, vocab_size=config.corpus.vocab_size)
     # a training picks the kernel
     assert model == dataclasses.replace(model_preset(name), attention_kernel="auto")
-
-
-def test_an_unknown_model_preset_lists_the_known_ones():
-    assert all(m.vocab_size >= TokenizeConfig().vocab_size for m in MODEL_PRESETS.values())
-    with pytest.raises(ValueError, match=r"model preset is 'huge'; known: tiny, tinystories, "):
-        model_preset("huge")
