@@ -103,6 +103,16 @@ def train(
         yield module
 
 
+def difference(module: nn.Module, expected: list[Tensor]) -> float:
+    pairs = zip(module.parameters(), expected)
+    return max((a.detach() - b).abs().max().item() for a, b in pairs)
+
+
+def digest(module: nn.Module) -> str:
+    bits = b"".join(param.detach().cpu().numpy().tobytes() for param in module.parameters())
+    return hashlib.sha256(bits).hexdigest()
+
+
 def ways_to_train(world_size: int) -> list[tuple[str, str, int]]:
     """Wrapper, optimizer and micro-batches; fewer where ranks outnumber cores."""
     hows = [("adamw", 3), ("sgd", 1)] if world_size < 3 else [("adamw", 3)]
@@ -119,10 +129,8 @@ def equality(world_size: int) -> dict:
         name, *how = way
         error = 0.0
         for expected, module in zip(reference(*how, world_size), train(WRAPPERS[name], *how)):
-            pairs = zip(expected, module.parameters())
-            error = max(error, *((a - b).abs().max().item() for a, b in pairs))
-        bits = b"".join(param.detach().cpu().numpy().tobytes() for param in module.parameters())
-        results[way] = error, hashlib.sha256(bits).hexdigest()
+            error = max(error, difference(module, expected))
+        results[way] = error, digest(module)
     return results | {"subgroup": subgroup() if world_size == 3 else None}
 
 

@@ -103,7 +103,7 @@ def test_weights_gradients_and_state_are_those_of_a_training(found, way, is_shor
         largest = max(of_ranks)
         predicted = getattr(memory, kind)
         # of whole parameters no deal is perfect
-        slack = 0.15 if "parameters" in way else 0.01
+        slack = {"flashddp": 0, "flashddp, parameters": 0.15}.get(way, 0.01)
         assert predicted <= largest + 1, (kind, of_ranks)
         assert largest <= predicted * (1 + slack), (kind, of_ranks)
         if kind == "optimizer_state" and WAYS[way]["stage"]:
@@ -128,15 +128,6 @@ def test_one_rank_shards_and_sends_nothing(stage):
     alone = rank_memory(MODEL, ranks=1, batch_size=2)
     assert rank_memory(MODEL, ranks=1, batch_size=2, stage=stage, ddp_wrapper="none") == alone
     assert alone.communication == alone.gathered == 0
-
-
-def test_weights_in_two_bytes_have_a_master_and_norms_stay():
-    config = dataclasses.replace(MODEL, num_layers=1)
-    memory = rank_memory(config, ranks=1, low_precision_weights=True)
-    norms = 3 * 48
-    matrices = 2 * 192 * 48 + 4 * 48 * 48 + 3 * 48 * 96
-    assert memory.parameters == memory.gradients == 2 * matrices + 4 * norms
-    assert memory.optimizer_state == 12 * matrices + 8 * norms
 
 
 def test_activations_are_those_of_the_model_costs():

@@ -1,6 +1,5 @@
 """Training with `ShardedOptimizer` and without, for ranks of its tests."""
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from lib.optimizer import adamw
 from lib.optimizer.schedule import clip_coefficient, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from lib.sharded_optimizer.saved_state import load_unsharded
-from tests.ddp.training_cases import Toy, loss_of, part
+from tests.ddp.training_cases import Toy, difference, digest, loss_of, part
 
 STEPS = 10
 # of a batch, for one, two or three ranks
@@ -123,10 +122,10 @@ def reference(name: str, world_size: int) -> Iterator[tuple[list[Tensor], float,
 
 
 def start_sharded(
-    name: str, way: Way, group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32
+    name: str, way: Way, group: dist.ProcessGroup | None
 ) -> tuple[Toy, nn.Module, ShardedOptimizer]:
     """A module with rank 0's weights, what runs it, and its sharded optimizer."""
-    module = model = Toy(seed=process_group.rank(group)).to(dtype)
+    module = model = Toy(seed=process_group.rank(group))
     if way.wrapper and process_group.world_size(group) > 1:
         model = wrappers.wrap(way.wrapper, module, group=group)
     else:
@@ -139,18 +138,6 @@ def start_sharded(
 def finish(model: nn.Module) -> None:
     if hasattr(model, "finish_gradient_synchronization"):
         model.finish_gradient_synchronization()
-
-
-def difference(module: nn.Module, expected: list[Tensor]) -> float:
-    pairs = zip(module.parameters(), expected)
-    return max((a.detach() - b).abs().max().item() for a, b in pairs)
-
-
-def digest(module: nn.Module) -> str:
-    bits = b"".join(
-        p.detach().view(torch.uint8).cpu().numpy().tobytes() for p in module.parameters()
-    )
-    return hashlib.sha256(bits).hexdigest()
 
 
 def last_ranks(size: int) -> tuple[bool, dist.ProcessGroup | None]:
@@ -172,7 +159,7 @@ def equality(optimizers: dict[int, list[str]]) -> dict[str, Any]:
     One launch for all of them, since starting workers takes longest; the groups are of the last
     ranks, which have other numbers there than in the job.
     """
-    results: dict[str, Any] = {"training": {}, "low precision": {}}
+    results: dict[str, Any] = {"training": {}}
     for size, names in optimizers.items():
         is_member, group = last_ranks(size)
         if not is_member:
@@ -182,10 +169,6 @@ def equality(optimizers: dict[int, list[str]]) -> dict[str, Any]:
             for way in WAYS:
                 found = compare(name, WAYS[way], group, expected)
                 results["training"][size, name, way] = found
-        if size < 3:
-            for way in WAYS:
-                error = low_precision(size, WAYS[way], group)
-                results["low precision"][size, way] = error
     return results
 
 
@@ -214,28 +197,6 @@ def state_elements(made: torch.optim.Optimizer) -> int:
     """How many elements its state has, without step counts."""
     tensors = [value for state in made.state.values() for value in state.values()]
     return sum(v.numel() for v in tensors if isinstance(v, Tensor) and v.dim())
-
-
-def low_precision(size: int, way: Way, group: dist.ProcessGroup | None) -> float:
-    """The error of bfloat16 training with float32 masters, against that in one process.
-
-    The mean of two ranks is rounded as the sum of two halves is; of more they add up otherwise.
-    """
-    module, model, made = start_sharded("adamw", way, group, torch.bfloat16)
-    alone = Toy(seed=0).bfloat16()
-    cls, settings = OPTIMIZERS["adamw"]
-    plain = cls(groups_of(alone), **settings)
-    error = 0.0
-    for step in range(STEPS):
-        for rank in range(size):
-            (loss_at(alone, step, rank) / size).backward()
-        loss_at(model, step, process_group.rank(group)).backward()
-        finish(model)
-        for used in (made, plain):
-            used.step()
-            used.zero_grad()
-        error = max(error, difference(module, list(alone.parameters())))
-    return error
 
 
 def resumed(folder: Path) -> dict[Any, float]:
