@@ -1,8 +1,6 @@
 """What ranks run on a simulated network, mostly by its virtual clock."""
 
 import dataclasses
-import os
-import signal
 import time
 from typing import Any
 
@@ -25,8 +23,6 @@ from lib.ddp.simulated_network import (
 )
 from lib.ddp.wrappers import wrap
 from lib.model.config import model_preset
-from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.workers import message_of
 
 # A step: forward and backward through so many layers, of so many weights.
@@ -253,38 +249,6 @@ def on_a_simulated_job() -> tuple[str, float]:
     return dist.get_backend(), x.item(), dist.group.WORLD.network == group.network
 
 
-def dies_in_all_gather() -> None:
-    output = torch.empty(4)
-    barrier()
-    if rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    all_gather(output, torch.ones(2))
-
-
-def sharded_steps() -> None:
-    """ZeRO-1 on a simulated network gives what it does over gloo."""
-    weights = []
-    for group in (None, simulated_group(virtual(NETWORKS["PCIe"]))):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-        optimizer = ShardedOptimizer(
-            module.parameters(),
-            AdamW,
-            group=group,
-            strategy="flat",
-            reduces_gradients=True,
-            overlap=True,
-            lr=0.1,
-        )
-        for step in range(3):
-            module(torch.full((2, 5), 1.0 + step + rank())).square().mean().backward()
-            optimizer.clip_grad_norm(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(torch.cat([param.detach().flatten() for param in module.parameters()]))
-    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
-
-
 CASES = (
     "steps_of_wrappers",
     "results_beside_gloo",
@@ -292,5 +256,4 @@ CASES = (
     "ring_by_messages",
     "wall_clock",
     "named_errors",
-    "sharded_steps",
 )

@@ -139,17 +139,6 @@ def test_without_overlap_all_communication_is_exposed():
     assert found.exposed_ms == pytest.approx(found.communication_ms) == pytest.approx(8)
 
 
-@pytest.mark.parametrize("megabytes", [1, 16, 40])
-@pytest.mark.parametrize("buckets", [1, 2, 17])
-def test_exposed_is_at_least_the_last_bucket_and_what_does_not_fit_behind_the_first(
-    megabytes, buckets
-):
-    found = predict_scaling(megabytes * 1e6, buckets=buckets, **SLOW)
-    before_first = SLOW["backward_ms"] / buckets
-    least = max(megabytes / buckets, megabytes - (SLOW["backward_ms"] - before_first))
-    assert found.exposed_ms == pytest.approx(least)
-
-
 def test_with_latency_there_can_be_too_many_buckets():
     slow = SLOW | {"latency_us": 500.0}
     exposed = [predict_scaling(8e6, buckets=n, **slow).exposed_ms for n in (1, 4, 64)]

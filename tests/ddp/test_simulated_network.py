@@ -88,8 +88,6 @@ def test_wrappers_train_on_it_as_one_process_does():
 
 def test_it_can_be_the_network_of_a_whole_job():
     assert launch(cases.on_a_simulated_job, 2, backend=PCIE) == [("simulated", 2.0, True)] * 2
-    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
-        launch(cases.dies_in_all_gather, 2, backend=NETWORKS["PCIe"])
     lost = dataclasses.replace(PCIE, lost_rank=LostRank(1))
     words = r"^rank 0 of 2 raised TimeoutError: rank 1 did not call all_reduce .* within 2 s$"
     with pytest.raises(WorkerError, match=re.compile(words, re.MULTILINE)):
