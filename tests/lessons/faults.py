@@ -174,7 +174,7 @@ FAULTS = [
         "lib/lessons/fsdp/exercises.py",
         "            ranks.poison()\n",
         "",
-        "tests/lessons/fsdp/test_exercises.py",
+        "tests/lessons/test_exercise.py -k SHARDED_MLP",
     ),
     # a rank may hold whole matrices until backward
     Fault(
@@ -244,7 +244,7 @@ FAULTS = [
         "lib/lessons/profiling/exercises.py",
         "gap = generator.randint(longer - shorter + 1, longer + shorter)",
         "gap = 0",
-        "tests/lessons/profiling/test_exercises.py -k whole_time",
+        "tests/lessons/test_exercise.py -k DIAGNOSE",
     ),
     # a product of weights and values does not wait for its softmax
     Fault(

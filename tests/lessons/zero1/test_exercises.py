@@ -21,9 +21,7 @@ from lib.lessons.zero1.exercises import (
     Close,
     check_fair_owners,
     check_shard_boundaries,
-    check_zero1_step,
     loading,
-    stepping,
     weighed,
     zero1_step,
 )
@@ -71,41 +69,6 @@ def test_an_impossible_partition_is_told_from_a_bad_one(given, key, found):
     weighing = weighed(lambda sizes, ranks: given)
     assert weighing([5, 4, 3], 2)[key] == found
     assert BALANCED_OWNERS.solve([5, 4, 3], 2)[key] != found
-
-
-def sorted_in_place(sizes, ranks):
-    sizes.sort(reverse=True)
-    owners, loads = [], [0] * ranks
-    for size in sizes:
-        owners.append(loads.index(min(loads)))
-        loads[owners[-1]] += size
-    return owners
-
-
-def test_owners_of_a_list_sorted_in_place_are_in_the_wrong_order():
-    text = verdict(BALANCED_OWNERS, weighed(sorted_in_place), seed=0)
-    assert text.startswith("not yet")
-    assert "in the order in which they were assigned" in text
-
-    @weighed
-    def sorted_copy(sizes, ranks):
-        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-        by_size = sorted_in_place(sizes, ranks)
-        return [by_size[order.index(number)] for number in range(len(sizes))]
-
-    assert verdict(BALANCED_OWNERS, sorted_copy).startswith("right")
-
-
-def test_smallest_first_is_named():
-    @weighed
-    def smallest_first(sizes, ranks):
-        found, loads = [0] * len(sizes), [0] * ranks
-        for index in sorted(range(len(sizes)), key=sizes.__getitem__):
-            found[index] = loads.index(min(loads))
-            loads[found[index]] += sizes[index]
-        return found
-
-    assert "or from the small end" in verdict(BALANCED_OWNERS, smallest_first, seed=0)
 
 
 @pytest.mark.parametrize(("divide", "told"), [("//", "right"), ("/", "got 0.0; divide with //")])
@@ -170,25 +133,9 @@ def test_the_step_trains_as_pytorchs_adam_does_in_one_process(count):
     assert (expected - start).abs().max() > 1e-2
 
 
-def test_a_right_step_also_trains_on_two_processes(capsys):
-    check_zero1_step(zero1_step.__wrapped__)
-    text = capsys.readouterr().out
-    assert text.startswith("right")
-    assert float(text.split("off by ")[1].split()[0]) < 1e-6
-
-
-def test_a_rank_that_leaves_a_message_out_is_named():
-    def attempt(params, grads, state, ranks):
-        if ranks.number == 0:
-            ranks.reduce_scatter(torch.zeros(ranks.count))
-
-    assert "forever: rank 0 waits in reduce_scatter" in verdict(ZERO1_STEP, stepping(attempt))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("(v_hat.sqrt() + eps)", "(v_hat + eps).sqrt()", "ε is inside the root"),
         ("1e-8", "1e-6", "expected"),
         ("param.copy_(", "params[0] = (", "with copy_"),
         ("torch.zeros(-len(joined) % ranks.count)", "joined[:0]", "pad to a multiple of"),
@@ -213,20 +160,10 @@ def test_numbers_are_close_up_to_rounding():
     assert Close(1.0) != "1"
 
 
-def test_moving_and_swapping_is_better_than_largest_first():
-    rule, ours = (FAIR_OWNERS.measure(one) for one in (BALANCED_OWNERS.solve, FAIR_OWNERS.solve))
-    # as the notebook says
-    assert f"{rule:.1f}" == "3.3"
-    assert ours < 0.75 * rule
-
-
-@pytest.mark.parametrize(
-    ("attempt", "expected"),
-    [(BALANCED_OWNERS.solve, "not yet"), (FAIR_OWNERS.solve, "right")],
-)
-def test_fair_owners_must_be_better_than_largest_first(attempt, expected, capsys):
-    check_fair_owners(attempt.__wrapped__)
+def test_fair_owners_must_be_better_than_largest_first(capsys):
+    check_fair_owners(BALANCED_OWNERS.solve.__wrapped__)
     text = capsys.readouterr().out
-    assert text.startswith(expected)
-    assert ("not yet: as good as largest first on 40" in text) == (expected == "not yet")
-    assert ("must be below largest first, 3.33 %" in text) == (expected == "not yet")
+    assert text.startswith("not yet: as good as largest first on 40")
+    # as the notebook says
+    assert "must be below largest first, 3.33 %" in text
+    assert FAIR_OWNERS.measure(FAIR_OWNERS.solve) < 0.75 * 3.33

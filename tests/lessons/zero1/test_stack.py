@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import torch
 
 from lib.ddp.costs import Link, predicted_ms
 from lib.ddp.launcher import launch
@@ -76,17 +75,3 @@ def test_a_timeline_has_the_computing_of_one_step(steps):
         for phase, milliseconds in (("forward", 4.0), ("backward", 8.0)):
             spans = dict(one.timeline.compute)[phase]
             assert sum(end - start for start, end in spans) == pytest.approx(milliseconds)
-
-
-def test_the_parts_of_a_stack_are_told_in_order():
-    class Group:
-        class clock:  # noqa: N801
-            now = staticmethod(lambda: 0.0)
-
-    made = stack.PartedStack(LAYERS, Group)  # type: ignore[arg-type]
-    made.compute = lambda phase, amount: None  # type: ignore[method-assign]
-    told = []
-    made.before_part = told.append
-    made(torch.ones(1, requires_grad=True))
-    assert told == list(made.parts)
-    assert [part[0] is weight for part, weight in zip(made.parts, made.weights)] == [True] * 4
