@@ -12,7 +12,6 @@ from lib.lessons.ddp.figures import (
     PHASE_COLORS,
     WHOLE,
     draw_overlap,
-    draw_ring,
     draw_ring_step,
     draw_ring_strip,
     draw_scaling,
@@ -40,10 +39,6 @@ def axes():
     return Figure().subplots()
 
 
-def arrows(axes):
-    return [text for text in axes.texts if getattr(text, "arrow_patch", None)]
-
-
 @pytest.mark.parametrize("number", range(5))
 def test_a_ring_step_shows_values_and_colors_whole_sums(axes, number):
     draw_ring_step(axes, STEPS, number, arrows=False)
@@ -52,25 +47,11 @@ def test_a_ring_step_shows_values_and_colors_whole_sums(axes, number):
     assert whole == (STEPS[number].added == 3).sum()
 
 
-def test_a_ring_step_has_an_arrow_for_each_message_and_two_around_the_corner(axes):
-    draw_ring_step(axes, STEPS, 1, arrows=True)
-    assert len(arrows(axes)) == 4
-
-
 def test_the_strip_has_a_panel_for_each_step():
     figure = Figure()
     draw_ring_strip(figure, STEPS)
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == ["start", "step 1, reduce-scatter", "step 2", "step 3, all-gather", "step 4"]
-
-
-@pytest.mark.parametrize(
-    ("number", "words"), [(0, "numbers of its own"), (2, "2 of 4: reduce-scatter"), (4, "9 of 9")]
-)
-def test_a_step_says_what_it_is_for(number, words):
-    figure = Figure()
-    draw_ring(figure, STEPS, number)
-    assert words in figure.get_suptitle()
 
 
 def bars(axes, color):

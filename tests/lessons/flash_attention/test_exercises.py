@@ -94,17 +94,6 @@ def test_a_tile_of_keys_is_never_all_that_a_row_sees():
         assert (scores.logsumexp(1) < lse).all()
 
 
-def test_an_update_of_the_maximum_before_its_use_is_named():
-    def attempt(tiles):
-        m, total = torch.tensor(-math.inf), torch.tensor(0.0)
-        for scores in tiles:
-            m = torch.maximum(m, scores.max())
-            total = total * torch.exp(m - m) + torch.exp(scores - m).sum()
-        return torch.stack([m, total])
-
-    assert "must still be known there" in verdict(ONLINE_SOFTMAX, attempt)
-
-
 @pytest.mark.parametrize(
     "change", [lambda tiles: list(tiles), lambda tiles: [tile.clone() for tile in tiles][::-1]]
 )
@@ -198,11 +187,6 @@ def test_a_result_that_is_not_stored_is_named_and_no_mistake_is_guessed(tensor, 
     assert "It looks as if" not in text
 
 
-def test_an_update_of_the_maximum_before_its_use_is_named_in_the_kernel_too():
-    text = wrong("FORWARD", "new_m = tl.maximum(m, tl", "new_m = m = tl.maximum(m, tl")
-    assert "must still be known there" in text
-
-
 def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
     start = ("first // BQ * BQ", "first")
     assert "(keys, queries)" in wrong("BACKWARD_KEYS", *start, "<= query[None", ">= query[None")
@@ -223,33 +207,6 @@ def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
     )
     assert "no program ran" in wrong_launches("triton.cdiv(n, 16)", "n // 16")
     assert "grad_k, (1 heads" in wrong_launches("return grad_q, grad_k", "return grad_q, grad_q")
-
-
-@pytest.mark.parametrize("name", BACKWARDS)
-@pytest.mark.parametrize("loaded", ["lse", "delta"])
-def test_a_load_without_a_mask_is_named(name, loaded):
-    address = f"{loaded}_ptr + head + query"
-    text = wrong(name, f"{address}, mask=query < n, other=0.0", address)
-    assert f"{loaded} is loaded without a mask" in text
-
-
-def test_gradients_that_are_returned_in_the_wrong_order_are_named():
-    order = ("return grad_q, grad_k, grad_v", "return grad_q, grad_v, grad_k")
-    assert "dK and dV are swapped" in wrong_launches(*order)
-
-
-def test_pythons_maximum_of_tiles_is_named():
-    assert "Python's max cannot compare tiles" in wrong("FORWARD", "tl.maximum(m", "max(m")
-
-
-@pytest.mark.parametrize(
-    ("name", "old"),
-    [("BACKWARD_QUERIES", "k_ptr + k_rows"), ("BACKWARD_KEYS", "grad_out_ptr + q_rows")],
-)
-def test_any_tensor_without_other_is_taken_for_a_load_of_anything(name, old):
-    count = "key[:, None] < n" if name == "BACKWARD_QUERIES" else "query[:, None] < n"
-    text = wrong(name, f"{old}, mask={count}, other=0.0", f"{old}, mask={count}")
-    assert "lanes that are off hold anything" in text
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -328,11 +285,6 @@ def test_another_good_schedule_is_right_and_says_how_long_tensor_cores_idle(caps
     assert capsys.readouterr().out.startswith("right: as expected\n  yours 11.1 % idle")
 
 
-def test_a_schedule_that_cannot_be_done_is_told_why(capsys):
-    exercises.check_schedule(lambda: "A.PV0 A.S0")
-    assert "A.S1 must be there once, found 0 times" in capsys.readouterr().out
-
-
 NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/06_flash_attention.ipynb"
 
 
@@ -372,9 +324,7 @@ def spoil(number: int, change):
 
 
 CHANGES = {
-    "zero": torch.zeros_like,
     "5% too large": lambda x: 1.05 * x,
-    "the sign": lambda x: -x,
     "a tile is missing": lambda x: torch.cat([x[:, :-3], torch.zeros_like(x[:, -3:])], 1),
 }
 

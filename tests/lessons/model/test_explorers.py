@@ -22,17 +22,11 @@ from lib.lessons.model.explorers import (
     pattern_slider,
     pattern_words,
 )
-from lib.lessons.start.story import load_story_model
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from tests.lessons.drawing_time import charts_per_move
 
 SENTENCE = "One day, a little fox found a ball. The fox"
-
-
-@pytest.fixture(scope="module")
-def story():
-    return load_story_model("cpu")[:2]
 
 
 @pytest.fixture
@@ -64,12 +58,6 @@ def test_patterns_are_those_that_the_model_mixes_values_with(options):
     assert patterns.shape == (2, 4, 6, 6)
     for weights, value, expected in zip(patterns, values, mixed):
         torch.testing.assert_close(weights @ value, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_share_one_among_the_tokens_so_far(story):
-    patterns = attention_patterns(story[0], story[1].encode(SENTENCE))
-    assert np.allclose(patterns.sum(-1), 1, atol=1e-5)
-    assert not np.triu(patterns, 1).any()
 
 
 def test_the_model_is_left_as_it_was(story):

@@ -30,12 +30,6 @@ def test_our_logits_are_those_of_the_record(recorded):
     assert continue_greedily(logits_of, told.token_ids, len(told.continuation)) == told.continuation
 
 
-def test_the_record_would_notice_another_model(recorded):
-    told, logits_of = recorded
-    ours = logits_of(torch.tensor(told.token_ids).flip(0))[:, :: told.every]
-    assert (ours - torch.tensor(told.logits)).abs().max() > 0.1
-
-
 def test_the_command_records_the_same_again(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     before = [read_logits(name) for name in ("trained", "grouped")]

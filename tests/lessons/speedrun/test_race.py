@@ -91,15 +91,6 @@ def test_the_referee_stops_a_real_recipe_at_its_target(notebook):
     assert [point[0] for point in again] == counts[1:]
 
 
-def test_a_referee_that_counts_the_judges_time_is_named():
-    def attempt(recipe, rules, seed):
-        return [(tokens, seconds + 5.0, bits) for tokens, seconds, bits in referee(
-            recipe, rules, seed
-        )]  # fmt: skip
-
-    assert verdict(RUN_TO_TARGET, exercises.on_toys(attempt)).startswith("not yet")
-
-
 def test_a_referee_with_another_clock_is_told():
     def attempt(recipe, rules, seed):
         clocked = copy.copy(rules)

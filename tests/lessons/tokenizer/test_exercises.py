@@ -136,11 +136,6 @@ def test_the_stream_of_the_lesson_has_the_bug_that_it_claims():
     assert "pre-tokens" in text
 
 
-def test_what_a_stream_gives_out_too_late_is_shown():
-    text = verdict(READ_CHUNKS, pretokens_of(lambda stream, size: [stream.read()]), seed=0)
-    assert re.search(r"'held back too long': yours b'.+', expected b''", text)
-
-
 def test_chosen_tokens_are_fewer_than_those_of_plain_training():
     assert verdict(CHOOSE_TOKENS, allowed(plain_training), seed=0).startswith("right")
     assert tokens_needed(choose_tokens) < tokens_needed(plain_training)

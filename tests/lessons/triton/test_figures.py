@@ -69,11 +69,6 @@ def test_each_chip_of_the_tables_has_a_source():
     assert all(document in shown for _, document, _ in hardware.SOURCES)
 
 
-def test_the_peak_of_the_xeon_follows_from_its_cores_and_clock():
-    assert pytest.approx(1.1648) == hardware.CPU_TFLOPS
-    assert hardware.CPU.float32 == 1.2
-
-
 def test_the_records_have_the_kernels_of_the_notebook(capsys):
     recorded = records.recorded_kernels()
     assert "NVIDIA H200" in capsys.readouterr().out
