@@ -6,12 +6,10 @@ import errno
 import functools
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -284,31 +282,6 @@ def test_another_process_that_saves_is_waited_for(tmp_path, processes):
     process.join(60)
     assert process.exitcode == 0
     assert visible(tmp_path) == [".lock", "step-00000001"]
-
-
-def save_forever(folder: Path) -> None:
-    model, tensors = nn.Linear(300, 300), {"a": torch.zeros(300, 300)}
-    for count in range(10**9):
-        # each step is saved twice, so that replacing is interrupted as well
-        save_checkpoint(folder, step=count // 2, model=model, tensors=tensors, keep_last=2)
-
-
-def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path, processes):
-    for delay in random.Random(0).sample(range(300), 6):
-        shutil.rmtree(tmp_path)
-        process = processes.Process(target=save_forever, args=(tmp_path,))
-        process.start()
-        started = time.monotonic()
-        while not list(tmp_path.glob("step-*")):
-            assert time.monotonic() < started + 60
-        time.sleep(delay / 1000)
-        process.kill()
-        process.join()
-        for path in tmp_path.glob("step-*"):
-            load_checkpoint(path)
-        step = load_checkpoint(tmp_path).step
-        save_steps(tmp_path, step + 1, keep_last=1)
-        assert visible(tmp_path) == [".lock", f"step-{step + 1:08d}"]
 
 
 @pytest.mark.parametrize("function", ["save_file", "os.replace", "files.sync", "to_json"])

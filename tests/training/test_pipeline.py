@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 
-from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
 from lib.training.pipeline import run_pipeline
 from lib.training.step import TrainStep
@@ -70,18 +69,6 @@ def test_a_pipeline_ends_with_a_model_and_its_text_and_again_trains_nothing(
     sample = SampleConfig(prompts=("The dog",), max_new_tokens=0)
     _, result, texts = run(dataclasses.replace(whole, sample=sample))
     assert (result.status, texts) == ("up to date", ["The dog"])
-
-
-def test_another_text_under_the_same_name_is_another_run(whole, tmp_path):
-    _, before, _ = run(whole)
-    weights = before.checkpoint / "model.safetensors"
-    kept = weights.read_bytes()
-    (tmp_path / "book.txt").write_text(f"Another story.\n{SEPARATOR}\n" * 400)
-    rows, after, _ = run(whole)
-    assert all(row["MB_per_s"] is not None for row in rows)
-    assert after.status == "finished"
-    assert after.output != before.output
-    assert weights.read_bytes() == kept
 
 
 def test_without_the_data_step_the_arrays_that_there_are_are_used(whole, tmp_path):
