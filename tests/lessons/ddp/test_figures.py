@@ -34,11 +34,6 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-@pytest.fixture
-def axes():
-    return Figure().subplots()
-
-
 @pytest.mark.parametrize("number", range(5))
 def test_a_ring_step_shows_values_and_colors_whole_sums(axes, number):
     draw_ring_step(axes, STEPS, number, arrows=False)

@@ -5,7 +5,6 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from matplotlib import pyplot as plt
 
 from lib.lessons.model.figures import (
     heads_svg,
@@ -59,25 +58,21 @@ def test_shared_heads_have_as_many_lines_as_queries():
     assert sharing_svg().count(">kv<") == 4 + 2 + 1
 
 
-def test_differences_have_a_dot_for_each_seed(monkeypatch):
-    monkeypatch.setattr(plt, "show", lambda: None)
+def test_differences_have_a_dot_for_each_seed(drawn):
     show_differences(
         [{"variant": "a", "costs": [0.1, 0.2, 0.3]}, {"variant": "b", "costs": [-1, 1, 0]}]
     )
-    axes = plt.gca()
+    (axes,) = drawn[0].axes
     dots = [line.get_xdata().tolist() for line in axes.lines if line.get_marker() == "o"]
     assert dots == [[0.1, 0.2, 0.3], [-1, 1, 0]]
     # one whose sign depends on the seed has another color
     colors = {bar.get_facecolor() for bar in axes.patches}
     assert len(colors) == 2
-    plt.close("all")
 
 
-def test_a_training_is_shown_as_a_mean_of_steps(monkeypatch):
-    monkeypatch.setattr(plt, "show", lambda: None)
+def test_a_training_is_shown_as_a_mean_of_steps(drawn):
     show_training({"run": [float(i) for i in range(40)]}, {"bigram": 3.0})
-    curve, level = plt.gca().lines
+    curve, level = drawn[0].axes[0].lines
     ends = curve.get_xydata()[[0, -1]].flatten()
     assert ends.tolist() == pytest.approx([20, 9.5, 40, 29.5])
     assert set(level.get_ydata()) == {3.0}
-    plt.close("all")

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-from matplotlib import pyplot as plt
 
 from lib.core.records import append_record
 from lib.lessons.profiling import figures, records
@@ -52,15 +51,6 @@ def test_a_recorded_block_reaches_no_more_than_its_roof_and_causal_attention_cou
     shares = {point.name: limits.share(point) for point in points}
     assert max(shares.values()) < 1
     assert shares["attention, fused"] == pytest.approx(0.42, abs=0.01)
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that are shown."""
-    shown = []
-    monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
-    yield shown
-    plt.close("all")
 
 
 @pytest.mark.parametrize("folder", records.PROFILE_NAMES)

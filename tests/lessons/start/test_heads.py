@@ -7,14 +7,8 @@ from lib.data.stories import generate_stories
 from lib.lessons.model.explorers import attention_patterns
 from lib.lessons.start.exercises import previous_token_head
 from lib.lessons.start.heads import patterns_on_stories
-from lib.lessons.start.story import load_story_model
 
 STORIES, TOKENS = 30, 96
-
-
-@pytest.fixture(scope="module")
-def story():
-    return load_story_model("cpu")[:2]
 
 
 @pytest.fixture(scope="module")

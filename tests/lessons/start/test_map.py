@@ -29,21 +29,7 @@ TIMES = {
     "2–3": "between two and three minutes",
 }
 
-
-# How it puts the hours, if it does.
-HOURS = {
-    0.5: "half an hour",
-    1: "(an|one) hour",
-    1.5: "an hour and a half|(one and a half|1½) hours",
-    2: "(two|2) hours",
-    2.5: "(two and a half|2½) hours",
-    3: "(three|3) hours",
-    5: "(five|5) hours",
-    3.5: "(three and a half|3½) hours",
-    4: "(four|4) hours",
-    4.5: "(four and a half|4½) hours",
-    8: "(eight|8) hours",
-}
+NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 # By somebody who worked through it: words do not count derivations, and a kernel or a ring takes
 # longer than 15 minutes.
 TRIED = {"06_flash_attention": 8, "07_ddp": 5}
@@ -75,6 +61,13 @@ def test_every_notebook_is_on_the_map_in_order():
     assert [stop.name for stop in STOPS if stop.name in NOTEBOOKS] == list(NOTEBOOKS)
 
 
+def hours_in_words(hours: float) -> str:
+    """How the first cell of a notebook puts them, if it does."""
+    if hours < 2:
+        return {0.5: "half an hour", 1: "an hour", 1.5: "an hour and a half"}[hours]
+    return f"{NUMBERS[int(hours)]}{' and a half' if hours % 1 else ''} hours"
+
+
 @pytest.mark.parametrize("stop", [stop for stop in STOPS if stop.name in NOTEBOOKS])
 def test_a_stop_says_what_its_notebook_says(stop):
     opening = "".join(json.loads(NOTEBOOKS[stop.name].read_text())["cells"][0]["source"])
@@ -82,7 +75,7 @@ def test_a_stop_says_what_its_notebook_says(stop):
     assert title.startswith(f"# {stop.name[:2]} · {stop.title}")
     takes = takes.split("**It needs**")[0].replace("\n", " ")
     assert re.search(TIMES[stop.minutes], takes)
-    assert "hour" not in takes or re.search(HOURS[stop.hours], takes)
+    assert "hour" not in takes or hours_in_words(stop.hours) in takes
 
 
 def test_words_stay_inside_their_cards():

@@ -1,20 +1,12 @@
 """A story follows its prompt and its temperature, token by token and at once."""
 
-import statistics
-import time
-
 import pytest
 
-from lib.lessons.start.story import load_story_model, story_teller
+from lib.lessons.start.story import story_teller
 from lib.training.generation import generate_text
 from tests.lessons.stored import stored_outputs
 
 PROMPT = "One day, a fox"
-
-
-@pytest.fixture(scope="module")
-def story():
-    return load_story_model("cpu")[:2]
 
 
 @pytest.fixture
@@ -52,25 +44,6 @@ def test_the_story_grows_token_by_token(teller):
     assert len(lengths) >= 8
     assert lengths == sorted(lengths)
     assert told(teller).startswith("The ball")
-
-
-def test_the_first_words_come_within_a_tenth_of_a_second(story):
-    teller = story_teller(*story, PROMPT)
-    box, slider, button, view, _ = teller.children
-    first = []
-    view.observe(lambda change: first.append(time.perf_counter()), "outputs")
-    moves = [
-        *(lambda t=t: setattr(slider, "value", t) for t in (0.2, 0.4, 0.6)),
-        *(lambda n=n: setattr(box, "value", "The fox " * n) for n in (1, 2, 3)),
-        button.click,
-    ]
-    times = []
-    for move in moves:
-        first.clear()
-        started = time.perf_counter()
-        move()
-        times.append(first[0] - started)
-    assert statistics.median(times) < 0.1
 
 
 @pytest.mark.parametrize("prompt", ["", "<b>&", "word " * 300])

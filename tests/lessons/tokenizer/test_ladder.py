@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 
 from lib.lessons.tokenizer import figures, ladder
 from lib.lessons.tokenizer.texts import python_manual
@@ -23,11 +22,9 @@ def test_each_step_gives_the_ids_of_the_readable_encoder_cold_and_warm(tokenizer
             assert encode(text).tolist() == tokenizer.encode(text), name
 
 
-def test_the_ladder_names_each_speed_and_its_gain(monkeypatch):
-    monkeypatch.setattr(plt, "show", lambda: None)
+def test_the_ladder_names_each_speed_and_its_gain(drawn):
     figures.show_ladder({"slow": 2.0, "fast": 5.0}, title="")
-    words = [text.get_text().strip() for text in plt.gca().texts]
-    plt.close()
+    words = [text.get_text().strip() for text in drawn[0].axes[0].texts]
     assert words == ["2 MB/s", "5 MB/s  ×2.5"]
 
 

@@ -1,6 +1,5 @@
 """The pictures of notebook 05, and its table of chips beside the data sheets in `lib.core`."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -20,23 +19,21 @@ def shifted(x_ptr, y_ptr, shift, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, tl.load(x_ptr + offsets))
 
 
-def drawn(shift, monkeypatch, **options):
+def texts_of_run(shift, drawn, **options):
     """(texts of each panel, text of the legend) of a run of three programs on ten elements."""
-    monkeypatch.setattr(plt, "show", lambda: None)
     show_run(watch(shifted, (3,), torch.zeros(10), torch.zeros(10), shift, BLOCK=4), **options)
-    figure = plt.gcf()
+    figure = drawn[-1]
     panels = [[text.get_text() for text in axes.texts] for axes in figure.axes]
     legends = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-    plt.close(figure)
     return panels, legends
 
 
-def test_each_cell_has_the_program_that_touched_it(monkeypatch):
-    panels, legends = drawn(3, monkeypatch)
+def test_each_cell_has_the_program_that_touched_it(drawn):
+    panels, legends = texts_of_run(3, drawn)
     assert panels == [["0", "0", "0", "×2", "1", "1", "×2", "2", "2", "2"]] * 2
     assert legends == ["programs 0 and 1 both store element 3 of y"]
-    assert drawn(4, monkeypatch)[1] == ["program 2 loads element 10 of x, which has 10 elements"]
-    assert drawn(3, monkeypatch, only=1)[0] == [["1"] * 4] * 2
+    assert texts_of_run(4, drawn)[1] == ["program 2 loads element 10 of x, which has 10 elements"]
+    assert texts_of_run(3, drawn, only=1)[0] == [["1"] * 4] * 2
 
 
 @pytest.mark.parametrize(

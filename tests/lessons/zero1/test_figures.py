@@ -15,11 +15,6 @@ from lib.lessons.zero1.figures import (
 )
 
 
-@pytest.fixture
-def axes():
-    return Figure().subplots()
-
-
 def texts(axes):
     return [text.get_text() for text in axes.texts]
 

@@ -1,0 +1,27 @@
+"""What tests of several lessons share."""
+
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+
+@pytest.fixture(scope="session")
+def story():
+    """The committed story model and its tokenizer, on the processor."""
+    from lib.lessons.start.story import load_story_model
+
+    return load_story_model("cpu")[:2]
+
+
+@pytest.fixture
+def axes():
+    return Figure().subplots()
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are shown."""
+    shown = []
+    monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
+    yield shown
+    plt.close("all")
