@@ -2,6 +2,19 @@
 
 from tests.fault import Fault
 
+COSTS = "lib/ddp/costs.py"
+BUCKETS = "lib/ddp/buckets.py"
+WRAPPERS = "lib/ddp/wrappers.py"
+GROUP = "lib/ddp/process_group.py"
+LAUNCHER = "lib/ddp/launcher.py"
+NETWORK = "lib/ddp/simulated_network.py"
+TEST_COSTS = "tests/ddp/test_costs.py"
+TEST_BUCKETS = "tests/ddp/test_buckets.py"
+TEST_WRAPPERS = "tests/ddp/test_wrappers.py"
+TEST_GROUP = "tests/ddp/test_process_group.py"
+TEST_NETWORK = "tests/ddp/test_simulated_network.py"
+ON_TWO_RANKS = "tests/ddp/test_wrappers.py::test_on_two_ranks"
+TRAINING = "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process"
 FAULTS = [
     Fault(
         "lib/ddp/ring.py",
@@ -9,184 +22,141 @@ FAULTS = [
         "sent = [(rank + number) % ranks for rank in range(ranks)]",
         "tests/ddp/test_ring.py",
     ),
+    Fault(COSTS, "slow = (hosts - 1) / (ranks - 1)", "slow = hosts / (ranks - 1)", TEST_COSTS),
     Fault(
-        "lib/ddp/costs.py",
-        "slow = (hosts - 1) / (ranks - 1)",
-        "slow = hosts / (ranks - 1)",
-        "tests/ddp/test_costs.py",
-    ),
-    Fault(
-        "lib/ddp/costs.py",
+        COSTS,
         "start = max(ready if overlap else backward_ms, end)",
         "start = ready if overlap else backward_ms",
-        "tests/ddp/test_costs.py",
+        TEST_COSTS,
     ),
     # what is sent after backward slows nothing down
-    Fault(
-        "lib/ddp/costs.py",
-        "    if overlap and ranks > 1:\n",
-        "    if ranks > 1:\n",
-        "tests/ddp/test_costs.py",
-    ),
+    Fault(COSTS, "    if overlap and ranks > 1:\n", "    if ranks > 1:\n", TEST_COSTS),
     # padding to the next multiple becomes padding to the one before
     Fault(
-        "lib/ddp/buckets.py",
+        BUCKETS,
         "self.lengths = [-(-param.numel() // step) * step for param in self.params]",
         "self.lengths = [param.numel() // step * step for param in self.params]",
-        "tests/ddp/test_buckets.py",
+        TEST_BUCKETS,
     ),
     Fault(
-        "lib/ddp/buckets.py",
+        BUCKETS,
         "if bucket and cap_bytes is not None and size > limit:",
         "if bucket and cap_bytes is not None and size >= limit:",
-        "tests/ddp/test_buckets.py",
+        TEST_BUCKETS,
     ),
     # the sum in place of the mean
     Fault(
-        "lib/ddp/buckets.py",
+        BUCKETS,
         "self.divisor = None if averages else dist.get_world_size(group)",
         "self.divisor = None",
-        "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
+        TRAINING,
     ),
     # unused parameters keep gradients of zeros, with which AdamW decays them
     Fault(
-        "lib/ddp/wrappers.py",
+        WRAPPERS,
         "                if share == 0:\n                    self.params[index].grad = None",
         "                if share < 0:\n                    self.params[index].grad = None",
-        "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
+        TRAINING,
     ),
     # who has gradients is sent before that is known
     Fault(
-        "lib/ddp/wrappers.py",
+        WRAPPERS,
         "is_last = bucket is self.buckets[-1]",
         "is_last = bucket is self.buckets[0]",
-        "tests/ddp/test_wrappers.py::test_on_two_ranks",
+        ON_TWO_RANKS,
     ),
-    Fault(
-        "lib/ddp/wrappers.py",
-        "        if not self.is_syncing:\n            return\n",
-        "",
-        "tests/ddp/test_wrappers.py::test_on_two_ranks",
-    ),
+    Fault(WRAPPERS, "        if not self.is_syncing:\n            return\n", "", ON_TWO_RANKS),
     # no broadcast of rank 0's weights
     Fault(
-        "lib/ddp/wrappers.py",
+        WRAPPERS,
         "            broadcast_module(module, group)\n            self._replace_earlier()",
         "            self._replace_earlier()",
-        "tests/ddp/test_wrappers.py::test_training_equals_that_of_one_process",
+        TRAINING,
     ),
     Fault(
-        "lib/ddp/process_group.py",
-        "total /= world_size(group)",
-        "total /= max(1, world_size(group) - 1)",
-        "tests/ddp/test_process_group.py",
+        GROUP, "total /= world_size(group)", "total /= max(1, world_size(group) - 1)", TEST_GROUP
     ),
     # a rank that fails alone, while the others go on
     Fault(
-        "lib/ddp/process_group.py",
+        GROUP,
         "    if first is None:\n        return result\n    raise mark_collective",
         "    if error is None:\n        return result\n    raise mark_collective",
-        "tests/ddp/test_process_group.py",
+        TEST_GROUP,
     ),
     # what ranks of an earlier start left is taken for an answer
     Fault(
-        "lib/ddp/process_group.py",
+        GROUP,
         'prefix = store.get(f"prefix for/{own}").decode()',
         'prefix = store.get(f"prefix for/{rank}").decode()',
-        "tests/ddp/test_process_group.py",
+        TEST_GROUP,
     ),
     # the last exception in place of the first
     Fault(
-        "lib/ddp/launcher.py",
+        LAUNCHER,
         'rank = min(failures, key=lambda r: failures[r]["time"])',
         'rank = max(failures, key=lambda r: failures[r]["time"])',
         "tests/ddp/test_launcher.py::test_the_rank_that_failed_first_is_the_cause",
     ),
     # ranks outlive the process that launched them
     Fault(
-        "lib/ddp/launcher.py",
+        LAUNCHER,
         "    threading.Thread(target=_end_with_parent, daemon=True).start()\n",
         "",
         "tests/ddp/test_launcher.py::test_ranks_end_with_the_process_that_launched_them",
     ),
     # ranks have the environment of the first launch
     Fault(
-        "lib/ddp/launcher.py",
+        LAUNCHER,
         "    os.environ.clear()\n    os.environ.update(environment)\n",
         "",
         "tests/ddp/test_launcher.py::test_ranks_have_the_environment_of_each_launch",
     ),
     # an earlier wrapper of the module averages the same gradients once more
+    Fault(WRAPPERS, "                    del hooks[number]\n", "", ON_TWO_RANKS),
     Fault(
-        "lib/ddp/wrappers.py",
-        "                    del hooks[number]\n",
-        "",
-        "tests/ddp/test_wrappers.py::test_on_two_ranks",
-    ),
-    Fault(
-        "lib/ddp/wrappers.py",
+        WRAPPERS,
         "        if self._is_wrapped and [param.dtype for param in self.params] != self.dtypes:",
         "        if False:",
-        "tests/ddp/test_wrappers.py::test_on_two_ranks",
+        ON_TWO_RANKS,
     ),
     # ranks with buckets of other sizes
-    Fault(
-        "lib/ddp/wrappers.py",
-        '"bucket_cap_mb": cap, "packed"',
-        '"packed"',
-        "tests/ddp/test_wrappers.py",
-    ),
+    Fault(WRAPPERS, '"bucket_cap_mb": cap, "packed"', '"packed"', TEST_WRAPPERS),
     # PyTorch's wrapper outlives the group
-    Fault(
-        "lib/ddp/wrappers.py",
-        "            before_leaving(self.free)\n",
-        "",
-        "tests/ddp/test_wrappers.py",
-    ),
+    Fault(WRAPPERS, "            before_leaving(self.free)\n", "", TEST_WRAPPERS),
     # what holds the group lets go too late
     Fault(
-        "lib/ddp/process_group.py",
+        GROUP,
         "    _let_go()\n    dist.destroy_process_group()\n",
         "    dist.destroy_process_group()\n    _let_go()\n",
-        "tests/ddp/test_process_group.py",
+        TEST_GROUP,
     ),
     # a simulated collective starts when this rank calls it, not the last
     Fault(
-        "lib/ddp/simulated_network.py",
+        NETWORK,
         'start = max(self.free, *(float(call["time"]) for call in calls))',
         "start = max(self.free, called)",
-        "tests/ddp/test_simulated_network.py",
+        TEST_NETWORK,
     ),
     # results before the time is up
     Fault(
-        "lib/ddp/simulated_network.py",
+        NETWORK,
         "        self.group.clock.sleep_until(self.free)\n        hand_over()",
         "        hand_over()\n        self.group.clock.sleep_until(self.free)",
-        "tests/ddp/test_simulated_network.py",
+        TEST_NETWORK,
     ),
     # a buffer that others still read is filled again
-    Fault(
-        "lib/ddp/simulated_network.py",
-        "if self.last_call[number] <= read and",
-        "if",
-        "tests/ddp/test_simulated_network.py",
-    ),
+    Fault(NETWORK, "if self.last_call[number] <= read and", "if", TEST_NETWORK),
     # ranks whose calls differ get each other's data
+    Fault(NETWORK, 'if call["what"] != slots[self.own]["what"]:', "if False:", TEST_NETWORK),
     Fault(
-        "lib/ddp/simulated_network.py",
-        'if call["what"] != slots[self.own]["what"]:',
-        "if False:",
-        "tests/ddp/test_simulated_network.py",
-    ),
-    Fault(
-        "lib/ddp/simulated_network.py",
+        NETWORK,
         "return Link(link.latency_us * slower, link.bandwidth_gbs * smaller / slower)",
         "return Link(link.latency_us * slower, link.bandwidth_gbs / slower)",
-        "tests/ddp/test_simulated_network.py",
+        TEST_NETWORK,
     ),
     # an interrupted rank that is still importing PyTorch prints a traceback
     Fault(
-        "lib/ddp/launcher.py",
+        LAUNCHER,
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
         "signal.pthread_sigmask(signal.SIG_BLOCK, {})",
         "tests/ddp/test_launcher.py::test_an_interrupt_ends_ranks_that_are_starting_without_a_word",
