@@ -16,7 +16,7 @@ from lib.benchmarks.lm_matrix_report import (
     target_table,
     write_report,
 )
-from lib.benchmarks.multi_rank_report import Setting, setting_title
+from lib.benchmarks.multi_rank_report import Setting
 from lib.benchmarks.rank_training import TrainingCase
 from lib.core.records import read_records
 from lib.core.settings import to_dict
@@ -192,14 +192,6 @@ def test_each_setting_has_a_section_with_a_title_of_its_own(case):
     settings = make_settings([to_dict(c) | {"device": "H"} for c in (case, *changed)])
     assert [len(setting.rows) for setting in settings] == [1] * (1 + len(changes))
     assert len({setting.title for setting in settings}) == len(settings)
-
-
-def test_a_title_names_sizes_that_are_not_the_presets(case):
-    row = to_dict(case) | {"device": "NVIDIA H200"}
-    assert setting_title(row).startswith("tiny, d_model 32, d_ff 48, num_layers 2, vocab_size 61:")
-    gpus = row | {"backend": "nccl", "dtype": "bfloat16", "low_precision_weights": True}
-    words = "bfloat16, eager, bfloat16 parameters; 2 × 2 × 16 tokens; 2 × NVIDIA H200"
-    assert setting_title(gpus).endswith(words)
 
 
 def test_flashddp_is_compared_with_peers_of_the_same_launch_alone(planted, case):

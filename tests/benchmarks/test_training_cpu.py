@@ -87,11 +87,6 @@ def test_the_bare_loop_runs_the_matmuls_of_a_step(settings):
     assert flops == flops_per_token(shape) * BATCH * shape.context_length
 
 
-def test_with_a_fused_kernel_the_matmuls_of_weights_are_those_of_a_step():
-    weights = [matmul for matmul in step_matmuls(SHAPE, BATCH) if len(matmul.first) == 2]
-    assert matmuls_of(bare_loop(weights)) == matmuls_of(a_step(SHAPE))
-
-
 def test_a_bare_loop_multiplies_into_the_same_memory(monkeypatch):
     results, original = [], torch.mm
 

@@ -15,7 +15,6 @@ from lib.profiling.trace import (
     Span,
     Trace,
     category_of,
-    launch_times,
     parse_trace,
     read_trace,
     step_events,
@@ -69,11 +68,6 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, content, suffix):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path.name} must be a trace"):
         read_trace(path)
-
-
-def test_a_kernel_is_launched_by_the_call_of_its_correlation():
-    # the Memset has none
-    assert launch_times(READ.kernels, READ.calls) == [11, 3]
 
 
 # two steps of a GPU that lags behind the host: a kernel of the first runs during the second
