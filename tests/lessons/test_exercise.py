@@ -35,9 +35,10 @@ TOPICS = {
     for path in sorted((ROOT / "lib/lessons").glob("*/exercises.py"))
     if path.parent.name not in KERNELS or importlib.util.find_spec("triton")
 }
+# with their rooms, since two lessons may give one name to exercises of their own
 CHECKED = {
-    name: value
-    for topic in TOPICS.values()
+    f"{room}.{name}": value
+    for room, topic in TOPICS.items()
     for name, value in vars(topic).items()
     if isinstance(value, Exercise)
 }
@@ -89,14 +90,15 @@ def test_the_folded_solution_passes(stub, help_text, lesson, capsys, monkeypatch
     assert capsys.readouterr().out.startswith("right")
 
 
-def test_each_lesson_has_at_least_three_exercises_in_its_notebook_and_the_first_has_one():
+def test_each_exercise_is_in_the_notebook_of_its_lesson():
     counts = Counter(case.values[2] for case in EXERCISES)
-    assert counts.keys() == TOPICS.keys()
-    assert all(count >= (1 if lesson == "start" else 3) for lesson, count in counts.items())
+    there_are = Counter(name.split(".")[0] for name in CHECKED)
+    assert counts.keys() == there_are.keys() == TOPICS.keys()
+    assert counts >= there_are
 
 
 MISTAKES = [
-    pytest.param(exercise, name, id=f"{CHECKED[exercise].solve.__name__}: {name}")
+    pytest.param(exercise, name, id=f"{exercise}: {name}")
     for exercise in CHECKED
     for name in CHECKED[exercise].mistakes
 ]
@@ -135,15 +137,8 @@ def test_each_mistake_is_recognised_by_name_on_any_inputs(exercise, name):
     assert all(says_which(exercise, name, mistake, seed) for seed in range(1, 5))
 
 
-# without what an open exercise measures, which only takes time here
-@pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)
-def test_the_right_function_passes_on_fresh_inputs(exercise):
-    unmeasured = dataclasses.replace(exercise, measure=None)
-    assert verdict(unmeasured, exercise.solve).startswith("right")
-
-
 # but where the answer is the input
-@pytest.mark.parametrize("name", [name for name in CHECKED if name != "COPY"])
+@pytest.mark.parametrize("name", [name for name in CHECKED if name != "triton.COPY"])
 def test_a_function_that_gives_its_input_back_fails(name):
     exercise = CHECKED[name]
     assert verdict(exercise, lambda given, *_: given).startswith("not yet")
@@ -171,9 +166,7 @@ MANY = dict.fromkeys(range(50), 1)
         ([1, 2], [1, 2, 3], "position 2: yours nothing, expected 3"),
         ([1, 2, 3, 4], [1, 2, 3], "position 3: yours 4, expected nothing"),
         (None, [1, 2], "it returned None (is a `return` missing?); expected [1, 2]"),
-        (5, [1, 2], "it returned 5, of type int; expected [1, 2]"),
         ("123", [1, 2], "it returned '123', of type str; expected [1, 2]"),
-        ({1: 2}, [1, 2], "it returned {1: 2}, of type dict; expected [1, 2]"),
         (1.25, 1, "result: yours 1.25, expected 1"),
         (1_000_001, 1_000_000, "result: yours 1000001, expected 1000000"),
         ({(1, 2): 3}, COUNTS, "(2, 1): yours nothing, expected 5"),
@@ -183,13 +176,8 @@ MANY = dict.fromkeys(range(50), 1)
         (MANY, {(1, 2): 3}, "(1, 2): yours nothing, expected 3"),
         (torch.zeros(2, 3), TENSOR, "the result: yours has shape (2, 3), expected (3, 2)"),
         (TENSOR + torch.eye(3)[:, :2], TENSOR, "(0, 0): yours 2, expected 1 (2 of 6 values differ"),
-        (
-            TENSOR.new_full((3, 2), torch.nan),
-            TENSOR,
-            "(0, 0): yours nan, expected 1 (6 of",
-        ),
+        (TENSOR * torch.nan, TENSOR, "(0, 0): yours nan, expected 1 (6 of"),
         ([[1, 2], [3, 4]], TENSOR, "of type list; expected tensor([[1, 2], [3, 4], [5, 6]])"),
-        ([torch.zeros(2)] * 3, TENSOR, "of type list; expected tensor("),
         (None, torch.zeros(5, 4), "expected <tensor of shape (5, 4)>"),
     ],
 )
@@ -352,32 +340,16 @@ def twice(n):
     return n + n
 
 
-def test_what_an_open_exercise_measures_is_shown_beside_the_solution():
-    cost = {double: 19800.0, twice: 3.0}
-    exercise = Exercise(
-        double, lambda _, size: (size,), {}, "open", measure=cost.get, unit="ms", trials=4
-    )
+def test_what_an_open_exercise_measures_is_shown_beside_solution_and_baseline():
+    options = {"measure": {double: 19800.0, twice: 3.0, sum: 40.0}.get, "unit": "ms", "trials": 4}
+    exercise = Exercise(double, lambda _, size: (size,), {}, "open", **options)
     assert verdict(exercise, twice).splitlines() == [
         "right: as expected on 4 random inputs",
         "  yours 3 ms, the solution 19,800 ms",
     ]
     assert "ms" not in verdict(exercise, lambda n: n)
-
-
-def test_a_baseline_is_measured_as_well():
-    cost = {double: 2.0, twice: 3.0, sum: 40.0}
-    exercise = Exercise(
-        double,
-        lambda _, size: (size,),
-        {},
-        "open",
-        measure=cost.get,
-        unit="ms",
-        trials=4,
-        baseline=sum,
-    )
-    figures = verdict(exercise, twice).splitlines()[1]
-    assert figures == "  yours 3 ms, the solution 2 ms, `sum` 40 ms"
+    figures = verdict(dataclasses.replace(exercise, baseline=sum), twice).splitlines()[1]
+    assert figures == "  yours 3 ms, the solution 19,800 ms, `sum` 40 ms"
 
 
 def test_a_secret_answer_is_not_told():

@@ -17,27 +17,17 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "artifacts/local"
 
 
-def test_a_guess_is_compared_with_what_was_measured(capsys):
-    first = predict("How long does the first call take?", 5, "ms")
-    first.measured(8)
-    assert capsys.readouterr().out.splitlines() == [
-        "How long does the first call take? You say: 5 ms.",
-        "measured: 8 ms; you said 5 ms: off by 1.6×",
-    ]
-
-
-def test_a_percentage_is_written_without_a_space(capsys):
-    predict("What share?", 30, "%").measured(28.2)
-    assert capsys.readouterr().out.splitlines() == [
-        "What share? You say: 30%.",
-        "measured: 28.2%; you said 30%: right on",
-    ]
-
-
-def test_large_numbers_have_commas_and_no_powers_of_ten(capsys):
-    predict("How many tokens?", 2000).measured(1322.6)
-    words = "measured: 1,323; you said 2,000: off by 1.5×"
-    assert capsys.readouterr().out.splitlines()[1] == words
+@pytest.mark.parametrize(
+    ("guess", "unit", "answer", "said", "compared"),
+    [
+        (5, "ms", 8, "5 ms", "measured: 8 ms; you said 5 ms: off by 1.6×"),
+        (30, "%", 28.2, "30%", "measured: 28.2%; you said 30%: right on"),
+        (2000, "", 1322.6, "2,000", "measured: 1,323; you said 2,000: off by 1.5×"),
+    ],
+)
+def test_a_guess_is_compared_with_what_was_measured(guess, unit, answer, said, compared, capsys):
+    predict("How much?", guess, unit).measured(answer)
+    assert capsys.readouterr().out.splitlines() == [f"How much? You say: {said}.", compared]
 
 
 @pytest.mark.parametrize(
