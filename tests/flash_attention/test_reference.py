@@ -51,13 +51,6 @@ def test_error_in_16_bits_is_at_most_twice_pytorchs(case, dtype):
     assert_error_at_most_twice_pytorchs(flash_attention, case, dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [*LONG[:2], *GROUPED[:2]], ids=str)
-def test_error_on_a_gpu_is_at_most_twice_pytorchs(case, dtype):
-    assert_error_at_most_twice_pytorchs(flash_attention, case, dtype, "cuda")
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_shape_in_any_tiles_is_the_formula(data):

@@ -1,7 +1,6 @@
 """Memory by category: hand-made events, and real steps against what the model's formulas say."""
 
 import dataclasses
-import pickle
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from lib.model.transformer import TransformerLM
 from lib.profiling.memory_timeline import (
     CATEGORIES,
     MARK,
-    memory_snapshot,
     memory_timeline,
     profile_memory,
 )
@@ -174,13 +172,3 @@ def test_the_sum_is_what_the_allocator_says_on_a_gpu(compiled):
     gradients = timeline.highest()["gradients"]
     assert 0 <= gradients - 4 * num_parameters(MODEL) <= 512 * tensors
     assert timeline.highest()["activations"] > 0
-
-
-@pytest.mark.gpu
-def test_a_snapshot_can_be_loaded(tmp_path):
-    path = tmp_path / "snapshot.pickle"
-    with memory_snapshot(path):
-        x = torch.ones(1000, device="cuda")
-    snapshot = pickle.loads(path.read_bytes())
-    sizes = [entry["size"] for trace in snapshot["device_traces"] for entry in trace]
-    assert x.untyped_storage().nbytes() <= max(sizes)
