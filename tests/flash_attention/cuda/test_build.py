@@ -124,19 +124,6 @@ def test_a_damaged_file_in_the_cache_is_compiled_again(compiled, content):
     assert build.build("forward", {}, "sm_75") == b"code 2"
 
 
-def test_a_cache_that_may_not_be_read_is_no_obstacle(compiled, monkeypatch):
-    read = Path.read_bytes
-
-    def refuse(path: Path) -> bytes:
-        if path.suffix == ".bin":
-            raise PermissionError("not yours")
-        return read(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert build.build("forward", {}, "sm_75") == b"code 1"
-    assert build.build("forward", {}, "sm_75") == b"code 2"
-
-
 def test_without_a_home_folder_kernels_are_compiled_again(compiled, monkeypatch):
     def no_home(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
