@@ -371,8 +371,6 @@ def test_generate_without_a_run_says_how_to_make_one(tmp_path, monkeypatch, caps
     assert error.startswith("error: no training run in artifacts")
     assert "python -m lib pipeline" in error
     assert error.count("\n") == 1
-    assert main(["generate", "--checkpoint", str(tmp_path)]) == 2
-    assert f"no config.json in {tmp_path}" in capsys.readouterr().err
 
 
 # Commands that print more than a file's name
@@ -427,16 +425,12 @@ def test_pipeline_prints_what_it_made_and_a_sample(trained, capsys):
     assert capsys.readouterr().out == f"up to date at step 10{first}\n{second}\n"
 
 
-def test_tokenize_prints_the_same_table_and_names_a_missing_text(trained, tmp_path, capsys):
+def test_tokenize_prints_the_same_table(trained, capsys):
     folder, output = trained
     flags = ["--vocab_size", "280", "--data_dir", str(folder), "--output", str(folder / "tokens")]
     assert main(["tokenize", "--corpus", str(folder / "book.txt"), *flags]) == 0
     rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()]
     assert rows == [line.split("|")[1:4] for line in output.splitlines()[: len(rows)]]
-    assert main(["tokenize", "--corpus", str(tmp_path / "none.txt"), *flags]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert "none.txt" in error
 
 
 def test_generate_writes_whole_texts_into_a_pipe(trained):

@@ -34,7 +34,14 @@ from lib.training.metrics import read_metrics
 from lib.training.parallelism import check_wrapper, parallelise
 from lib.training.step import TrainStep
 from tests.training import ranks as workers
-from tests.training.runs import CONFIG, ROOT, assert_close_run, checkpoint_names, lines
+from tests.training.runs import (
+    CONFIG,
+    ROOT,
+    assert_close_run,
+    assert_same_run,
+    checkpoint_names,
+    lines,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -310,16 +317,10 @@ def test_a_run_is_that_of_one_process_written_once_and_known_to_all(ranks, folde
     assert (record["batch_size"], record["world_size"]) == (3, 2)
 
 
-def final_bits(folder) -> list[bytes]:
-    path = folder / "checkpoints" / f"step-{STEPS:08d}"
-    return [(path / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
-
-
 def test_a_signal_to_one_rank_ends_all_where_they_log_and_the_run_resumes_exactly(ranks, folder):
     assert [found["signal"] for found in ranks] == [6] * 2
     assert [found["resumed"] for found in ranks] == ["finished"] * 2
-    assert (final_bits(folder / "stopped") == final_bits(folder / "run")) is True
-    assert lines(folder / "stopped") == lines(folder / "run")
+    assert_same_run(folder / "stopped", folder / "run", STEPS)
 
 
 def sharded_state(folder) -> list[torch.Tensor]:
