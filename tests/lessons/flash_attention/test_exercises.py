@@ -125,7 +125,7 @@ TASKS = {
     "BACKWARD_KEYS": kernel_exercises.KEYS_TASK,
 }
 ALL = tuple(TASKS)
-FORWARDS, BACKWARDS = ALL[:2], ALL[2:]
+FORWARDS = ALL[:2]
 
 
 @functools.cache

@@ -123,24 +123,6 @@ def test_logits_of_all_tokens_are_noticed_even_if_made_in_chunks():
     assert "it holds the logits of all tokens at once" in text
 
 
-def one_backward(hidden, weight, targets, chunk_tokens):
-    """Section 3's `forward_in_chunks`, which saves nothing."""
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    total = 0.0
-    for start in range(0, len(hidden), chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        log_p = (hidden[chunk] @ weight.T).log_softmax(-1)
-        total = total - log_p.gather(1, targets[chunk, None]).sum() / len(targets)
-    total.backward()
-    return total, hidden.grad, weight.grad
-
-
-def test_one_backward_for_all_chunks_is_noticed_and_named():
-    text = verdict(LOSS_IN_CHUNKS, frugal(one_backward), seed=0)
-    assert "autograd keeps the logits of all chunks at once" in text
-    assert "It looks as if backward is called once, at the end" in text
-
-
 def test_a_timed_call_imports_nothing():
     """Importing takes PyTorch more than a second, most of the time limit."""
     code = """if True:
@@ -165,28 +147,6 @@ def test_the_weight_on_the_token_before_is_that_of_rotated_vectors():
     torch.testing.assert_close(
         weights_by_distance(query, key, frequencies)[:, 1], expected, rtol=1e-3, atol=1e-5
     )
-
-
-def fastest_quarter(frequencies):
-    size = (torch.arange(len(frequencies)) < len(frequencies) / 4).float()
-    size *= 2 * math.sqrt(2 * len(size)) / size.norm()
-    return as_head(size, -frequencies)
-
-
-def rotated_forward(frequencies):
-    size = (torch.arange(len(frequencies)) < 4).float()
-    return as_head(size * math.sqrt(2 * len(size)), frequencies)
-
-
-@pytest.mark.parametrize(
-    ("head", "mistake"),
-    [
-        (fastest_quarter, "give long arrows to three or more of the fastest pairs"),
-        (rotated_forward, "the query is rotated forward"),
-    ],
-)
-def test_what_is_said_of_a_wrong_head_fits_it(head, mistake):
-    assert mistake in verdict(PREVIOUS_TOKEN_HEAD, aimed(head), seed=0)
 
 
 def test_a_better_head_has_a_lower_figure():

@@ -133,18 +133,9 @@ def test_the_step_trains_as_pytorchs_adam_does_in_one_process(count):
     assert (expected - start).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "told"),
-    [
-        ("1e-8", "1e-6", "expected"),
-        ("param.copy_(", "params[0] = (", "with copy_"),
-        ("torch.zeros(-len(joined) % ranks.count)", "joined[:0]", "pad to a multiple of"),
-    ],
-)
-def test_a_wrong_step_fails_on_threads(old, new, told):
-    text = verdict(ZERO1_STEP, edited(zero1_step, old, new), seed=0)
+def test_a_larger_epsilon_is_no_rounding():
+    text = verdict(ZERO1_STEP, edited(zero1_step, "1e-8", "1e-6"), seed=0)
     assert text.startswith("not yet")
-    assert told in text
 
 
 def test_a_step_with_another_order_of_roundings_is_right():
