@@ -21,6 +21,7 @@ from lib.core.settings import from_json, to_json
 from lib.core.terminal import BOLD, PLAIN
 from lib.data.prepare import TokenizeConfig
 from lib.training.config import GenerateConfig, PipelineConfig, TrainConfig
+from tests.training.runs import small_pipeline
 
 ROOT = Path(command_line.__file__).parents[1]
 
@@ -380,26 +381,8 @@ def test_generate_without_a_run_says_how_to_make_one(tmp_path, monkeypatch, caps
 def trained(tmp_path_factory):
     """A pipeline of a moment: its config in a file, and what the command printed."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "book.txt").write_text("The cat sat on the mat.\n\n<|endoftext|>\n" * 300)
-    shape = {"context_length": 8, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32}
-    fields = {
-        "corpus": {
-            "corpus": str(folder / "book.txt"),
-            "vocab_size": 280,
-            "data_dir": str(folder),
-            "output": str(folder / "tokens"),
-        },
-        "train": {
-            "model": shape,
-            "optimizer": {"warmup_steps": 2},
-            "output": str(folder / "run"),
-            "steps": 10,
-            "batch_size": 2,
-            "device": "cpu",
-        },
-        "sample": {"prompts": ["The cat", "A dog"], "max_new_tokens": 8},
-    }
-    (folder / "config.json").write_text(json.dumps(fields))
+    config = small_pipeline(folder, "The cat", "A dog", output=folder / "run")
+    (folder / "config.json").write_text(to_json(config))
     done = run("pipeline", "--config", folder / "config.json")
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
@@ -407,7 +390,7 @@ def trained(tmp_path_factory):
 
 def test_pipeline_prints_what_it_made_and_a_sample(trained, capsys):
     folder, output = trained
-    table, _, sample = output.partition("finished at step 10")
+    table, _, sample = output.partition("finished at step 8")
     steps = [line.split()[1] for line in table.splitlines()[2:]]
     assert steps == ["tokenizer", "train", "validation"]
     first, second, *texts = sample.splitlines()
@@ -420,14 +403,14 @@ def test_pipeline_prints_what_it_made_and_a_sample(trained, capsys):
     (folder / "train.json").write_text(
         to_json(from_json(PipelineConfig, folder / "config.json").train)
     )
-    flags = ["--config", str(folder / "train.json"), "--data", str(folder / "tokens")]
+    flags = ["--config", str(folder / "train.json"), "--data", str(folder / "out")]
     assert main(["train", *flags]) == 0
-    assert capsys.readouterr().out == f"up to date at step 10{first}\n{second}\n"
+    assert capsys.readouterr().out == f"up to date at step 8{first}\n{second}\n"
 
 
 def test_tokenize_prints_the_same_table(trained, capsys):
     folder, output = trained
-    flags = ["--vocab_size", "280", "--data_dir", str(folder), "--output", str(folder / "tokens")]
+    flags = ["--vocab_size=300", f"--data_dir={folder}/data", f"--output={folder}/out"]
     assert main(["tokenize", "--corpus", str(folder / "book.txt"), *flags]) == 0
     rows = [line.split("|")[1:4] for line in capsys.readouterr().out.splitlines()]
     assert rows == [line.split("|")[1:4] for line in output.splitlines()[: len(rows)]]
@@ -435,7 +418,7 @@ def test_tokenize_prints_the_same_table(trained, capsys):
 
 def test_generate_writes_whole_texts_into_a_pipe(trained):
     folder, output = trained
-    flags = ["--checkpoint", folder / "run", "--max_new_tokens", 8, "--device", "cpu"]
+    flags = ["--checkpoint", folder / "run", "--max_new_tokens", 6, "--device", "cpu"]
     done = run("generate", *flags, "--prompts", "The cat", "A dog")
     assert done.returncode == 0, done.stderr
     # the sample that the pipeline drew, with the same seed

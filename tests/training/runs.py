@@ -17,10 +17,10 @@ from lib.model.transformer import TransformerLM
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.checkpoint import load_checkpoint, save_checkpoint
-from lib.training.config import OptimizerConfig, TrainConfig
+from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
 from lib.training.metrics import read_metrics
 from lib.training.step import TrainStep
-from tests.data.books import silent
+from tests.data.books import book_config, silent
 
 ROOT = Path(__file__).resolve().parents[2]
 # A tokenizer without merges.
@@ -57,6 +57,17 @@ def tokenized(folder: Path, **changes) -> Path:
     config = TokenizeConfig(data_dir=folder, output=output, **(settings | changes))
     tokenize_corpus(config, progress_bar=silent)
     return output
+
+
+def small_pipeline(folder: Path, *prompts: str, **training) -> PipelineConfig:
+    """A pipeline of a second, from a book in `folder` to texts after these prompts."""
+    settings = {"steps": 8, "batch_size": 2, "device": "cpu", "eval_tokens": 50}
+    settings |= {"model": MODEL, "optimizer": OptimizerConfig(warmup_steps=2)}
+    return PipelineConfig(
+        corpus=book_config(folder),
+        train=TrainConfig(**(settings | training)),
+        sample=SampleConfig(prompts=prompts, max_new_tokens=6),
+    )
 
 
 def saved_run(folder: Path, models: dict[int, TransformerLM]) -> Path:

@@ -18,17 +18,15 @@ from safetensors.torch import load_file
 
 from lib.core.files import lock_folder
 from lib.core.settings import to_json
-from lib.data.prepare import TokenizeConfig
 from lib.ddp import costs
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.wrappers import WRAPPERS
 from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer import optimizer
 from lib.sharded_optimizer.saved_state import read_shards
-from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training import parallelism
 from lib.training.checkpoint import load_checkpoint, newest_checkpoint
-from lib.training.config import DDP_WRAPPERS, PipelineConfig, SampleConfig, TrainConfig
+from lib.training.config import DDP_WRAPPERS, TrainConfig
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
 from lib.training.parallelism import check_wrapper, parallelise
@@ -41,6 +39,7 @@ from tests.training.runs import (
     assert_same_run,
     checkpoint_names,
     lines,
+    small_pipeline,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -509,20 +508,11 @@ def test_two_hosts_train_as_one_and_a_killed_rank_loses_nothing(config, tmp_path
 
 
 def test_a_pipeline_of_ranks_makes_data_trains_and_prints_once(tmp_path):
-    (tmp_path / "book.txt").write_text(f"The cat sat on the mat.\n\n{SEPARATOR}\n" * 300)
-    corpus = TokenizeConfig(
-        corpus=str(tmp_path / "book.txt"),
-        vocab_size=280,
-        data_dir=tmp_path,
-        output=tmp_path / "tokens",
-        workers=1,
-    )
-    training = dataclasses.replace(CONFIG, output=tmp_path / "run", batch_size=2, **LIGHT)
-    sample = SampleConfig(prompts=("The cat",), max_new_tokens=6)
-    path = config_file(tmp_path, PipelineConfig(corpus=corpus, train=training, sample=sample))
+    pipeline = small_pipeline(tmp_path, "The cat", output=tmp_path / "run")
+    path = config_file(tmp_path, pipeline)
     command = ("--standalone", "--nproc_per_node=2", "-m", "lib", "pipeline", "--config", path)
     output = output_of(torchrun(*command))
-    for text in ("finished at step 26", "| tokenizer ", "step 26/26", "\nThe cat"):
+    for text in ("finished at step 8", "| tokenizer ", "step 8/8", "\nThe cat"):
         assert output.count(text) == 1, output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["world_size"] == 2

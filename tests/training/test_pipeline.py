@@ -6,32 +6,16 @@ from contextlib import nullcontext
 
 import pytest
 
-from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
+from lib.training.config import SampleConfig
 from lib.training.pipeline import run_pipeline
 from lib.training.step import TrainStep
-from tests.data.books import book_config, silent, tokenize
-from tests.training.runs import MODEL
+from tests.data.books import silent, tokenize
+from tests.training.runs import small_pipeline
 
 
 @pytest.fixture
-def config(tmp_path):
-    return book_config(tmp_path)
-
-
-@pytest.fixture
-def whole(config, tmp_path):
-    """A pipeline of a second."""
-    training = TrainConfig(
-        model=MODEL,
-        optimizer=OptimizerConfig(warmup_steps=2),
-        runs_dir=tmp_path / "runs",
-        steps=8,
-        batch_size=2,
-        device="cpu",
-        eval_tokens=50,
-    )
-    sample = SampleConfig(prompts=("The cat", ""), max_new_tokens=6)
-    return PipelineConfig(corpus=config, train=training, sample=sample)
+def whole(tmp_path):
+    return small_pipeline(tmp_path, "The cat", "", runs_dir=tmp_path / "runs")
 
 
 def run(config):
