@@ -40,9 +40,7 @@ OPTIMIZERS = {
     "AdamW in groups": lambda p: torch.optim.AdamW(
         [{"params": [each], "weight_decay": each.ndim / 8} for each in p], betas=(0.25, 0.5)
     ),
-    "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True),
     "SGD without state": functools.partial(torch.optim.SGD, lr=0.01),
-    "Adafactor": torch.optim.Adafactor,
     "LBFGS": functools.partial(torch.optim.LBFGS, max_iter=3),
 }
 

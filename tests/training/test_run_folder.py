@@ -194,13 +194,8 @@ def test_a_finished_run_is_up_to_date_and_nothing_is_written(straight, config, m
             "a step was 4 sequences = batch_size 4 × gradient_accumulation_steps 1 × world_size 1, "
             "now 5 = batch_size 5 × .*; batch_size 4 would fit, else give another output",
         ),
-        ({"seed": 3}, "seed was 0, now 3"),
         ({"dtype": "bfloat16"}, "dtype was auto, now bfloat16"),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model.d_ff was 32, now 64"),
-        (
-            {"optimizer": dataclasses.replace(OPTIMIZER, weight_decay=0.2)},
-            "optimizer.weight_decay was 0.1, now 0.2",
-        ),
         (
             {"gradient_accumulation_steps": 2},
             "now 8 = batch_size 4 × gradient_accumulation_steps 2 × .*; batch_size 2 would fit",
