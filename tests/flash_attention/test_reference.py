@@ -45,12 +45,6 @@ def test_error_is_at_most_twice_pytorchs(case):
     assert_error_at_most_twice_pytorchs(flash_attention, case, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [*SHAPES[4:6], *SHAPES[-2:], *GROUPED[:2]], ids=str)
-def test_error_in_16_bits_is_at_most_twice_pytorchs(case, dtype):
-    assert_error_at_most_twice_pytorchs(flash_attention, case, dtype)
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_shape_in_any_tiles_is_the_formula(data):
@@ -80,7 +74,8 @@ def test_log_sum_exp_of_no_keys_is_minus_infinity():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @ON_MASKS
 def test_low_precision_is_computed_in_float32_and_rounded_once(dtype, is_causal):
-    q, k, v, grad_out = (x.detach() for x in make_inputs(Case(100, 100, 32), dtype))
+    # also the sum of the gradients of heads that share keys
+    q, k, v, grad_out = (x.detach() for x in make_inputs(Case(100, 100, 32, key_heads=1), dtype))
     settings = (is_causal, 0.2, 16, 16)
     out, lse = forward(q, k, v, *settings)
     wide = forward(q.float(), k.float(), v.float(), *settings)

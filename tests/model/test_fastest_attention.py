@@ -72,22 +72,20 @@ def test_times_that_are_damaged_are_measured_again(on_a_t4):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "device", "dtype", "right"),
+    ("kernel", "device", "capability", "dtype", "right"),
     [
-        ("vectorized_torch", T4, torch.float16, "vectorized_torch"),
-        ("sdpa", T4, torch.float16, "sdpa"),
-        ("auto", T4, torch.float32, "sdpa"),
-        ("auto", torch.device("cpu"), torch.float32, "sdpa"),
+        ("vectorized_torch", T4, (7, 5), torch.float16, "vectorized_torch"),
+        ("sdpa", T4, (7, 5), torch.float16, "sdpa"),
+        ("auto", T4, (7, 5), torch.float32, "sdpa"),
+        ("auto", T4, (8, 0), torch.float16, "sdpa"),
+        ("auto", torch.device("cpu"), None, torch.float32, "sdpa"),
     ],
 )
-def test_a_given_kernel_wins_and_elsewhere_it_is_sdpa(on_a_t4, kernel, device, dtype, right):
+def test_a_given_kernel_wins_and_elsewhere_it_is_sdpa(
+    on_a_t4, kernel, device, capability, dtype, right, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert pick_attention_kernel(ModelConfig(attention_kernel=kernel), device, dtype) == right
-    assert not on_a_t4
-
-
-def test_a_newer_gpu_takes_sdpa(on_a_t4, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert pick_attention_kernel(AUTO, T4, torch.float16) == "sdpa"
     assert not on_a_t4
 
 
