@@ -108,20 +108,28 @@ def shared_folder() -> Path:
 # Copies
 
 
+def copy_goes_on(copied: Callable[[Any], Any]) -> None:
+    """A copy of whole parameters and their optimizer goes on as the original, and apart from it."""
+    module = stack()
+    made = made_of(module, ADAMW)
+    backward(module, 0)
+    update(made)
+    twin_module, twin = copied((module, made))
+    for each, optimizer in ((module, made), (twin_module, twin)):
+        backward(each, 0)
+        optimizer.clip_grad_norm(0.1)
+        update(optimizer)
+    check_equal(twin_module, module, "copy", atol=0)
+    assert twin.state_dict().keys() == made.state_dict().keys()
+    assert twin.state is twin.inner.state is not made.state
+
+
 def check_a_copy_goes_on_as_the_original_or_is_refused_by_name() -> None:
-    for name, how in HOWS.items():
-        module, made, *_ = twins(ADAMW, how)
-        backward(module, 0)
-        update(made)
-        if name == "parameters":
-            twin_module, twin = copy.deepcopy((module, made))
-            for each, optimizer in ((module, made), (twin_module, twin)):
-                backward(each, 0)
-                update(optimizer)
-            check_equal(twin_module, module, "copy", atol=0)
-        else:
-            message = message_of(lambda: copy.deepcopy((module, made)))  # noqa: B023
-            assert message.startswith("TypeError: strategy 'flat' of several ranks"), message
+    copy_goes_on(copy.deepcopy)
+    for how in (HOWS["flat"], *AVERAGING.values()):
+        made = made_of(stack(), ADAMW, **how)
+        message = message_of(lambda: copy.deepcopy(made))  # noqa: B023
+        assert message.startswith("TypeError: strategy 'flat' of several ranks"), message
 
 
 # Gradients

@@ -91,18 +91,7 @@ def test_a_single_rank_is_left_alone(how):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_on_a_single_rank_goes_on_as_the_original(copied):
-    module = cases.stack()
-    made = cases.made_of(module, cases.ADAMW)
-    cases.backward(module)
-    cases.update(made)
-    twin_module, twin = copied((module, made))
-    for each, optimizer in ((module, made), (twin_module, twin)):
-        cases.backward(each)
-        optimizer.clip_grad_norm(0.1)
-        cases.update(optimizer)
-    cases.check_equal(twin_module, module, "copy", atol=0)
-    assert twin.state_dict().keys() == made.state_dict().keys()
-    assert twin.state is twin.inner.state is not made.state
+    cases.copy_goes_on(copied)
 
 
 def test_schedulers_find_what_they_look_for():

@@ -208,49 +208,55 @@ def trained(tmp_path_factory):
     return path.read_text(), train_bpe(path, 700, [SEPARATOR], implementation="python")
 
 
+def use_cache(
+    monkeypatch, rows: int = 1 << 16, first_rows: int = 0, ids: int = 1 << 20, kept: int = 1 << 20
+) -> Cache:
+    """Give encoders a cache of this size, whose table begins with `first_rows`, or all.
+
+    Behind what overflows is a megabyte of sevens.
+    """
+    first = (first_rows or rows) * ENTRY
+    table = np.full(rows * ENTRY, 7, np.uint64)
+    table[:first] = 0
+    used, batch = np.array([0, 0, 0, first]), np.empty(BATCH * 4, np.uint64)
+    own_ids = np.full(ids + (1 << 20), 7, np.uint32)[:ids]
+    own_kept = np.full(kept + (1 << 20), 7, np.uint8)[:kept]
+    cache = Cache(table, own_ids, own_kept, used, batch)
+    monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
+    return cache
+
+
 @pytest.mark.parametrize(
-    ("rows", "first_rows", "ids", "kept"),
+    "sizes",
     [
-        (64, 64, 1 << 20, 1 << 20),
-        (1 << 16, 1 << 16, 300, 1 << 20),
-        (1 << 16, 1 << 16, 1 << 20, 300),
+        {"rows": 64},
+        {"ids": 300},
+        {"kept": 300},
         # the table grows
-        (1 << 16, 64, 1 << 20, 1 << 20),
-        (1 << 10, 1 << 8, 1 << 20, 1 << 20),
+        {"first_rows": 64},
+        {"rows": 1 << 10, "first_rows": 1 << 8},
     ],
+    ids=str,
 )
-def test_a_cache_that_overflows_or_grows_does_not_change_the_ids(
-    trained, monkeypatch, rows, first_rows, ids, kept
-):
+def test_a_cache_that_overflows_or_grows_does_not_change_the_ids(trained, monkeypatch, sizes):
     text, parts = trained
     expected = Tokenizer(*parts, [SEPARATOR], implementation="python").encode(text)
-    table = np.full(rows * ENTRY, 7, np.uint64)
-    table[: first_rows * ENTRY] = 0
-    cache = Cache(
-        table=table,
-        ids=np.empty(ids, np.uint32),
-        kept=np.empty(kept, np.uint8),
-        used=np.array([0, 0, 0, first_rows * ENTRY]),
-        batch=np.empty(BATCH * 4, np.uint64),
-    )
-    monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
+    cache = use_cache(monkeypatch, **sizes)
     tokenizer = Tokenizer(*parts, [SEPARATOR], implementation="numba")
     assert tokenizer.encode(text) == expected
     assert tokenizer.encode(text) == expected
+    for array in (cache.ids, cache.kept):
+        assert (array.base[len(array) :] == 7).all()
 
 
 def test_a_cache_keeps_as_many_pretokens_as_fill_four_fifths_of_its_table(trained, monkeypatch):
     """Cleared at one half, it would never have what a text of that many comes back to."""
     rows, words = 1 << 10, 800
-    table = np.zeros(rows * ENTRY, np.uint64)
-    sizes = np.array([0, 0, 0, rows * ENTRY])
-    few = np.empty(8, np.uint32), np.empty(8, np.uint8), sizes, np.empty(BATCH * 4, np.uint64)
-    cache = Cache(table, *few)
-    monkeypatch.setattr("lib.tokenizer.compiled_encoder.new_cache", lambda: cache)
+    cache = use_cache(monkeypatch, rows)
     tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
     tokenizer.encode("".join(f" {n}" for n in range(words)))
     # and the "a" that an encoder begins with
-    assert sizes[0] == words + 1
+    assert cache.used[0] == words + 1
 
 
 @pytest.mark.parametrize("last_id", [300, 70_000])
