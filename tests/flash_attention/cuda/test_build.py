@@ -23,25 +23,27 @@ BLOCK_SHARED_BYTES = 99 << 10
 SPILLED_BYTES = 96
 
 
-def resources(folder: Path, file: str, dim: int, architecture: str, is_bfloat16: bool) -> list:
-    """Registers and spilled bytes of each kernel in a file, by the assembler's own report."""
-    macros = launch.constants(launch.pick_tiles(file, dim, architecture), dim, is_bfloat16)
+def compile_kernels(folder: Path, file: str, macros: dict[str, int], architecture: str) -> tuple:
+    """The assembler's report of a source, and the registers and spilled bytes of each kernel."""
     options = [f"-D{name}={value}" for name, value in macros.items()]
     options += ["-I", str(build.SOURCES), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
     source = str(build.SOURCES / f"{file}.cu")
     command = [NVCC, f"-arch={architecture}", "-std=c++17", "-cubin", *options, source]
     report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     numbers = re.findall(r"(\d+) bytes spill stores.*?Used (\d+) registers", report, re.DOTALL)
-    return [(int(registers), int(spilled)) for spilled, registers in numbers]
+    return report, [(int(registers), int(spilled)) for spilled, registers in numbers]
 
 
-def check_resources(folder: Path, file: str, dim: int, *chip: str | bool) -> None:
-    tiles = launch.pick_tiles(file, dim, chip[0])
+def check_resources(
+    folder: Path, file: str, dim: int, architecture: str, is_bfloat16: bool
+) -> None:
+    tiles = launch.pick_tiles(file, dim, architecture)
     kernels = [kernel for kernel, source in launch.FILES.items() if source == file]
     assert tiles.shared_bytes(dim) <= BLOCK_SHARED_BYTES
     # beside a kibibyte of the system in each block, from sm_80 on
-    assert tiles.blocks * tiles.shared_bytes(dim) <= SHARED_BYTES[chip[0] == "sm_75"]
-    found = resources(folder, file, dim, *chip)
+    assert tiles.blocks * tiles.shared_bytes(dim) <= SHARED_BYTES[architecture == "sm_75"]
+    macros = launch.constants(tiles, dim, is_bfloat16)
+    _, found = compile_kernels(folder, file, macros, architecture)
     assert len(found) == len(kernels)
     for registers, spilled in found:
         assert registers * 32 * tiles.warps * tiles.blocks <= REGISTERS

@@ -1,20 +1,16 @@
 """The backward kernel for Hopper GPUs in CUDA C++: on a CPU, by the emulator, and compiled."""
 
 import math
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lib.flash_attention.cuda.build import SOURCES
 from lib.flash_attention.hopper import fused
 from tests.flash_attention.cases import Case, formula, make_inputs, new_memory_is_nan, rotated
 from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
 from tests.flash_attention.cuda.hopper_emulator import emulate
-from tests.flash_attention.cuda.test_build import NEEDS_NVCC, NVCC
+from tests.flash_attention.cuda.test_build import NEEDS_NVCC, compile_kernels
 
 # Of the formula in float64: PyTorch's own gradients in these dtypes are as far from it.
 LARGEST_ERROR = {torch.bfloat16: 0.006, torch.float16: 0.0008}
@@ -151,24 +147,14 @@ def test_the_emulator_notices(head_dim, right, wrong, message, monkeypatch):
         gradients(Case(128, 256, head_dim, False, heads=1, key_heads=1, batch=1), torch.bfloat16)
 
 
-def compile_kernel(name: str, macros: dict[str, int], folder: Path) -> tuple[str, list[int]]:
-    """What the assembler says of a source, and the bytes that each kernel spills."""
-    options = [f"-D{key}={value}" for key, value in macros.items()]
-    options += ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v"]
-    output, source = str(folder / "kernel.cubin"), str(SOURCES / f"{name}.cu")
-    command = [NVCC, *options, "-I", str(SOURCES), "-o", output, source]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return report, [int(number) for number in re.findall(r"(\d+) bytes spill stores", report)]
-
-
 @NEEDS_NVCC
 @pytest.mark.parametrize("tiles", fused.TILES, ids=lambda tiles: tiles.dim)
 def test_the_kernel_fits_the_chip(tiles, tmp_path):
     # with all that a kernel can have to do: fewer registers are needed without
     macros = tiles.constants(is_bfloat16=True, is_causal=True, has_rope=True)
-    report, spilled = compile_kernel(tiles.source, macros, tmp_path)
+    report, kernels = compile_kernels(tmp_path, tiles.source, macros, "sm_90a")
     # the assembler gave every matmul a wait of its own
     assert "serialized" not in report
     # the warps that load have few registers, and at 64 the first warpgroup gives some to the second
-    assert len(spilled) == 3
-    assert max(spilled) <= 160
+    assert len(kernels) == 3
+    assert max(spilled for _, spilled in kernels) <= 160
