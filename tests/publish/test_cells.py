@@ -123,14 +123,6 @@ def test_a_read_only_workbook_writes_to_the_working_folder(book, monkeypatch):
     assert notebook.workspace(book) == book.with_name("elsewhere")
 
 
-@pytest.mark.parametrize(("value", "is_small"), [(None, False), ("0", False), ("1", True)])
-def test_small_is_what_the_environment_says(monkeypatch, value, is_small):
-    monkeypatch.delenv("WORKBOOK_SMALL", raising=False)
-    if value is not None:
-        monkeypatch.setenv("WORKBOOK_SMALL", value)
-    assert notebook.small() is is_small
-
-
 def test_output_widgets_do_not_talk_back_to_the_kernel(tmp_path, make_notebook):
     """The kernel sees no outputs; a run whose client sends them can wait for ever."""
     cells = [
