@@ -77,6 +77,21 @@ def test_a_llama_with_our_weights_gives_our_logits(tied):
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_its_gradients_are_ours(tied):
+    config = dataclasses.replace(SHAPE, tied_embeddings=tied)
+    # each token id at least once
+    model, ids = make_model(config), torch.arange(64).view(2, 32) % 61
+    weights = to_llama(model.state_dict(), config)
+    weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    upstream = torch.randn(2, 32, 61)
+    for logits in (model(ids), llama(weights, to_llama_config(config), ids)):
+        logits.backward(upstream)
+    right = from_llama({name: weight.grad for name, weight in weights.items()}, config)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, right[name], atol=1e-4, rtol=1e-4)
+
+
 def test_weights_and_settings_come_back_bit_for_bit():
     model = make_model()
     assert from_llama_config(to_llama_config(SHAPE)) == SHAPE
