@@ -1,9 +1,9 @@
 """Checkpoints come back exactly as they were, or are refused by name."""
 
-import contextlib
 import copy
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -282,28 +282,37 @@ def test_another_process_that_saves_is_waited_for(tmp_path, processes):
     assert visible(tmp_path) == [".lock", "step-00000001"]
 
 
-@pytest.mark.parametrize("function", ["save_file", "os.replace", "files.sync", "to_json"])
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_an_error_at_any_point_keeps_the_earlier_checkpoints(tmp_path, monkeypatch, function, call):
+# functions, and how often each is called to save one checkpoint
+@pytest.mark.parametrize(
+    ("function", "count"), [("save_file", 3), ("os.replace", 4), ("files.sync", 5), ("to_json", 1)]
+)
+def test_an_error_at_any_point_keeps_the_earlier_checkpoints(
+    tmp_path, monkeypatch, function, count
+):
     save_steps(tmp_path, 1, 2)
     owner, _, name = ("lib.training.checkpoint." + function).rpartition(".")
     owner = functools.reduce(getattr, owner.split(".")[1:], lib)
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
 
-    def fail(*arguments, **keywords):
-        calls.append(1)
-        if len(calls) == call:
-            raise OSError(errno.EIO, "Input/output error")
-        return original(*arguments, **keywords)
+    def save(failing: int) -> None:
+        calls = itertools.count(1)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        with contextlib.suppress(OSError):
+        def fail(*arguments, **keywords):
+            if next(calls) == failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return original(*arguments, **keywords)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
             save_checkpoint(tmp_path, step=2, model=nn.Identity(), extra={"new": 1})
-    assert visible(tmp_path) == [".lock", "step-00000001", "step-00000002"]
-    assert load_checkpoint(tmp_path / "step-00000001").step == 1
-    extra = load_checkpoint(tmp_path / "step-00000002").extra
-    assert extra == ({} if len(calls) >= call else {"new": 1})
+
+    for failing in range(1, count + 1):
+        with pytest.raises(OSError, match="Input/output error"):
+            save(failing)
+        assert visible(tmp_path) == [".lock", "step-00000001", "step-00000002"]
+        assert [load_checkpoint(path).extra for path in sorted(tmp_path.glob("step-*"))] == [{}, {}]
+    save(count + 1)
+    assert load_checkpoint(tmp_path / "step-00000002").extra == {"new": 1}
 
 
 def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, monkeypatch):
