@@ -324,9 +324,13 @@ def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, mo
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", note)
+    monkeypatch.setattr(lib.training.checkpoint.files, "sync_folder", renamed.append)
     save_steps(tmp_path, 4, keep_last=2)
-    assert renamed[-2:] == [
-        (f"step-0000000{step}", f".step-0000000{step}.deleted") for step in (1, 2)
+    # only once the name of the new one is on the disk
+    assert renamed[-4:] == [
+        (".step-00000004.partial", "step-00000004"),
+        tmp_path,
+        *((f"step-0000000{step}", f".step-0000000{step}.deleted") for step in (1, 2)),
     ]
     assert visible(tmp_path) == [".lock", "step-00000003", "step-00000004"]
     # the one just written and later ones stay
