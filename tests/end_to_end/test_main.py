@@ -65,10 +65,12 @@ def test_help_lists_every_command(arguments, capsys):
         assert each.help in output
 
 
-@pytest.mark.parametrize("group", ["benchmark", "kaggle", "lessons", "notebooks"])
-@pytest.mark.parametrize("arguments", [["{}", "--help"], ["{}", "-h"], ["help", "{}"]])
-def test_help_of_a_first_word_lists_its_commands(group, arguments, capsys):
-    assert main([word.format(group) for word in arguments]) == 0
+@pytest.mark.parametrize(
+    ("group", "line"),
+    [("benchmark", "benchmark --help"), ("kaggle", "kaggle -h"), ("lessons", "help lessons")],
+)
+def test_help_of_a_first_word_lists_its_commands(group, line, capsys):
+    assert main(line.split()) == 0
     output = capsys.readouterr().out
     listed = [line.split("  ")[1] for line in output.splitlines() if line.startswith("  ")]
     assert listed == [name for name in COMMANDS if name.startswith(f"{group} ")]
