@@ -62,6 +62,14 @@ def cell(index, **fields):
 
 VIEW = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
 KERNEL = {"kernelspec": METADATA["kernelspec"] | {"name": "my-env"}}
+NOT_FOR_PAPERMILL = [
+    "steps = 3  # without a type",
+    "steps: int = 3",
+    "# above it\nsteps: int = 3",
+    "steps: int | None = 3  # in a form that papermill does not read",
+    "steps: int = 3  # more than one = on a line",
+    "steps: list = [\n    3,  # not on the last line\n]",
+]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +95,10 @@ KERNEL = {"kernelspec": METADATA["kernelspec"] | {"name": "my-env"}}
         (cell(0, source="Some text"), "cell 1: is not a Markdown cell that starts with the title"),
         (cell(1, source="import sys"), "the first code cell is not lib.publish.cells.FIRST_CELL"),
         (cell(2, metadata={}), "no cell tagged `parameters`"),
+        *(
+            (cell(2, source=source), "parameter steps needs a type and a comment on its line")
+            for source in NOT_FOR_PAPERMILL
+        ),
         (cell(4, metadata={"tags": ["parameters"]}), "cells [3, 5] tagged `parameters`"),
         (
             cell(4, metadata={"tags": ["nbval-ignore-outputs"]}),
@@ -122,25 +134,6 @@ def test_each_fault_is_named(lint, good, capsys, spoil, complaint):
     assert lint.main(good.parent) == 1
     complaints = capsys.readouterr().out.splitlines()
     assert [line for line in complaints if line.startswith(f"01_topic.ipynb: {complaint}")]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "steps = 3  # without a type",
-        "steps: int = 3",
-        "# above it\nsteps: int = 3",
-        "steps: int | None = 3  # in a form that papermill does not read",
-        "steps: int = 3  # more than one = on a line",
-        "steps: list = [\n    3,  # not on the last line\n]",
-    ],
-)
-def test_a_parameter_that_papermill_cannot_explain_is_named(lint, good, capsys, source):
-    notebook = nbformat.read(good, as_version=4)
-    notebook.cells[2].source = source
-    nbformat.write(notebook, good)
-    assert lint.main(good.parent) == 1
-    assert "parameter steps needs a type and a comment on its line" in capsys.readouterr().out
 
 
 def test_an_unnumbered_notebook_is_named(lint, good, capsys):
