@@ -171,9 +171,24 @@ def test_a_tokenizer_trained_by_hugging_face_is_imported(tmp_path):
     assert ours.encode(TEXT) == peer.encode(TEXT).ids
 
 
-def test_another_model_of_hugging_face_is_rejected(path):
-    path.write_text('{"model": {"type": "Unigram"}}')
-    with pytest.raises(ValueError, match="must be a byte-level BPE, got Unigram"):
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("model", {"type": "Unigram"}, "must be a byte-level BPE, got Unigram"),
+        ("model", {"dropout": 0.1}, "dropout must be None, got 0.1"),
+        ("model", {"continuing_subword_prefix": "##"}, "continuing_subword_prefix must be None"),
+        ("model", {"end_of_word_suffix": "</w>"}, "end_of_word_suffix must be None"),
+        ("model", {"ignore_merges": True}, "ignore_merges must be False"),
+        ("pre_tokenizer", {"add_prefix_space": True}, "add_prefix_space must be False"),
+        ("pre_tokenizer", {"use_regex": False}, "use_regex must be True"),
+    ],
+)
+def test_what_gives_other_ids_in_hugging_face_is_rejected(plain, path, section, change, message):
+    files.save_huggingface(path, plain.parts)
+    document = json.loads(path.read_text())
+    document[section] |= change
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=message):
         files.load_huggingface(path)
 
 
