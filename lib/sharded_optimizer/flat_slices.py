@@ -249,7 +249,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
                 hook = functools.partial(_gradient_hook, this, index)
                 param.register_post_accumulate_grad_hook(hook)
 
-    def _gradient_hook(self, index: int, param: Tensor) -> None:
+    def _on_gradient(self, index: int, param: Tensor) -> None:
         """Called in backward when the gradient of `param`, in bucket `index`, is complete."""
         if not self.is_syncing:
             return
