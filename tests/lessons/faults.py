@@ -162,6 +162,13 @@ FAULTS = [
         "if not in_validation(text := tell(draws)):",
         TRAINING + "test_floor.py::test_the_stories_are_those_of_the_validation_split",
     ),
+    # a second thing that would be the first again is the one drawn
+    Fault(
+        "lib/lessons/training/floor.py",
+        'second[i - 1] if s["obj2"] == thing["obj"] else s for i',
+        "s for i",
+        TRAINING + "test_floor.py",
+    ),
     # a block computes before its parameters have come
     Fault(
         "lib/lessons/fsdp/orders.py",
@@ -273,6 +280,13 @@ FAULTS = [
         "raise errors[min(own or errors)]",
         "raise errors[next(iter(errors))]",
         "tests/lessons/test_ranks.py -k lowest_rank",
+    ),
+    # what ranks train is right whatever it is
+    Fault(
+        "lib/lessons/ranks.py",
+        "return off < MOST_OFF, f",
+        "return True, f",
+        "tests/lessons/test_ranks.py -k any_rank",
     ),
     # the wait for a late rank is no communication
     Fault(

@@ -9,6 +9,7 @@ import torch
 from lib.ddp.launcher import launch
 from lib.lessons.ranks import (
     Processes,
+    compared_with,
     function_of,
     run_on_threads,
     source_with_helpers,
@@ -147,3 +148,12 @@ def test_what_processes_find_decides():
     failed = verdict(-1)
     assert failed.startswith("not yet: as expected; on processes rank")
     assert "belongs inside it" in failed
+
+
+def test_weights_of_any_rank_that_are_off_are_not_right():
+    judge = compared_with(lambda: torch.ones(2), "here")
+    assert judge([torch.ones(2), torch.ones(2) + 1e-6])[0]
+    assert judge([torch.ones(2), torch.tensor([1, 1.5])]) == (
+        False,
+        "here: off by 0.5 from one process",
+    )
