@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Any
+from typing import Any, BinaryIO
 
 from lib.core.files import NO_SPACE, atomic_write, no_space_error, sha256_file, write_atomically
 from lib.data.stories import GENERATOR_VERSION, SPLITS, generate_stories
@@ -137,7 +137,9 @@ def prepare_corpus(
 
 def _prepare_tinystories(data_dir: Path, progress: Progress) -> Corpus:
     folder = _make_folder(data_dir / "tinystories")
-    paths: dict = {split: download(TINYSTORIES[split], folder, progress=progress) for split in SPLITS}
+    paths: dict = {
+        split: download(TINYSTORIES[split], folder, progress=progress) for split in SPLITS
+    }
     hashes: dict = {f"{split}_sha256": TINYSTORIES[split].sha256 for split in SPLITS}
     return Corpus(folder.name, **paths, **hashes)
 

@@ -81,7 +81,7 @@ class TokenizeConfig:
         name = f"{Path(self.corpus).resolve().stem or 'corpus'}-{self.vocab_size}"
         recipe = self.corpus_bytes, self.seed, self.validation_fraction
         if self.corpus == "stories" and recipe != (20_000_000, 0, 0.05):
-            # a folder for each recipe: notebooks with other sizes do not replace each other's arrays
+            # a folder for each recipe: notebooks of other sizes keep their arrays
             name += f"-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
         return self.output or self.data_dir / name
 
@@ -126,11 +126,8 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
         tokenizer = train_tokenizer(config, corpus, path, progress=timer)
         rows = [timer.row("tokenizer", num_bytes, tokenizer.vocab_size, path)]
 
-    parts = {
-        "train": (corpus.train, corpus.train_sha256),
-        "validation": (corpus.validation, corpus.validation_sha256),
-    }
-    for part, (text_path, sha256) in parts.items():
+    for part in ("train", "validation"):
+        text_path, sha256 = getattr(corpus, part), getattr(corpus, f"{part}_sha256")
         path = config.output_dir / f"{part}.npy"
         with progress_bar(part, text_path.stat().st_size) as progress:
             timer = _Timer(progress)

@@ -251,9 +251,9 @@ def draw_for_backward(generator: random.Random, size: int) -> tuple[Any, ...]:
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
     """dQ, dK and dV by autograd."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
-    return torch.autograd.grad(out, leaves, grad_out)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.autograd.grad(out, (q, k, v), grad_out)
 
 
 def gradient_of_queries(q, k, v, grad_out, lse, delta, tiling) -> Tensor:
