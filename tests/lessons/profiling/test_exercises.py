@@ -336,11 +336,6 @@ def test_the_open_update_is_timed_beside_the_naive_one():
     assert re.fullmatch(r"  yours .+ ms, the solution .+ ms, `naive_adamw` .+ ms", figures)
 
 
-def test_of_a_model_the_sizes_that_count_are_shown():
-    text = verdict(STEP_MS, lambda *_: -1.0, seed=0)
-    assert re.search(r"ModelConfig\(vocab_size=\d+, d_model=\d+, num_layers=\d+, \.\.\.\)", text)
-
-
 def test_an_update_that_returns_something_is_told_to_work_in_place():
     text = verdict(ADAMW, updated(lambda p, g, m, v, lr: p), seed=0)
     assert "must change p, m and v, and return None" in text

@@ -52,32 +52,6 @@ def test_a_race_is_a_fault_though_the_result_is_right():
     assert "programs 0 and 1 both store element 0 of y" in verdict(exercises.COPY, attempt)
 
 
-@triton.jit
-def norm_by_sums_so_far(x_ptr, y_ptr, N, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    squares = 0.0
-    for start in range(0, N, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0)
-        squares += tl.sum(x * x, axis=0)
-        y = x / tl.sqrt(squares / N + eps)
-        tl.store(y_ptr + row * N + columns, y, mask=columns < N)
-
-
-@triton.jit
-def sums_with_a_mask_of_offsets(x_ptr, sums_ptr, N, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    offsets = row * N + tl.arange(0, BLOCK)
-    tl.store(sums_ptr + row, tl.sum(tl.load(x_ptr + offsets, offsets < N, 0.0), axis=0))
-
-
-def test_a_single_pass_and_a_mask_of_offsets_are_named():
-    attempt = exercises.runner(norm_by_sums_so_far, exercises.launch_rms_norm)
-    assert "the sum so far" in verdict(exercises.RMS_NORM, attempt)
-    attempt = exercises.runner(sums_with_a_mask_of_offsets, exercises.launch_row_sums)
-    assert "compares offsets of the matrix" in verdict(exercises.ROW_SUMS, attempt)
-
-
 def test_the_reason_why_a_kernel_does_not_compile_comes_with_its_line(tmp_path):
     source = inspect.getsource(solutions_triton).replace("squares = 0.0", "squares = 0")
     file = tmp_path / "kernels.py"
