@@ -30,7 +30,7 @@ def groups(params: list[Parameter]) -> list[dict]:
     return [
         {"params": params[:2], "weight_decay": 0.1},
         {"params": params[2:4], "lr": 0.03, "betas": (0.8, 0.95)},
-        {"params": params[4:], "eps": 1e-4, "weight_decay": 0.0},
+        {"params": params[4:], "betas": (0.0, 0.9), "eps": 1e-4, "weight_decay": 0.0},
     ]
 
 

@@ -144,6 +144,15 @@ def test_no_cut_within_the_white_space_before_a_special_token():
     assert safe_cut(data, [b"<|a|>"]) == 0
 
 
+def test_no_cut_within_a_special_token_that_holds_spaces():
+    token = b"<| two words |>"
+    data = (b"word " + token) * 3
+    for chunk_bytes in range(1, 40):
+        chunks = list(iter_chunks(io.BytesIO(data), chunk_bytes, [b"b", token]))
+        assert b"".join(chunks) == data
+        assert sum(chunk.count(token) for chunk in chunks) == 3
+
+
 def test_no_cut_before_a_character_that_is_not_complete_yet():
     data = "word \u3000".encode()
     assert safe_cut(data[:-1]) == safe_cut(data) == 0
