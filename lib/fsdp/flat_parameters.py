@@ -31,23 +31,20 @@ class FlatParameters:
     """Parameters of one dtype, all trained or all frozen, that are gathered together.
 
     Args:
-        named: parameters by name; on device "meta" they are taken as not initialized.
+        named: parameters by name, of one device.
         places: where each is found in the model.
         compute_dtype: of the gathered parameters, and so of what is sent.
-        reduce_dtype: of the gradients that are sent and averaged.
     """
 
     def __init__(
         self,
         named: dict[str, nn.Parameter],
         places: list[Places],
-        device: torch.device,
         group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
     ) -> None:
         self.names, params = list(named), list(named.values())
-        self.places, self.group, self.reduce_dtype = places, group, reduce_dtype
+        self.places, self.group = places, group
         self.ranks, self.is_trained = world_size(group), params[0].requires_grad
 
         # layout, in elements: parameters, then equal slices
@@ -58,21 +55,17 @@ class FlatParameters:
         self.begin = rank(group) * self.slice_length
 
         # this rank's slice, and the part of each parameter in it, which the optimizer updates
-        like: dict[str, Any] = {"dtype": params[0].dtype, "device": device}
-        self.slice = torch.zeros(self.slice_length, **like)
+        self.slice = params[0].detach().new_zeros(self.slice_length)
         self.ranges = [self._range(i, param.numel()) for i, param in enumerate(params)]
         self.shards = [
             nn.Parameter(self._of_slice(self.slice, i), requires_grad=self.is_trained)
             for i in range(len(params))
         ]
         for index, param in enumerate(params):
-            if not param.is_meta:
-                self.set_whole(index, param.detach())
+            self.set_whole(index, param.detach())
 
         # the gathered buffer, and its views; both without memory between uses
-        self.buffer = torch.empty(
-            self.ranks * self.slice_length, dtype=compute_dtype, device=device
-        )
+        self.buffer = self.slice.new_empty(self.ranks * self.slice_length, dtype=compute_dtype)
         self.whole = [
             nn.Parameter(self._view(self.buffer, i, param.shape), requires_grad=self.is_trained)
             for i, param in enumerate(params)
@@ -171,7 +164,7 @@ class FlatParameters:
         if self.added is None and (grads or send):
             # zeros for parameters without a gradient
             make = torch.empty if len(grads) == len(self.whole) else torch.zeros
-            self.added = make(len(self.buffer), dtype=self.reduce_dtype, device=self.slice.device)
+            self.added = make(len(self.buffer), dtype=torch.float32, device=self.slice.device)
         if grads:
             views = [self._view(self.added, i, grad.shape) for i, grad in grads.items()]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))

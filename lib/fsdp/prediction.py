@@ -30,7 +30,6 @@ def predict_fsdp(
     gather_ms: float,
     reduce_ms: float,
     prefetch: bool = True,
-    reshard_after_forward: bool = True,
 ) -> FSDPPrediction:
     """Predict a step of `lib.fsdp.FSDP`, in milliseconds a block.
 
@@ -63,7 +62,7 @@ def predict_fsdp(
     for block in range(blocks):
         gather([block, block + 1] if prefetch else [block])
         now = max(now, arrival[block]) + forward_ms
-        if reshard_after_forward and block > 0:
+        if block > 0:
             del arrival[block - 1]
 
     # backward: gradients are sent when the next block begins, and waited for one block later

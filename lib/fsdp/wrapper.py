@@ -59,10 +59,10 @@ class Block:
         self.modules, self.flats = modules, flats
         self.is_sent = False
 
-    def each(self, method: str, **options: Any) -> None:
+    def each(self, method: Callable[[FlatParameters], None]) -> None:
         """Call a method of all its flat parameters."""
         for flat in self.flats:
-            getattr(flat, method)(**options)
+            method(flat)
 
 
 class FSDP(GradientSync, nn.Module):
@@ -70,7 +70,7 @@ class FSDP(GradientSync, nn.Module):
 
     Args:
         module: starts on all ranks as on the group's rank 0; its frozen parameters are already
-            frozen. Parameters on device "meta" are drawn here, see `reset`.
+            frozen.
         compute_dtype: of gathered matrices (default: their own). Shards and gradients keep theirs.
         blocks: disjoint modules, or lists of modules, in the order in which forward first uses
             them (default: elements of each ModuleList and Sequential, and all other modules with
@@ -78,19 +78,10 @@ class FSDP(GradientSync, nn.Module):
             do matrices that several blocks share.
         full_precision: modules whose matrices are gathered in their own dtype.
         group: the ranks that share the work (default: all).
-        reduce_dtype: of the gradients that are sent and averaged.
-        reshard_after_forward: release a block after forward, and gather it once more in backward:
-            less memory, half as much communication again.
         prefetch: gather the next block while one runs.
-        reset: draws the parameters of one module, for those on device "meta" (default: the
-            module's `reset_parameters`); called in the order of `modules()`, on all ranks alike.
-            Needed where modules share parameters, or a module draws those of others, as
-            `TransformerLM` does with tied embeddings.
-        device: where parameters on "meta" are made.
 
     Raises:
-        ValueError: modules or settings differ between ranks; blocks overlap; a module on "meta"
-            cannot be drawn, or needs a `reset` that is not given.
+        ValueError: modules or settings differ between ranks; blocks overlap.
     """
 
     def __init__(
@@ -101,42 +92,34 @@ class FSDP(GradientSync, nn.Module):
         blocks: Iterable[BlockOf] | None = None,
         full_precision: Iterable[nn.Module] = (),
         group: dist.ProcessGroup | None = None,
-        reduce_dtype: torch.dtype = torch.float32,
-        reshard_after_forward: bool = True,
         prefetch: bool = True,
-        reset: Callable[[nn.Module], Any] | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
-        self.reshards, self.prefetches = reshard_after_forward, prefetch
+        self.prefetches = prefetch
         chosen = [
             _as_list(block) for block in (default_blocks(module) if blocks is None else blocks)
         ]
-        options: dict[str, Any] = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-        options.update(reshard_after_forward=reshard_after_forward, prefetch=prefetch)
+        options = {"compute_dtype": compute_dtype, "prefetch": prefetch}
         agree(lambda: _facts(module, chosen, options), group)
+        broadcast_module(module, group)
         named = dict(module.named_parameters())
-        if not any(param.is_meta for param in named.values()):
-            broadcast_module(module, group)
 
         # Divide the matrices; the last block holds what is outside of all others.
         keeps_dtype = {id(p) for part in full_precision for p in part.parameters()}
         self.vectors = {name: param for name, param in named.items() if param.ndim < 2}
         places = places_of(module)
-        device = torch.device(device or _device_of(named))
         self.blocks: list[Block] = []
         for modules, names in zip([*chosen, []], divide(module, chosen)):
             flats = []
             for members in group_alike({name: named[name] for name in names}, keeps_dtype):
                 first = next(iter(members.values()))
                 keeps = compute_dtype is None or id(first) in keeps_dtype
-                dtypes = (first.dtype if keeps else compute_dtype, reduce_dtype)
+                dtype = first.dtype if keeps else compute_dtype
                 at = [places[id(param)] for param in members.values()]
-                flats.append(FlatParameters(members, at, device, group, *dtypes))  # type: ignore[arg-type]
+                flats.append(FlatParameters(members, at, group, dtype))  # type: ignore[arg-type]
             self.blocks.append(Block(modules, flats))
         self.outside = self.blocks.pop()
-        _draw(self, named, reset, device)
         for flat in self.flats:
             flat.use(flat.shards)
 
@@ -172,7 +155,7 @@ class FSDP(GradientSync, nn.Module):
         if self.is_in_backward:
             self._start_anew()
         require_finished(self.must_finish)
-        self.outside.each("finish_gathering")
+        self.outside.each(FlatParameters.finish_gathering)
         output = self.module(*args, **kwargs)
         # autograd holds what stays gathered for backward
         for flat in self.flats:
@@ -193,13 +176,13 @@ class FSDP(GradientSync, nn.Module):
     def _enter(self, block: Block, step: int) -> None:
         """Gather `block`, prefetch the one that is `step` further, and release the one before."""
         before, self.running = self.running, block
-        if before is not None and before is not block and (self.reshards or step < 0):
-            before.each("release")
-        block.each("start_gathering")
+        if before is not None and before is not block:
+            before.each(FlatParameters.release)
+        block.each(FlatParameters.start_gathering)
         index = self.blocks.index(block) + step
         if self.prefetches and step and 0 <= index < len(self.blocks):
-            self.blocks[index].each("start_gathering")
-        block.each("finish_gathering")
+            self.blocks[index].each(FlatParameters.start_gathering)
+        block.each(FlatParameters.finish_gathering)
 
     # Backward
 
@@ -207,7 +190,7 @@ class FSDP(GradientSync, nn.Module):
         if not self.is_in_backward:
             self.is_in_backward = True
             # for blocks that are computed again
-            self.outside.each("finish_gathering")
+            self.outside.each(FlatParameters.finish_gathering)
             for block in self.all_blocks:
                 block.is_sent = False
             # not called if an exception ends the backward pass
@@ -239,7 +222,7 @@ class FSDP(GradientSync, nn.Module):
     def _finish_sending(self) -> None:
         """Wait for the gradients that were sent last."""
         if self.sending is not None:
-            self.sending.each("finish_reducing")
+            self.sending.each(FlatParameters.finish_reducing)
             self.sending = None
 
     def _end_backward(self) -> None:
@@ -262,13 +245,13 @@ class FSDP(GradientSync, nn.Module):
     def _release_all(self) -> None:
         self.running = None
         for block in self.all_blocks:
-            block.each("release")
+            block.each(FlatParameters.release)
 
     def _start_anew(self) -> None:
         """Forget a backward pass that an exception ended, on all ranks alike."""
         self._finish_sending()
         for block in self.all_blocks:
-            block.each("drop_gradients")
+            block.each(FlatParameters.drop_gradients)
         self._release_all()
         self.is_in_backward = False
 
@@ -321,9 +304,10 @@ class FSDP(GradientSync, nn.Module):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
         norm = self.grad_norm()
+        coefficient = clip_coefficient(norm, max_norm)
         for param in self.parameters():
             if param.grad is not None:
-                param.grad.mul_(clip_coefficient(norm, max_norm))
+                param.grad.mul_(coefficient)
         return norm
 
     # State
@@ -355,7 +339,7 @@ class FSDP(GradientSync, nn.Module):
         return {name: by_shard.get(id(value), value.detach()) for name, value in state.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:  # type: ignore[override]
         """Load a state dict with whole parameters, of which each rank keeps its part.
 
         Raises:
@@ -379,62 +363,6 @@ class FSDP(GradientSync, nn.Module):
                 value.copy_(state_dict[name])
             else:
                 flat.set_whole(index, state_dict[name].to(flat.slice.device))
-
-    def shard_state_dict(self) -> dict[str, Any]:
-        """This rank's parts of the matrices, and everything else whole; sends nothing."""
-        state = self.module.state_dict(keep_vars=True)
-        shards = {id(s): (flat, i) for flat in self.flats for i, s in enumerate(flat.shards)}
-        parts, whole = {}, {}
-        for name, value in state.items():
-            if id(value) in shards:
-                flat, index = shards[id(value)]
-                shape = tuple(flat.whole[index].shape)
-                parts[name] = {"range": flat.ranges[index], "shape": shape, "part": value.detach()}
-            else:
-                whole[name] = value.detach()
-        numbers = {"rank": rank(self.group), "world_size": self.ranks}
-        return numbers | {"parts": parts, "whole": whole}
-
-    def load_shard_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Load what any number of ranks saved with `shard_state_dict`.
-
-        Args:
-            state_dicts: of this rank, if as many ranks saved as load; else of all that saved.
-
-        Raises:
-            ValueError: some are missing, or do not fit.
-        """
-        own = next((d for d in state_dicts if d["rank"] == rank(self.group)), None)
-        if own is not None and own["world_size"] == self.ranks:
-            self._load_own(own)
-            return
-        saved = {number: d for d in state_dicts for number in [d["rank"]]}
-        expected = state_dicts[0]["world_size"] if state_dicts else 1
-        require(
-            sorted(saved) == list(range(expected)),
-            f"state_dicts must be those of all {expected} ranks that saved, to be loaded on "
-            f"{self.ranks}, but are of ranks {sorted(saved)}",
-        )
-        whole = dict(saved[0]["whole"])
-        for name, first in saved[0]["parts"].items():
-            pieces = [saved[number]["parts"][name]["part"] for number in range(expected)]
-            whole[name] = torch.cat([piece.cpu() for piece in pieces]).view(first["shape"])
-        self.load_state_dict(whole)
-
-    @torch.no_grad()
-    def _load_own(self, saved: dict[str, Any]) -> None:
-        own = self.shard_state_dict()
-        layout = [
-            {n: (p["range"], p["shape"]) for n, p in d["parts"].items()} for d in (own, saved)
-        ]
-        require(
-            layout[0] == layout[1] and own["whole"].keys() == saved["whole"].keys(),
-            "state_dict must have the module's names, shapes and blocks",
-        )
-        for name, value in own["whole"].items():
-            value.copy_(saved["whole"][name])
-        for name, part in own["parts"].items():
-            part["part"].copy_(saved["parts"][name]["part"])
 
 
 def require_finished(must_finish: bool) -> None:
@@ -521,10 +449,6 @@ def group_alike(
     return list(groups.values())
 
 
-def _device_of(named: dict[str, nn.Parameter]) -> torch.device:
-    return next((p.device for p in named.values() if not p.is_meta), torch.get_default_device())
-
-
 def _facts(
     module: nn.Module, blocks: list[list[nn.Module]], options: dict[str, Any]
 ) -> dict[str, str]:
@@ -541,64 +465,3 @@ def _facts(
     facts |= {name: describe_tensor(param) for name, param in module.named_parameters()}
     names = divide(module, blocks)
     return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
-
-
-def _check_drawn_by_modules(module: nn.Module, named: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters on "meta" that not only their own module initializes."""
-    places = places_of(module)
-    for name, param in named.items():
-        shares = len(places[id(param)])
-        require(
-            shares == 1 or not param.is_meta,
-            f"reset must be given, to draw {name}: {shares} modules share it, and the "
-            "reset_parameters() of each may draw it differently",
-        )
-    for part in module.modules():
-        is_container = hasattr(part, "reset_parameters") and not part._parameters
-        on_meta = [n for n, param in part.named_parameters() if param.is_meta]
-        if is_container and on_meta:
-            raise ValueError(
-                f"reset must be given, to draw {on_meta[0]}: {type(part).__name__}."
-                "reset_parameters() may draw it differently than its own module does"
-            )
-
-
-@torch.no_grad()
-def _draw(
-    fsdp: FSDP,
-    named: dict[str, nn.Parameter],
-    reset: Callable[[nn.Module], Any] | None,
-    device: torch.device,
-) -> None:
-    """Draw parameters on device "meta" one module at a time, and keep this rank's part of each."""
-    if not any(param.is_meta for param in named.values()):
-        return
-    index_of = {
-        id(named[name]): (flat, index)
-        for flat in fsdp.flats
-        for index, name in enumerate(flat.names)
-    }
-    drawn: set[int] = set()
-    if reset is None:
-        _check_drawn_by_modules(fsdp.module, named)
-    for name, part in fsdp.module.named_modules():
-        own = {key: param for key, param in part._parameters.items() if param is not None}
-        if not any(param.is_meta and id(param) not in drawn for param in own.values()):
-            continue
-        for key, param in own.items():
-            part._parameters[key] = nn.Parameter(
-                torch.empty_like(param, device=device), requires_grad=param.requires_grad
-            )
-        can = reset is not None or hasattr(part, "reset_parameters")
-        require(can, f"{name or 'the module'} must have reset_parameters(), to be drawn by shards")
-        reset(part) if reset is not None else part.reset_parameters()
-        for key, param in own.items():
-            whole = part._parameters[key]
-            if id(param) in index_of:
-                flat, index = index_of[id(param)]
-                flat.set_whole(index, whole.detach())
-            else:
-                fsdp.vectors[next(n for n, p in named.items() if p is param)] = whole
-            drawn.add(id(param))
-    for name, buffer in fsdp.module.named_buffers():
-        require(not buffer.is_meta, f"{name} must have memory, but is on device meta")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp.process_group import (
@@ -17,8 +16,6 @@ from lib.ddp.process_group import (
 from lib.ddp.simulated_network import simulated_group
 from lib.fsdp import FSDP, checkpoint_activations
 from lib.fsdp.language_model import FSDPShards
-from lib.model.config import ModelConfig
-from lib.model.transformer import Embedding, Linear, TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
@@ -95,7 +92,6 @@ def reference(
 MODES: dict[str, tuple[dict[str, Any], str, int]] = {
     "default": ({}, "sgd", 1),
     "accumulation": ({}, "adamw", 3),
-    "no resharding": ({"reshard_after_forward": False}, "sgd", 2),
     "no prefetch": ({"prefetch": False}, "sgd", 2),
     "all in one": ({"blocks": []}, "adamw", 2),
     "pairs": ({"blocks": lambda net: [[net.layers[0], net.layers[1]], net.layers[2]]}, "sgd", 1),
@@ -199,24 +195,23 @@ def check_matrices_are_divided_evenly_and_shards_are_what_the_optimizer_sees() -
             assert param.grad.untyped_storage().nbytes() == 0, name
 
 
-def check_a_step_sends_each_block_three_times_and_fewer_without_resharding() -> None:
-    for reshards in (True, False):
-        net = Net()
-        model = FSDP(net, blocks=net.layers, reshard_after_forward=reshards)
-        sent: list[str] = []
-        with recorded_collectives(lambda kind, _, sent=sent: sent.append(kind)):
-            backward(model)
-        # one buffer outside, and a trained and a frozen one in each of three blocks, of which the
-        # last stays for backward
-        assert sent.count("all_gather") == (1 + 6 + 4 if reshards else 1 + 6), sent
-        assert sent.count("reduce_scatter") == 4
-        # vectors, and who has gradients
-        assert sent.count("all_reduce") == 1, sent
-        # no_sync sends no gradients
-        sent.clear()
-        with recorded_collectives(lambda kind, _, sent=sent: sent.append(kind)), model.no_sync():
-            loss_of(model, *part(0, 0, rank())).backward()
-        assert "reduce_scatter" not in sent
+def check_a_step_sends_each_block_three_times() -> None:
+    net = Net()
+    model = FSDP(net, blocks=net.layers)
+    sent: list[str] = []
+    with recorded_collectives(lambda kind, _: sent.append(kind)):
+        backward(model)
+    # one buffer outside, and a trained and a frozen one in each of three blocks, of which the last
+    # stays for backward
+    assert sent.count("all_gather") == 1 + 6 + 4, sent
+    assert sent.count("reduce_scatter") == 4
+    # vectors, and who has gradients
+    assert sent.count("all_reduce") == 1, sent
+    # no_sync sends no gradients
+    sent.clear()
+    with recorded_collectives(lambda kind, _: sent.append(kind)), model.no_sync():
+        loss_of(model, *part(0, 0, rank())).backward()
+    assert "reduce_scatter" not in sent
 
 
 # Mixed precision
@@ -252,7 +247,7 @@ def check_blocks_compute_in_low_precision_and_shards_stay_in_float32() -> None:
 # State
 
 
-def check_state_is_whole_or_by_shard_and_loads_elsewhere() -> None:
+def check_state_is_whole_and_loads_elsewhere() -> None:
     model = FSDP(Net(seed=3))
     whole = model.state_dict()
     expected = Net(seed=3).state_dict()
@@ -261,21 +256,6 @@ def check_state_is_whole_or_by_shard_and_loads_elsewhere() -> None:
     other = FSDP(Net(seed=4), blocks=[])
     other.load_state_dict(whole)
     assert all(torch.equal(value, expected[n]) for n, value in other.state_dict().items())
-    # by shard: of this rank with equal blocks, or of all ranks with any
-    by_shard = model.shard_state_dict()
-    again = FSDP(Net(seed=5))
-    again.load_shard_state_dicts([by_shard])
-    assert all(torch.equal(value, expected[n]) for n, value in again.state_dict().items())
-    alone = [dist.new_group([number]) for number in range(world_size())][rank()]
-    single = FSDP(Net(seed=6), group=alone)
-    everyones = gather_objects(by_shard)
-    single.load_shard_state_dicts(everyones)
-    assert all(torch.equal(value, expected[n]) for n, value in single.state_dict().items())
-    message = message_of(lambda: single.load_shard_state_dicts(everyones[:1]))
-    expected_message = f"must be those of all {world_size()} ranks that saved, to be loaded on 1,"
-    assert f"{expected_message} but are of ranks [0]" in message, message
-    message = message_of(lambda: other.load_shard_state_dicts([by_shard]))
-    assert "must have the module's names, shapes and blocks" in message, message
     wrong = whole | {"head.weight": torch.zeros(11, 5)}
     message = message_of(lambda: model.load_state_dict(wrong))
     assert "head.weight must have shape (11, 6), got (11, 5)" in message, message
@@ -300,52 +280,6 @@ def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
     for name, param in alone.named_parameters():
         torch.testing.assert_close(full[name], param, rtol=0, atol=1e-5)
     assert sum(gather_objects(len(made.state_dict()["ranges"]))) >= len(full)
-
-
-# Initialization on device "meta"
-
-
-def check_parameters_on_meta_are_drawn_one_module_at_a_time() -> None:
-    def make(device: str) -> nn.Module:
-        layers = [Embedding(9, 4, device=device), Linear(4, 8, device=device)]
-        return nn.Sequential(*layers, nn.LayerNorm(8, device=device), Linear(8, 9, device=device))
-
-    def reset(generator: torch.Generator) -> Callable[[nn.Module], Any]:
-        def reset_one(part: nn.Module) -> None:
-            is_norm = isinstance(part, nn.LayerNorm)
-            part.reset_parameters() if is_norm else part.reset_parameters(generator)
-
-        return reset_one
-
-    module = make("cpu").to(current_device())
-    generator = torch.Generator(current_device()).manual_seed(1)
-    for layer in module:
-        reset(generator)(layer)
-    generator = torch.Generator(current_device()).manual_seed(1)
-    model = FSDP(make("meta"), reset=reset(generator), device=current_device())
-    full = model.full_parameters()
-    assert all(torch.equal(full[name], p) for name, p in module.named_parameters())
-    model(torch.arange(3, device=current_device())).sum().backward()
-    model.finish_gradient_synchronization()
-    message = message_of(lambda: FSDP(NoReset(), device=current_device()))
-    assert "the module must have reset_parameters()" in message, message
-    tied = make("meta")
-    tied.append(Linear(4, 9, device="meta"))
-    tied[4].weight = tied[0].weight
-    message = message_of(lambda: FSDP(tied, device=current_device()))
-    assert "reset must be given, to draw 0.weight: 2 modules share it" in message, message
-    FSDP(tied, reset=reset(generator), device=current_device())
-    # its embedding is drawn anew because it is also the head
-    shape = ModelConfig(9, 4, 8, 1, 2, 8, tied_embeddings=True)
-    model = TransformerLM(shape, device="meta", draw=False)
-    message = message_of(lambda: FSDP(model, device=current_device()))
-    assert "to draw token_embeddings.weight: TransformerLM.reset_parameters()" in message
-
-
-class NoReset(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
 
 
 # Errors

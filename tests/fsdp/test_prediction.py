@@ -20,7 +20,6 @@ from tests.ddp.workers import launch
 OPTIONS = {
     "prefetch": {},
     "no prefetch": {"prefetch": False},
-    "no resharding": {"reshard_after_forward": False},
 }
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
