@@ -32,6 +32,7 @@ from lib.benchmarks.rank_training import (
 from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory, synchronize
 from lib.core.records import Record
 from lib.core.settings import check
+from lib.ddp.costs import DDP_WRAPPERS, DdpWrapper
 from lib.ddp.process_group import gather_objects
 from lib.model.config import (
     ATTENTION_KERNELS,
@@ -41,7 +42,6 @@ from lib.model.config import (
     model_preset,
 )
 from lib.profiling.measurement import interquartile_range
-from lib.training.config import DDP_WRAPPERS, DdpWrapper
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")

@@ -18,10 +18,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 from lib.core.settings import require
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
+
+# The wrappers of `lib.ddp.wrappers`, named here since this file loads no torch.
+DdpWrapper = Literal["none", "naive", "flat", "overlap", "flashddp", "torch_ddp"]
+DDP_WRAPPERS = get_args(DdpWrapper)
 
 # Collectives
 

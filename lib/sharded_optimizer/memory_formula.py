@@ -45,7 +45,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from lib.core.settings import require
-from lib.ddp.costs import default_bucket_cap_mb
+from lib.ddp.costs import DDP_WRAPPERS, default_bucket_cap_mb
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import activation_bytes_by_part, num_parameters, parameters_by_part
 
@@ -56,8 +56,6 @@ SIZES = ("small", "medium", "large", "xl", "2.7b")
 RESERVED_BYTES = 10**9
 # Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
 CPU_LOGITS_BYTES = 16 << 20
-# Wrappers that average gradients; with `none` the sharded optimizer averages them itself.
-AVERAGED_BY = ("none", "naive", "flat", "overlap", "flashddp", "torch_ddp")
 
 
 @dataclass(frozen=True)
@@ -106,11 +104,6 @@ class RankMemory:
 
     gradients_stay: bool = False
     """Whether the gradients' memory is kept between steps, as by PyTorch's DDP."""
-
-    @property
-    def initialized(self) -> int:
-        """Bytes held before the first step, which creates the optimizer state."""
-        return self.between_steps - self.optimizer_state
 
     @property
     def between_steps(self) -> int:
@@ -180,62 +173,118 @@ def rank_memory(
     """
     _check(ranks, batch_size, stage, dtype, ddp_wrapper, bucket_cap_mb)
     element_bytes = ELEMENT_BYTES[dtype]
-    stage = stage if ranks > 1 else 0
+    weight_bytes = element_bytes if low_precision_weights else 4
+    autocast = not low_precision_weights and (stage < 3 or ranks == 1)
+    one = _one_rank(config, batch_size, element_bytes, weight_bytes, autocast, cuda, checkpoints)
+    if ranks == 1:
+        return one
 
-    def share(num_bytes: int) -> int:
-        return -(-num_bytes // ranks)
+    cap_mb = bucket_cap_mb or default_bucket_cap_mb(one.parameters)
+    bucket = min(int(cap_mb * 2**20), one.parameters)
+    divided = one if stage == 0 else _divide_state(one, config, ranks)
+    if stage < 2 and ddp_wrapper != "none":
+        return _average_with_wrapper(divided, ddp_wrapper, bucket, cuda)
+    # a rank keeps its slice of the gradients
+    divided = _divide_gradients(divided, ranks)
+    if stage == 3:
+        return _divide_weights(divided, config, ranks, element_bytes, weight_bytes, outer_stays)
+    packed = min((3 if cuda else 4) * bucket, 2 * one.parameters)
+    return dataclasses.replace(divided, communication=packed if stage == 1 else bucket)
 
-    weights, state = _weight_and_state_bytes(config, element_bytes if low_precision_weights else 4)
-    updated = num_parameters(config)
-    autocast = not low_precision_weights and stage < 3
+
+def _one_rank(
+    config: ModelConfig,
+    batch_size: int,
+    element_bytes: int,
+    weight_bytes: int,
+    autocast: bool,
+    cuda: bool,
+    checkpoints: bool,
+) -> RankMemory:
+    """Bytes on a rank that shares nothing: matmuls in `element_bytes`, matrices in `weight_bytes`.
+
+    Args:
+        autocast: whether casts of weights are kept for backward.
+    """
+    weights, state = _weight_and_state_bytes(config, weight_bytes)
     kept, recomputed, copies = _activation_bytes(
         config, batch_size, element_bytes, autocast=autocast, cuda=cuda, checkpoints=checkpoints
     )
-    late = _late_weights(config) * (element_bytes if low_precision_weights else 4)
     # a GPU's checkpointed blocks hold less beside the insides of a layer, forward and backward
     widths = (2, 0) if checkpoints and cuda and config.norm == "pre" else (4, 4)
     working_forward, working = (
         _working_bytes(config, batch_size, element_bytes, widths=n) for n in widths
     )
-    is_cast = element_bytes < 4 and not low_precision_weights
+    is_cast = element_bytes < weight_bytes
     loss = _loss_bytes(config, batch_size, element_bytes, is_cast=is_cast, cuda=cuda)
-    whole = RankMemory(
+    return RankMemory(
         parameters=weights,
         gradients=weights,
-        optimizer_state=share(state) if stage else state,
+        optimizer_state=state,
         activations=kept,
         recomputed=recomputed,
-        late_gradients=late,
+        late_gradients=_late_weights(config) * weight_bytes,
         averaged_gradients=weights,
         working=working,
         forward=copies + max(working_forward, loss),
-        update=0 if cuda else 8 * (share(updated) if stage else updated),
+        update=0 if cuda else 8 * num_parameters(config),
     )
-    if ranks == 1:
-        return whole
 
-    cap_mb = bucket_cap_mb or default_bucket_cap_mb(weights)
-    bucket = min(int(cap_mb * 2**20), weights)
-    change = dataclasses.replace
-    if stage == 0 or (stage == 1 and ddp_wrapper != "none"):
-        # a wrapper averages whole gradients
-        copied = {"flat": weights, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
-        return change(whole, communication=copied, gradients_stay=ddp_wrapper == "torch_ddp")
-    own = share(weights)
-    sliced = change(whole, gradients=own, averaged_gradients=own, late_gradients=share(late))
-    if stage == 1:
-        return change(sliced, communication=min((3 if cuda else 4) * bucket, 2 * weights))
-    if stage == 2:
-        return change(sliced, communication=bucket)
+
+def _average_with_wrapper(
+    memory: RankMemory, ddp_wrapper: str, bucket: int, cuda: bool
+) -> RankMemory:
+    """Stage 0 or 1 with a wrapper, which averages whole gradients."""
+    copied = {"flat": memory.gradients, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
+    stay = ddp_wrapper == "torch_ddp"
+    return dataclasses.replace(memory, communication=copied, gradients_stay=stay)
+
+
+def _divide_state(memory: RankMemory, config: ModelConfig, ranks: int) -> RankMemory:
+    """Stages 1 to 3: each rank has a part of the optimizer state, and updates its weights."""
+    return dataclasses.replace(
+        memory,
+        optimizer_state=_share(memory.optimizer_state, ranks),
+        update=8 * _share(num_parameters(config), ranks) if memory.update else 0,
+    )
+
+
+def _divide_gradients(memory: RankMemory, ranks: int) -> RankMemory:
+    """Stages 1 to 3 where no wrapper averages: each rank keeps a part of the gradients."""
+    return dataclasses.replace(
+        memory,
+        gradients=_share(memory.gradients, ranks),
+        averaged_gradients=_share(memory.averaged_gradients, ranks),
+        late_gradients=_share(memory.late_gradients, ranks),
+    )
+
+
+def _divide_weights(
+    memory: RankMemory,
+    config: ModelConfig,
+    ranks: int,
+    element_bytes: int,
+    weight_bytes: int,
+    outer_stays: bool,
+) -> RankMemory:
+    """Stage 3: each rank keeps a part of the weights, and gathers others when it needs them."""
     parts = parameters_by_part(config)
     block = element_bytes * (parts["attention"] + parts["feed_forward"]) // config.num_layers
-    outer = [parts["token_embeddings"], parts["lm_head"]]
-    outer_bytes = (sum(outer) if outer_stays else max(outer)) * (
-        element_bytes if low_precision_weights else 4
-    )
     blocks = min(2, config.num_layers) * block
-    gathered = {"gathered": outer_bytes + blocks, "gathered_blocks": blocks}
-    return change(sliced, parameters=own, communication=block, **gathered)
+    outer = [parts["token_embeddings"], parts["lm_head"]]
+    outer_bytes = (sum(outer) if outer_stays else max(outer)) * weight_bytes
+    return dataclasses.replace(
+        memory,
+        parameters=_share(memory.parameters, ranks),
+        communication=block,
+        gathered=outer_bytes + blocks,
+        gathered_blocks=blocks,
+    )
+
+
+def _share(number: int, ranks: int) -> int:
+    """The part of one rank, rounded up."""
+    return -(-number // ranks)
 
 
 def largest_preset(
@@ -372,10 +421,10 @@ def _check(
     require(stage in range(4), f"stage must be 0, 1, 2 or 3, got {stage}")
     known = ", ".join(ELEMENT_BYTES)
     require(dtype in ELEMENT_BYTES, f"dtype must be one of {known}, got {dtype!r}")
-    known = ", ".join(AVERAGED_BY)
+    known = ", ".join(DDP_WRAPPERS)
     message = f"ddp_wrapper must be one of {known}, got {ddp_wrapper!r}"
-    require(ddp_wrapper in AVERAGED_BY, message)
+    require(ddp_wrapper in DDP_WRAPPERS, message)
     averages = stage > 0 or ddp_wrapper != "none" or ranks == 1
     require(averages, f"ddp_wrapper must not be 'none' in stage 0 on {ranks} ranks; use flashddp")
     is_positive = bucket_cap_mb is None or bucket_cap_mb > 0
-    require(is_positive, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+    require(is_positive, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")

@@ -11,10 +11,9 @@ from typing import Any, Literal, get_args
 from lib.core.hardware import DtypeName
 from lib.core.settings import check, check_fields
 from lib.data.prepare import TokenizeConfig
+from lib.ddp.costs import DdpWrapper
 from lib.model.config import ModelConfig
 
-DdpWrapper = Literal["none", "naive", "flat", "overlap", "flashddp", "torch_ddp"]
-DDP_WRAPPERS = get_args(DdpWrapper)
 # FSDP shards the model itself, so it is not a wrapper around a whole model.
 TrainingWrapper = Literal[DdpWrapper, "fsdp", "fsdp2"]
 TRAINING_WRAPPERS = get_args(TrainingWrapper)

@@ -26,7 +26,7 @@ from lib.sharded_optimizer import optimizer
 from lib.sharded_optimizer.saved_state import read_shards
 from lib.training import parallelism
 from lib.training.checkpoint import load_checkpoint, newest_checkpoint
-from lib.training.config import DDP_WRAPPERS, TrainConfig
+from lib.training.config import TrainConfig
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
 from lib.training.parallelism import check_wrapper, parallelise
@@ -205,7 +205,7 @@ def test_one_rank_computes_nothing_for_the_sake_of_others():
 
 
 def test_wrappers_are_those_that_a_config_takes():
-    assert tuple(WRAPPERS) == DDP_WRAPPERS
+    assert tuple(WRAPPERS) == costs.DDP_WRAPPERS
 
 
 @pytest.mark.slow
