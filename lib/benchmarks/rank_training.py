@@ -337,7 +337,7 @@ class Training:
         )
         self.step = TrainStep(model, settings, self.device, dtype, group=group)
         # eager until `finish_warm_up`, so that memory is measured step by step
-        self.step.config = dataclasses.replace(settings, cuda_graph=False)
+        self.step.use_cuda_graph(False)
         self.losses: list[float] = []
 
     def train(self, steps: int) -> None:
@@ -349,8 +349,7 @@ class Training:
 
     def finish_warm_up(self, config: RanksBenchmarkConfig, steps_done: int) -> None:
         """Run the other steps of the warm-up, at least one, as a CUDA graph if the case asks."""
-        settings = dataclasses.replace(self.step.config, cuda_graph=self.case.cuda_graph)
-        self.step.config = settings
+        self.step.use_cuda_graph(self.case.cuda_graph)
         steps = (config.epochs - config.timed_epochs) * self.case.steps_per_epoch
         self.train(max(1, steps - steps_done))
         self.read_losses()

@@ -149,7 +149,7 @@ def profile(config: ProfileConfig) -> Summary | None:
     with numerics(tf32=True, deterministic=False):
         if config.nvtx:
             step, sequences = _warm_step(config, train_config, device, dtype)
-            _run_for_nsys(step, sequences, config.steps, train_config)
+            _run_for_nsys(step, sequences, config)
             return None
         make_folder(config.output)
         for name in OPTIONAL_FILES:
@@ -164,7 +164,7 @@ def profile(config: ProfileConfig) -> Summary | None:
                 with snapshot if device.type == "cuda" else nullcontext():
                     take = functools.partial(step, sequences, LEARNING_RATE)
                     memory = profile_memory(take, step.model, step.optimizer, device=device)
-            step.config = train_config
+            step.use_cuda_graph(config.cuda_graph)
             trace_steps(step, sequences, config.output / TRACE, steps=config.steps)
     write_step_trace(config.output)
     summary = summarise(read_trace(config.output / TRACE))
@@ -398,17 +398,15 @@ def _run_nsys(config: ProfileConfig, device: torch.device) -> None:
         print(f"nsys failed with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
 
 
-def _run_for_nsys(
-    step: TrainStep, sequences: Tensor, steps: int, train_config: TrainConfig
-) -> None:
+def _run_for_nsys(step: TrainStep, sequences: Tensor, config: ProfileConfig) -> None:
     """Take the steps between cudaProfilerStart and cudaProfilerStop."""
-    step.config = train_config
+    step.use_cuda_graph(config.cuda_graph)
     # records the CUDA graph, if there is one
     step(sequences, LEARNING_RATE)
     synchronize(step.device)
     with ranges.enabled(nvtx=True):
         torch.cuda.profiler.start()
-        for _ in range(steps):
+        for _ in range(config.steps):
             step(sequences, LEARNING_RATE)
         synchronize(step.device)
         torch.cuda.profiler.stop()

@@ -256,8 +256,10 @@ def _log(training: _Training) -> dict[str, float]:
     run, progress = training.run, training.progress
     _read_log(training)
     _count_time(training)
+    # means over the steps whose update was not skipped
     finite = [(loss, norm) for loss, norm, is_skipped in progress.unlogged if not is_skipped]
     loss, norm = map(float, np.mean(finite, axis=0)) if finite else (math.nan, math.nan)
+    # speed, without evaluations and checkpoints
     seconds = progress.seconds - progress.logged_seconds
     tokens_per_s = len(progress.unlogged) * run.tokens_per_step / seconds
     _write(
@@ -451,9 +453,7 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    # FSDP's optimizer has shards as parameters, which are not those that the model names
-    is_fsdp = run.config.ddp_wrapper == "fsdp" and world_size() > 1
-    load_optimizer(loaded.path, step.optimizer, None if is_fsdp else step.model)
+    load_optimizer(loaded.path, step.optimizer, step.optimizer_model)
     run.sampler.load_state_dict(loaded.extra["sampler"])
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)

@@ -69,7 +69,7 @@ def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
                 )
 
 
-def parallelise(
+def parallelize(
     loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[nn.Module, AdamW | ShardedOptimizer | TorchZero]:
     """Wrap the loss in a module that averages its gradients, and make the optimizer of its model.

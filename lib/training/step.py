@@ -7,6 +7,7 @@ that the host can run ahead and a CUDA graph can replay the whole step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
 from lib.training.config import TrainConfig
-from lib.training.parallelism import FULLY_SHARDED, OVERLAPPING, check_wrapper, parallelise
+from lib.training.parallelism import FULLY_SHARDED, OVERLAPPING, check_wrapper, parallelize
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -90,7 +91,7 @@ class TrainStep:
         if config.compile:
             self._compile()
         self.lr = torch.zeros((), device=device)
-        self.parallel, self.optimizer = parallelise(self.loss, config, self.lr, group)
+        self.parallel, self.optimizer = parallelize(self.loss, config, self.lr, group)
         self.is_sharded = hasattr(self.optimizer, "save_shard")
 
         # The step's input, at a fixed address for CUDA graphs.
@@ -245,6 +246,12 @@ class TrainStep:
         copy = getattr(self.parallel, "whole_model", None)
         return copy() if copy else self.model
 
+    @property
+    def optimizer_model(self) -> TransformerLM | None:
+        """The model that names the optimizer's parameters; None if they are shards of FSDP."""
+        is_fsdp = self.config.ddp_wrapper == "fsdp" and self.num_ranks > 1
+        return None if is_fsdp else self.model
+
     def autocast(self) -> contextlib.AbstractContextManager:
         """Run matmuls in `dtype`, unless the weights themselves have it."""
         return self.loss.autocast()
@@ -262,6 +269,10 @@ class TrainStep:
             torch._dynamo.config.optimize_ddp = False
 
     # CUDA graph
+
+    def use_cuda_graph(self, is_on: bool) -> None:
+        """Let the steps from here on replay a CUDA graph, or run eagerly."""
+        self.config = dataclasses.replace(self.config, cuda_graph=is_on)
 
     def _replay(self) -> None:
         """Take the step by replaying its CUDA graph, which the first call records."""

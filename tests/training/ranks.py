@@ -220,7 +220,7 @@ def pending_gathers(**changes: Any) -> dict[str, Any]:
     config = dataclasses.replace(STEP, gradient_accumulation_steps=1, **ALONE, **changes)
     step = TrainStep(model, config, CPU, torch.float32)
     # nothing can be recorded on a CPU
-    step.config = dataclasses.replace(step.config, cuda_graph=False)
+    step.use_cuda_graph(False)
     for index in range(2):
         step(part(index, process_group.rank(), 1), 1e-2)
     pending = sum(bucket.gathering is not None for bucket in step.optimizer.strategy.buckets)

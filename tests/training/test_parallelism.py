@@ -29,7 +29,7 @@ from lib.training.checkpoint import load_checkpoint, newest_checkpoint
 from lib.training.config import TrainConfig
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
-from lib.training.parallelism import check_wrapper, parallelise
+from lib.training.parallelism import check_wrapper, parallelize
 from lib.training.step import TrainStep
 from tests.training import ranks as workers
 from tests.training.runs import (
@@ -234,11 +234,11 @@ def test_the_default_bucket_is_a_32nd_of_the_gradients(sharded, monkeypatch):
     loss = torch.nn.Linear(2**20, 200, bias=False, device="meta")
     loss.model = torch.nn.Linear(2**20, 160, bias=False, device="meta")
     config = TrainConfig(ddp_wrapper="flashddp", sharded_optimizer=sharded)
-    parallelise(loss, config, torch.zeros(()), None)
+    parallelize(loss, config, torch.zeros(()), None)
     # 1,440 MiB with its model, of which 640 are sharded
     assert caps == [45.0] + [20.0] * (sharded == "zero1")
     caps.clear()
-    parallelise(loss, dataclasses.replace(config, bucket_size_mb=3.0), torch.zeros(()), None)
+    parallelize(loss, dataclasses.replace(config, bucket_size_mb=3.0), torch.zeros(()), None)
     assert set(caps) == {3.0}
 
 
