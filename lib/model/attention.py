@@ -97,7 +97,7 @@ def attention(
         is_causal: query i sees keys 0 to i (aligned at the top left).
         mask: (queries, keys) or broadcastable to (batch, heads, queries, keys), bool: True where a
             query sees a key. Excludes `is_causal`.
-        scale: above 0; default 1 / sqrt(head_dim).
+        scale: more than 0; default 1 / sqrt(head_dim).
 
     Returns:
         (batch, heads, queries, head_dim), in the dtype of `v`; zeros where there are no keys.
@@ -239,7 +239,7 @@ def _check(
         raise ValueError("head_dim of q must be at least 1, got 0")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+        raise ValueError(f"scale must be more than 0, got {scale}")
     heads, shared = q.shape[1], k.shape[1]
     if heads != shared and (0 in (heads, shared) or heads % shared):
         raise ValueError(f"k must have the {heads} heads of q or a divisor of them, got {shared}")
@@ -311,25 +311,6 @@ class KVCache:
         """Forget all tokens but the first `length`."""
         self._check_length(length)
         self.length = length
-
-    def prefill(self, other: KVCache) -> None:
-        """Take the tokens of `other`, a cache of the same model with as many rows, or with one.
-
-        So a prompt is read once for many texts that continue it.
-        """
-        self._check_length(other.length)
-        rows, given = self.keys.shape[1], other.keys.shape[1]
-        if given not in (1, rows):
-            raise ValueError(f"other must have 1 or {rows} rows, got {given}")
-        mine, theirs = (tuple(cache.keys.shape[::2]) for cache in (self, other))
-        if mine != theirs:
-            raise ValueError(
-                "other must have the layers, heads and head_dim of this cache, "
-                f"{mine}, got {theirs}"
-            )
-        self.keys[..., : other.length, :] = other.keys[..., : other.length, :]
-        self.values[..., : other.length, :] = other.values[..., : other.length, :]
-        self.length = other.length
 
     def _check_length(self, length: int) -> None:
         capacity = self.keys.shape[-2]

@@ -40,11 +40,7 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(
-    config: ModelConfig,
-    context_length: int | None = None,
-    *,
-    backward: bool = True,
-    is_causal: bool = False,
+    config: ModelConfig, context_length: int | None = None, *, backward: bool = True
 ) -> int:
     """FLOPs for one token of a sequence of `context_length` tokens.
 
@@ -53,29 +49,25 @@ def flops_per_token(
     Forward and backward together take three times that, since each matmul has two in the backward
     pass, one for the gradient of either factor: 6 FLOPs per weight, and 12 L T d for attention.
     Model FLOPs utilization (MFU) is based on this count (PaLM, Chowdhery et al. 2022, appendix B).
+    All T² scores count, as in `torch.utils.flop_counter`, also those that the causal mask hides.
     Whatever is computed twice, like scores in FlashAttention's backward, counts once.
 
     Args:
         context_length: default `config.context_length`.
         backward: count the backward pass too.
-        is_causal: leave out scores that the causal mask hides, for kernels that skip them. By
-            default all T² count, as in PaLM and in `torch.utils.flop_counter`.
     """
-    forward = sum(flops_by_part(config, context_length, is_causal=is_causal).values())
+    forward = sum(flops_by_part(config, context_length).values())
     return 3 * forward if backward else forward
 
 
-def flops_by_part(
-    config: ModelConfig, context_length: int | None = None, *, is_causal: bool = False
-) -> dict[str, int]:
+def flops_by_part(config: ModelConfig, context_length: int | None = None) -> dict[str, int]:
     """FLOPs for one token in the forward pass, by part, over all layers.
 
     A multiply and an add for each weight of a matmul, and for each element of q · k and of the
     weighted sum of values:
 
     - projections: L · 2 · 4 d²
-    - attention: L · 4 T d; with `is_causal`, where tokens see (T + 1) / 2 keys on average,
-      L · 2 (T + 1) d
+    - attention: L · 4 T d
     - feed_forward: L · 2 · 3 d f (`silu`: L · 2 · 2 d f)
     - lm_head: 2 V d
 
@@ -86,7 +78,7 @@ def flops_by_part(
     d, layers = config.d_model, config.num_layers
     return {
         "projections": layers * 8 * d * d,
-        "attention": layers * (2 * (length + 1) if is_causal else 4 * length) * d,
+        "attention": layers * 4 * length * d,
         "feed_forward": layers * 2 * _feed_forward_weights(config),
         "lm_head": 2 * _vocab_size(config) * d,
     }
