@@ -29,7 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lib.core.files import NO_SPACE, atomic_write, no_space_error, sha256_file, write_atomically
+from lib.core.files import (
+    NO_SPACE,
+    atomic_write,
+    make_folder,
+    no_space_error,
+    sha256_file,
+    write_atomically,
+)
 from lib.data.stories import GENERATOR_VERSION, SPLITS, generate_stories
 from lib.tokenizer.pretokenize import SEPARATOR
 
@@ -136,7 +143,9 @@ def prepare_corpus(
 
 
 def _prepare_tinystories(data_dir: Path, progress: Progress) -> Corpus:
-    folder = _make_folder(data_dir / "tinystories")
+    folder = data_dir / "tinystories"
+    # complete files may be in a folder that is read-only
+    folder.mkdir(parents=True, exist_ok=True)
     paths: dict = {
         split: download(TINYSTORIES[split], folder, progress=progress) for split in SPLITS
     }
@@ -196,7 +205,7 @@ def _make_unless_current(
     record_path = folder / "corpus.json"
     record = {"recipe": recipe, "sha256": _hashes(paths)}
     if None in record["sha256"].values() or _read_json(record_path) != record:
-        _make_folder(folder)
+        make_folder(folder)
         record_path.unlink(missing_ok=True)
         write(paths)
         record["sha256"] = _hashes(paths)
@@ -214,16 +223,6 @@ def _read_json(path: Path) -> dict | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-
-
-def _make_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"data_dir {folder.parent} cannot be written ({error.strerror})"
-        ) from error
-    return folder
 
 
 def _short_hash(text: str) -> str:

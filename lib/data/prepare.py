@@ -45,7 +45,7 @@ class TokenizeConfig:
     """Texts with a token id of their own; merges never cross them."""
 
     seed: int = 0
-    """Selects the generated stories."""
+    """Seed of the generated stories."""
 
     data_dir: Path = Path("data")
     """Folder for generated and downloaded corpora."""
@@ -79,11 +79,14 @@ class TokenizeConfig:
     def output_dir(self) -> Path:
         """The folder that the tokenizer and the arrays go to."""
         name = f"{Path(self.corpus).resolve().stem or 'corpus'}-{self.vocab_size}"
-        recipe = self.corpus_bytes, self.seed, self.validation_fraction
-        if self.corpus == "stories" and recipe != (20_000_000, 0, 0.05):
+        if self.corpus == "stories" and self._recipe() != TokenizeConfig()._recipe():
             # a folder for each recipe: notebooks of other sizes keep their arrays
-            name += f"-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
+            name += f"-{hashlib.sha256(repr(self._recipe()).encode()).hexdigest()[:8]}"
         return self.output or self.data_dir / name
+
+    def _recipe(self) -> tuple[int, int, float]:
+        """The settings that generated stories depend on."""
+        return self.corpus_bytes, self.seed, self.validation_fraction
 
 
 def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> list[dict[str, Any]]:

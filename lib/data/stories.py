@@ -59,7 +59,7 @@ def generate_stories(num_bytes: int, *, seed: int = 0, split: str = "train") -> 
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     for name, value, smallest in (("num_bytes", num_bytes, 1), ("seed", seed, 0)):
         if not isinstance(value, int) or value < smallest:
-            raise ValueError(f"{name} must be a whole number >= {smallest}, got {value!r}")
+            raise ValueError(f"{name} must be a whole number, at least {smallest}, got {value!r}")
     return _generate(num_bytes, seed, split == "validation")
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # length of the header of a one-dimensional .npy file, whatever its shape
 HEADER_BYTES = 128
+# how much text is encoded between two entries of the journal
 JOURNAL_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,6 @@ def tokenize_file(
     *,
     source_sha256: str | None = None,
     workers: int | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    journal_bytes: int = JOURNAL_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Encode the text file `text_path` into the token array `output_path`, streaming.
@@ -96,8 +95,6 @@ def tokenize_file(
         output_path: must end in `.npy`.
         source_sha256: hash of the text, if the caller has it.
         workers: threads that encode; one per core by default.
-        chunk_bytes: how much text is encoded at a time.
-        journal_bytes: how much text is encoded between two entries of the journal.
         progress: called with the bytes of text done by earlier calls, then with those just done.
 
     Raises:
@@ -120,8 +117,8 @@ def tokenize_file(
         with lock_folder(output_path.parent):
             manifest = _find_current(output_path, key)
             if manifest is None:
-                encode = partial(tokenizer.encode_stream, chunk_bytes=chunk_bytes, workers=workers)
-                totals = _encode_rest(encode, text_path, output_path, key, journal_bytes, progress)
+                encode = partial(tokenizer.encode_stream, chunk_bytes=CHUNK_BYTES, workers=workers)
+                totals = _encode_rest(encode, text_path, output_path, key, progress)
                 after = text_path.stat()
                 if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                     _partial(output_path).unlink()
@@ -207,7 +204,6 @@ def _encode_rest(
     text_path: Path,
     output_path: Path,
     key: dict[str, Any],
-    journal_bytes: int,
     progress: Callable[[int], None] | None,
 ) -> dict[str, Any]:
     """Complete the partial file of `output_path`; return its number of ids and their hash."""
@@ -233,7 +229,7 @@ def _encode_rest(
                 out.write(data)
                 digest.update(data)
                 done = _Progress(done.bytes + num_bytes, done.tokens + len(ids))
-                if done.bytes - journaled >= journal_bytes:
+                if done.bytes - journaled >= JOURNAL_BYTES:
                     sync(out)
                     write_atomically(journal_path, _journal_text(key, done, digest))
                     journaled = done.bytes

@@ -57,16 +57,15 @@ def text_path(tmp_path):
     return path
 
 
-def test_an_array_holds_the_ids_of_the_text(text_path, tmp_path):
+def set_blocks(monkeypatch, chunk_bytes, journal_bytes):
+    monkeypatch.setattr(lib.data.token_array, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(lib.data.token_array, "JOURNAL_BYTES", journal_bytes)
+
+
+def test_an_array_holds_the_ids_of_the_text(text_path, tmp_path, monkeypatch):
+    set_blocks(monkeypatch, 512, 512)
     output, calls = tmp_path / "new" / "out.npy", []
-    manifest = tokenize_file(
-        make_tokenizer(),
-        text_path,
-        output,
-        chunk_bytes=512,
-        journal_bytes=512,
-        progress=calls.append,
-    )
+    manifest = tokenize_file(make_tokenizer(), text_path, output, progress=calls.append)
     tokens = load_token_array(output, tokenizer=make_tokenizer(), verify=True)
     assert tokens.tolist() == make_tokenizer().encode(TEXT)
     assert tokens.dtype == np.uint16
@@ -77,9 +76,11 @@ def test_an_array_holds_the_ids_of_the_text(text_path, tmp_path):
 
 
 @pytest.mark.parametrize(("chunk_bytes", "workers"), [(16, 3), (64, 1), (1 << 20, 3)])
-def test_an_array_does_not_depend_on_chunks_and_workers(text_path, tmp_path, chunk_bytes, workers):
-    options = {"chunk_bytes": chunk_bytes, "workers": workers, "journal_bytes": 500}
-    tokenize_file(make_tokenizer(), text_path, tmp_path / "out.npy", **options)
+def test_an_array_does_not_depend_on_chunks_and_workers(
+    text_path, tmp_path, monkeypatch, chunk_bytes, workers
+):
+    set_blocks(monkeypatch, chunk_bytes, 500)
+    tokenize_file(make_tokenizer(), text_path, tmp_path / "out.npy", workers=workers)
     # a plain .npy file
     assert np.load(tmp_path / "out.npy").tolist() == make_tokenizer().encode(TEXT)
 
@@ -133,8 +134,10 @@ def test_an_array_is_made_again_when_what_it_came_from_changed(text_path, tmp_pa
 
 def interrupt(text_path, output, **attributes):
     tokenizer = make_counting(fails_after=len(TEXT.encode()) // 2, **attributes)
-    with pytest.raises(tokenizer.error):
-        tokenize_file(tokenizer, text_path, output, chunk_bytes=64, journal_bytes=256)
+    with pytest.MonkeyPatch.context() as patch:
+        set_blocks(patch, 64, 256)
+        with pytest.raises(tokenizer.error):
+            tokenize_file(tokenizer, text_path, output)
 
 
 def test_an_interrupted_run_resumes_where_it_was(text_path, tmp_path):
@@ -199,8 +202,10 @@ def test_a_partial_file_that_cannot_be_resumed_is_removed(text_path, tmp_path):
 
 KILLED = """
 import sys, time
+import lib.data.token_array
 from tests.data.test_token_array import make_tokenizer, tokenize_file
 
+lib.data.token_array.CHUNK_BYTES, lib.data.token_array.JOURNAL_BYTES = 64, 256
 done = 0
 
 def hang_half_way(num_bytes):
@@ -209,8 +214,7 @@ def hang_half_way(num_bytes):
     if done > 2000:
         time.sleep(60)
 
-tokenize_file(make_tokenizer(), *sys.argv[1:], chunk_bytes=64, journal_bytes=256,
-              progress=hang_half_way)
+tokenize_file(make_tokenizer(), *sys.argv[1:], progress=hang_half_way)
 """
 
 
@@ -286,15 +290,14 @@ def test_an_array_without_its_manifest_is_not_trusted(text_path, tmp_path, monke
 
 
 @pytest.mark.parametrize("journal_bytes", [1 << 30, 1 << 15])
-def test_a_full_disk_names_the_file_and_what_it_needs(tmp_path, journal_bytes):
+def test_a_full_disk_names_the_file_and_what_it_needs(tmp_path, monkeypatch, journal_bytes):
+    set_blocks(monkeypatch, 4096, journal_bytes)
     text, output = TEXT * 200, tmp_path / "out.npy"
     (tmp_path / "text.txt").write_text(text)
     error = OSError(errno.ENOSPC, "No space left on device")
     tokenizer = make_counting(fails_after=len(text.encode()) // 2, error=error)
     with pytest.raises(OSError, match=r"out\.npy: it needs about .* MB more") as caught:
-        tokenize_file(
-            tokenizer, tmp_path / "text.txt", output, chunk_bytes=4096, journal_bytes=journal_bytes
-        )
+        tokenize_file(tokenizer, tmp_path / "text.txt", output)
     assert caught.value.errno == errno.ENOSPC
     assert not output.exists()
     # without a journal nothing is kept, and the whole array still needs space
