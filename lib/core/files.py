@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,6 +71,19 @@ def make_folder(folder: str | os.PathLike) -> None:
     except OSError as error:
         reason = f"cannot be written to ({error.strerror})"
         raise OSError(error.errno, reason, str(folder)) from error
+
+
+def user_cache() -> Path:
+    """The folder `workbook` in the user's cache folder.
+
+    Raises:
+        OSError: the user has no home folder, and XDG_CACHE_HOME names no other.
+    """
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError("there is no home folder: set XDG_CACHE_HOME") from error
+    return base / "workbook"
 
 
 def claim_folder(
@@ -149,14 +162,12 @@ def _locked(lock_path: Path, what: str | os.PathLike) -> Iterator[None]:
         lock.release()
 
 
-def sha256_file(path: str | os.PathLike, *, progress: Callable[[int], None] | None = None) -> str:
-    """Compute the SHA-256 of a file, in hex; `progress` is called with the bytes just read."""
+def sha256_file(path: str | os.PathLike) -> str:
+    """Compute the SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 20):
             digest.update(block)
-            if progress:
-                progress(len(block))
     return digest.hexdigest()
 
 

@@ -8,7 +8,6 @@ in a file, which then takes precedence.
 
 import functools
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lib.core.files import write_atomically
+from lib.core.files import user_cache, write_atomically
 
 
 class Tiles(NamedTuple):
@@ -152,10 +151,8 @@ def keep_tiles(device: torch.device, found: dict[str, Tiles]) -> Path:
 
 
 def tiles_file() -> Path:
-    """The file of tuned tiles, in the folder `workbook` of the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
-        "workbook/attention_tiles.json"
-    )
+    """The file of tuned tiles."""
+    return user_cache() / "attention_tiles.json"
 
 
 def _known_tiles() -> dict[str, dict[str, Tiles]]:

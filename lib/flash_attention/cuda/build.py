@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lib.core.files import write_atomically
+from lib.core.files import user_cache, write_atomically
 
 SOURCES = Path(__file__).parent
 
@@ -62,16 +62,8 @@ def _read_cache(file: str) -> bytes | None:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels, in the folder `workbook` of the user's cache folder.
-
-    Raises:
-        OSError: the user has no home folder, and XDG_CACHE_HOME names no other.
-    """
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError as error:
-        raise FileNotFoundError("there is no home folder: set XDG_CACHE_HOME") from error
-    return base / "workbook" / "cuda"
+    """The folder of compiled kernels."""
+    return user_cache() / "cuda"
 
 
 def pick_architecture(capability: tuple[int, int]) -> str:
