@@ -129,8 +129,8 @@ def test_a_refused_launch_is_an_error_and_one_without_a_context_is_tried_again(c
     again = direct.DirectLaunch(kernel_of(PARAMETERS), (1,), ARGUMENTS)
     codes, entered = [direct.NO_CONTEXT, 0, 700], []
     monkeypatch.setattr(direct.driver(), "cuLaunchKernel", lambda *arguments: codes.pop(0))
-    monkeypatch.setattr(direct, "enter_context", entered.append)
+    monkeypatch.setattr(direct, "use_context", entered.append)
     again(5, ADDRESSES)
-    assert entered == [ROWS.device]
+    assert entered == [ROWS.device.index]
     with pytest.raises(RuntimeError, match="cuLaunchKernel failed with code 700"):
         again(5, ADDRESSES)

@@ -9,7 +9,15 @@ SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 @functools.cache
 def driver() -> ctypes.CDLL:
     """CUDA's driver, which every machine with an NVIDIA GPU has."""
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, *[pointer] * 3]
+    library.cuTensorMapEncodeTiled.argtypes = [
+        *[pointer, number, number],
+        *[pointer] * 5,
+        *[number] * 4,
+    ]
+    return library
 
 
 class Function:

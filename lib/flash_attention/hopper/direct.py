@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lib.flash_attention.cuda.driver import driver, use_context
+
 # CUDA driver API: CUtensorMapDataType, CUtensorMapL2promotion (128 bytes), and the bytes of a map
 MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 PROMOTE_128 = 2
@@ -39,28 +41,6 @@ class TensorMap(NamedTuple):
 
     memory: ctypes.Array
     """Keeps it there."""
-
-
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """The CUDA driver's library."""
-    library = ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, *[pointer] * 3]
-    library.cuTensorMapEncodeTiled.argtypes = [
-        *[pointer, number, number],
-        *[pointer] * 5,
-        *[number] * 4,
-    ]
-    return library
-
-
-def enter_context(device: torch.device) -> None:
-    """Let this thread use the GPU, as CUDA's own functions do at their first call."""
-    context = ctypes.c_void_p()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
-    driver().cuCtxSetCurrent(context)
 
 
 def make_map(
@@ -134,7 +114,8 @@ class DirectLaunch:
         self.addresses = self.addresses_type(
             *(0 if x is None else ctypes.addressof(x) for x in self.fixed)
         )
-        self.device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
+        tensor = next(x for x in arguments.values() if isinstance(x, torch.Tensor))
+        self.device = tensor.device.index
         threads = 32 * kernel.metadata.num_warps
         self.settings = (kernel.function, grid[0], 1, 1, threads, 1, 1, kernel.metadata.shared)
         # keeps the loaded code
@@ -177,7 +158,7 @@ class DirectLaunch:
             place += 8
         code = driver().cuLaunchKernel(*self.settings, stream, parameters, None)
         if code == NO_CONTEXT:
-            enter_context(self.device)
+            use_context(self.device)
             code = driver().cuLaunchKernel(*self.settings, stream, parameters, None)
         if code:
             raise RuntimeError(f"cuLaunchKernel failed with code {code}")
