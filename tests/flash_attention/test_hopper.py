@@ -212,12 +212,17 @@ def test_a_launch_has_every_argument_of_the_kernel(hopper, launched, kernel, has
     assert arguments["CONFIG"].HEAD_DIM == 64
 
 
-def test_an_upstream_gradient_at_any_address_is_taken(launched, monkeypatch, hopper):
-    launched()
+def test_an_upstream_gradient_at_any_address_is_taken(launched, hopper):
+    arguments = launched()
     q = torch.zeros(1, 2, 9, 64, dtype=torch.bfloat16)
     # contiguous, so that `contiguous` would make no copy
-    grad_out = torch.zeros(q.numel() + 1, dtype=torch.bfloat16)[1:].view(q.shape)
+    grad_out = torch.randn(q.numel() + 1).bfloat16()[1:].view(q.shape)
+    assert grad_out.data_ptr() % hopper.ALIGNMENT
     hopper.flash_backward(grad_out, q, q, q, q, q.new_zeros(1, 2, 9).float(), True, 0.1)
+    for kernel in KERNELS[1:]:
+        read = arguments[kernel]["grad_out_desc"].base
+        assert read.data_ptr() % hopper.ALIGNMENT == 0
+        torch.testing.assert_close(read, grad_out, rtol=0, atol=0)
 
 
 OLD_GLUON = """
