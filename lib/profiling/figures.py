@@ -23,7 +23,7 @@ from lib.core.figures import (
     house_figure,
     save_figure,
 )
-from lib.profiling.trace import CATEGORIES, Span, Trace, category_of
+from lib.profiling.trace import CATEGORIES, Span, Trace, category_of, phases_of
 
 TIME_COLORS = dict(zip(CATEGORIES, COLORS))
 # The color of boxes with a name in them.
@@ -88,10 +88,10 @@ def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float |
         axes.broken_barh(shown, (y - height / 2, height), facecolors=color, linewidth=0)
 
     # lane by lane, from above: the outermost ranges below that of the whole step
-    phases = _phases_of(trace.ranges)
+    phases = phases_of(trace.ranges)
     lanes = ["code"]
     _draw_ranges(axes, phases, 0, origin, window)
-    inside = [part for phase in phases for part in _phases_of(_within(phase, trace.ranges))]
+    inside = [part for phase in phases for part in phases_of(_within(phase, trace.ranges))]
     if inside:
         _draw_ranges(axes, inside, len(lanes), origin, window)
         lanes.append("inside")
@@ -141,19 +141,6 @@ def _draw_ranges(
 def _within(phase: Span, ranges: Sequence[Span]) -> list[Span]:
     """Return the ranges inside `phase`, itself included."""
     return [span for span in ranges if phase.start <= span.start and span.end <= phase.end]
-
-
-def _phases_of(ranges: Sequence[Span]) -> list[Span]:
-    """Return the outermost ranges inside the longest one, which is the whole step."""
-    if not ranges:
-        return []
-    whole = max(ranges, key=lambda span: span.end - span.start)
-    phases: list[Span] = []
-    for span in ranges:
-        inside = span is not whole and whole.start <= span.start and span.end <= whole.end
-        if inside and not (phases and span.end <= phases[-1].end):
-            phases.append(span)
-    return phases
 
 
 def save_memory_figure(

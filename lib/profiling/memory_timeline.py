@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.core import ranges as core_ranges
-from lib.profiling.trace import Span, parse_trace
+from lib.profiling.trace import Span, parse_trace, phases_of
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "other")
 FORWARD = "forward"
@@ -229,26 +229,12 @@ def _running_sums(
     num_bytes = {category: np.zeros(len(moments), dtype=np.int64) for category in CATEGORIES}
     for time, category, size in changes:
         num_bytes[category][np.searchsorted(moments, time)] += size
+    phases = phases_of([span for span in ranges if not span.name.startswith(MARK)])
     return MemoryTimeline(
         (moments - start) / 1e3,
         {category: deltas.cumsum() for category, deltas in num_bytes.items()},
-        tuple(
-            (span.name, (span.start - start) / 1e3, (span.end - start) / 1e3)
-            for span in _outermost(ranges)
-        ),
+        tuple((x.name, (x.start - start) / 1e3, (x.end - start) / 1e3) for x in phases),
     )
-
-
-def _outermost(ranges: Sequence[Span]) -> list[Span]:
-    """Return the ranges inside no other one but that of the whole step, without marks."""
-    longest = max(span.end - span.start for span in ranges)
-    outer: list[Span] = []
-    for span in ranges:
-        is_inside = outer and span.start < outer[-1].end
-        is_step = span.end - span.start >= longest
-        if not (is_inside or is_step or span.name.startswith(MARK)):
-            outer.append(span)
-    return outer
 
 
 @contextlib.contextmanager

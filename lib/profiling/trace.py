@@ -12,7 +12,7 @@ import gzip
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,19 @@ def parse_trace(events: Iterable[dict[str, Any]]) -> Trace:
     }
     links = tuple((ends["s"][i], ends["f"][i]) for i in ends["s"].keys() & ends["f"].keys())
     return Trace(ordered["kernel"], ordered["operator"], ordered["call"], ordered["range"], links)
+
+
+def phases_of(ranges: Sequence[Span]) -> list[Span]:
+    """Return the outermost ranges inside the longest one, which is the whole step."""
+    if not ranges:
+        return []
+    whole = max(ranges, key=lambda span: span.end - span.start)
+    phases: list[Span] = []
+    for span in ranges:
+        inside = span is not whole and whole.start <= span.start and span.end <= whole.end
+        if inside and not (phases and span.end <= phases[-1].end):
+            phases.append(span)
+    return phases
 
 
 def step_events(events: Iterable[dict[str, Any]], step: str) -> list[dict[str, Any]]:
