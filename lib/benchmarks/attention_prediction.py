@@ -13,6 +13,7 @@ and both chips, and its error on the H200 is shown.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shutil
 import subprocess
@@ -29,10 +30,13 @@ from lib.core.records import Record, append_record, new_record, read_records
 from lib.core.settings import check_fields, require
 from lib.flash_attention.cuda import launch
 from lib.flash_attention.cuda.build import build
+from lib.profiling.measurement import measure
 
 # The matmuls of a kernel, each 2 · rows · columns · head_dim FLOP.
 MATMULS = {"forward": 2, "grad_queries": 3, "grad_keys": 4}
 HEAD_DIMS = (64, 128)
+# Code for a T4 that the driver compiles for any later chip.
+T4_CODE = "compute_75"
 # Opcodes -> the pipe of a quarter of a multiprocessor that they occupy; the first match counts.
 PIPES = {
     r"HMMA": "tensor",
@@ -101,7 +105,7 @@ class AttentionPredictionConfig:
     """A T4's speed on the CUDA C++ attention kernels, predicted from their machine code."""
 
     device: str = "auto"
-    """A GPU whose model is in this file measures the kernels too."""
+    """A CUDA GPU measures the kernels too; the prediction counts what an H200 measured."""
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records and table."""
@@ -147,7 +151,7 @@ def disassemble(kernel: str, dim: int, architecture: str) -> str:
         if architecture == T4.architecture:
             cubin.write_bytes(build(file, macros, architecture))
         else:
-            ptx.write_bytes(build(file, macros, "compute_75").rstrip(b"\0"))
+            ptx.write_bytes(build(file, macros, T4_CODE).rstrip(b"\0"))
             command = ["ptxas", f"--gpu-name={architecture}", "-o", str(cubin), str(ptx)]
             subprocess.run(command, check=True)
         command = ["cuobjdump", "--dump-sass", "--function", kernel, str(cubin)]
@@ -276,21 +280,12 @@ def predict(
 
 def measure_kernel(kernel: str, dim: int, device: torch.device) -> dict[str, Any]:
     """TFLOP/s of a T4's kernel on this GPU: 4 sequences of 4,096 tokens, width 2,048, no mask."""
-    import os
-
     q, k, v, out, grad_out = (
         torch.randn(4, 2048 // dim, 4096, dim, device=device, dtype=torch.float16) for _ in range(5)
     )
     scale = dim**-0.5
-    before = os.environ.get("WORKBOOK_CUDA_ARCHITECTURE")
-    os.environ["WORKBOOK_CUDA_ARCHITECTURE"] = "compute_75"
-    try:
-        _, lse = launch.flash_forward(q, k, v, False, scale)
-        ready = launch.load_kernel(kernel, q)
-    finally:
-        del os.environ["WORKBOOK_CUDA_ARCHITECTURE"]
-        if before is not None:
-            os.environ["WORKBOOK_CUDA_ARCHITECTURE"] = before
+    _, lse = launch.flash_forward(q, k, v, False, scale)
+    ready = launch.load_kernel(kernel, q, T4_CODE)
     tensors = {"out": out}
     if kernel != "forward":
         grads = {f"grad_{name}": torch.empty_like(q) for name in "qkv"}
@@ -298,15 +293,8 @@ def measure_kernel(kernel: str, dim: int, device: torch.device) -> dict[str, Any
     numbers = {"lse": lse, "delta": torch.zeros_like(lse)}
     arguments = launch.kernel_arguments(q, k, v, False, scale, **numbers, **tensors)
     blocks = launch.num_blocks(q, ready)
-    samples = []
-    for _ in range(13):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        ready.launch(blocks, arguments)
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end))
-    ms = sorted(samples[3:])[5]
+    run = functools.partial(ready.launch, blocks, arguments)
+    ms = measure(run, device=device, samples=10, min_sample_ms=0.0).median_ms
     flops = 2 * MATMULS[kernel] * q.numel() * k.shape[2]
     return {"kernel": kernel, "head_dim": dim, "ms": ms, "tflops": flops / ms / 1e9}
 

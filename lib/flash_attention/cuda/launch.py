@@ -118,10 +118,14 @@ class Kernel:
     launch: Callable[[int, AttentionArguments], None]
 
 
-def load_kernel(name: str, q: Tensor) -> Kernel:
-    """Return a kernel of `FILES` for the GPU, dtype and head_dim of q; compile it if need be."""
+def load_kernel(name: str, q: Tensor, architecture: str | None = None) -> Kernel:
+    """Return a kernel of `FILES` for the GPU, dtype and head_dim of q; compile it if need be.
+
+    Args:
+        architecture: what it is compiled for, such as `compute_75`; by default that of the GPU.
+    """
     file, dim = FILES[name], padded_dim(q)
-    architecture = pick_architecture(torch.cuda.get_device_capability(q.device))
+    architecture = architecture or pick_architecture(torch.cuda.get_device_capability(q.device))
     function = _function(name, q.device.index, q.dtype == torch.bfloat16, dim, architecture)
 
     def launch(blocks: int, arguments: AttentionArguments) -> None:
