@@ -116,20 +116,20 @@ def _mark_moments(step: TrainStep, mark: Callable[[str], None]) -> Iterator[dict
     Yields a dict that gets the bytes held at `before_step`.
     """
     held: dict[str, int] = {}
-    optimizer, update = step.optimizer, step.optimizer.step
 
-    def marked_update(*args: Any, **options: Any) -> Any:
+    def before_step(*_: Any) -> None:
         mark("before_step")
         held.update(held_bytes(step))
-        return update(*args, **options)
 
-    hook = step.loss.register_forward_hook(lambda *_: mark("after_forward"))
-    optimizer.step = marked_update  # type: ignore[method-assign]
+    hooks = (
+        step.loss.register_forward_hook(lambda *_: mark("after_forward")),
+        step.optimizer.register_step_pre_hook(before_step),
+    )
     try:
         yield held
     finally:
-        del optimizer.step
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def held_bytes(step: TrainStep) -> dict[str, int]:
