@@ -71,7 +71,7 @@ class AttentionTrainingConfig:
     """The same training with different attention kernels."""
 
     kernels: tuple[AttentionKernel, ...] = ("sdpa", "flash_attention_triton")
-    """Attention kernels; that in Triton needs a GPU."""
+    """Kernels to compare; `flash_attention_triton` needs a GPU."""
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     """Seeds of the initial weights and the batches: a run of each kernel with each."""
@@ -79,8 +79,8 @@ class AttentionTrainingConfig:
     preset: PresetName | None = None
     """The model; None: 4 layers of width 512."""
 
-    steps: int | None = None
-    """Optimizer steps; None: 300."""
+    steps: int = 300
+    """Optimizer steps."""
 
     dtype: DtypeName = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`."""
@@ -95,7 +95,7 @@ class AttentionTrainingConfig:
         check_fields(self)
         for field in ("kernels", "seeds"):
             check(self, field, bool(getattr(self, field)), "at least one")
-        check(self, "steps", self.steps is None or self.steps > 0, "at least 1")
+        check(self, "steps", self.steps >= 1, "at least 1")
 
 
 def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()) -> list[Record]:
@@ -103,7 +103,7 @@ def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()
     run = dataclasses.replace(
         run,
         model=model_preset(config.preset) if config.preset else run.model,
-        steps=config.steps or run.steps,
+        steps=config.steps,
         dtype=config.dtype,
     )
     runs = [

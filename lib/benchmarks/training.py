@@ -42,6 +42,8 @@ PEER = "nanoGPT-style"
 # Defaults on a GPU.
 MODELS, BATCH_SIZES, SAMPLES = ("gpt2-124m", "matrix"), (32, 8), 7
 FASTEST: dict = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
+# Tokens of the loss that is measured alone.
+LOSS_TOKENS = 32_768
 # Each candidate leaves one optimization out of the fastest, `all`.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -391,7 +393,7 @@ class PeerBlock(nn.Module):
 
 
 def measure_loss(
-    shape: ModelConfig, device: torch.device, dtype: torch.dtype, num_tokens: int = 32_768
+    shape: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
     """Figures of the loss and its gradients: in chunks, and with all logits at once."""
     generator = torch.Generator(device).manual_seed(0)
@@ -400,8 +402,8 @@ def measure_loss(
         x = torch.randn(size, generator=generator, device=device)
         return (x / shape.d_model**0.5).to(dtype).requires_grad_()
 
-    hidden, weight = draw(num_tokens, shape.d_model), draw(shape.vocab_size, shape.d_model)
-    targets = torch.randint(shape.vocab_size, (num_tokens,), generator=generator, device=device)
+    hidden, weight = draw(LOSS_TOKENS, shape.d_model), draw(shape.vocab_size, shape.d_model)
+    targets = torch.randint(shape.vocab_size, (LOSS_TOKENS,), generator=generator, device=device)
     candidates = {
         "all logits at once": lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets),
         "chunked": lambda: linear_cross_entropy(hidden, weight, targets),
@@ -419,7 +421,7 @@ def measure_loss(
         yield {
             "task": "loss",
             "candidate": candidate,
-            "tokens": num_tokens,
+            "tokens": LOSS_TOKENS,
             "vocab_size": shape.vocab_size,
             "d_model": shape.d_model,
             "median_ms": measured.median_ms,

@@ -1,7 +1,7 @@
 """Time and memory of functions: warm-up, synchronization, medians and spread, interleaved peers.
 
-`measure` times one function and `measure_pair` two. Both are `measure_interleaved`, which takes one
-sample of each function in turn, so that all of them see the same machine.
+`measure` times one function, and `measure_interleaved` several: it takes one sample of each in
+turn, so that all of them see the same machine.
 """
 
 from __future__ import annotations
@@ -109,11 +109,6 @@ def measure(fn: Function, **settings: Any) -> Measurement:
     return measure_interleaved((fn,), **settings)[0]
 
 
-def measure_pair(first: Function, second: Function, **settings: Any) -> PairMeasurement:
-    """Measure two functions interleaved; `settings` are those of `measure_interleaved`."""
-    return PairMeasurement(*measure_interleaved((first, second), **settings))
-
-
 def measure_interleaved(
     functions: Sequence[Function],
     *,
@@ -149,7 +144,7 @@ def measure_interleaved(
     require(warmup >= 1, f"warmup must be at least 1, got {warmup}")
     require(samples >= 1, f"samples must be at least 1, got {samples}")
     require(min_sample_ms >= 0, f"min_sample_ms must be at least 0, got {min_sample_ms}")
-    require(max_seconds > 0, f"max_seconds must be positive, got {max_seconds}")
+    require(max_seconds > 0, f"max_seconds must be more than 0, got {max_seconds}")
     device = pick_device(str(device))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         # warm up, and choose the number of calls per sample and of samples

@@ -37,6 +37,8 @@ from lib.profiling.measurement import measure
 
 # AdamW reads weight, gradient and two moments, and writes all but the gradient: float32 each.
 UPDATE_BYTES = 7 * 4
+# Of a call, and of a size of tensors.
+SAMPLES = 10
 # Parts of the names below: matmuls with weights, and what belongs to attention.
 MATMULS = ("projection", "gate and value")
 ATTENTION = ("scores", "softmax", "value product", "attention")
@@ -285,13 +287,11 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, samples: int = 5
 
 
 @torch.no_grad()
-def measure_call(
-    fn: Callable[[], Any], device: torch.device, *, samples: int = 10
-) -> tuple[float, float]:
+def measure_call(fn: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Return median ms until `fn()` returns, and until the device has finished its work."""
     returned, done = [], []
     fn()
-    for _ in range(samples):
+    for _ in range(SAMPLES):
         synchronize(device)
         start = time.perf_counter()
         fn()
@@ -302,14 +302,12 @@ def measure_call(
 
 
 @torch.no_grad()
-def measure_sizes(
-    sizes: Sequence[int], device: torch.device, *, samples: int = 10
-) -> list[dict[str, float]]:
+def measure_sizes(sizes: Sequence[int], device: torch.device) -> list[dict[str, float]]:
     """Time one elementwise operation on float32 tensors of each of `sizes`."""
     rows = []
     for size in sizes:
         x = torch.zeros(size, device=device)
-        found = measure(lambda x=x: x.add_(1), device=device, samples=samples)
+        found = measure(lambda x=x: x.add_(1), device=device, samples=SAMPLES)
         times = {"median_ms": found.median_ms, "iqr_ms": found.iqr_ms}
         rows.append({"numbers": size, "min_ms": min(found.times_ms), **times})
     return rows
@@ -424,7 +422,7 @@ class RooflineConfig:
     """Tokens per sequence."""
 
     dtype: DtypeName = "auto"
-    """`auto` (the shortest that the device is fast in), or its name."""
+    """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
 
     device: str = "cuda"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""

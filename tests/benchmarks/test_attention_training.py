@@ -9,7 +9,6 @@ from lib.training.config import OptimizerConfig
 SMALL = benchmark.LossRun(
     model=ModelConfig(context_length=32, d_model=32, num_layers=1, num_heads=2, d_ff=64),
     optimizer=OptimizerConfig(learning_rate=0.003, min_learning_rate=0.003, warmup_steps=0),
-    steps=20,
     batch_size=2,
     corpus_bytes=100_000,
     vocab_size=300,
@@ -18,7 +17,9 @@ KERNELS = ("sdpa", "flash_attention_torch")
 
 
 def test_kernels_train_alike_and_seeds_do_not(tmp_path, monkeypatch):
-    config = benchmark.AttentionTrainingConfig(KERNELS, (0, 1), device="cpu", output=tmp_path)
+    config = benchmark.AttentionTrainingConfig(
+        KERNELS, (0, 1), steps=20, device="cpu", output=tmp_path
+    )
     records = benchmark.train_with_kernels(config, SMALL)
     runs = [(benchmark.kernel_of(record), benchmark.seed_of(record)) for record in records]
     assert runs == [(kernel, seed) for seed in (0, 1) for kernel in KERNELS]

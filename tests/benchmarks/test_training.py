@@ -170,8 +170,9 @@ def test_a_later_run_adds_records_and_its_table_shows_these_only(measured, tmp_p
     assert "| one " not in text
 
 
-def test_the_loss_is_measured_in_chunks_and_whole():
-    rows = list(measure_loss(TINY, CPU, torch.float32, num_tokens=100))
+def test_the_loss_is_measured_in_chunks_and_whole(monkeypatch):
+    monkeypatch.setattr(benchmark, "LOSS_TOKENS", 100)
+    rows = list(measure_loss(TINY, CPU, torch.float32))
     names = ["all logits at once", "chunked", "chunked, 1,024 tokens"]
     assert [row["candidate"] for row in rows] == names
     assert all(row["median_ms"] > 0 and row["samples"] == 5 for row in rows)
