@@ -117,7 +117,7 @@ class AttentionBenchmarkConfig:
     """Replay each call from a CUDA graph, so that the host does not count (GPU only)."""
 
     dtype: DtypeName = "auto"
-    """`float32`, `bfloat16`, `float16`, or `auto`: the shortest that is fast on the device."""
+    """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
 
     tokens: int | None = None
     """Tokens per batch, whatever the length; if not set, 1024 on CPU, 16384 on GPU."""
@@ -164,7 +164,7 @@ class AttentionBenchmarkConfig:
         check(self, "masks", bool(self.masks), "at least one mask")
         check(self, "warmup", self.warmup > 0, "at least 1")
         check(self, "iters", self.iters > 0, "at least 1")
-        check(self, "max_seconds", 0 < self.max_seconds < math.inf, "above 0 and finite")
+        check(self, "max_seconds", 0 < self.max_seconds < math.inf, "more than 0 and finite")
         check(self, "seed", 0 <= self.seed < 2**63, "from 0 to 2⁶³ - 1")
 
 

@@ -95,7 +95,9 @@ class CommunicationBenchmarkConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check(self, "collectives", bool(self.collectives), "at least one")
-        check(self, "sizes_mb", all(0 < size < math.inf for size in self.sizes_mb), "each above 0")
+        check(
+            self, "sizes_mb", all(0 < size < math.inf for size in self.sizes_mb), "each more than 0"
+        )
         check(self, "ranks", self.ranks is None or self.ranks >= 2, "at least 2")
         for field in ("warmup", "samples"):
             check(self, field, getattr(self, field) > 0, "at least 1")

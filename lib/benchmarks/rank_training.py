@@ -30,7 +30,7 @@ from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM
 from lib.profiling.trace import read_trace
-from lib.profiling.trace_summary import summarise
+from lib.profiling.trace_summary import summarize
 from lib.sharded_optimizer.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep
@@ -90,7 +90,7 @@ class RanksBenchmarkConfig:
     """Seconds that a rank waits for the others."""
 
     dtype: DtypeName = "auto"
-    """Data type of matmuls: `auto` (the shortest that the device is fast in), or its name."""
+    """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
 
     tf32: bool = True
     """Let float32 matmuls use TF32 on GPUs that have it."""
@@ -131,7 +131,7 @@ class RanksBenchmarkConfig:
         right = f"more than timed_epochs ({self.timed_epochs}), as the first epoch warms up"
         check(self, "epochs", self.epochs > self.timed_epochs, right)
         for field in ("loss_steps", "trace_steps", "seed"):
-            check(self, field, getattr(self, field) >= 0, "0 or more")
+            check(self, field, getattr(self, field) >= 0, "at least 0")
         for field in ("timeout", "bucket_size_mb"):
             value = getattr(self, field)
             check(self, field, value is None or 0 < value < math.inf, "more than 0 and finite")
@@ -401,7 +401,7 @@ class Training:
             self.read_losses()
             trace = read_trace(path)
         try:
-            summary = summarise(trace)
+            summary = summarize(trace)
         except ValueError as error:
             # the epochs are timed already, so the record stays
             log.warning("communication is unknown: %s", error)

@@ -35,7 +35,7 @@ class RepeatConfig:
     """Record file of `benchmark lm-matrix` or `benchmark sharding`."""
 
     only: tuple[str, ...] = ()
-    """Only settings with one of these texts in their title in the report; all by default."""
+    """Only settings whose report title contains one of these strings; all by default."""
 
     ranks: int | None = None
     """Only settings of this many processes; by default one per GPU, or 2 on a CPU."""

@@ -66,8 +66,8 @@ class ShardingConfig(RanksBenchmarkConfig):
     methods: tuple[str, ...] = tuple(SHARDING_METHODS)
     """Ways to train; `none` is each rank alone, and `flashddp` what the others are compared with.
 
-    `zero1` averages gradients itself, and behind a wrapper after a +. `+checkpoints` recomputes
-    every block in backward.
+    `zero1` averages gradients itself; `WRAPPER+zero1` leaves that to the wrapper. `+checkpoints`
+    recomputes every block in backward.
     """
 
     attention_kernel: str = "sdpa"

@@ -148,7 +148,7 @@ class StepBenchmarkConfig:
         check(self, "seq_lens", min(self.seq_lens, default=1) > 0, "at least 1 each")
         check(self, "modes", bool(self.modes), "at least one mode")
         check(self, "attention_kernel", bool(self.attention_kernel), "at least one kernel")
-        check(self, "max_seconds", self.max_seconds > 0, "above 0")
+        check(self, "max_seconds", self.max_seconds > 0, "more than 0")
         check(self, "seed", self.seed >= 0, "at least 0")
 
 

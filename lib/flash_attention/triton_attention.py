@@ -80,14 +80,14 @@ def flash_attention(
         k, v: (batch, key_heads, keys, head_dim); `key_heads` divides `heads` (grouped queries:
             Ainslie et al. 2023). The strides of batch, head and token can be any.
         is_causal: whether query i sees only the keys up to i (top-left aligned).
-        scale: factor of the scores, above 0; 1 / sqrt(head_dim) by default.
+        scale: factor of the scores, more than 0; 1 / sqrt(head_dim) by default.
         precision: of float32 matmuls. `tf32x3` splits each operand in two and adds three matmuls
             of tensor cores; its error is that of float32. `ieee` multiplies and adds in float32
             itself, which takes several times as long. `tf32` rounds operands to 10 bits.
         deterministic: whether gradients repeat to the bit. A Hopper GPU computes those of long
-            sequences in one kernel, whose blocks add to the gradient of q: in turns, or in any
-            order, which can be a few percent faster. It takes 4 bytes of memory for each number of
-            q while it runs.
+            sequences in one kernel, whose blocks add to the gradient of q: one after another, or in
+            any order, which can be a few percent faster. It takes 4 bytes of memory for each number
+            of q while it runs.
 
     Returns:
         (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.
@@ -101,7 +101,7 @@ def flash_attention(
     check_qkv(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+        raise ValueError(f"scale must be more than 0, got {scale}")
     check_device(q.device)
     if is_called_eagerly(q, k, v):
         return _EagerAttention.apply(q, k, v, is_causal, scale, precision, deterministic)
@@ -211,8 +211,11 @@ def flash_forward(
         q, k, v, is_causal, scale, precision: as for `flash_attention`.
         tiles: run the portable kernel with these.
     """
+    # a Hopper GPU has kernels of its own
     if tiles is None and _uses_hopper(q, k, v):
         return hopper.flash_forward(q, k, v, is_causal, scale)
+
+    # results, and the cases that need no kernel: no keys, or no queries
     batch, num_heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
     out = empty_like_heads(q)
@@ -221,6 +224,8 @@ def flash_forward(
         return out.zero_(), lse.fill_(-math.inf)
     if not out.numel():
         return out, lse
+
+    # one program for each tile of queries of each head
     q, k, v = map(with_unit_stride, (q, k, v))
     precision = usable_precision(q, precision)
     tiles = tiles or forward_tiles(q, precision=precision)

@@ -37,7 +37,7 @@ from lib.model.transformer import TransformerLM
 from lib.profiling.figures import save_memory_figure, save_time_figure
 from lib.profiling.memory_timeline import MemoryTimeline, memory_snapshot, profile_memory
 from lib.profiling.trace import read_trace, step_events
-from lib.profiling.trace_summary import STEP, Summary, summarise
+from lib.profiling.trace_summary import STEP, Summary, summarize
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep, numerics
 
@@ -167,7 +167,7 @@ def profile(config: ProfileConfig) -> Summary | None:
             step.use_cuda_graph(config.cuda_graph)
             trace_steps(step, sequences, config.output / TRACE, steps=config.steps)
     write_step_trace(config.output)
-    summary = summarise(read_trace(config.output / TRACE))
+    summary = summarize(read_trace(config.output / TRACE))
     print(_write_results(config, train_config.model, summary, memory, device))
     _run_nsys(config, device)
     return summary
@@ -178,7 +178,7 @@ def _check_device(config: ProfileConfig, device: torch.device) -> None:
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {str(device)!r}")
     for field in ("cuda_graph", "nvtx"):
         if getattr(config, field) and device.type != "cuda":
-            raise ValueError(f"{field} needs a CUDA device, got device {str(device)!r}")
+            raise ValueError(f"{field} must be off without a CUDA device, got {str(device)!r}")
 
 
 def _warm_step(

@@ -138,7 +138,7 @@ class Summary:
         return self.communication_ms - self.exposed_communication_ms
 
 
-def summarise(trace: Trace) -> Summary:
+def summarize(trace: Trace) -> Summary:
     """Summarize `trace` from the start of its first step to the end of its last.
 
     Work that is already running when the first step starts counts from then on.

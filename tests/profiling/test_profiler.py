@@ -15,7 +15,7 @@ from lib.model.costs import num_parameters
 from lib.profiling import profiler
 from lib.profiling.profiler import ProfileConfig, nsys_command, profile
 from lib.profiling.trace import read_trace
-from lib.profiling.trace_summary import summarise
+from lib.profiling.trace_summary import summarize
 
 CONFIG = ProfileConfig(batch_size=2, context_length=32, steps=2, warmup_steps=1, device="cpu")
 
@@ -51,7 +51,7 @@ def test_one_step_of_the_trace_is_kept_on_its_own(done):
     assert all(0 <= span.start < root.end for span in (*step.ranges, *step.operators))
     # of two steps and an unmarked one before them
     assert len(step.operators) < len(whole.operators) / 2
-    assert summarise(step).kernels == pytest.approx(summary.kernels, rel=0.02)
+    assert summarize(step).kernels == pytest.approx(summary.kernels, rel=0.02)
 
 
 def test_a_step_has_the_operators_of_its_model(done):

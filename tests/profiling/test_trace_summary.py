@@ -6,7 +6,7 @@ import pytest
 
 from lib.profiling.profiler import figures_of, summary_markdown
 from lib.profiling.trace import CATEGORIES, parse_trace
-from lib.profiling.trace_summary import summarise
+from lib.profiling.trace_summary import summarize
 
 
 def event(category, name, start, end, *, lane=1, **args):
@@ -52,7 +52,7 @@ def by_category(summary):
 
 
 def test_a_gpu_step_is_busy_idle_and_dispatched_as_drawn():
-    summary = summarise(parse_trace(GPU_STEP))
+    summary = summarize(parse_trace(GPU_STEP))
     assert summary.device == "gpu"
     assert summary.steps == 1
     assert summary.wall_ms == pytest.approx(0.090)
@@ -68,7 +68,7 @@ def test_a_gpu_step_is_busy_idle_and_dispatched_as_drawn():
 
 
 def test_kernels_are_added_up_by_name_and_category():
-    summary = summarise(parse_trace(GPU_STEP))
+    summary = summarize(parse_trace(GPU_STEP))
     # what was launched in attention is attention
     times = {"matmul": 40, "attention": 10, "communication": 20, "copy": 10}
     assert by_category(summary) == times
@@ -84,7 +84,7 @@ def test_kernels_are_added_up_by_name_and_category():
 def test_gaps_are_counted_by_their_length():
     gaps = [event("user_annotation", "training step", 0, 2000), launch(1, 0), launch(2, 0)]
     gaps += [launch(3, 0), kernel("k", 1, 0, 1), kernel("k", 2, 6, 7), kernel("k", 3, 500, 501)]
-    summary = summarise(parse_trace(gaps))
+    summary = summarize(parse_trace(gaps))
     # from 1 to 6, from 7 to 500, from 501 to 2,000
     counts = {row.shortest_us: (row.count, round(row.ms * 1e3)) for row in summary.gaps}
     assert counts == {0: (1, 5), 10: (0, 0), 100: (1, 493), 1000: (1, 1499), 10_000: (0, 0)}
@@ -98,7 +98,7 @@ def test_everything_is_per_step_and_what_is_outside_steps_is_left_out():
         events += [launch(number, start + 1), kernel("k_kernel", number, start + 10, start + 30)]
     # launched behind the last step
     events += [launch(5, 260), kernel("late", 5, 270, 290)]
-    summary = summarise(parse_trace(events))
+    summary = summarize(parse_trace(events))
     assert summary.steps == 2
     assert [row.name for row in summary.by_kernel] == ["k_kernel"]
     assert (summary.kernels, summary.launches) == (1, 1)
@@ -110,7 +110,7 @@ def test_a_cuda_graph_is_one_launch_of_many_kernels():
     call = event("cuda_runtime", "cudaGraphLaunch", 5, 8, correlation=1)
     kernels = [kernel(f"k{i}_kernel", 1, 10 + 10 * i, 18 + 10 * i) for i in range(4)]
     step = event("user_annotation", "training step", 0, 9)
-    summary = summarise(parse_trace([step, call, *kernels]))
+    summary = summarize(parse_trace([step, call, *kernels]))
     assert (summary.kernels, summary.launches) == (4, 1)
     assert summary.busy_ms == pytest.approx(0.032)
     ranges = {row.name: row.device_ms for row in summary.by_range}
@@ -132,7 +132,7 @@ def test_a_kernel_that_runs_when_the_first_step_starts_counts_from_there_on():
         # over before
         kernel("over_kernel", 9, 60, 100, stream=8),
     ]
-    summary = summarise(parse_trace(events))
+    summary = summarize(parse_trace(events))
     assert summary.wall_ms == pytest.approx(0.100)
     assert (summary.busy_ms, summary.idle_ms) == (pytest.approx(0.060), pytest.approx(0.040))
     rows = {row.name: row.ms for row in summary.by_kernel}
@@ -164,7 +164,7 @@ CPU_STEP = [
 
 
 def test_an_operator_counts_without_those_it_calls():
-    summary = summarise(parse_trace(CPU_STEP))
+    summary = summarize(parse_trace(CPU_STEP))
     assert summary.device == "cpu"
     rows = {(row.name, row.category): row.ms * 1e3 for row in summary.by_kernel}
     assert rows["aten::matmul", "other"] == pytest.approx(4)
@@ -188,7 +188,7 @@ LINEAR = [
 @pytest.mark.parametrize("around", ["attention", "block 0"])
 def test_operators_of_one_category_that_call_one_another_count_once(around):
     events = [event("user_annotation", around, 0, 25), *LINEAR]
-    summary = summarise(parse_trace(events))
+    summary = summarize(parse_trace(events))
     calls = {row.category: row.calls for row in summary.by_category}
     products = "attention" if around == "attention" else "matmul"
     assert calls[products] == 2
@@ -203,7 +203,7 @@ def test_operators_of_one_category_that_call_one_another_count_once(around):
 
 
 def test_the_gradients_of_attention_are_attention_and_ranges_of_one_kind_are_added_up():
-    summary = summarise(parse_trace(CPU_STEP))
+    summary = summarize(parse_trace(CPU_STEP))
     rows = {(row.name, row.category): row.ms for row in summary.by_kernel}
     # ten forward, ten in the gradient's node; the last product is another's
     assert rows["aten::bmm", "attention"] == pytest.approx(0.020)
@@ -219,7 +219,7 @@ def test_communication_on_a_cpu_is_exposed_where_no_operator_works():
         event("cpu_op", "aten::mm", 15, 30),
         event("cpu_op", "aten::view", 2, 5),
     ]
-    summary = summarise(parse_trace(events))
+    summary = summarize(parse_trace(events))
     assert summary.communication_ms == pytest.approx(0.020)
     assert summary.exposed_communication_ms == pytest.approx(0.015)
 
@@ -228,11 +228,11 @@ def test_a_trace_without_work_is_refused():
     step = event("user_annotation", "training step", 0, 1)
     for events in ([], [step]):
         with pytest.raises(ValueError, match="no kernels and no operators"):
-            summarise(parse_trace(events))
+            summarize(parse_trace(events))
 
 
 def test_figures_are_plain_json_and_the_tables_hold_them():
-    summary = summarise(parse_trace(GPU_STEP))
+    summary = summarize(parse_trace(GPU_STEP))
     memory = {"parameters": 4_000_000, "other": 1_000_000}
     figures = figures_of(summary, memory)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures

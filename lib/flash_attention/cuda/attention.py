@@ -50,7 +50,7 @@ def flash_attention(
             Ainslie et al. 2023). Strides of batch, head and token that are multiples of 8 cost no
             copy, nor does such a head_dim.
         is_causal: whether query i sees only the keys up to i (top-left aligned).
-        scale: factor of the scores, above 0; 1 / sqrt(head_dim) by default.
+        scale: factor of the scores, more than 0; 1 / sqrt(head_dim) by default.
 
     Returns:
         (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.
@@ -62,7 +62,7 @@ def flash_attention(
     q, k, v = autocast(q, k, v)
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
     if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+        raise ValueError(f"scale must be more than 0, got {scale}")
     check(q, k, v)
     return _flash_attention(q, k, v, is_causal, scale)[0]
 

@@ -3,7 +3,8 @@
 Heads of more than 128 have a kernel of their own there, `hopper_backward_wide.cu`.
 
 It does five matmuls where the two kernels of `backward.py` do seven, since scores are not computed
-twice. Blocks add to the same dQ: in turns, so that results repeat to the bit, or in any order.
+twice. Blocks add to the same dQ: one after another, so that results repeat to the bit, or in any
+order.
 """
 
 from __future__ import annotations

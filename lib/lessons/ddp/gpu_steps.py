@@ -106,7 +106,7 @@ def record_steps(
     Rank 0 writes `steps.jsonl` and, for each wrapper, a folder with `step.json.gz`.
 
     Args:
-        model: one of `lib.model.config.model_names`.
+        model: a preset (`lib.model.config.PresetName`).
         batch_size: sequences a rank.
         context_length: tokens a sequence.
         compiles: whether models are compiled.

@@ -254,7 +254,7 @@ RUN_TO_TARGET = Exercise(
             "race.judged_every or is_over:",
             "race.judged_every:",
         ),
-        "a run at the limit returns without its last judgement; judge, append, then return": (
+        "a run at the limit returns without its last judgment; judge, append, then return": (
             "        if tokens - judged_at >= race.judged_every or is_over:\n",
             "        if is_over:\n            return curve\n"
             "        if tokens - judged_at >= race.judged_every:\n",

@@ -416,7 +416,7 @@ def extrapolate(lines: Sequence[Mapping[str, Any]], tokens: float) -> Range | No
 
     Three fits, to the whole curve and to its last three quarters and half, disagree where the curve
     does not have that form yet; the range spans all three, up to the loss reached. None of them
-    contains the decay of the learning rate towards the end, which usually helps.
+    contains the decay of the learning rate toward the end, which usually helps.
 
     Args:
         lines: metrics of a run, from `lib.training.metrics.read_metrics`.

@@ -75,7 +75,7 @@ class Race:
     """Bits per byte on the validation tokens that end a run."""
 
     judged_every: int
-    """Training tokens from one judgement to the next."""
+    """Training tokens from one judgment to the next."""
 
     limit: float
     """Seconds of training after which a run ends without the target."""
