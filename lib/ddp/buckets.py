@@ -32,6 +32,16 @@ class GradientSync:
             self.is_syncing = before
 
 
+def require_finished(must_finish: bool) -> None:
+    """Refuse a forward pass after gradients that were not averaged."""
+    if must_finish:
+        raise RuntimeError(
+            "forward after a backward pass whose gradients were not averaged; call "
+            "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
+            "backward passes but the last in no_sync()"
+        )
+
+
 class MeanReduction:
     """A pending all-reduce that averages tensors of one dtype and device over the ranks.
 
@@ -104,10 +114,11 @@ class Bucket:
         gaps = [length - param.numel() for param, length in zip(self.params, self.lengths)]
         self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else []
 
-    def tensors(self, last: Tensor | None = None) -> list[Tensor]:
-        """The tensors to all-reduce: the gradients of all parameters, and then `last`.
+    def pack_gradients(self, last: Tensor | None = None) -> list[Tensor]:
+        """Return the tensors to all-reduce: the gradients of all parameters, and then `last`.
 
-        `last` may be copied: read its mean from the last elements of the last tensor.
+        If `packed`, gradients become views of one buffer, unless they are already. `last` may be
+        copied: read its mean from the last elements of the last tensor.
         """
         grads = [param.grad for param in self.params]
         if not self.packed:

@@ -80,9 +80,9 @@ def predicted_ms(
     Raises:
         ValueError: as `messages`; or a size or latency below 0, or no bandwidth.
     """
-    require(num_bytes >= 0, f"num_bytes must be 0 or more, got {num_bytes}")
-    require(latency_us >= 0, f"latency_us must be 0 or more, got {latency_us}")
-    require(bandwidth_gbs > 0, f"bandwidth_gbs must be above 0, got {bandwidth_gbs}")
+    require(num_bytes >= 0, f"num_bytes must be at least 0, got {num_bytes}")
+    require(latency_us >= 0, f"latency_us must be at least 0, got {latency_us}")
+    require(bandwidth_gbs > 0, f"bandwidth_gbs must be more than 0, got {bandwidth_gbs}")
     waiting = messages(collective, ranks) * latency_us / 1e3
     return waiting + bus_factor(collective, ranks) * num_bytes / (bandwidth_gbs * 1e6)
 
@@ -100,12 +100,12 @@ def fit_link(collective: str, ranks: int, times: Iterable[tuple[float, float]]) 
     than the latency.
 
     Raises:
-        ValueError: as `messages`; or `ranks` is 1, or bytes or a time are not above 0.
+        ValueError: as `messages`; or `ranks` is 1, or bytes or a time are not more than 0.
     """
     times = list(times)
     require(messages(collective, ranks) > 0, f"ranks must be at least 2, got {ranks}")
     for pair in times:
-        require(min(pair) > 0, f"times must hold bytes and milliseconds above 0, got {pair}")
+        require(min(pair) > 0, f"times must hold bytes and milliseconds more than 0, got {pair}")
     sizes = [num_bytes for num_bytes, _ in times]
     if len(set(sizes)) < 2:
         return None
@@ -222,13 +222,16 @@ def predict_scaling(
     Raises:
         ValueError: as `predicted_ms`; or `buckets` is below 1, a time below 0, or both are 0.
     """
-    require(gradient_bytes >= 0, f"gradient_bytes must be 0 or more, got {gradient_bytes}")
+    require(gradient_bytes >= 0, f"gradient_bytes must be at least 0, got {gradient_bytes}")
     require(buckets >= 1, f"buckets must be at least 1, got {buckets}")
     alone = backward_ms + other_ms
     require(
         min(backward_ms, other_ms) >= 0 and alone > 0,
-        f"backward_ms and other_ms must be 0 or more, not both 0, got {backward_ms} and {other_ms}",
+        "backward_ms and other_ms must be at least 0, and not both 0, got "
+        f"{backward_ms} and {other_ms}",
     )
+
+    # each bucket waits for its gradients and for the bucket before it
     one = predicted_ms("all_reduce", gradient_bytes / buckets, ranks, latency_us, bandwidth_gbs)
     times: list[BucketTimes] = []
     end = 0.0
@@ -237,6 +240,8 @@ def predict_scaling(
         start = max(ready if overlap else backward_ms, end)
         end = start + one
         times.append(BucketTimes(ready, start, end))
+
+    # what ends after backward is exposed; what is hidden slows the computation beside it
     exposed, slowed = end - backward_ms, 0.0
     if overlap and ranks > 1:
         hidden = buckets * one - exposed

@@ -81,13 +81,13 @@ def launch(
     Raises:
         ValueError: an argument is wrong, or new processes cannot import `fn`, such as one of a
             notebook cell.
-        WorkerError: a rank raised, ended or was waited for too long; the others were ended too.
+        WorkerError: a rank raised an error, died or timed out; the others were stopped.
     """
     _check_importable(fn)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be above 0 and finite, got {timeout}")
+        raise ValueError(f"timeout must be more than 0 and finite, got {timeout}")
     if not isinstance(backend, Network):
         backend = checked_backend(backend, world_size)
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
@@ -286,11 +286,11 @@ def _how_it_ended(exitcode: int) -> str:
         return f"ended with exit code {exitcode} before its function returned"
     name = signal.Signals(-exitcode).name
     hints = {
-        "SIGABRT": "; so gloo ends a rank that gets more data than its own call asked for, as when "
-        "shapes differ between ranks, and NCCL one that waited longer than timeout",
+        "SIGABRT": "; gloo aborts a rank that receives more data than it asked for (shapes differ "
+        "between ranks), NCCL one that waited longer than timeout",
         "SIGKILL": "; the system does that when memory runs out",
     }
-    return f"was ended by {name}{hints.get(name, '')}"
+    return f"was killed by {name}{hints.get(name, '')}"
 
 
 def _terminate(processes: list[Any]) -> None:

@@ -84,19 +84,22 @@ def init_from_environment(
         ValueError: an environment variable or GPU is missing, or `backend` is unknown.
         TimeoutError: a rank did not call a collective in time (gloo; NCCL aborts the process).
     """
+    # there is a group already
     if dist.is_initialized():
         yield current_device()
         return
+    # started without torchrun: one process
     if "RANK" not in os.environ:
         if backend is not None:
             checked_backend(backend, 1)
         yield pick_device({None: "auto", "nccl": "cuda", "gloo": "cpu"}[backend])
         return
+    # started by torchrun
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
-            f"RANK is {os.environ['RANK']!r}, but {', '.join(missing)} is not set; set all "
-            "variables that torchrun sets, or no RANK"
+            f"{', '.join(missing)} must be set, since RANK is {os.environ['RANK']!r}; torchrun "
+            "sets all of them"
         )
     local_rank, local_world_size = (int(os.environ[f"LOCAL_{n}"]) for n in ("RANK", "WORLD_SIZE"))
     backend = checked_backend(backend, local_world_size)

@@ -161,9 +161,8 @@ def gpu_step(shape: ModelConfig, tokens: int, flops_per_s: float) -> Workload:
     return Workload(GRADIENT_BYTES * num_parameters(shape), milliseconds)
 
 
-# PCIe 4.0: 16 lanes
-# of 16 GT/s, 128 of 130 bits are data. Microseconds of a message as in `lib.ddp.costs`, PCIe's also
-# from NCCL's src/graph/tuning.cc.
+# PCIe 4.0 ×16: 16 GT/s per lane, 128b/130b encoding. Microseconds of a message as in
+# `lib.ddp.costs`, PCIe's also from NCCL's src/graph/tuning.cc.
 NVLINK_PAIR = H200_LINKS[2]
 NETWORKS = {
     "NVLink pair": Network(NVLINK_PAIR),
@@ -589,10 +588,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
 
-def simulated_group(
-    network: Network, ranks: Sequence[int] | None = None, *, timeout: float = 300.0
-) -> SimulatedGroup:
-    """Make a group of `ranks` (default: all) on a simulated network; all ranks of the job call it.
+def simulated_group(network: Network, *, timeout: float = 300.0) -> SimulatedGroup:
+    """Make a group of all ranks on a simulated network; all ranks of the job call it.
 
     Args:
         timeout: seconds that a rank waits for the others to make the same call.
@@ -600,7 +597,7 @@ def simulated_group(
     require(dist.is_initialized(), "simulated_group must be called in a job, but there is no group")
     register_backend()
     limit = datetime.timedelta(seconds=timeout)
-    return dist.new_group(ranks, limit, BACKEND, pg_options=network)  # type: ignore
+    return dist.new_group(timeout=limit, backend=BACKEND, pg_options=network)  # type: ignore
 
 
 def register_backend() -> None:

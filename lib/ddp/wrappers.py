@@ -48,7 +48,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.buckets import Bucket, GradientSync, MeanReduction, fill_buckets, has_average
+from lib.ddp.buckets import (
+    Bucket,
+    GradientSync,
+    MeanReduction,
+    fill_buckets,
+    has_average,
+    require_finished,
+)
 from lib.ddp.process_group import (
     agree,
     before_leaving,
@@ -124,12 +131,7 @@ class DataParallel(GradientSync, Wrapper):
                 "its gradients"
             )
         if self.arrived:
-            if not self.is_in_backward:
-                raise RuntimeError(
-                    "forward after a backward pass whose gradients were not averaged; call "
-                    "finish_gradient_synchronization() between backward() and optimizer.step(), "
-                    "or run all backward passes but the last in no_sync()"
-                )
+            require_finished(must_finish=not self.is_in_backward)
             # An exception ended that backward pass, perhaps at different points on different
             # ranks. Once all have sent everything, they are in step again.
             self.finish_gradient_synchronization()
@@ -260,9 +262,10 @@ class FlatDDP(DataParallel):
         absent = self._fill_in_absent()
         # without a cap: one bucket per dtype
         buckets = fill_buckets(self.params)
-        presence = self._presence(absent, buckets[-1].params[0])
-        reductions = [MeanReduction(bucket.tensors(), self.group) for bucket in buckets[:-1]]
-        reductions.append(MeanReduction([*buckets[-1].tensors(), presence], self.group))
+        *others, last = buckets
+        presence = self._presence(absent, last.params[0])
+        reductions = [MeanReduction(bucket.pack_gradients(), self.group) for bucket in others]
+        reductions.append(MeanReduction([*last.pack_gradients(), presence], self.group))
         for reduction in reductions:
             reduction.finish()
         self._drop_unused(absent, presence)
@@ -304,7 +307,7 @@ class OverlappedDDP(DataParallel):
         is_last = bucket is self.buckets[-1]
         presence = self._presence(absent, bucket.params[0]) if is_last else None
         with annotate("all-reduce"):
-            self.started.append(MeanReduction(bucket.tensors(presence), self.group))
+            self.started.append(MeanReduction(bucket.pack_gradients(presence), self.group))
 
     def _synchronize(self) -> None:
         if not self.buckets:
@@ -450,9 +453,9 @@ def _checked_cap(bucket_cap_mb: float) -> str:
     """The cap as text.
 
     Raises:
-        ValueError: it is not above 0.
+        ValueError: it is not more than 0.
     """
-    require(bucket_cap_mb > 0, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+    require(bucket_cap_mb > 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
     return str(bucket_cap_mb)
 
 

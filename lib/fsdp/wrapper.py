@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.buckets import GradientSync, MeanReduction
+from lib.ddp.buckets import GradientSync, MeanReduction, require_finished
 from lib.ddp.process_group import agree, broadcast_module, describe_tensor, rank, world_size
 from lib.fsdp.flat_parameters import FlatParameters, Places
 from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
@@ -363,16 +363,6 @@ class FSDP(GradientSync, nn.Module):
                 value.copy_(state_dict[name])
             else:
                 flat.set_whole(index, state_dict[name].to(flat.slice.device))
-
-
-def require_finished(must_finish: bool) -> None:
-    """Refuse a forward pass after gradients that were not averaged."""
-    if must_finish:
-        raise RuntimeError(
-            "forward after a backward pass whose gradients were not averaged; call "
-            "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
-            "backward passes but the last in no_sync()"
-        )
 
 
 # Hooks; torch.compile must not trace into them

@@ -143,11 +143,11 @@ class AdamW(torch.optim.Optimizer):
         group = {**self.defaults, **param_group}
         lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else lr >= 0
-        require(lr_fits, f"lr must be 0 or more, or a 0-dim tensor, got {lr!r}")
+        require(lr_fits, f"lr must be at least 0, or a 0-dim tensor, got {lr!r}")
         betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         require(betas_fit, f"betas must be two numbers, each in [0, 1), got {betas!r}")
-        require(eps >= 0, f"eps must be 0 or more, got {eps!r}")
-        require(decay >= 0, f"weight_decay must be 0 or more, got {decay!r}")
+        require(eps >= 0, f"eps must be at least 0, got {eps!r}")
+        require(decay >= 0, f"weight_decay must be at least 0, got {decay!r}")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -239,17 +239,23 @@ class AdamW(torch.optim.Optimizer):
         skip: Tensor | None,
     ) -> None:
         """Update one batch of `_batches`."""
+        # the Triton kernel reads `skip` on the GPU; the others wait for it here
         implementation = self._implementation_on(params[0].device)
         if implementation != "triton" and skip is not None and bool(skip):
             return
+
+        # what an update needs; the first step makes the state
         states = [self._state(param) for param in params]
         grads = [param.grad for param in params]
         settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+        # in one kernel, which casts and scales by itself
         if implementation == "triton":
             fused = self._fused_for(key)
             fused.step(params, grads, states, grad_scale=grad_scale, skip=skip, **settings)
             return
 
+        # in float32, all parameters at once or one by one
         settings["lr"] = float(settings["lr"])
         grads = _float32(grads)
         if grad_scale is not None:

@@ -21,8 +21,8 @@ def cosine_lr(
     Raises:
         ValueError: an argument is negative, or they are out of order.
     """
-    require(step >= 0, f"step must be 0 or more, got {step}")
-    require(warmup_steps >= 0, f"warmup_steps must be 0 or more, got {warmup_steps}")
+    require(step >= 0, f"step must be at least 0, got {step}")
+    require(warmup_steps >= 0, f"warmup_steps must be at least 0, got {warmup_steps}")
     in_order = cosine_steps >= warmup_steps
     require(in_order, f"cosine_steps must be at least {warmup_steps=}, got {cosine_steps}")
     require(0 <= min_lr <= max_lr, f"min_lr must be between 0 and {max_lr=}, got {min_lr}")
@@ -86,7 +86,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     Raises:
         ValueError: `max_norm` is negative.
     """
-    require(max_norm >= 0, f"max_norm must be 0 or more, got {max_norm}")
+    require(max_norm >= 0, f"max_norm must be at least 0, got {max_norm}")
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 

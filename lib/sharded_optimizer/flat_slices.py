@@ -251,6 +251,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
 
     def _on_gradient(self, index: int, param: Tensor) -> None:
         """Called in backward when the gradient of `param`, in bucket `index`, is complete."""
+        # in no_sync, gradients only add up
         if not self.is_syncing:
             return
         bucket = self.buckets[index]
@@ -260,6 +261,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
                 "reduce-scatter had started; run one backward pass per step, and those before it "
                 "in no_sync()"
             )
+        # once the bucket is full, start all that may start, in the order of all ranks
         bucket.arrived.add(id(param))
         if bucket.is_full:
             self.filled.append(index)

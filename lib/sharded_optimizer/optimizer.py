@@ -467,11 +467,12 @@ def _check_arguments(
     require(is_known, f"strategy must be one of {known}, got {strategy!r}")
     require(
         strategy == "flat" or not reduces_gradients,
-        f"reduces_gradients needs strategy 'flat', got {strategy!r}; other strategies need a "
-        "wrapper of lib.ddp.wrappers that averages gradients",
+        f"strategy must be 'flat' with reduces_gradients, got {strategy!r}; others need a wrapper "
+        "of lib.ddp.wrappers that averages gradients",
     )
-    require(reduces_gradients or not overlap, "overlap needs reduces_gradients=True, got False")
-    require(bucket_cap_mb > 0, f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+    message = "overlap must be False without reduces_gradients, got True"
+    require(reduces_gradients or not overlap, message)
+    require(bucket_cap_mb > 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
 
 
 def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: Any) -> None:

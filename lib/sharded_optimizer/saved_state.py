@@ -28,6 +28,8 @@ from lib.optimizer.adamw import AdamW
 from lib.sharded_optimizer.shards import Shard
 
 Groups = list[dict[str, Any]]
+# The files of all ranks; `shard_name` is that of one.
+SHARDS = "shard-*-of-*.pt"
 
 
 def pack_shards(shards: list[Shard], inner: torch.optim.Optimizer, groups: Groups) -> dict:
@@ -106,6 +108,11 @@ def load_unsharded(folder: str | os.PathLike, optimizer: torch.optim.Optimizer) 
     unpack_shards(read_shards(folder), folder, whole, optimizer, optimizer.param_groups)
 
 
+def shard_name(rank: int, ranks: int) -> str:
+    """The name of the file that `rank` of `ranks` writes."""
+    return f"shard-{rank:05d}-of-{ranks:05d}.pt"
+
+
 def write_shard(
     folder: str | os.PathLike, state_dict: dict[str, Any], group: dist.ProcessGroup | None
 ) -> Path:
@@ -119,13 +126,13 @@ def write_shard(
     ranks = world_size(group)
 
     def write() -> Path:
-        path = Path(folder) / f"shard-{rank(group):05d}-of-{ranks:05d}.pt"
+        path = Path(folder) / shard_name(rank(group), ranks)
         with atomic_write(path) as file:
             torch.save({**state_dict, "save": save}, file)
         return path
 
     def remove_other_world_sizes() -> None:
-        for other in Path(folder).glob("shard-*-of-*.pt"):
+        for other in Path(folder).glob(SHARDS):
             if not other.stem.endswith(f"-of-{ranks:05d}"):
                 other.unlink()
 
@@ -141,11 +148,11 @@ def read_shards(folder: str | os.PathLike) -> list[dict[str, Any]]:
         FileNotFoundError: there are none, or one is missing.
         ValueError: they are from different saves, or one is damaged.
     """
-    paths = sorted(Path(folder).glob("shard-*-of-*.pt"))
+    paths = sorted(Path(folder).glob(SHARDS))
     if not paths:
-        raise FileNotFoundError(f"no file shard-*-of-*.pt in {folder}")
+        raise FileNotFoundError(f"no file {SHARDS} in {folder}")
     ranks = int(paths[-1].stem.rpartition("-")[2])
-    expected = [paths[-1].with_name(f"shard-{n:05d}-of-{ranks:05d}.pt") for n in range(ranks)]
+    expected = [paths[-1].with_name(shard_name(n, ranks)) for n in range(ranks)]
     missing = [path.name for path in expected if path not in paths]
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}")

@@ -36,12 +36,10 @@ from lib.core import files
 from lib.core.settings import from_json, require, to_json
 from lib.ddp.process_group import on_each_rank
 from lib.ddp.wrappers import inner_module
-from lib.sharded_optimizer.saved_state import load_unsharded
+from lib.sharded_optimizer.saved_state import SHARDS, load_unsharded
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
-# The files that ranks of a sharded optimizer write, one each.
-SHARDS = "shard-*-of-*.pt"
 PARTS = ("model", "optimizer", "tensors")
 log = logging.getLogger(__name__)
 

@@ -262,7 +262,7 @@ def check_settings_that_differ_between_ranks_are_named() -> None:
         # that one rank alone refuses, or that begins with another collective
         "rank 1: ddp_wrapper must be one of": lambda: wrap(("flat", "zero")[rank()], stack()),
         "rank 1: ddp_wrapper must average": lambda: wrap(("naive", "none")[rank()], stack()),
-        "rank 1: bucket_cap_mb must be above 0": lambda: BucketedDDP(
+        "rank 1: bucket_cap_mb must be more than 0": lambda: BucketedDDP(
             stack(), bucket_cap_mb=1 - rank()
         ),
         "ddp_wrapper must be the same on all ranks, but is TorchDDP on rank 0": lambda: wrap(

@@ -42,7 +42,7 @@ def test_packing_keeps_gradients_and_aligns_them(dtype):
         param.grad = grad
     last = torch.ones(5, dtype=dtype)
     bucket = Bucket(params)
-    (buffer,) = bucket.tensors(last)
+    (buffer,) = bucket.pack_gradients(last)
     assert torch.equal(buffer[-5:], last)
     for param, grad in zip(params, grads):
         assert torch.equal(param.grad, grad)
@@ -50,6 +50,6 @@ def test_packing_keeps_gradients_and_aligns_them(dtype):
     # all are views, and found again
     buffer.fill_(7)
     assert all((param.grad == 7).all() for param in params)
-    again, after = bucket.tensors(last)
+    again, after = bucket.pack_gradients(last)
     assert again.data_ptr() == buffer.data_ptr()
     assert after is last

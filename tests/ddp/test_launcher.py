@@ -54,7 +54,7 @@ def test_one_rank_has_a_group():
         ("raises", "rank 1 of 2 raised KeyError: 'a name that is missing'"),
         ("exits", "SystemExit: 3"),
         ("vanishes", "exit code 0 before its function returned"),
-        ("is killed", "rank 1 of 2 was ended by SIGKILL"),
+        ("is killed", "rank 1 of 2 was killed by SIGKILL"),
     ],
 )
 def test_the_rank_that_failed_first_is_the_cause(how, words):
@@ -73,7 +73,7 @@ def test_a_rank_that_was_killed_is_the_cause_even_if_another_is_seen_first(tmp_p
     codes = [1, -signal.SIGKILL, -signal.SIGTERM]
     error = launcher._failure(tmp_path, [SimpleNamespace(exitcode=code) for code in codes], 0)
     assert error.rank == 1
-    assert "rank 1 of 3 was ended by SIGKILL" in str(error)
+    assert "rank 1 of 3 was killed by SIGKILL" in str(error)
 
 
 def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named():
@@ -84,8 +84,8 @@ def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named():
 
 def test_shapes_that_differ_between_ranks_end_the_job_and_are_the_reason_it_gives():
     words = str(failure_of("sends another shape"))
-    assert "rank 0 of 2 was ended by SIGABRT" in words
-    assert "as when shapes differ between ranks" in words
+    assert "rank 0 of 2 was killed by SIGABRT" in words
+    assert "asked for (shapes differ between ranks)" in words
 
 
 def test_a_rank_that_returned_too_early_is_named():
@@ -125,7 +125,7 @@ def test_a_function_that_workers_cannot_import_is_refused(fn):
     ("options", "words"),
     [
         ({"world_size": 0}, "world_size must be at least 1, got 0"),
-        ({"world_size": 2, "timeout": 0}, "timeout must be above 0"),
+        ({"world_size": 2, "timeout": 0}, "timeout must be more than 0"),
         ({"world_size": 2, "backend": "mpi"}, "backend must be None or one of nccl"),
         ({"world_size": 99, "backend": "nccl"}, "'nccl' needs a GPU for each of 99 ranks"),
     ],

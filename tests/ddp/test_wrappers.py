@@ -76,7 +76,7 @@ def test_a_single_rank_is_left_alone(name):
 def test_wrong_names_and_caps_are_refused():
     with pytest.raises(ValueError, match=r"ddp_wrapper must be one of none, naive, .* got 'zero'"):
         wrappers.wrap("zero", nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="bucket_cap_mb must be above 0, got 0"):
+    with pytest.raises(ValueError, match="bucket_cap_mb must be more than 0, got 0"):
         wrappers.BucketedDDP(nn.Linear(1, 1), bucket_cap_mb=0)
 
 

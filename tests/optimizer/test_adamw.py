@@ -218,7 +218,7 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"lr": -1.0}, "lr must be 0 or more, or a 0-dim tensor, got -1.0"),
+        ({"lr": -1.0}, "lr must be at least 0, or a 0-dim tensor, got -1.0"),
         ({"lr": math.nan}, "lr must be"),
         ({"lr": torch.ones(2)}, "lr must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),

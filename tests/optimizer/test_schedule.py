@@ -83,5 +83,5 @@ def test_without_gradients_the_norm_is_zero(params):
 
 
 def test_a_negative_max_norm_is_refused():
-    with pytest.raises(ValueError, match=r"max_norm must be 0 or more, got -1\.0"):
+    with pytest.raises(ValueError, match=r"max_norm must be at least 0, got -1\.0"):
         clip_grad_norm(make_params(), -1.0)

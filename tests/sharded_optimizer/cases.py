@@ -491,7 +491,7 @@ def check_what_cannot_be_trained_is_refused_by_name() -> None:
             stack((4, 5 + rank())), SGD
         ),
         "ValueError: parameter 3 must be the same": lambda: later.add_param_group(other_shape),
-        "ValueError: lr must be 0 or more": lambda: later.add_param_group(
+        "ValueError: lr must be at least 0": lambda: later.add_param_group(
             {"params": stack().parameters(), "lr": -1.0}
         ),
         # the owner of the bias on both ranks
@@ -510,7 +510,7 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
     wrong: dict[str, Callable[[], Any]] = {
         "strategy must be one of": lambda: made_of(stack(), SGD, strategy=("flat", "zero")[rank()]),
         "got an unexpected": lambda: made_of(stack(), SGD, **({}, {"learning": 1})[rank()]),
-        "lr must be 0 or more": lambda: made_of(stack(), ADAMW | {"lr": 0.1 - rank()}),
+        "lr must be at least 0": lambda: made_of(stack(), ADAMW | {"lr": 0.1 - rank()}),
         "empty parameter list": lambda: ShardedOptimizer(params[rank() * 3 :], AdamW),
         "optimizer_cls must be the same on all ranks, but is AdamW on rank 0 and SGD": (
             lambda: ShardedOptimizer(params, (AdamW, torch.optim.SGD)[rank()], lr=0.1)
@@ -524,7 +524,7 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
         "length of parameter group 0 must be the same on all ranks, but is 2": (
             lambda: ShardedOptimizer((mine, groups)[rank()], AdamW)
         ),
-        "weight_decay must be 0 or more": lambda: later.add_param_group(
+        "weight_decay must be at least 0": lambda: later.add_param_group(
             {"params": stack().parameters(), "weight_decay": 1.0 - 2 * rank()}
         ),
         "each parameter once, got one of them twice": lambda: ShardedOptimizer(

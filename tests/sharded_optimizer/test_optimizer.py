@@ -118,9 +118,9 @@ class OwnLBFGS(torch.optim.LBFGS):
     ("options", "message"),
     [
         ({"strategy": "zero"}, "strategy must be one of parameters, flat, fsdp2, got 'zero'"),
-        ({"reduces_gradients": True}, "reduces_gradients needs strategy 'flat'"),
-        ({"strategy": "flat", "overlap": True}, "overlap needs reduces_gradients"),
-        ({"strategy": "flat", "bucket_cap_mb": 0}, "bucket_cap_mb must be above 0, got 0"),
+        ({"reduces_gradients": True}, "strategy must be 'flat' with reduces_gradients"),
+        ({"strategy": "flat", "overlap": True}, "overlap must be False without reduces_gradients"),
+        ({"strategy": "flat", "bucket_cap_mb": 0}, "bucket_cap_mb must be more than 0, got 0"),
         ({"optimizer_cls": "AdamW"}, "optimizer_cls must be a class"),
         (
             {"strategy": "flat", "optimizer_cls": torch.optim.Adafactor},
