@@ -28,3 +28,29 @@ def test_links_between_documents_lead_to_files(name):
     links = re.findall(r"\]\(([^)#\s]+)", read(name))
     here = (ROOT / name).parent
     assert [x for x in links if "://" not in x and not (here / x).exists()] == []
+
+
+def is_there(name: str) -> bool:
+    """Whether `lib.room.file.word` names folders, a file, and a word of that file."""
+    place, *parts = ROOT, *name.split(".")
+    for part in parts:
+        if place.is_dir() and (place / part).is_dir():
+            place /= part
+        elif place.is_dir() and (place / f"{part}.py").is_file():
+            place /= f"{part}.py"
+        else:
+            file = place / "__init__.py" if place.is_dir() else place
+            return bool(re.search(rf"\b{part}\b", file.read_text(encoding="utf-8")))
+    return True
+
+
+def test_modules_and_names_that_prose_cites_exist():
+    files = [*ROOT.glob("lib/**/*.py"), *ROOT.glob("artifacts/*.md"), ROOT / "lib/README.md"]
+    cited = {
+        (name, file.name)
+        for file in files
+        for name in re.findall(r"`(lib(?:\.\w+)+)", file.read_text(encoding="utf-8"))
+    }
+    assert len(cited) > 100
+    assert [(name, file) for name, file in sorted(cited) if not is_there(name)] == []
+    assert not is_there("lib.model.config.model_names")
