@@ -11,6 +11,8 @@ from lib.model.config import ModelConfig
 # The naive kernels keep all scores; the second also copies q, k and v for its batched matmuls.
 COPIES_HEADS = "vectorized_torch"
 NAIVE_KERNELS = ("scaled_dot_prod_attention", COPIES_HEADS)
+# The most bytes of logits in memory at once on a CPU (`lib.model.loss`).
+CHUNK_BYTES = 16 << 20
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The most logits in memory at once: in bytes on a CPU, as a fraction of its memory on a GPU.
-CHUNK_BYTES = 16 << 20
+from lib.model.costs import CHUNK_BYTES
+
+# The most logits in memory at once on a GPU, as a fraction of its memory.
 CHUNK_PART = 1 / 32
 # float16 logits hold their gradient scaled by this: the gradient of a mean over many tokens would
 # underflow, and that of a sum overflow.

@@ -47,15 +47,18 @@ from dataclasses import dataclass
 from lib.core.settings import require
 from lib.ddp.costs import DDP_WRAPPERS, default_bucket_cap_mb
 from lib.model.config import ModelConfig, model_preset
-from lib.model.costs import activation_bytes_by_part, num_parameters, parameters_by_part
+from lib.model.costs import (
+    CHUNK_BYTES,
+    activation_bytes_by_part,
+    num_parameters,
+    parameters_by_part,
+)
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Presets from small to large.
 SIZES = ("small", "medium", "large", "xl", "2.7b")
 # Memory of a GPU that tensors cannot use: CUDA's context, NCCL's buffers, gaps between blocks.
 RESERVED_BYTES = 10**9
-# Logits at a time on a CPU; a GPU's chunks are larger than all logits here.
-CPU_LOGITS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -400,12 +403,13 @@ def _loss_bytes(
     logits = batch_size * config.context_length * element_bytes * vocabulary
     head = vocabulary * config.d_model
     copy = head * element_bytes if is_cast else 0
-    if cuda or logits <= CPU_LOGITS_BYTES:
+    # a GPU's chunks are so large that the formula takes all logits
+    if cuda or logits <= CHUNK_BYTES:
         # on a CPU the loss also copies logits in 2-byte types to float32
         return logits * (1 if cuda or element_bytes == 4 else 3) + copy
     # the head's gradient of one chunk, and in 2-byte types that and the sum in float32
     sums = head * (4 if element_bytes == 4 else 8)
-    return CPU_LOGITS_BYTES * (1 if element_bytes == 4 else 3) + sums + copy
+    return CHUNK_BYTES * (1 if element_bytes == 4 else 3) + sums + copy
 
 
 def _check(

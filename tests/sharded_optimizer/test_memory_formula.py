@@ -10,13 +10,11 @@ from lib.ddp.launcher import launch
 from lib.ddp.process_group import broadcast_module, rank
 from lib.ddp.wrappers import wrap
 from lib.fsdp.activation_checkpointing import checkpoint_activations
-from lib.model import loss
 from lib.model.config import ModelConfig, model_preset
-from lib.model.costs import activation_bytes, activation_bytes_by_part
+from lib.model.costs import CHUNK_BYTES, activation_bytes, activation_bytes_by_part
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.sharded_optimizer.memory_formula import (
-    CPU_LOGITS_BYTES,
     SIZES,
     RankMemory,
     largest_preset,
@@ -203,7 +201,6 @@ def test_a_preset_fits_into_what_it_needs_and_into_no_byte_less(name):
 
 
 def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
-    assert CPU_LOGITS_BYTES == loss.CHUNK_BYTES
     config = dataclasses.replace(model_preset("tiny"), context_length=4096)
     memory = rank_memory(config, ranks=1, dtype="float32", cuda=False)
     assert memory.working == memory.forward == 4096 * 4 * (4 * 128 + 3 * 352)
@@ -211,7 +208,7 @@ def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():
     # beside the logits the head in bfloat16, its gradient in a chunk, and the sum in float32
     sums = 10**6 * 128 * (2 + 8)
     memory = rank_memory(wide, ranks=1, dtype="bfloat16", cuda=False)
-    assert memory.forward == 3 * loss.CHUNK_BYTES + sums
+    assert memory.forward == 3 * CHUNK_BYTES + sums
 
 
 # GB beyond weights on one H100 with PyTorch 2.11, under autocast to bfloat16, one sequence of `8b`
