@@ -1,4 +1,4 @@
-"""The machine: its device, a fast dtype, its peak rates, its processors, and a record's provenance.
+"""The machine: its device, a fast dtype, its peak rates, and its processors.
 
 torch is imported only inside the functions that need it.
 """
@@ -15,13 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-from lib.core.files import ROOT
-from lib.core.settings import to_dict
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +25,6 @@ if TYPE_CHECKING:
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-# Packages whose versions every record names.
-PACKAGES = ("torch", "triton", "numpy", "numba")
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -193,36 +186,6 @@ def keep_freed_memory() -> None:
     mallopt(trim_threshold, 1 << 30)
 
 
-def provenance(
-    seed: int | None = None, config: Any = None, *, device: torch.device | str | None = None
-) -> dict[str, Any]:
-    """Describe where a figure comes from, as plain JSON values; part of every record.
-
-    Args:
-        seed: the seed that the figure depends on.
-        config: the settings of the measurement, a dataclass or a plain JSON value.
-        device: the device measured. By default the GPU if torch is loaded and sees one, else the
-            CPU. Does not import torch.
-
-    Returns:
-        config, device (chip name), cpu, cores (that this process may use), versions (None: not
-        installed), commit, dirty (`lib/` differs from the commit), platform, seed, date (UTC).
-        commit and dirty are None outside the project's own git checkout.
-    """
-    return {
-        "config": to_dict(config) if hasattr(config, "__dataclass_fields__") else config,
-        "device": device_name(device),
-        "cpu": cpu_name(),
-        "cores": available_cpus(),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-        **_git_state(),
-        "seed": seed,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 def device_name(device: torch.device | str | None = None) -> str:
     """Name the chip of `device`; by default the GPU if torch is loaded and sees one, or the CPU."""
     torch = sys.modules.get("torch")
@@ -237,9 +200,9 @@ def device_name(device: torch.device | str | None = None) -> str:
 def cpu_name() -> str:
     """Name the CPU's model, or its architecture where the system does not report one."""
     if platform.system() == "Darwin":
-        name = _output_of(["sysctl", "-n", "machdep.cpu.brand_string"])
+        name = output_of(["sysctl", "-n", "machdep.cpu.brand_string"])
     else:
-        found = re.search(r"^Model name:\s*(.+)$", _output_of(["lscpu"]) or "", re.MULTILINE)
+        found = re.search(r"^Model name:\s*(.+)$", output_of(["lscpu"]) or "", re.MULTILINE)
         name = found and found[1]
     return name or platform.machine()
 
@@ -250,29 +213,7 @@ def local_results() -> Path:
     return Path("artifacts/local", re.sub(r"[^a-z0-9]+", "-", name).strip("-"))
 
 
-def _version(package: str) -> str | None:
-    loaded = sys.modules.get(package)
-    if loaded is not None and hasattr(loaded, "__version__"):
-        return str(loaded.__version__)
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git_state() -> dict[str, Any]:
-    """Read commit and state of `lib/`; None if the folder is part of some other checkout."""
-    top = _output_of(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
-    if top is None or Path(top).resolve() != ROOT:
-        return {"commit": None, "dirty": None}
-    commit = _output_of(["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"])
-    changes = _output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", "lib"])
-    if commit is None or changes is None:
-        return {"commit": None, "dirty": None}
-    return {"commit": commit, "dirty": bool(changes)}
-
-
-def _output_of(command: list[str]) -> str | None:
+def output_of(command: list[str]) -> str | None:
     """Return what `command` prints, in English; None if it fails or is not installed."""
     # without GIT_DIR and the like, which a git hook sets for its own repository
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}

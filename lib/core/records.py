@@ -1,25 +1,43 @@
 """Records of measurements: append, read back, resume, and turn into CSV and Markdown tables.
 
 A record is a dict of plain JSON values: `config`, `figures`, `device`, `versions`, `commit`,
-`seed`, `date` and the rest of `lib.core.hardware.provenance`. A file holds one record per line
-(JSON Lines), so that a sweep can append each result as it is measured and resume after an
-interruption. For more than a table, load the records into pandas (`lib.benchmarks.sections`).
+`seed`, `date` and the rest of `provenance`. A file holds one record per line (JSON Lines), so that
+a sweep can append each result as it is measured and resume after an interruption. For more than a
+table, load the records into pandas (`lib.benchmarks.sections`).
 """
+
+from __future__ import annotations
 
 import errno
 import json
 import math
 import os
+import platform
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder, write_atomically
-from lib.core.hardware import provenance
-from lib.core.settings import plain
+from lib.core.files import (
+    NO_SPACE,
+    ROOT,
+    make_folder,
+    no_space_error,
+    sync_folder,
+    write_atomically,
+)
+from lib.core.hardware import available_cpus, cpu_name, device_name, output_of
+from lib.core.settings import plain, to_dict
+
+if TYPE_CHECKING:
+    import torch
 
 Record = dict[str, Any]
+# Packages whose versions every record names.
+PACKAGES = ("torch", "triton", "numpy", "numba")
 
 
 def new_record(
@@ -29,9 +47,61 @@ def new_record(
 
     Args:
         figures: name with unit (`median_ms`, `tokens_per_s`) -> number, text or None.
-        config, seed, device: see `lib.core.hardware.provenance`.
+        config, seed, device: see `provenance`.
     """
     return {**provenance(seed, config, device=device), "figures": dict(figures)}
+
+
+def provenance(
+    seed: int | None = None, config: Any = None, *, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Describe where a figure comes from, as plain JSON values; part of every record.
+
+    Args:
+        seed: the seed that the figure depends on.
+        config: the settings of the measurement, a dataclass or a plain JSON value.
+        device: the device measured. By default the GPU if torch is loaded and sees one, else the
+            CPU. Does not import torch.
+
+    Returns:
+        config, device (chip name), cpu, cores (that this process may use), versions (None: not
+        installed), commit, dirty (`lib/` differs from the commit), platform, seed, date (UTC).
+        commit and dirty are None outside the project's own git checkout.
+    """
+    return {
+        "config": to_dict(config) if hasattr(config, "__dataclass_fields__") else config,
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cores": available_cpus(),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        **_git_state(),
+        "seed": seed,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str | None:
+    loaded = sys.modules.get(package)
+    if loaded is not None and hasattr(loaded, "__version__"):
+        return str(loaded.__version__)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any]:
+    """Read commit and state of `lib/`; None if the folder is part of some other checkout."""
+    top = output_of(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
+    if top is None or Path(top).resolve() != ROOT:
+        return {"commit": None, "dirty": None}
+    commit = output_of(["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"])
+    changes = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", "lib"])
+    if commit is None or changes is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": bool(changes)}
 
 
 def append_record(path: str | os.PathLike, record: Record) -> None:
@@ -84,7 +154,7 @@ def read_records(path: str | os.PathLike) -> list[Record]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError(f"expected an object, got {type(record).__name__}")
+                raise ValueError(f"must be an object, got {type(record).__name__}")
         except ValueError as error:
             warnings.warn(f"{path}:{number} is not a record, skipped: {error}", stacklevel=2)
             continue

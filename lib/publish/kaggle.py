@@ -30,7 +30,7 @@ from typing import Any
 import nbformat
 
 from lib.core.files import ROOT, claim_folder, sha256_file
-from lib.core.hardware import provenance
+from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
 from lib.publish.cells import FIRST_CELL, METADATA
 from lib.publish.run_notebooks import Job, find_notebooks, plan

@@ -35,7 +35,8 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
 from lib.core.files import ROOT, claim_folder
-from lib.core.hardware import available_cpus, provenance
+from lib.core.hardware import available_cpus
+from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace

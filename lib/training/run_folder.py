@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from lib.core.files import lock_folder, make_folder, sha256_file, write_atomically
-from lib.core.hardware import pick_device, pick_dtype, provenance
+from lib.core.hardware import pick_device, pick_dtype
+from lib.core.records import provenance
 from lib.core.settings import from_json, to_dict, to_json
 from lib.data.batches import BatchSampler
 from lib.data.token_array import load_token_array, read_manifest

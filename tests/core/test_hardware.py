@@ -1,19 +1,13 @@
-"""The machine: devices, dtypes and peaks; ordered work on several processors; provenance."""
+"""The machine: devices, dtypes and peaks; ordered work on several processors."""
 
-import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
 from lib.core import hardware
-from lib.core.files import ROOT
-from lib.core.hardware import ordered_map, peak, pick_device, pick_dtype, provenance
-from lib.data.prepare import TokenizeConfig
+from lib.core.hardware import ordered_map, peak, pick_device, pick_dtype
 
 
 def test_cuda_comes_first_then_mps_then_cpu(monkeypatch):
@@ -103,52 +97,3 @@ def test_jobs_are_taken_only_so_far_ahead():
         assert next(results) == 0
         assert len(taken) == 3
         results.close()
-
-
-def test_provenance_survives_json_and_names_the_software_and_the_machine():
-    record = provenance(seed=3, config=TokenizeConfig(), device="cpu")
-    assert json.loads(json.dumps(record)) == record
-    assert (record["seed"], record["config"]["vocab_size"]) == (3, 4096)
-    assert record["device"] == record["cpu"]
-    assert record["cores"] >= 1
-    assert record["versions"]["numpy"] == np.__version__
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["date"].endswith("+00:00")
-
-
-def test_provenance_names_the_gpu_when_torch_is_loaded_and_sees_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert provenance()["device"] == "NVIDIA H200"
-    assert provenance(device="cpu")["device"] == provenance()["cpu"]
-
-
-def test_provenance_imports_neither_torch_nor_numpy():
-    code = (
-        "import sys; from lib.core.hardware import provenance; record = provenance();"
-        "print({'torch', 'numpy'} & {*sys.modules}, record['versions']['torch'])"
-    )
-    output = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert output.split() == ["set()", torch.__version__]
-
-
-def test_commit_is_of_this_checkout_and_dirty_looks_at_the_code_only(tmp_path, monkeypatch):
-    def git(*arguments):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
-
-    nothing = {"commit": None, "dirty": None}
-    monkeypatch.setattr(hardware, "ROOT", tmp_path.resolve())
-    assert hardware._git_state() == nothing
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "a.py").write_text("1")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    (tmp_path / "result.csv").write_text("1")
-    assert hardware._git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
-    (tmp_path / "lib" / "a.py").write_text("2")
-    assert hardware._git_state()["dirty"] is True
-    # a folder inside somebody else's checkout
-    monkeypatch.setattr(hardware, "ROOT", (tmp_path / "lib").resolve())
-    assert hardware._git_state() == nothing

@@ -1,7 +1,8 @@
-"""Records: appended safely, read back, resumed from, shown as tables."""
+"""Records: appended safely, read back, resumed from, shown as tables; their provenance."""
 
 import csv
 import io
+import json
 import subprocess
 import sys
 import warnings
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import lib.core.records
 from lib.core.files import ROOT
 from lib.core.records import (
     append_record,
     format_value,
     new_record,
+    provenance,
     read_records,
     remaining,
     to_csv,
@@ -60,7 +64,7 @@ def test_a_last_line_without_its_newline_counts(tmp_path):
 
 def test_a_line_that_is_json_but_no_object_is_skipped(tmp_path):
     (tmp_path / "r.jsonl").write_text('[1]\n{"a": 1}\n')
-    with pytest.warns(UserWarning, match="expected an object, got list"):
+    with pytest.warns(UserWarning, match="must be an object, got list"):
         assert read_records(tmp_path / "r.jsonl") == [{"a": 1}]
 
 
@@ -133,3 +137,55 @@ def test_values_are_shown_with_three_digits(value, text):
 def test_pandas_is_loaded_for_tables_only():
     code = "import sys, lib.core.records; print('pandas' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
+
+
+# Provenance
+
+
+def test_provenance_survives_json_and_names_the_software_and_the_machine():
+    record = provenance(seed=3, config=TokenizeConfig(), device="cpu")
+    assert json.loads(json.dumps(record)) == record
+    assert (record["seed"], record["config"]["vocab_size"]) == (3, 4096)
+    assert record["device"] == record["cpu"]
+    assert record["cores"] >= 1
+    assert record["versions"]["numpy"] == np.__version__
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["date"].endswith("+00:00")
+
+
+def test_provenance_names_the_gpu_when_torch_is_loaded_and_sees_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert provenance()["device"] == "NVIDIA H200"
+    assert provenance(device="cpu")["device"] == provenance()["cpu"]
+
+
+def test_provenance_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; from lib.core.records import provenance; record = provenance();"
+        "print({'torch', 'numpy'} & {*sys.modules}, record['versions']['torch'])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert output.split() == ["set()", torch.__version__]
+
+
+def test_commit_is_of_this_checkout_and_dirty_looks_at_the_code_only(tmp_path, monkeypatch):
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
+
+    nothing = {"commit": None, "dirty": None}
+    monkeypatch.setattr(lib.core.records, "ROOT", tmp_path.resolve())
+    assert lib.core.records._git_state() == nothing
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "result.csv").write_text("1")
+    assert lib.core.records._git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "lib" / "a.py").write_text("2")
+    assert lib.core.records._git_state()["dirty"] is True
+    # a folder inside somebody else's checkout
+    monkeypatch.setattr(lib.core.records, "ROOT", (tmp_path / "lib").resolve())
+    assert lib.core.records._git_state() == nothing

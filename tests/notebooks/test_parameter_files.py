@@ -5,7 +5,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from lib.core.hardware import ROOT
+from lib.core.files import ROOT
 from lib.publish.run_notebooks import find_notebooks, plan
 
 FILES = sorted(path.stem for path in (ROOT / "notebooks/parameters").glob("*.yaml"))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core.files import ROOT
-from lib.core.hardware import available_cpus, cpu_name, provenance
+from lib.core.hardware import available_cpus, cpu_name
+from lib.core.records import provenance
 
 if TYPE_CHECKING:
     from IPython.display import HTML

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from lib.core.hardware import ROOT
+from lib.core.files import ROOT
 from lib.lessons.start import environment as er
 from lib.publish import kaggle
 

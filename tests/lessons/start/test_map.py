@@ -9,7 +9,7 @@ import pytest
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
-from lib.core.hardware import ROOT
+from lib.core.files import ROOT
 from lib.lessons.start.map import (
     STOPS,
     in_halves,
