@@ -6,14 +6,13 @@ that runs it. Both are imported only when the command is used, so that help come
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,6 +98,7 @@ class LogAboveBars(logging.StreamHandler):
 
 
 def tokenize(config: Any) -> int:
+    from lib.core.terminal import progress_bar
     from lib.data.prepare import tokenize_corpus
 
     print_corpus(tokenize_corpus(config, progress_bar=progress_bar))
@@ -106,6 +106,7 @@ def tokenize(config: Any) -> int:
 
 
 def pipeline(config: Any) -> int:
+    from lib.core.terminal import print_stories, progress_bar
     from lib.training.pipeline import run_pipeline
 
     rows, result, texts = run_pipeline(config, progress_bar=progress_bar)
@@ -114,8 +115,6 @@ def pipeline(config: Any) -> int:
             print_corpus(rows)
         print_training(result)
         if texts:
-            from lib.core.terminal import print_stories
-
             print()
             prompts = config.sample.prompts
             stories = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts)]
@@ -167,11 +166,10 @@ def print_corpus(rows: list[dict]) -> None:
 
 def print_training(result: Any) -> None:
     """Print how a training run ended, and its last evaluation."""
-    from lib.training.metrics import read_metrics
+    from lib.training.metrics import last_evaluation, read_metrics
 
     print(f"{result.status} at step {result.step}: {result.output}")
-    lines = read_metrics(result.output / "metrics.jsonl")
-    last = next((line for line in reversed(lines) if "validation_loss" in line), None)
+    last = last_evaluation(read_metrics(result.output / "metrics.jsonl"))
     if last is not None:
         print(
             f"validation loss {last['validation_loss']:.4f}, "
@@ -200,16 +198,6 @@ def exit_code(result: Any) -> int:
 def is_first_rank() -> bool:
     """Whether this process is alone, or the first of those that `torchrun` started."""
     return os.environ.get("RANK", "0") == "0"
-
-
-@contextlib.contextmanager
-def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the terminal, if there is one; yield what takes the bytes just done."""
-    from tqdm import tqdm
-
-    options = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
-    with tqdm(desc=description, total=num_bytes, **options) as bar:
-        yield bar.update
 
 
 # The table of commands
@@ -269,7 +257,7 @@ class Command(NamedTuple):
     unpacks: bool = False
     """Whether the function takes the config's fields as keyword arguments."""
 
-    interrupted: str = "the same command starts anew"
+    interrupted: str = "the same command starts over"
     """Printed after Ctrl-C: how to go on."""
 
     trains_on_ranks: bool = False
@@ -337,7 +325,6 @@ COMMANDS: dict[str, Command] = {
         "Run the notebooks and write the report.",
         "lib.publish.run_notebooks:RunConfig",
         "lib.publish.run_notebooks:run_notebooks",
-        unpacks=True,
         interrupted="finished pages are in the report; the same command runs all notebooks again",
     ),
     "exercises": Command(
@@ -533,7 +520,7 @@ COMMANDS: dict[str, Command] = {
         prints="{result}",
     ),
     "kaggle push": Command(
-        "Upload that folder with Kaggle's own client.",
+        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
         "lib.publish.kaggle:KagglePushConfig",
         "lib.publish.kaggle:push",
     ),
@@ -649,7 +636,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
-        "A flag may leave out what stands before its last dot. --debug: tracebacks."
+        "A flag may omit everything before its last dot. --debug: tracebacks."
     )
     start: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
@@ -766,16 +753,11 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
 
 def print_error(error: Exception, is_debug: bool) -> None:
     """Print `error` in one line, after its traceback if `is_debug`."""
+    from lib.core.terminal import one_line
+
     if is_debug:
         traceback.print_exc()
     print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-
-
-def one_line(error: Exception) -> str:
-    """The message of `error` for a user, without Python's error numbers."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

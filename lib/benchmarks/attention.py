@@ -35,6 +35,7 @@ from lib.core.allocator import (
 from lib.core.hardware import DtypeName, keep_freed_memory, local_results, pick_device, pick_dtype
 from lib.core.records import Record
 from lib.core.settings import check, check_fields, require
+from lib.core.terminal import one_line
 from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
@@ -490,8 +491,7 @@ def _failure(kernel: str, error: Exception) -> dict[str, Any]:
         return {"status": "oom"}
     if kernel not in (*LIMITED, "cudnn", "vectorized_torch_compiled"):
         raise error
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return {"status": "unsupported", "reason": reason[:REASON_LENGTH]}
+    return {"status": "unsupported", "reason": one_line(error)[:REASON_LENGTH]}
 
 
 def _interleave(

@@ -1,7 +1,9 @@
-"""Stories on a terminal: wrapped between words while they arrive, the prompt in bold."""
+"""What people see: stories on a terminal, progress bars, and errors in one line."""
 
+import contextlib
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 
 BOLD, PLAIN = "\033[1m", "\033[0m"
 
@@ -73,3 +75,29 @@ def print_stories(prompts: tuple[str, ...], texts: list[str]) -> None:
         printer.write(prompt, style=BOLD)
         printer.write(text)
         printer.close()
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar in a notebook or on a terminal; yield what takes the bytes just done."""
+    from tqdm.auto import tqdm
+
+    # None: no bar where there is no terminal, as in a log file
+    is_off = False if in_notebook() else None
+    options = {"unit": "B", "unit_scale": True, "disable": is_off, "leave": False}
+    with tqdm(desc=description, total=num_bytes, **options) as bar:
+        yield bar.update
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    if "IPython" not in sys.modules:
+        return False
+    return hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
+def one_line(error: Exception) -> str:
+    """The message of `error` for a user, without Python's error numbers."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

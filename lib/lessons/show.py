@@ -6,14 +6,14 @@ import base64
 import html
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from lib.core.records import to_markdown
+from lib.core.terminal import progress_bar as progress_bar
 from lib.lessons.explorer import explorer, markup
 from lib.tokenizer.bpe import merge_pair
 from lib.tokenizer.pretokenize import special_token_pattern, split_pretokens, split_special
@@ -247,13 +247,3 @@ def _line_with(lines: Sequence[str], text: str, start: int) -> int:
         if text in lines[number]:
             return number
     raise ValueError(f"no line from line {start + 1} on contains {text!r}")
-
-
-@contextmanager
-def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar in the notebook; yields a function to call with the bytes just done."""
-    from tqdm.auto import tqdm
-
-    options = {"unit": "B", "unit_scale": True, "leave": False}
-    with tqdm(desc=description, total=num_bytes, **options) as bar:
-        yield bar.update

@@ -65,46 +65,39 @@ class RunConfig:
 
     workers: int | None = None
     """Notebooks to run at a time (default: one per two cores, but at least two if there are two
-    cores). Those whose numbers are timings always run alone."""
+    cores). Notebooks that report timings always run alone."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
 
 
-def run_notebooks(
-    notebooks: Sequence[str] = (),
-    *,
-    parameters: str | os.PathLike | None = None,
-    report: Path | None = None,
-    workers: int | None = None,
-    root: Path = ROOT,
-) -> int:
+def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
     """Run notebooks in parallel processes and write them as web pages with a front page.
 
     A notebook whose parameters cell says `# needs: 01` runs after 01 if both are run, and is
     skipped if 01 failed; all others go on. One that says `# runs alone` runs beside no other. The
-    report as it was before is kept in `previous/`. The arguments are those of `RunConfig`; a file
-    of parameters maps a notebook's name to a mapping of its parameters.
+    report as it was before is kept in `previous/`. A file of parameters maps a notebook's name to a
+    mapping of its parameters.
 
     Returns:
-        The exit code: 0, or 1 if a notebook failed, or 2 if the arguments make no sense.
+        The exit code: 0, or 1 if a notebook failed.
+
+    Raises:
+        ValueError: there is no such notebook, parameter file or parameter, or the report would
+            replace other files.
     """
     from lib.publish.front_page import REPORT, keep_earlier_run, published, write_front_page
     from lib.publish.pages import short_title, write_page
 
     # find and plan
     default = (workspace(root) / "artifacts/report").resolve()
-    report = Path(report or default).resolve()
-    try:
-        every = find_notebooks((), root)
-        jobs = plan(find_notebooks(notebooks, root), parameters, root)
-        is_work = report == (root / "work").resolve()
-        require(not is_work, "report must be elsewhere than work/, which has your copies")
-        claim_folder(report, REPORT, setting="report", is_ours=report == default)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    report = (config.report or default).resolve()
+    every = find_notebooks((), root)
+    jobs = plan(find_notebooks(config.notebooks, root), config.parameters, root)
+    is_work = report == (root / "work").resolve()
+    require(not is_work, "report must be elsewhere than work/, which has your copies")
+    claim_folder(report, REPORT, setting="report", is_ours=report == default)
     names, chosen = [path.stem for path in every], {job.name for job in jobs}
     before = published(report, names)
     keep_earlier_run(report, names)
@@ -113,9 +106,9 @@ def run_notebooks(
 
     # run and report
     cores = available_cpus()
-    run = Run(report, str(parameters or ""), _now(), titles)
+    run = Run(report, config.parameters or "", _now(), titles)
     try:
-        results = run_all(jobs, run, workers or min(cores, max(2, cores // 2)))
+        results = run_all(jobs, run, config.workers or min(cores, max(2, cores // 2)))
         # pages of earlier runs may link to the new ones now
         for name in set(before) - chosen if chosen - set(before) else ():
             executed, folder = read_notebook(report / f"{name}.ipynb"), pages[name].parent

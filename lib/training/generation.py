@@ -321,21 +321,27 @@ def load_model(
     run = run_of(path)
     if not tokenizer_files.find(run).is_file():
         raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
-    if not (run / "checkpoints").is_dir() and (run / "model.safetensors").is_file():
-        raise ValueError(
-            f"{run} holds a model of transformers, not a run; `python -m lib import {run}` makes a "
-            "run of it"
-        )
+    checkpoint = checkpoint_of(path)
     config = from_json(TrainConfig, run / "config.json")
     tokenizer = Tokenizer.load(run)
     device = pick_device(device)
-    checkpoint = find_checkpoint(run / "checkpoints" if run == path else path)
     with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
         dtype = weights.get_tensor("token_embeddings.weight").dtype
     shape = _with_kernel_for(device, config.model)
     model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
     load_checkpoint(checkpoint, model=model, verify=False)
     return model.eval(), tokenizer, config
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint `path`, or the newest whole one of the run `path`."""
+    run = run_of(path)
+    if not (run / "checkpoints").is_dir() and (run / "model.safetensors").is_file():
+        raise ValueError(
+            f"{run} holds a model of transformers, not a run; `python -m lib import {run}` makes a "
+            "run of it"
+        )
+    return find_checkpoint(run / "checkpoints" if run == path else path)
 
 
 def run_of(path: Path) -> Path:

@@ -26,10 +26,10 @@ from lib.model.llama import from_llama, from_llama_config, to_llama, to_llama_co
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
-from lib.training.checkpoint import find_checkpoint, save_checkpoint
+from lib.training.checkpoint import save_checkpoint
 from lib.training.config import ExportConfig, ImportConfig, TrainConfig
-from lib.training.generation import load_model, newest_run, run_of
-from lib.training.metrics import read_metrics
+from lib.training.generation import checkpoint_of, load_model, newest_run, run_of
+from lib.training.metrics import last_evaluation, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,9 @@ def export_run(config: ExportConfig) -> Path:
     """
     source, folder = config.checkpoint or newest_run(), config.folder
     require(folder is not None, "folder must be a path, as in `export DIR`, got None")
-    model, tokenizer, settings = load_model(source, "cpu")
+    # found once: a training that goes on may save a newer one
+    checkpoint = checkpoint_of(source)
+    model, tokenizer, settings = load_model(checkpoint, "cpu")
     weights = to_llama(model.state_dict(), model.config)
     claim_folder(folder, "an unfinished export", setting="folder")
 
@@ -58,7 +60,6 @@ def export_run(config: ExportConfig) -> Path:
     }.items():
         write_atomically(folder / name, json.dumps(content, indent=2) + "\n")
     run = run_of(source)
-    checkpoint = find_checkpoint(run / "checkpoints" if run == source else source)
     log.info("exporting %s of %s", checkpoint.name, run)
     card = model_card(folder.resolve().name, run, checkpoint, settings)
     write_atomically(folder / "README.md", card)
@@ -136,7 +137,7 @@ def _evaluation(run: Path) -> str:
     """The figures on held-out text: the last in a run's metrics, or a committed model's record."""
     metrics, record = run / "metrics.jsonl", run / "record.json"
     lines = read_metrics(metrics) if metrics.is_file() else []
-    last = next((line for line in reversed(lines) if "validation_loss" in line), None)
+    last = last_evaluation(lines)
     if last is not None:
         text = f"held-out text after step {last['step']:,}"
         loss, perplexity = last["validation_loss"], last["validation_perplexity"]

@@ -14,12 +14,13 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder
+from lib.core.terminal import in_notebook, one_line
 
 # Lines of progress in total where a line can't be overwritten, as in a log file.
 PLAIN_LINES = 10
@@ -155,7 +156,7 @@ class MetricsLog:
         try:
             yield
         except Exception as error:
-            log.warning("W&B failed (%s); the run continues without it", _one_line(error))
+            log.warning("W&B failed (%s); the run continues without it", one_line(error))
             self._run = None
 
 
@@ -179,6 +180,11 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             raise ValueError(f"{path}:{number} is not a record: {error}") from error
         records.append(_map_values(record, _to_number))
     return records
+
+
+def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last of these records that has the figures of an evaluation; None without one."""
+    return next((line for line in reversed(lines) if "validation_loss" in line), None)
 
 
 def _open_at(path: Path, position: int) -> io.FileIO:
@@ -236,7 +242,7 @@ class _Progress:
         form = "step {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
         # miniters=1 keeps tqdm's monitor thread from writing into whichever cell is running
         options = {"total": total_steps, "initial": start_step, "miniters": 1, "bar_format": form}
-        if _in_notebook():
+        if in_notebook():
             options |= {"file": _CellText(), "ascii": False, "mininterval": 0.5}
         elif sys.stderr.isatty():
             options |= {"dynamic_ncols": True}
@@ -279,12 +285,6 @@ class _CellText:
         pass
 
 
-def _in_notebook() -> bool:
-    if "IPython" not in sys.modules:
-        return False
-    return hasattr(sys.modules["IPython"].get_ipython(), "kernel")
-
-
 # Weights & Biases
 
 
@@ -312,11 +312,11 @@ def _start_wandb(folder: Path, name: str | None, config: dict[str, Any] | None) 
                     raise ValueError("no API key is stored")
                 return wandb.init(mode=mode, **options)
             except Exception as error:
-                reason = _one_line(error)
+                reason = one_line(error)
                 log.warning("W&B is not online (%s); `wandb sync` can upload later", reason)
         return wandb.init(mode="offline", **options)
     except Exception as error:
-        log.warning("W&B does not work here (%s); the run continues without it", _one_line(error))
+        log.warning("W&B does not work here (%s); the run continues without it", one_line(error))
         return None
 
 
@@ -325,7 +325,3 @@ def _has_wandb_key(wandb: Any) -> bool:
     if "prompt" in inspect.signature(wandb.login).parameters:
         return wandb.login(prompt=False, verify=False)
     return bool(wandb.api.api_key)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.core.files import is_locked
 from lib.core.settings import check_fields, require
-from lib.training.metrics import read_metrics
+from lib.training.metrics import last_evaluation, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +74,12 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
         except ValueError as error:
             log.warning("%s", error)
             lines = []
-        name = "validation_bits_per_byte"
-        judged = [line[name] for line in lines if name in line]
+        last = last_evaluation(lines)
         found.append(
             StoredRun(
                 folder,
                 step=max((int(number) for number in numbers if number.isdecimal()), default=None),
-                bits_per_byte=judged[-1] if judged else None,
+                bits_per_byte=last["validation_bits_per_byte"] if last else None,
                 num_bytes=sum(file.st_size for file in files),
                 changed=max((file.st_mtime for file in files), default=folder.stat().st_mtime),
             )

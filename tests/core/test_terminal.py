@@ -1,10 +1,10 @@
-"""Stories on a terminal: no word is broken, and nothing is lost."""
+"""Stories on a terminal: no word is broken, and nothing is lost; bars where somebody sees them."""
 
 import sys
 
 import pytest
 
-from lib.core.terminal import BOLD, PLAIN, StoryPrinter, print_stories
+from lib.core.terminal import BOLD, PLAIN, StoryPrinter, print_stories, progress_bar
 
 STORY = "Once upon a time,\n\nthere was a fox   named Incomprehensibility-Extraordinaire.  "
 
@@ -37,3 +37,14 @@ def test_where_there_is_no_terminal_texts_are_printed_as_they_are(capsys, monkey
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     print_stories(("a", "b"), [" c", " d"])
     assert capsys.readouterr().out == f"{BOLD}a{PLAIN} c\n\n{BOLD}b{PLAIN} d\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_counts_bytes_where_there_is_a_terminal(capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with progress_bar("tokens", 100) as progress:
+        progress(60)
+        bar = progress.__self__
+        assert bar.disable != is_terminal
+        assert not is_terminal or (bar.n, bar.total, bar.unit) == (60, 100, "B")
+    assert bool(capsys.readouterr().err) == is_terminal

@@ -171,14 +171,14 @@ def test_notebooks_are_run_refreshed_and_cleaned_as_asked(monkeypatch):
     calls = []
     for name in ("run_notebooks", "refresh_notebooks", "clean_notebooks"):
         monkeypatch.setattr(
-            run_notebooks, name, lambda name=name, **options: calls.append((name, options)) or 1
+            run_notebooks, name, lambda *_, name=name, **o: calls.append((name, *_, o)) or 1
         )
     assert main(["run", "--notebooks", "01", "02", "--parameters", "laptop"]) == 1
     assert main(["notebooks", "refresh", "--notebooks", "03"]) == 1
     assert main(["notebooks", "clean"]) == 1
-    asked = {"parameters": "laptop", "report": None, "workers": None}
+    asked = run_notebooks.RunConfig(("01", "02"), "laptop")
     assert calls == [
-        ("run_notebooks", {"notebooks": ("01", "02"), **asked}),
+        ("run_notebooks", asked, {}),
         ("refresh_notebooks", {"notebooks": ("03",)}),
         ("clean_notebooks", {}),
     ]

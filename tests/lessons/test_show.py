@@ -16,7 +16,6 @@ from lib.lessons.show import (
     WrappedText,
     merge_stepper,
     merge_steps,
-    progress_bar,
     show_encoding,
     show_growing,
     show_source,
@@ -175,13 +174,6 @@ def test_a_growing_text_is_shown_with_each_piece(monkeypatch):
     for piece in (" upon", " a"):
         add(0, piece)
     assert shown == ["Once", "Once upon", "Once upon a"]
-
-
-def test_progress_counts_bytes(capsys):
-    with progress_bar("tokens", 100) as progress:
-        progress(60)
-        bar = progress.__self__
-        assert (bar.n, bar.total, bar.unit) == (60, 100, "B")
 
 
 def test_a_drawing_is_an_image_with_words():

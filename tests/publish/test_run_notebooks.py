@@ -17,6 +17,7 @@ from lib.publish.run_notebooks import (
     THREADS,
     Job,
     Run,
+    RunConfig,
     find_notebooks,
     next_job,
     parameter_names,
@@ -46,10 +47,10 @@ def shelf(tmp_path, make_notebook) -> Path:
         ({"parameters": "bad"}, "01_one has no parameter 'step'; there are: size, steps"),
     ],
 )
-def test_unknown_names_are_refused_before_anything_runs(shelf, capsys, arguments, message):
+def test_unknown_names_are_refused_before_anything_runs(shelf, arguments, message):
     (shelf / "notebooks/parameters/bad.yaml").write_text("01_one:\n  step: 4\n")
-    assert run_notebooks(root=shelf, **arguments) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match=message):
+        run_notebooks(RunConfig(**arguments), root=shelf)
     assert not (shelf / "artifacts").exists()
 
 
@@ -118,10 +119,10 @@ def test_the_next_job_may_run_beside_those_running(waiting, running, unfinished,
 RUN = """\
 import sys
 from pathlib import Path
-from lib.publish.run_notebooks import run_notebooks
+from lib.publish.run_notebooks import RunConfig, run_notebooks
 root, parameters, *names = sys.argv[1:]
-report = Path(root, "report")
-sys.exit(run_notebooks(names, root=Path(root), report=report, parameters=parameters, workers=2))
+config = RunConfig(tuple(names), parameters, report=Path(root, "report"), workers=2)
+sys.exit(run_notebooks(config, root=Path(root)))
 """
 
 
@@ -227,27 +228,25 @@ def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch
 
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_notebooks(root=shelf)
+        run_notebooks(RunConfig(), root=shelf)
     assert [path.name for path in (shelf / "artifacts/report").iterdir()] == [".workbook"]
 
 
 @pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])
-def test_a_report_never_goes_where_the_readers_files_are(
-    shelf, make_notebook, capsys, monkeypatch, folder
-):
+def test_a_report_never_goes_where_the_readers_files_are(shelf, make_notebook, monkeypatch, folder):
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", lambda *_: [])
     for name in ("work/01_one.ipynb", "mine/01_one.ipynb", "mine/previous/thesis/1.tex"):
         (shelf / name).parent.mkdir(parents=True, exist_ok=True)
         (shelf / name).write_text("an answer")
     before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
-    assert run_notebooks(["01"], root=shelf, report=shelf / folder) == 2
-    assert "report must be" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="report must be"):
+        run_notebooks(RunConfig(("01",), report=shelf / folder), root=shelf)
     assert before == {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
 
 
-def test_a_report_never_goes_to_work_even_before_the_first_copies(shelf, capsys):
-    assert run_notebooks(["01"], root=shelf, report=shelf / "work") == 2
-    assert "report must be elsewhere than work/" in capsys.readouterr().err
+def test_a_report_never_goes_to_work_even_before_the_first_copies(shelf):
+    with pytest.raises(ValueError, match="report must be elsewhere than work/"):
+        run_notebooks(RunConfig(("01",), report=shelf / "work"), root=shelf)
     assert not (shelf / "work").exists()
 
 
