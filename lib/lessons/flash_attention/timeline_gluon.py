@@ -88,6 +88,9 @@ EDITS = (
 def stamped_kernel() -> Any:
     """The forward kernel with the lines of EDITS.
 
+    The kernel itself has no lines for the clock, which would slow it down: the text of its file is
+    edited and executed here as a module of its own. The file stays as it is.
+
     Raises:
         ValueError: an old text does not occur exactly once.
     """

@@ -123,7 +123,9 @@ def _forwarded(value: Any) -> Any:
 def _language_of(kind: type) -> Iterator[None]:
     """Let functions of Triton's language that are kernels themselves, as `tl.sum`, be of `kind`.
 
-    At its import Triton decides whether they are interpreted or compiled.
+    At its import Triton decides whether they are interpreted or compiled, and offers no way to
+    change it: this sets the attributes of the modules of `triton.language` and of its class of
+    tiles, and sets them back.
     """
     modules = [m for name, m in sys.modules.items() if name.startswith("triton.language")]
     before: list[tuple[Any, str, Any]] = []

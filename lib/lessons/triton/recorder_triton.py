@@ -217,14 +217,7 @@ def watch(
     function = getattr(kernel, "fn", kernel)
     run = Run(grid)
     interpreted = InterpretedFunction(function)
-    with (
-        np.errstate(all="ignore"),
-        _noted(run, strict),
-        patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
-        patch.object(JITFunction, "__call__", _call_interpreted),
-        patch.object(JITFunction, "__get__", _bind, create=True),
-        patch.object(InterpretedFunction, "__call__", _call_interpreted),
-    ):
+    with np.errstate(all="ignore"), _reaching_into_triton(_Recorder(run, strict)):
         # `tl` and `core`, which are globals of `watch`; else each call of `tl.sum` would, in 10 ms
         interpreter._patch_lang(watch)
         executor = _Executor(interpreted.rewrite(), interpreted.arg_names, grid)
@@ -242,7 +235,11 @@ def watch(
 
 @contextmanager
 def watched() -> Iterator[list[Run]]:
-    """Let each launch `kernel[grid](…)` be interpreted and recorded; strict, see `watch`."""
+    """Let each launch `kernel[grid](…)` be interpreted and recorded; strict, see `watch`.
+
+    Meanwhile `__getitem__` of all of Triton's kernels is ours, since the code that launches them is
+    the reader's and stays as it is.
+    """
     runs: list[Run] = []
 
     def launcher(kernel, grid):
@@ -279,37 +276,30 @@ class _Executor(GridExecutor):
                 memory.tensor.untyped_storage().copy_(cells)
 
 
-@contextmanager
-def _noted(run: Run, strict: bool) -> Iterator[None]:
-    """Let the interpreter's loads, stores and arithmetic go by `run`."""
-    builder = interpreter.interpreter_builder
+class _Recorder:
+    """Does the interpreter's loads, stores, matmuls and arithmetic, and notes them in a `Run`."""
 
-    def look_up(kind, pointers, mask) -> tuple[Memory, np.ndarray, np.ndarray, np.ndarray]:
-        memories = list(run.tensors.values())
-        addresses = pointers.data.astype(np.int64)
-        # an address far before a tensor belongs to it, too
-        memory = memories[int((addresses.flat[0] + ADDRESSES // 2) // ADDRESSES) - 1]
-        offsets = (addresses - memory.base) // memory.itemsize
-        is_on = np.broadcast_to(np.asarray(mask.data, bool), offsets.shape)
-        x, y, z = builder.grid_idx
-        _, ny, nz = builder.grid_dim
-        access = Access(
-            program=(x * ny + y) * nz + z,
-            kind=kind,
-            tensor=memory.name,
-            offsets=offsets[is_on],
-            masked=offsets[~is_on],
-            shape=offsets.shape,
-        )
-        run.accesses.append(access)
-        run.largest_tile = max(run.largest_tile, offsets.size)
-        is_there = memory.place(offsets) >= 0
-        if strict and (is_on & ~is_there).any():
-            raise KernelError(_outside(access, memory, int(offsets[is_on & ~is_there][0])))
-        return memory, offsets, is_on, is_there
+    def __init__(self, run: Run, strict: bool) -> None:
+        self.run, self.strict = run, strict
+        # Triton's own, before they are replaced
+        self.builder = interpreter.interpreter_builder
+        self.matmul, self.reduction = self.builder.create_dot, interpreter.ReduceOps.apply
 
-    def load(pointers, mask, other, *_):
-        memory, offsets, is_on, is_there = look_up("load", pointers, mask)
+    def operations(self) -> dict[str, Any]:
+        """The operations of the interpreter's builder that go through here, by name."""
+        found: dict[str, Any] = {
+            "create_masked_load": self.load,
+            "create_masked_store": self.store,
+            "create_dot": self.dot,
+        }
+        found |= dict.fromkeys(("create_atomic_rmw", "create_atomic_cas"), self.refuse)
+        for name in (f"create_{name}" for name in ARITHMETIC):
+            if hasattr(self.builder, name):
+                found[name] = partial(self.compute, getattr(self.builder, name))
+        return found
+
+    def load(self, pointers, mask, other, *_):
+        memory, offsets, is_on, is_there = self.note_access("load", pointers, mask)
         index = np.where(is_there, offsets + memory.start, 0)
         kind = memory.cells.dtype
         junk = np.nan if kind.kind == "f" else np.iinfo(kind).max if kind.kind in "iu" else True
@@ -318,46 +308,83 @@ def _noted(run: Run, strict: bool) -> Iterator[None]:
         unread = np.asarray(junk, kind) if other is None else other.data.astype(kind)
         return TensorHandle(np.where(is_on, found, unread), pointers.get_element_ty())
 
-    def store(pointers, value, mask, *_):
-        memory, offsets, is_on, is_there = look_up("store", pointers, mask)
+    def store(self, pointers, value, mask, *_):
+        memory, offsets, is_on, is_there = self.note_access("store", pointers, mask)
         values = np.broadcast_to(value.data, offsets.shape)
         chosen = is_on & is_there
         memory.cells[offsets[chosen] + memory.start] = values[chosen].astype(memory.cells.dtype)
 
-    def refuse(*_):
+    def note_access(
+        self, kind: Literal["load", "store"], pointers: Any, mask: Any
+    ) -> tuple[Memory, np.ndarray, np.ndarray, np.ndarray]:
+        """Note an access; return its tensor, the offsets, and which lanes are on and in bounds."""
+        memories = list(self.run.tensors.values())
+        addresses = pointers.data.astype(np.int64)
+        # an address far before a tensor belongs to it, too
+        memory = memories[int((addresses.flat[0] + ADDRESSES // 2) // ADDRESSES) - 1]
+        offsets = (addresses - memory.base) // memory.itemsize
+        is_on = np.broadcast_to(np.asarray(mask.data, bool), offsets.shape)
+        x, y, z = self.builder.grid_idx
+        _, ny, nz = self.builder.grid_dim
+        access = Access(
+            program=(x * ny + y) * nz + z,
+            kind=kind,
+            tensor=memory.name,
+            offsets=offsets[is_on],
+            masked=offsets[~is_on],
+            shape=offsets.shape,
+        )
+        self.run.accesses.append(access)
+        self.run.largest_tile = max(self.run.largest_tile, offsets.size)
+        is_there = memory.place(offsets) >= 0
+        if self.strict and (is_on & ~is_there).any():
+            raise KernelError(_outside(access, memory, int(offsets[is_on & ~is_there][0])))
+        return memory, offsets, is_on, is_there
+
+    def refuse(self, *_):
         raise KernelError("atomics are not recorded: store each element once, with tl.store")
 
-    def dot(a, b, d, precision, *rest):
+    def dot(self, a, b, d, precision, *rest):
+        run = self.run
         run.flops["matmul"] += 2 * a.data.size * b.data.shape[-1]
         run.largest_tile = max(run.largest_tile, a.data.size, b.data.size, d.data.size)
         if getattr(precision, "name", precision) == "TF32" and a.data.dtype == np.float32:
             a, b = (TensorHandle(to_tf32(x.data), x.dtype.scalar) for x in (a, b))
-        return matmul(a, b, d, precision, *rest)
+        return self.matmul(a, b, d, precision, *rest)
 
-    def counted(compute):
-        def operation(*handles):
-            result = compute(*handles)
-            run.flops["other"] += result.data.size
-            return result
+    def compute(self, operation, *handles):
+        result = operation(*handles)
+        self.run.flops["other"] += result.data.size
+        return result
 
-        return operation
-
-    def reduce(self, given):
+    def reduce(self, operation, given):
         first = given[0] if isinstance(given, tuple) else given
-        run.flops["other"] += first.handle.data.size
-        return reduce_all(self, given)
+        self.run.flops["other"] += first.handle.data.size
+        return self.reduction(operation, given)
 
-    matmul, reduce_all = builder.create_dot, interpreter.ReduceOps.apply
-    changes: dict[str, Any] = {
-        "create_masked_load": load,
-        "create_masked_store": store,
-        "create_dot": dot,
-    }
-    changes |= dict.fromkeys(("create_atomic_rmw", "create_atomic_cas"), refuse)
-    for name in ARITHMETIC:
-        if hasattr(builder, f"create_{name}"):
-            changes[f"create_{name}"] = counted(getattr(builder, f"create_{name}"))
-    with patch.multiple(builder, **changes), patch.object(interpreter.ReduceOps, "apply", reduce):
+
+@contextmanager
+def _reaching_into_triton(recorder: _Recorder) -> Iterator[None]:
+    """Replace these parts of Triton, which offers no other way in; afterwards all are as before.
+
+    - Operations of the interpreter's builder: the recorder's in their place.
+    - `ReduceOps.apply`: the same for `tl.sum` and `tl.max`.
+    - `_patch_lang_tensor`: tiles get what older versions lack (`_patch_tensor`).
+    - Calls of functions that `triton.jit` was applied to, as `tl.sum`: they are interpreted. At its
+      import Triton decides whether they are compiled.
+    """
+
+    def reduce(operation, given):
+        return recorder.reduce(operation, given)
+
+    with (
+        patch.multiple(recorder.builder, **recorder.operations()),
+        patch.object(interpreter.ReduceOps, "apply", reduce),
+        patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        patch.object(JITFunction, "__call__", _call_interpreted),
+        patch.object(JITFunction, "__get__", _bind, create=True),
+        patch.object(InterpretedFunction, "__call__", _call_interpreted),
+    ):
         yield
 
 
