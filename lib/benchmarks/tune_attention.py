@@ -9,7 +9,6 @@ change the kernels that Hopper GPUs use for a head_dim from 40 to 256 in 16 bits
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -73,17 +72,11 @@ class Choice(NamedTuple):
         return q, capability, usable_precision(q, PRECISIONS[0], capability)
 
 
-def tune(
-    head_dims: Sequence[int] = (64, 128),
-    dtypes: Sequence[str] = (),
-    *,
-    device: str = "auto",
-) -> list[dict[str, Any]]:
-    """Find and save the best tiles of the three kernels.
+def tune(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
+    """Find and save the best tiles of the three kernels in the 16-bit dtype fast on the GPU.
 
     Args:
         head_dims: others use the tiles of the next power of two.
-        dtypes: by default the 16-bit dtype that is fast on the GPU.
 
     Returns:
         A row for each kernel: its key, the tiles of the table and the best, and their times in ms;
@@ -92,14 +85,11 @@ def tune(
     Raises:
         ValueError: there is no GPU.
     """
-    gpu = pick_device(device)
+    gpu = pick_device("auto")
     if gpu.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {gpu}")
-    dtypes = dtypes or (str(pick_dtype(gpu, "auto")).removeprefix("torch."),)
-    choices = [
-        Choice(kind, head_dim, dtype)
-        for dtype, head_dim, kind in itertools.product(dtypes, head_dims, KINDS)
-    ]
+    dtype = str(pick_dtype(gpu, "auto")).removeprefix("torch.")
+    choices = [Choice(kind, head_dim, dtype) for head_dim in head_dims for kind in KINDS]
     with torch.cuda.device(gpu):
         jobs = [(choice, tiles) for choice in choices for tiles in candidates(choice, gpu)]
         print(f"{len(jobs)} kernels to compile", file=sys.stderr, flush=True)

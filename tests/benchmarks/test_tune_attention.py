@@ -42,6 +42,7 @@ def gpu(monkeypatch):
         return [lambda t=t: 1.0 if t == chosen(choice.kind) else 2.0 for t in tried]
 
     monkeypatch.setattr(tune, "pick_device", lambda device: DEVICE)
+    monkeypatch.setattr(tune, "pick_dtype", lambda device, name: torch.bfloat16)
     monkeypatch.setattr(tune, "compute_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tune, "_functions", functions)
@@ -62,7 +63,7 @@ def test_the_fastest_that_fits_is_kept(gpu, monkeypatch, table_fits, table_ms):
         return {j for j in jobs if table_fits or j[1] != tune.candidates(j[0], DEVICE)[0]}
 
     monkeypatch.setattr(tune, "compile_all", compile_all)
-    rows = tune.tune((64,), ("bfloat16",))
+    rows = tune.tune((64,))
     assert gpu == {f"{kind} bfloat16 64": chosen(kind) for kind in tune.KINDS}
     assert [row["best"] for row in rows] == [str(tuple(chosen(kind))) for kind in tune.KINDS]
     assert [(row["ms"], row["best ms"]) for row in rows] == [(table_ms, 1.0)] * 3
@@ -70,14 +71,15 @@ def test_the_fastest_that_fits_is_kept(gpu, monkeypatch, table_fits, table_ms):
 
 def test_if_nothing_fits_the_row_says_so_and_nothing_is_kept(gpu, monkeypatch):
     monkeypatch.setattr(tune, "compile_all", lambda jobs: set())
-    rows = tune.tune((64,), ("bfloat16",))
+    rows = tune.tune((64,))
     assert [(row["best"], row["ms"]) for row in rows] == [("none fits", None)] * 3
     assert gpu == {}
 
 
-def test_a_cpu_is_refused():
+def test_a_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(tune, "pick_device", lambda device: torch.device("cpu"))
     with pytest.raises(ValueError, match="device must be a CUDA device, got cpu"):
-        tune.tune(device="cpu")
+        tune.tune()
 
 
 @pytest.mark.gpu
