@@ -178,7 +178,7 @@ def _check_device(config: ProfileConfig, device: torch.device) -> None:
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {str(device)!r}")
     for field in ("cuda_graph", "nvtx"):
         if getattr(config, field) and device.type != "cuda":
-            raise ValueError(f"{field} must be off without a CUDA device, got {str(device)!r}")
+            raise ValueError(f"device must be cuda or cuda:N for {field}, got {str(device)!r}")
 
 
 def _warm_step(

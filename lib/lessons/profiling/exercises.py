@@ -546,7 +546,7 @@ ADAMW = Exercise(
                 "addcdiv_(c, d.sqrt().add_(1e-8), value=-lr).mul_(1 - 0.01 * lr)",
             )
         ),
-        "the weights move towards the gradient; the sign is wrong": updated(
+        "the weights move toward the gradient; the sign is wrong": updated(
             edited(adamw, "value=-lr", "value=lr")
         ),
         "epsilon is added under the root; add it to the root": updated(

@@ -54,7 +54,7 @@ def measure_race(path: Path = RECORDS) -> Path:
     with ProcessPoolExecutor(len(SEEDS), mp_context=get_context("spawn")) as workers:
         futures = {
             (name, seed): workers.submit(run_one, name, seed)
-            # in turns, so that a slow minute of the machine slows every recipe
+            # interleaved, so that a slow minute of the machine slows every recipe
             for seed in SEEDS
             for name in names["recipes"]
         }
