@@ -169,7 +169,7 @@ def rank_memory(
         cuda: whether the rank has a GPU. A CPU's AdamW works on a float32 copy of the gradients
             and on the updates' denominators, 8 bytes for each weight that it updates.
         outer_stays: in stage 3, whether embedding and head stay gathered from forward to the end of
-            backward, as by `lib.sharded_optimizer.fsdp2`, and not only while they are needed.
+            backward, as by PyTorch's `fully_shard`, and not only while they are needed.
 
     Raises:
         ValueError: an unknown stage, dtype or wrapper, or fewer than one rank or sequence.

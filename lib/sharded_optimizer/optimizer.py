@@ -91,7 +91,7 @@ from lib.sharded_optimizer.saved_state import (
 from lib.sharded_optimizer.shards import Shard, ShardingStrategy
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
-STRATEGIES = ("parameters", "flat", "fsdp2")
+STRATEGIES = ("parameters", "flat")
 # Optimizers whose update of an element depends on the rest of the parameter, or on all parameters.
 NEEDS_WHOLE_PARAMETERS = ("LBFGS", "Adafactor", "Muon")
 NEEDS_ALL_PARAMETERS = ("LBFGS",)
@@ -109,8 +109,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: as for any optimizer; tied parameters once.
         optimizer_cls: such as torch.optim.SGD or `lib.optimizer.adamw.AdamW`.
         group: the ranks that share the state (default: all).
-        strategy: `parameters` or `flat`, see above; or `fsdp2`, for parameters that PyTorch's
-            `fully_shard` has already divided among the ranks; or a `ShardingStrategy`.
+        strategy: `parameters` or `flat`, see above; or a `ShardingStrategy`, such as one for
+            parameters that FSDP has already divided among the ranks.
         reduces_gradients: whether each rank's gradients are its own, to be averaged here; `flat`
             only.
         overlap: whether that happens during backward, bucket by bucket.
@@ -128,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        strategy: Literal["parameters", "flat", "fsdp2"] | ShardingStrategy = "parameters",
+        strategy: Literal["parameters", "flat"] | ShardingStrategy = "parameters",
         reduces_gradients: bool = False,
         overlap: bool = False,
         bucket_cap_mb: float = 25.0,
@@ -421,11 +421,6 @@ def _make_strategy(
 ) -> ShardingStrategy:
     if isinstance(name, ShardingStrategy):
         return name
-    if name == "fsdp2":
-        # slow to import
-        from lib.sharded_optimizer.fsdp2 import FullyShardedParameters
-
-        return FullyShardedParameters(group)
     if name == "parameters" or world_size(group) == 1:
         return WholeParameters(group)
     return FlatSlices(group, **flat_options)

@@ -8,7 +8,7 @@
 - `none` with `zero1`: ZeRO stage 1 on flat slices averages gradients itself, during backward, and
   gathers the parameters under the next forward pass;
 - `fsdp`: parameters and gradients are sharded too (`lib.fsdp`);
-- `fsdp2`: the same by PyTorch's fully_shard (`lib.sharded_optimizer.fsdp2`), the peer.
+- `fsdp2`: the same by PyTorch's fully_shard (`lib.fsdp.fsdp2`), the peer.
 
 A single rank has the plain optimizer in any case.
 """
@@ -28,9 +28,9 @@ from lib.optimizer.adamw import AdamW
 from lib.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from lib.fsdp.language_model import FSDPShards
     from lib.model.transformer import MeanLoss
     from lib.sharded_optimizer.optimizer import ShardedOptimizer
+    from lib.sharded_optimizer.shards import ShardingStrategy
     from lib.sharded_optimizer.torch_zero import TorchZero
 
 # Wrappers that average gradients while backward computes others; with "none" zero1 does so.
@@ -86,43 +86,47 @@ def parallelize(
     if world_size(group) == 1:
         # all wrappers do nothing here; those that shard the model are not among them
         name = "none" if name in FULLY_SHARDED else name
-        return wrap(name, loss, group=group), make_optimizer(model, config, lr, group)
+        parallel = wrap(name, loss, group=group)
+        return parallel, make_optimizer(list(model.parameters()), config, lr, group)
     if name == "fsdp":
         from lib.fsdp.language_model import FSDPShards, ShardedLoss
 
         sharded = ShardedLoss(loss, group)
-        return sharded, make_optimizer(model, config, lr, group, FSDPShards(sharded))
+        shards = FSDPShards(sharded)
+        return sharded, make_optimizer(shards.whole_parameters(), config, lr, group, shards)
     if name == "fsdp2":
-        from lib.sharded_optimizer.fsdp2 import FullySharded
+        from lib.fsdp.fsdp2 import FullySharded, FullyShardedParameters
 
-        parallel = FullySharded(loss, group)
-        return parallel, make_optimizer(model, config, lr, group)
+        fully_sharded = FullySharded(loss, group)
+        rows = FullyShardedParameters(group)
+        return fully_sharded, make_optimizer(list(model.parameters()), config, lr, group, rows)
+    # not before: whole parameters that FSDP has divided are freed
+    params = list(model.parameters())
     if name == "none":
         broadcast_module(loss, group)
-        optimizer: Any = make_optimizer(model, config, lr, group)
+        optimizer: Any = make_optimizer(params, config, lr, group)
         # The all-gather of later parts runs while earlier ones compute. The norms, which have a
         # bucket of their own, are complete when the optimizer's step returns.
         parts = [model.token_embeddings, *model.layers, model.head]
         model.before_part = optimizer.overlap_gather_with_forward(parts, in_graph=config.cuda_graph)
         return AveragedByOptimizer(loss, optimizer), optimizer
-    parallel = wrap(name, loss, group=group, bucket_cap_mb=_bucket_cap_mb(config, loss))
-    return parallel, make_optimizer(model, config, lr, group)
+    parallel = wrap(name, loss, group=group, bucket_cap_mb=_bucket_cap_mb(config, params))
+    return parallel, make_optimizer(params, config, lr, group)
 
 
 def make_optimizer(
-    model: nn.Module,
+    params: list[nn.Parameter],
     config: TrainConfig,
     lr: Tensor,
     group: dist.ProcessGroup | None,
-    shards: FSDPShards | None = None,
+    strategy: ShardingStrategy | None = None,
 ) -> AdamW | ShardedOptimizer | TorchZero:
-    """AdamW over `model`, its state sharded over `group` as `config` says.
+    """AdamW over `params`, its state sharded over `group` as `config` says.
 
     Args:
-        shards: of the model's parameters, if `lib.fsdp` has divided them.
+        strategy: of parameters that `lib.fsdp` has divided.
     """
     settings = config.optimizer
-    params = list(model.parameters()) if shards is None else shards.whole_parameters()
     # weight decay for matrices only
     matrices = [param for param in params if param.ndim >= 2]
     vectors = [param for param in params if param.ndim < 2]
@@ -133,7 +137,7 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     betas = (settings.beta1, settings.beta2)
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": settings.eps}
-    is_whole = config.ddp_wrapper not in FULLY_SHARDED and config.sharded_optimizer == "none"
+    is_whole = strategy is None and config.sharded_optimizer == "none"
     if world_size(group) == 1 or is_whole:
         return AdamW(groups, **options)
     if config.sharded_optimizer == "torch_zero":
@@ -143,8 +147,8 @@ def make_optimizer(
     # imported here since a single process needs none of it
     from lib.sharded_optimizer.optimizer import ShardedOptimizer
 
-    if config.ddp_wrapper in FULLY_SHARDED:
-        return ShardedOptimizer(groups, AdamW, group=group, strategy=shards or "fsdp2", **options)
+    if strategy is not None:
+        return ShardedOptimizer(groups, AdamW, group=group, strategy=strategy, **options)
     reduces_gradients = config.ddp_wrapper == "none"
     return ShardedOptimizer(
         groups,
@@ -153,13 +157,13 @@ def make_optimizer(
         strategy=config.zero1_strategy,
         reduces_gradients=reduces_gradients,
         overlap=reduces_gradients,
-        bucket_cap_mb=_bucket_cap_mb(config, model),
+        bucket_cap_mb=_bucket_cap_mb(config, params),
         **options,
     )
 
 
-def _bucket_cap_mb(config: TrainConfig, model: nn.Module) -> float:
-    trained_bytes = (param.nbytes for param in model.parameters() if param.requires_grad)
+def _bucket_cap_mb(config: TrainConfig, params: list[nn.Parameter]) -> float:
+    trained_bytes = (param.nbytes for param in params if param.requires_grad)
     return config.bucket_size_mb or default_bucket_cap_mb(sum(trained_bytes))
 
 

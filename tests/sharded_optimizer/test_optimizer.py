@@ -117,7 +117,7 @@ class OwnLBFGS(torch.optim.LBFGS):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "zero"}, "strategy must be one of parameters, flat, fsdp2, got 'zero'"),
+        ({"strategy": "zero"}, "strategy must be one of parameters, flat, got 'zero'"),
         ({"reduces_gradients": True}, "strategy must be 'flat' with reduces_gradients"),
         ({"strategy": "flat", "overlap": True}, "overlap must be False without reduces_gradients"),
         ({"strategy": "flat", "bucket_cap_mb": 0}, "bucket_cap_mb must be more than 0, got 0"),
