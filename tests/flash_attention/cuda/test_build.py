@@ -201,6 +201,7 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
     last = launch;
     return extra != 0 || contexts < 2;
 }
+int cuTensorMapEncodeTiled(void) { return 1; }
 struct Launch* last_launch(void) { return &last; }
 """
 
@@ -214,10 +215,12 @@ def fake_driver(tmp_path, monkeypatch) -> ctypes.CDLL:
     command = ["g++", "-x", "c", f"-DSIZE={size}", "-shared", "-fPIC", str(source)]
     subprocess.run([*command, "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
-    monkeypatch.setattr(driver, "driver", lambda: loaded)
-    driver._context.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: loaded)
+    for cached in (driver.driver, driver._context):
+        cached.cache_clear()
     yield loaded
-    driver._context.cache_clear()
+    for cached in (driver.driver, driver._context):
+        cached.cache_clear()
 
 
 @NEEDS_COMPILER
