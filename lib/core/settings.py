@@ -26,7 +26,7 @@ TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    Path: "a path as text",
+    Path: "a path",
 }
 
 

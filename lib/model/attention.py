@@ -139,13 +139,13 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
         return reference.flash_attention
     if name == "flash_attention_triton":
         if not runs_triton(device):
-            raise ValueError(f"{name} runs on a CUDA GPU and not on {device}; use sdpa")
+            raise ValueError(f"device must be a CUDA GPU for {name}, got {device}; use sdpa")
         from lib.flash_attention import triton_attention
 
         return triton_attention.flash_attention
     if name == "flash_attention_cuda":
         if device.type != "cuda":
-            raise ValueError(f"{name} runs on a CUDA GPU and not on {device}; use sdpa")
+            raise ValueError(f"device must be a CUDA GPU for {name}, got {device}; use sdpa")
         from lib.flash_attention.cuda import attention as cuda_attention
 
         return cuda_attention.flash_attention

@@ -74,8 +74,8 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
-                f"d_model {self.d_model} / num_heads {self.num_heads} = head_dim {self.head_dim}, "
-                "which is odd, but RoPE rotates pairs of coordinates"
+                f"d_model / num_heads must be even with RoPE, got {self.d_model} / "
+                f"{self.num_heads} = {self.head_dim}"
             )
         check(self, "rope_theta", self.rope_theta > 0, "more than 0")
         check(self, "norm_eps", self.norm_eps > 0, "more than 0")
@@ -152,5 +152,5 @@ def model_preset(name: str) -> ModelConfig:
         ValueError: there is none.
     """
     if name not in MODEL_PRESETS:
-        raise ValueError(f"model preset is {name!r}; known: {', '.join(MODEL_PRESETS)}")
+        raise ValueError(f"model must be one of {', '.join(MODEL_PRESETS)}, got {name!r}")
     return MODEL_PRESETS[name]

@@ -416,9 +416,12 @@ class TransformerLM(nn.Module):
 
         A sum and its norm straddle two blocks, so the loop carries both x and norm(x).
         """
+        # the first norm has no sum before it
         norms: list[Any] = [layer.ln1 for layer in self.layers] + [self.ln_final]
         self._announce(norms[0])
         normed = norms[0](x)
+
+        # each block ends with the norm that the next one, or the head, begins with
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms[1:])):
             # without a cache all blocks get the same arguments, so that they share one compilation
             context = (self.rope, positions) + (() if cache is None else (cache, index))

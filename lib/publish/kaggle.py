@@ -7,7 +7,7 @@ documentation (`docs/kernels_metadata.md` and `docs/datasets_metadata.md` in Kag
 - `machine_shape` NvidiaTeslaT4 is what the editor calls "GPU T4 x2"; there is none with one T4;
 - without `enable_internet` the client turns the network on;
 - a kernel's address is its title in lower case with dashes;
-- the licence names are a fixed list, which MIT is not on.
+- the license names are a fixed list, which MIT is not on.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class KaggleBuildConfig:
     """Then run each notebook as Kaggle would, with small sizes: a minute each."""
 
     output: Path = Path("artifacts/kaggle")
-    """Folder of the bundle: new, empty, or a bundle, which is made anew."""
+    """Folder for the bundle; an existing bundle is rebuilt."""
 
     def __post_init__(self) -> None:
         check_fields(self)

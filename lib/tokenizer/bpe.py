@@ -258,6 +258,7 @@ def _train(
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
     """Train on chunks of texts, of about `num_bytes` in all."""
+    # check the arguments
     special_tokens = distinct_special_tokens(special_tokens)
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
@@ -269,6 +270,7 @@ def _train(
             f"{smallest}, got {vocab_size}"
         )
 
+    # count pre-tokens and merge pairs
     num_tokens = vocab_size - len(special_tokens)
     workers = workers or available_cpus()
     if choose_implementation(implementation, num_bytes, COMPILED_TRAINING_BYTES) == "numba":
@@ -286,6 +288,7 @@ def _train(
             vocab_size,
             len(vocab) + len(special_tokens),
         )
+    # special tokens get the last ids
     vocab.update(enumerate((token.encode() for token in special_tokens), start=len(vocab)))
     return vocab, merges
 

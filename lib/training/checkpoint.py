@@ -148,7 +148,10 @@ def _why_not_saved(name: str, value: Any) -> str:
 def _write(
     folder: Path, parts: dict[str, dict[str, Tensor]], state: str, shards: Sequence[Path]
 ) -> None:
-    """Write all files of a checkpoint into the new `folder`; all are on the disk afterwards."""
+    """Write all files of a checkpoint into the new `folder`; all are on the disk afterwards.
+
+    That holds for `shards`, which are only moved, since `write_shard` waited for the disk.
+    """
     folder.mkdir()
     for shard in shards:
         os.replace(shard, folder / shard.name)
@@ -443,6 +446,7 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         number = re.search(r"(?:os error|code:) (\d+)", str(error))
         code = int(number[1]) if number else None
         raise OSError(code, os.strerror(code) if code else str(error), str(path)) from error
+    # opened again, since `save_file` takes a path and closes its file unsynced
     with open(path, "rb+") as file:
         files.sync(file)
 

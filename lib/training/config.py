@@ -300,7 +300,7 @@ class ImportConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Settings of the whole way from a corpus to a trained model and a sample of its text."""
+    """Settings of the pipeline: corpus, training, sample."""
 
     corpus: TokenizeConfig = dataclasses.field(default_factory=TokenizeConfig)
     """Corpus, tokenizer and token arrays."""

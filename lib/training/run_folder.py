@@ -340,7 +340,7 @@ def _check_folder(run: Run) -> None:
     folder = run.folder
     config_path, record_path = folder / "config.json", folder / "run.json"
     if not run.config.resume and (config_path.exists() or any(folder.glob("checkpoints/step-*"))):
-        raise ValueError(f"output {folder} holds a run, and resume is False; give another output")
+        raise ValueError(f"output must hold no run when resume is False, got {folder}")
     # where one is missing, the checkpoint's own record is compared when it is loaded
     if config_path.exists() and record_path.exists():
         config = to_dict(from_json(TrainConfig, config_path))

@@ -440,7 +440,7 @@ def test_a_kernel_that_needs_a_gpu_gives_way_to_sdpa_and_that_is_said_once(
     folder, _ = run(attention_kernel="flash_attention_triton")
     loaded, _, config = load_model(folder, "cpu")
     (message,) = caplog.messages
-    assert message.startswith("flash_attention_triton runs on a CUDA GPU and not on cpu")
+    assert message.startswith("device must be a CUDA GPU for flash_attention_triton, got cpu")
     assert "sdpa" in message
     assert config.model.attention_kernel == "flash_attention_triton"
     assert loaded.config.attention_kernel == "sdpa"

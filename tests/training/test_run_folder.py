@@ -220,9 +220,11 @@ def test_other_settings_or_data_in_the_same_folder_are_refused_by_name(
     assert contents(stopped.output) == before
 
 
-@pytest.mark.parametrize("changes", [{"seed": 1}, {"resume": False}])
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"seed": 1}, "holds a run"), ({"resume": False}, "hold no run")]
+)
 def test_a_run_that_another_process_starts_in_the_folder_meanwhile_is_seen(
-    config, straight, changes, caplog
+    config, straight, changes, message, caplog
 ):
     errors = []
 
@@ -242,7 +244,7 @@ def test_a_run_that_another_process_starts_in_the_folder_meanwhile_is_seen(
         shutil.copytree(straight, config.output, dirs_exist_ok=True, ignore=lambda *a: [".lock"])
     thread.join()
     assert len(errors) == 1
-    assert "holds a run" in errors[0]
+    assert message in errors[0]
     assert_same_run(config.output, straight)
 
 
@@ -251,7 +253,7 @@ def test_without_resume_a_folder_must_hold_no_run(config, half, straight):
     train(fresh)
     assert_same_run(config.output, straight)
     before = contents(half)
-    with pytest.raises(ValueError, match="resume is False; give another output"):
+    with pytest.raises(ValueError, match="output must hold no run when resume is False"):
         train(dataclasses.replace(fresh, output=half))
     assert contents(half) == before
 
