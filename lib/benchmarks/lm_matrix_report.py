@@ -28,8 +28,8 @@ from lib.benchmarks.sections import write_report as write_sections
 from lib.core.figures import (
     BLACK,
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     MARKERS,
     PURPLE,
     SKY,
@@ -252,7 +252,7 @@ def _save_bars(
         rows = [row for setting in settings for row in setting.rows]
         handles = [Patch(color=COLORS[name], label=name) for name in _wrappers(rows)]
         if not ratio:
-            handles.append(Patch(label="exposed communication", facecolor=GREY, **HATCH))
+            handles.append(Patch(label="exposed communication", facecolor=GRAY, **HATCH))
         _add_legend(figure, handles)
         return save_figure(figure, path)
 

@@ -31,8 +31,8 @@ from lib.benchmarks.sharding_cases import BASE, SHARDING_METHODS, ShardingCase, 
 from lib.core.figures import (
     BLACK,
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     ORANGE,
     PAPER,
     PURPLE,
@@ -106,9 +106,9 @@ METHOD_COLORS = {
     "flashddp+zero1_parameters": GREEN,
     "zero1": BLUE,
     "torch_ddp+torch_zero": ORANGE,
-    "fsdp": GREY,
+    "fsdp": GRAY,
     "fsdp2": PURPLE,
-    "fsdp+checkpoints": GREY,
+    "fsdp+checkpoints": GRAY,
 }
 # One of the two GPUs of a free notebook on Kaggle.
 T4_BYTES = 16 * 10**9
@@ -122,7 +122,7 @@ SHARED = ("device", "kernel", "tr_batch_size", "compile", "cuda_graph", *ACCOUNT
 # Kinds of bytes from the bottom up; what the peak has beyond them is drawn on top.
 KIND_COLORS = {"parameters": BLUE, "optimizer_state": VERMILLION, "gradients": GREEN}
 KIND_NAMES = {"parameters": "weights", "optimizer_state": "state", "gradients": "gradients"}
-BEYOND, BEYOND_COLOR = "beyond them at the peak: activations, buffers", GREY
+BEYOND, BEYOND_COLOR = "beyond them at the peak: activations, buffers", GRAY
 
 
 def write_report(records: Iterable[Record], output: Path) -> None:

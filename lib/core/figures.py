@@ -22,7 +22,7 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#222222"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-PAPER, INK, GRID, GREY = "#FBFAF7", "#222222", "#D9D6CF", "#BBB6A8"
+PAPER, INK, GRID, GRAY = "#FBFAF7", "#222222", "#D9D6CF", "#BBB6A8"
 STYLE = {
     "figure.figsize": (7.0, 4.0),
     "figure.dpi": 100,

@@ -354,10 +354,10 @@ def test_bars_are_as_high_as_their_peaks_and_only_predictions_are_hatched():
     with house_figure() as (_, axes):
         draw_rank_bars(axes, bars)
         pieces = [(p.get_x(), p.get_y() + p.get_height(), p.get_hatch()) for p in axes.patches]
-        grey = [p.get_height() for p in axes.patches if same_color(p.get_facecolor(), BEYOND_COLOR)]
+        gray = [p.get_height() for p in axes.patches if same_color(p.get_facecolor(), BEYOND_COLOR)]
         label = axes.get_ylabel()
     tops = [max(top for x, top, _ in pieces if x == place) for place, _, _ in pieces[::4]]
     assert tops == pytest.approx([10, 10, 7])
     assert [hatch is not None for _, _, hatch in pieces[::4]] == [True, False, True]
-    assert grey == pytest.approx([3, 3, 2])
+    assert gray == pytest.approx([3, 3, 2])
     assert label == "peak memory of a rank (GB)"

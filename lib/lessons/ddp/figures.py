@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from lib.core.figures import (
     BLUE,
     COLORS,
-    GREY,
+    GRAY,
     GRID,
     INK,
     MARKERS,
@@ -28,7 +28,7 @@ from lib.ddp.ring import RingStep
 from lib.profiling.timeline import PHASES, Intervals, Timeline
 
 # In the order of `PHASES`.
-PHASE_COLORS = dict(zip(PHASES.values(), (GREY, BLUE, PURPLE, ORANGE)))
+PHASE_COLORS = dict(zip(PHASES.values(), (GRAY, BLUE, PURPLE, ORANGE)))
 # With more buckets than this, the gaps between them would hide them.
 MOST_GAPS = 100
 # A chunk by how much of the sum is in it: own, partial, whole.

@@ -17,7 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lib.core.figures import BLUE, GREY, GRID, ORANGE, PAPER, SKY
+from lib.core.figures import BLUE, GRAY, GRID, ORANGE, PAPER, SKY
 from lib.core.files import ROOT
 from lib.core.records import Record, append_record, new_record, read_records
 from lib.flash_attention.hopper import forward, launch
@@ -32,7 +32,7 @@ NOTED, STAMPS = 12, 5
 FLOPS_A_CLOCK = 4096
 # Work of a warpgroup from one stamp to the next; after the last it waits for the others.
 PARTS = ("issues matmuls", "waits for scores", "softmax", "waits for weights × values")
-COLORS = (BLUE, GREY, ORANGE, SKY)
+COLORS = (BLUE, GRAY, ORANGE, SKY)
 
 CLOCK = '''
 from triton.language import core as _core

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-from lib.core.figures import BLUE, GREEN, GREY, INK, ORANGE, PAPER
+from lib.core.figures import BLUE, GRAY, GREEN, INK, ORANGE, PAPER
 from lib.lessons.fsdp.orders import Played
 
-COLORS = {"gather": ORANGE, "forward": GREY, "backward": BLUE, "reduce": GREEN}
+COLORS = {"gather": ORANGE, "forward": GRAY, "backward": BLUE, "reduce": GREEN}
 # numbers on the dark ones are light
 WORDS = {"gather": INK, "forward": INK, "backward": PAPER, "reduce": PAPER}
 LANES = {"compute": 1.0, "network": 0.0}

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axis import Axis
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-from lib.core.figures import BLUE, GREEN, GREY, PURPLE, SKY, VERMILLION
+from lib.core.figures import BLUE, GRAY, GREEN, PURPLE, SKY, VERMILLION
 from lib.lessons.profiling.simulated import Kernel, ToyTrainer, draw_loop
 from lib.lessons.show import show_svg
 
@@ -176,7 +176,7 @@ def short(name: str, width: int = 36) -> str:
 def show_traces(traces: Mapping[str, Sequence[Kernel]], *, named: int = 4) -> None:
     """Show traces, name -> kernels, each on its own time axis, and the names that take longest.
 
-    Colors tell names apart and mean nothing else; names beyond the first `named` are grey.
+    Colors tell names apart and mean nothing else; names beyond the first `named` are gray.
     """
     _, panels = plt.subplots(nrows=len(traces), figsize=(9, 1.75 * len(traces)))
     for axes, (title, kernels) in zip(np.atleast_1d(panels), traces.items()):
@@ -187,7 +187,7 @@ def show_traces(traces: Mapping[str, Sequence[Kernel]], *, named: int = 4) -> No
         colors = dict(zip(sorted(spent, key=lambda name: -spent[name])[:named], TRACE_COLORS))
         for name in spent:
             spans = [(k.start - origin, k.end - k.start) for k in kernels if short(k.name) == name]
-            bars = {"facecolors": colors.get(name, GREY), "edgecolor": "white", "linewidth": 0.3}
+            bars = {"facecolors": colors.get(name, GRAY), "edgecolor": "white", "linewidth": 0.3}
             axes.broken_barh(spans, (-0.4, 0.8), **bars)
         for name, color in colors.items():
             axes.plot([], [], "s", color=color, label=f"{spent[name]:,.0f} µs {name}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from lib.core.figures import BLUE, GREY, INK, VERMILLION
+from lib.core.figures import BLUE, GRAY, INK, VERMILLION
 
 
 class Launch(NamedTuple):
@@ -179,7 +179,7 @@ def _value(number: ToyLoss | float) -> float:
 
 def draw_loop(axes: Axes, trainer: ToyTrainer) -> None:
     """Draw what the host and the device of `trainer` did."""
-    colors = {"load": GREY, "launch": INK, "wait": VERMILLION, "step": BLUE}
+    colors = {"load": GRAY, "launch": INK, "wait": VERMILLION, "step": BLUE}
     for kind, color in colors.items():
         found = [(start, end - start) for name, start, end in trainer.spans if name == kind]
         lane = 1 if kind == "step" else 0

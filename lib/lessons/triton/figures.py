@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from lib.core.figures import COLORS, GREY, INK, VERMILLION
+from lib.core.figures import COLORS, GRAY, INK, VERMILLION
 
 if TYPE_CHECKING:
     from lib.lessons.triton.recorder_triton import Memory, Run
@@ -102,7 +102,7 @@ def _draw_cells(
         found = programs.get(place, [])
         color = TINTS[found[0] % len(TINTS)] if found else "white"
         if len(found) > 1:
-            color = VERMILLION if kind == "store" else GREY
+            color = VERMILLION if kind == "store" else GRAY
         axes.add_patch(Rectangle((column, row), 1, 1, facecolor=color, edgecolor="#8a8f98", lw=0.5))
         if found and rows * columns <= 600:
             text = f"×{len(found)}" if len(found) > 1 else str(found[0])
@@ -110,7 +110,7 @@ def _draw_cells(
     touched, masked = _outside(run, name, kind)
     for offsets, style in (
         (touched, {"facecolor": VERMILLION, "hatch": "///", "edgecolor": "white"}),
-        (masked, {"facecolor": "none", "edgecolor": GREY, "linestyle": ":"}),
+        (masked, {"facecolor": "none", "edgecolor": GRAY, "linestyle": ":"}),
     ):
         for offset in offsets:
             row, column = (0, offset) if rows == 1 else divmod(offset, columns)

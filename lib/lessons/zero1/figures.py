@@ -13,8 +13,8 @@ from lib.core.figures import (
     BLACK,
     BLUE,
     COLORS,
+    GRAY,
     GREEN,
-    GREY,
     INK,
     MARKERS,
     ORANGE,
@@ -30,14 +30,14 @@ KINDS = {
     "gradients": GREEN,
     "Adam's moments": VERMILLION,
     "master weights": ORANGE,
-    "activations": GREY,
+    "activations": GRAY,
     "buffers": SKY,
 }
 # The memory of cards in GB, for limits.
 CARDS = {16: "T4", 24: "RTX 4090", 80: "H100", 141: "H200"}
 RANK_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 # Text on these is dark.
-LIGHT = (ORANGE, SKY, GREY, PURPLE)
+LIGHT = (ORANGE, SKY, GRAY, PURPLE)
 
 
 def draw_kinds(
@@ -177,7 +177,7 @@ def draw_who_holds(figure: Figure, ranks: int = 4) -> None:
                 color = KINDS[kind]
                 height = size / ranks if is_divided else size
                 start = bottom + (size - (rank + 1) * height if is_divided else 0)
-                axes.bar(rank, size, 0.8, bottom, facecolor=PAPER, edgecolor=GREY, linewidth=0.8)
+                axes.bar(rank, size, 0.8, bottom, facecolor=PAPER, edgecolor=GRAY, linewidth=0.8)
                 axes.bar(rank, height, 0.8, start, facecolor=color, edgecolor=INK, linewidth=0.8)
                 held += height / ranks
                 bottom += size
