@@ -49,7 +49,7 @@ def test_text_can_be_read_and_lines_can_be_seen_on_the_paper():
     assert all(contrast(color, PAPER) >= 1.9 for color in COLORS)
 
 
-def test_series_differ_by_colour_and_by_marker():
+def test_series_differ_by_color_and_by_marker():
     entries = list(STYLE["axes.prop_cycle"])
     assert len({entry["color"] for entry in entries}) == len(entries)
     assert len({entry["marker"] for entry in entries}) == len(entries)
@@ -87,7 +87,7 @@ def test_an_axis_without_a_label_is_rejected_by_name(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_heat_map_with_its_colour_bar_can_be_saved(tmp_path):
+def test_a_heat_map_with_its_color_bar_can_be_saved(tmp_path):
     with house_figure() as (figure, axes):
         image = axes.imshow(np.eye(3))
         axes.set(xlabel="queries", ylabel="keys")

@@ -331,7 +331,7 @@ def test_on_a_phone_lines_of_code_stay_whole_and_the_page_as_wide_as_the_screen(
         page.tab.set_viewport_size(wide)
 
 
-# text whose colour is too close to what is behind it: the contrast of WCAG 2.2, from 1 to 21
+# text whose color is too close to what is behind it: the contrast of WCAG 2.2, from 1 to 21
 FAINT = """() => {
   const channels = color => color.match(/[\\d.]+/g).map(Number);
   const linear = v => v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4;

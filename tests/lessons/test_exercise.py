@@ -120,7 +120,7 @@ def remembered_exercise(name):
 
 # on few inputs if they do: among more of them a mistake is only easier to tell from others
 @pytest.mark.parametrize(("exercise", "name"), MISTAKES)
-def test_each_mistake_is_recognised_by_name(exercise, name):
+def test_each_mistake_is_recognized_by_name(exercise, name):
     tried = remembered_exercise(exercise)
     mistake = tried.mistakes[name]
     trials = (min(tried.trials, most) for most in (4, 40, tried.trials))
@@ -131,7 +131,7 @@ def test_each_mistake_is_recognised_by_name(exercise, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "name"), MISTAKES)
-def test_each_mistake_is_recognised_by_name_on_any_inputs(exercise, name):
+def test_each_mistake_is_recognized_by_name_on_any_inputs(exercise, name):
     exercise = CHECKED[exercise]
     mistake = exercise.wrong_functions()[name]
     assert all(says_which(exercise, name, mistake, seed) for seed in range(1, 5))

@@ -192,7 +192,7 @@ def test_the_validation_loss_stays_until_the_next_and_a_resumed_run_counts_on(pa
     assert ["validation loss 2.500" in line for line in lines] == [False] + [True] * 5
 
 
-def test_a_terminal_gets_one_line_without_colour(path, monkeypatch):
+def test_a_terminal_gets_one_line_without_color(path, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -30,7 +30,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_runs_are_listed_with_step_judgement_size_and_age_the_newest_first(folder, capsys):
+def test_runs_are_listed_with_step_judgment_size_and_age_the_newest_first(folder, capsys):
     assert list_runs(RunsConfig(folder)) == 0
     lines = capsys.readouterr().out.splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

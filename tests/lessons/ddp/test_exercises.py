@@ -61,7 +61,7 @@ def test_an_attempt_that_returns_nothing_is_told_so(exercise, play_it):
     assert "is a `return` missing?" in verdict(exercise, play_it(lambda *arguments: None))
 
 
-def test_the_plain_mean_is_recognised_and_its_place_has_words():
+def test_the_plain_mean_is_recognized_and_its_place_has_words():
     def attempt(gradient, sequences, ranks):
         return ranks.all_reduce(gradient) / ranks.count
 
