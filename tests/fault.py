@@ -51,8 +51,9 @@ class Fault:
             )
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder)
-            # Numba would not see that a function it has compiled calls another one by now
-            without = shutil.ignore_patterns("*.nbi", "*.nbc")
+            # Numba would not see that a function it has compiled calls another one by now; other
+            # processes may be renaming half-written bytecode
+            without = shutil.ignore_patterns("*.nbi", "*.nbc", "*.pyc.*")
             for name in ("lib", "tests"):
                 shutil.copytree(root / name, copy / name, ignore=without)
             for name in (
