@@ -65,6 +65,8 @@ def command_on_a_rank(arguments: list[str]) -> tuple[int, str]:
         return main(arguments), printed.getvalue()
 
 
+# the harness is that of `lm-matrix`, of which test_multi_rank.py tries the same
+@pytest.mark.slow
 def test_ranks_that_are_there_already_measure_and_one_writes(kept, tmp_path):
     command = ["benchmark", "repeat", *flags(records=kept, output=tmp_path)]
     first, second = launch(command_on_a_rank, 2, command, backend="gloo", timeout=60)
