@@ -54,7 +54,7 @@ CASES = [
     Case(200, 200, 128, True, heads=1, key_heads=1, layout="amid NaN"),
     Case(70, 130, 72, False, heads=2, key_heads=1, batch=1),
     Case(150, 140, 96, True, heads=2, key_heads=2, batch=1),
-    Case(300, 300, 192, True, heads=2, key_heads=1, batch=1),
+    Case(300, 300, 192, True, heads=2, key_heads=1, batch=2),
     Case(130, 290, 144, False, heads=1, key_heads=1, layout="amid NaN"),
 ]
 
