@@ -1,4 +1,4 @@
-"""What people see: stories on a terminal, progress bars, and errors in one line."""
+"""Output for the user: stories on a terminal, progress bars, and one-line errors."""
 
 import contextlib
 import shutil

@@ -74,12 +74,12 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
         except ValueError as error:
             log.warning("%s", error)
             lines = []
-        last = last_evaluation(lines)
+        last = last_evaluation(lines) or {}
         found.append(
             StoredRun(
                 folder,
                 step=max((int(number) for number in numbers if number.isdecimal()), default=None),
-                bits_per_byte=last["validation_bits_per_byte"] if last else None,
+                bits_per_byte=last.get("validation_bits_per_byte"),
                 num_bytes=sum(file.st_size for file in files),
                 changed=max((file.st_mtime for file in files), default=folder.stat().st_mtime),
             )

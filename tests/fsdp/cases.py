@@ -201,8 +201,8 @@ def check_a_step_sends_each_block_three_times() -> None:
     sent: list[str] = []
     with recorded_collectives(lambda kind, _: sent.append(kind)):
         backward(model)
-    # one buffer outside, and a trained and a frozen one in each of three blocks, of which the last
-    # stays for backward
+    # one buffer outside, and a trained and a frozen one in each of three blocks; the last block's
+    # stay for backward
     assert sent.count("all_gather") == 1 + 6 + 4, sent
     assert sent.count("reduce_scatter") == 4
     # vectors, and who has gradients

@@ -1,4 +1,4 @@
-"""What tests of several lessons share."""
+"""Fixtures for the tests of several lessons."""
 
 import pytest
 from matplotlib import pyplot as plt

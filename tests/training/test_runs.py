@@ -50,6 +50,12 @@ def test_a_damaged_run_is_listed_and_hides_no_other(folder, caplog):
     assert "metrics.jsonl:1 is not a record" in caplog.text
 
 
+def test_an_evaluation_without_bits_per_byte_hides_no_run(folder):
+    (folder / "good/metrics.jsonl").write_text('{"validation_loss": 1.0}\n')
+    found = {run.folder.name: run.bits_per_byte for run in runs.stored_runs(folder)}
+    assert found == {"good": None, "started": None}
+
+
 @pytest.mark.parametrize(
     ("answer", "goes"), [("y", True), ("yes", True), ("", False), ("n", False)]
 )
