@@ -41,7 +41,7 @@ T = TypeVar("T")
 # Seconds that the other ranks have to exit by themselves after one has failed.
 GRACE_SECONDS = 2.0
 # What takes long to load, and ranks need if the process that launches them has it.
-SLOW_TO_LOAD = ("matplotlib.pyplot", "pandas")
+SLOW_TO_LOAD = ("torch._dynamo", "matplotlib.pyplot", "pandas")
 # Errors of gloo and NCCL when the process at the other end is gone.
 LOST = ("connection reset by peer", "connection closed by peer", "remote process exited")
 
@@ -120,15 +120,14 @@ def launch(
 def _start_method() -> str:
     """Choose how new processes start, and have torch loaded before them where that is safe.
 
-    On Linux without a GPU they are forked from a server that has loaded torch, its compiler, which
-    every optimizer needs, and nothing of `lib`: after the first job a rank starts in a tenth of a
-    second, not in seconds, and still sees edited files. Elsewhere each process is spawned and loads
-    torch itself.
+    On Linux without a GPU they are forked from a server that has loaded torch and nothing of `lib`:
+    after the first job a rank starts in a tenth of a second, not in seconds, and still sees edited
+    files. Elsewhere each process is spawned and loads torch itself.
     """
     if sys.platform != "linux" or torch.cuda.is_available():
         return "spawn"
     loaded_here = [name for name in SLOW_TO_LOAD if name in sys.modules]
-    mp.set_forkserver_preload(["torch", "torch._dynamo", *loaded_here])
+    mp.set_forkserver_preload(["torch", *loaded_here])
     return "forkserver"
 
 

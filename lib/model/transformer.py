@@ -288,9 +288,9 @@ class TransformerLM(nn.Module):
         if not config.tied_embeddings:
             self.lm_head = Linear(d_model, config.vocab_size, **options)
 
-        # on the real device, and initialized once
+        # on the real device, and initialized once; `to_empty` would do, but loads SymPy for 0.3 s
         device = torch.get_default_device() if device is None else device
-        self.to_empty(device=device)
+        self._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
         if config.positions == "rope":
             self.rope = RotaryEmbedding(
                 config.head_dim, config.context_length, config.rope_theta, device=device

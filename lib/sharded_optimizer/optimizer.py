@@ -78,7 +78,7 @@ from torch import Tensor, nn
 
 from lib.core.settings import require
 from lib.ddp.process_group import agree, on_each_rank, rank, world_size
-from lib.optimizer.adamw import AdamW
+from lib.optimizer.adamw import AdamW, Optimizer
 from lib.optimizer.schedule import clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import (
@@ -97,7 +97,7 @@ NEEDS_WHOLE_PARAMETERS = ("LBFGS", "Adafactor", "Muon")
 NEEDS_ALL_PARAMETERS = ("LBFGS",)
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Optimizer):
     """An optimizer whose state is divided among the ranks of a group.
 
     To its caller it is one optimizer over all parameters: parameter groups, schedulers, closures
