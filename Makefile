@@ -41,9 +41,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # JupyterLab's defaults from there ask for no news; the reader's own settings win.
 ASK_NOTHING := JUPYTER_CONFIG_PATH="$(CURDIR)/.ci/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))"
 
-# As many tests at a time as there are cores: each further worker loads and collects everything anew,
-# which takes longer than the time in which others wait. One thread each: more threads than cores slow
-# all of them down. Of notebooks three run at a time, since their kernels wait for processes.
+# Three tests run at a time on two cores, since some wait for processes that they start. Each has one
+# thread: more threads than cores slow all of them down.
 # tests/guard keeps them from changing any file of the reader's.
 GUARD := PYTHONPATH="$(CURDIR)/tests/guard$(if $(PYTHONPATH),:$(PYTHONPATH))"
 # Compiled modules are kept even where the environment says not to: tests start many processes, and
@@ -72,7 +71,7 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 
 test: style ## check everything that needs no GPU and little time
 	@$(PY) -m mypy --no-error-summary & types=$$!; \
-		$(PYTEST) -p no:nbval -n logical --maxprocesses 4 --dist loadfile -m 'not serial and not gpu and not slow' && wait $$types
+		$(PYTEST) -p no:nbval -n 3 --dist loadfile -m 'not serial and not gpu and not slow' && wait $$types
 	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)
 	@rm -rf artifacts/small/artifacts
 	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
