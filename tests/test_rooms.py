@@ -208,3 +208,24 @@ def test_light_rooms_load_no_torch():
     shared = "import matplotlib.pyplot, nbclient, numba, numpy"
     loaded = loaded_by(*(f"import {name}" for name in names), first=shared)
     assert {name: found & HEAVY for name, found in zip(names, loaded) if found & HEAVY} == {}
+
+
+TRAINS = """
+import torch
+from lib.model import ModelConfig, TransformerLM
+from lib.optimizer import AdamW
+
+model = TransformerLM(ModelConfig(vocab_size=8, d_model=8, num_heads=1, num_layers=1, d_ff=8))
+optimizer = AdamW(model.parameters())
+optimizer.zero_grad()
+tokens = torch.zeros(1, 2, dtype=torch.int64)
+model.loss(tokens, tokens).backward()
+optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+"""
+
+
+def test_a_step_that_compiles_nothing_loads_no_compiler():
+    (loaded,) = loaded_by(TRAINS)
+    # torch's compiler cannot be loaded without it
+    assert "sympy" not in loaded

@@ -120,9 +120,10 @@ def launch(
 def _start_method() -> str:
     """Choose how new processes start, and have torch loaded before them where that is safe.
 
-    On Linux without a GPU they are forked from a server that has loaded torch and nothing of `lib`:
-    after the first job a rank starts in a tenth of a second, not in seconds, and still sees edited
-    files. Elsewhere each process is spawned and loads torch itself.
+    On Linux without a GPU they are forked from a server that has loaded torch, what of SLOW_TO_LOAD
+    this process has, and nothing of `lib`: after the first job a rank starts in a tenth of a
+    second, not in seconds, and still sees edited files. Elsewhere each process is spawned and loads
+    torch itself.
     """
     if sys.platform != "linux" or torch.cuda.is_available():
         return "spawn"
