@@ -22,6 +22,12 @@ FAULTS = [
         "sent = [(rank + number) % ranks for rank in range(ranks)]",
         "tests/ddp/test_ring.py",
     ),
+    Fault(
+        LAUNCHER,
+        "    gc.freeze()\n",
+        "",
+        "tests/ddp/test_launcher.py -k looks_for_garbage",
+    ),
     Fault(COSTS, "slow = (hosts - 1) / (ranks - 1)", "slow = hosts / (ranks - 1)", TEST_COSTS),
     Fault(
         COSTS,

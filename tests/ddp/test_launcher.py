@@ -1,6 +1,7 @@
 """Launching ranks: results in order, failures with rank and traceback, and nothing hangs."""
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -46,6 +47,11 @@ def test_results_come_in_order_and_each_rank_has_its_own_copy():
 
 def test_one_rank_has_a_group():
     assert launch(workers.inside_init, 1, backend="gloo", timeout=60) == ["cpu"]
+
+
+def test_a_rank_never_looks_for_garbage_in_what_was_loaded_before_it_started():
+    (frozen,) = launch(gc.get_freeze_count, 1, backend="gloo", timeout=60)
+    assert frozen > 100_000
 
 
 @pytest.mark.parametrize(
