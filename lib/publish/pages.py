@@ -18,7 +18,8 @@ from typing import Any
 
 import math_core
 from jinja2 import FileSystemLoader, pass_context
-from nbconvert.exporters import HTMLExporter
+from nbconvert.exporters import HTMLExporter, TemplateExporter
+from nbconvert.filters import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 from PIL import Image
@@ -220,6 +221,14 @@ class _Exporter(HTMLExporter):
         yield from super().default_filters()
         # highlighted code is safe as it is, and nbconvert's parser takes long for marked words
         yield "clean_html", lambda code: PLAIN_WORD.sub(r"\1", code)
+
+    def from_notebook_node(
+        self, notebook: NotebookNode, resources: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[str, dict[str, Any]]:
+        # HTMLExporter would parse the page once more, for texts and focus that ours has already
+        self.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3"))
+        resources = self._init_resources(resources)
+        return TemplateExporter.from_notebook_node(self, notebook, resources, **options)
 
     @pass_context
     def markdown2html(self, context: Mapping[str, Any], source: str) -> str:
