@@ -4,8 +4,13 @@ That is, in data/, work/, notebooks/ and artifacts/ of the workbook nothing may 
 renamed or removed. Tests have folders of their own there, and may do all of that in other places.
 """
 
+import gc
 import os
 import sys
+
+# Tests start hundreds of processes, and most of what these import lasts: to look through it for
+# garbage every 700 objects would take a tenth of their time.
+gc.set_threshold(20_000)
 
 # jsonschema, which nbformat imports, loads this to check addresses if it is there. Nothing here
 # asks for that, and it compiles 38 grammars: more than a second in every process.
