@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ REGISTERS, SHARED_BYTES = 65536, {True: 64 << 10, False: 164 << 10}
 BLOCK_SHARED_BYTES = 99 << 10
 # A few numbers that are kept beside registers cost nothing that one could measure.
 SPILLED_BYTES = 96
+
+
+def quick_at(dims: Sequence[int], every_tiles: Sequence) -> list:
+    """Parameters of a test: all tiles, those for other head dimensions than `dims` as slow ones."""
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(x, marks=marks[x.dim in dims], id=str(x.dim)) for x in every_tiles]
 
 
 def compile_kernels(folder: Path, file: str, macros: dict[str, int], architecture: str) -> tuple:

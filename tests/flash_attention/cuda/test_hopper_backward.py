@@ -10,7 +10,7 @@ from lib.flash_attention.hopper import fused
 from tests.flash_attention.cases import Case, formula, make_inputs, new_memory_is_nan, rotated
 from tests.flash_attention.cuda.emulator import NEEDS_COMPILER
 from tests.flash_attention.cuda.hopper_emulator import emulate
-from tests.flash_attention.cuda.test_build import NEEDS_NVCC, compile_kernels
+from tests.flash_attention.cuda.test_build import NEEDS_NVCC, compile_kernels, quick_at
 
 # Of the formula in float64: PyTorch's own gradients in these dtypes are as far from it.
 LARGEST_ERROR = {torch.bfloat16: 0.006, torch.float16: 0.0008}
@@ -148,7 +148,7 @@ def test_the_emulator_notices(head_dim, right, wrong, message, monkeypatch):
 
 
 @NEEDS_NVCC
-@pytest.mark.parametrize("tiles", fused.TILES, ids=lambda tiles: tiles.dim)
+@pytest.mark.parametrize("tiles", quick_at((64, 192), fused.TILES))
 def test_the_kernel_fits_the_chip(tiles, tmp_path):
     # with all that a kernel can have to do: fewer registers are needed without
     macros = tiles.constants(is_bfloat16=True, is_causal=True, has_rope=True)
