@@ -390,7 +390,7 @@ def execute(
     """Run the notebook at `source` in its own folder with papermill; return it executed.
 
     Args:
-        output: where the executed notebook is written, cell by cell.
+        output: where the executed notebook is written, also where a cell failed.
         parameters: names from its cell tagged `parameters` -> values.
         on_cell: called with the number of cells done.
         threads: of PyTorch's operators, unless the environment says; default: the notebook decides.
@@ -458,7 +458,12 @@ class _Engine(Engine):
             on_cell_executed=lambda cell, cell_index, **_: on_cell(cell_index + 1),
         )
         client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
-        return client.execute(env=env, **NO_TERMINAL)
+        # papermill would write the whole notebook twice for each cell; it does so at the end, too
+        path, nb_man.output_path = nb_man.output_path, None
+        try:
+            return client.execute(env=env, **NO_TERMINAL)
+        finally:
+            nb_man.output_path = path
 
 
 papermill_engines.register("workbook", _Engine)
