@@ -184,7 +184,7 @@ def _work(
     environment: dict[str, str],
 ) -> None:
     """Run a launched process: join the group, call, and leave the result or failure in `folder`."""
-    # what the server has loaded is no garbage: looking through it would take a quarter of a second
+    # what is loaded by now is no garbage: looking through it would take a quarter of a second
     gc.freeze()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # a server has the environment of its own start

@@ -21,6 +21,7 @@ from jinja2 import FileSystemLoader, pass_context
 from nbconvert.exporters import HTMLExporter, TemplateExporter
 from nbconvert.filters import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbconvert.filters.widgetsdatatypefilter import WidgetsDataTypeFilter
 from nbformat import NotebookNode
 from PIL import Image
 
@@ -219,16 +220,18 @@ class _Exporter(HTMLExporter):
 
     def default_filters(self) -> Iterator[tuple[str, Callable]]:
         yield from super().default_filters()
+        # a page has no scripts: of a widget inside another one's output it shows the text
+        yield "filter_data_type", WidgetsDataTypeFilter(notebook_metadata={}, parent=self)
         # highlighted code is safe as it is, and nbconvert's parser takes long for marked words
         yield "clean_html", lambda code: PLAIN_WORD.sub(r"\1", code)
 
     def from_notebook_node(
-        self, notebook: NotebookNode, resources: dict[str, Any] | None = None, **options: Any
+        self, nb: NotebookNode, resources: dict[str, Any] | None = None, **options: Any
     ) -> tuple[str, dict[str, Any]]:
-        # HTMLExporter would parse the page once more, for texts and focus that ours has already
+        # HTMLExporter would parse the page once more, to give pictures the texts that ours have
         self.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3"))
         resources = self._init_resources(resources)
-        return TemplateExporter.from_notebook_node(self, notebook, resources, **options)
+        return TemplateExporter.from_notebook_node(self, nb, resources, **options)
 
     @pass_context
     def markdown2html(self, context: Mapping[str, Any], source: str) -> str:

@@ -229,7 +229,15 @@ def test_activation_checkpointing_changes_nothing(flash, entry):
     assert all(a.equal(b) for a, b in zip([out, q.grad, k.grad, v.grad], right))
 
 
-@pytest.mark.parametrize(("entry", "dynamic"), [("function", False), ("by_the_class", True)])
+@pytest.mark.parametrize(
+    ("entry", "dynamic"),
+    [
+        ("function", False),
+        ("by_the_class", True),
+        pytest.param("function", True, marks=pytest.mark.slow),
+        pytest.param("by_the_class", False, marks=pytest.mark.slow),
+    ],
+)
 def test_compiles_into_one_graph_also_for_lengths_that_change(flash, entry, dynamic):
     layout = "packed" if entry == "function" and not dynamic else "heads first"
     cases = [Case(n, n, 16, batch=1, layout=layout) for n in ((33, 48) if dynamic else (33,))]

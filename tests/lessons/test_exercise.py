@@ -97,7 +97,7 @@ def test_each_exercise_is_in_the_notebook_of_its_lesson():
     assert counts >= there_are
 
 
-# Their results are right, at a cost that a check has to measure.
+# Some of those whose results are right, at a cost that a check has to measure.
 COSTLY = ("backward is called once", "whole tensors are sent around", "gradients are all-reduced")
 
 
@@ -109,6 +109,11 @@ def mistakes(every: int) -> list:
         for number, name in enumerate(CHECKED[exercise].mistakes)
         if number % every == 0 or name.startswith(COSTLY)
     ]
+
+
+def test_each_costly_mistake_is_one():
+    names = [name for exercise in CHECKED.values() for name in exercise.mistakes]
+    assert all(any(name.startswith(start) for name in names) for start in COSTLY)
 
 
 def says_which(exercise, name, mistake, seed):

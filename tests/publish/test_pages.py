@@ -9,6 +9,7 @@ from bs4 import BeautifulSoup
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
+from lib.publish.cells import WIDGET_STATE, WIDGET_VIEW
 from lib.publish.pages import (
     mathml,
     mathml_errors,
@@ -57,6 +58,22 @@ def test_links_out_of_the_report_become_plain_text(book):
         page = page_of(book, f"See [the fourth]({url}) one.")
         assert "See the fourth one." in page.main.text
         assert not page.select("main a")
+
+
+def test_a_widget_inside_the_output_of_another_is_shown_as_text(book):
+    views = [{WIDGET_VIEW: {"model_id": name}, "text/plain": f"the {name}"} for name in "ab"]
+    inner, outer = (new_output("display_data", view) for view in reversed(views))
+    model = {"model_name": "OutputModel", "state": {"outputs": [inner]}}
+    models = {"a": model, "b": {"model_name": "ButtonModel", "state": {}}}
+    content = new_notebook(
+        cells=[new_code_cell("a", outputs=[outer])],
+        metadata={"widgets": {WIDGET_STATE: {"state": models}}},
+    )
+    path = book / "report/02_b.html"
+    write_page(content, path, source_folder=book / "notebooks", titles=TITLES)
+    page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+    assert "the b" in page.main.text
+    assert not page.select("script")
 
 
 @pytest.mark.parametrize(

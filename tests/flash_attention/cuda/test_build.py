@@ -26,6 +26,7 @@ SPILLED_BYTES = 96
 
 def quick_at(dims: Sequence[int], every_tiles: Sequence) -> list:
     """Parameters of a test: all tiles, those for other head dimensions than `dims` as slow ones."""
+    assert {x.dim for x in every_tiles}.issuperset(dims)
     marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(x, marks=marks[x.dim in dims], id=str(x.dim)) for x in every_tiles]
 
