@@ -220,6 +220,7 @@ class _Exporter(HTMLExporter):
 
     def default_filters(self) -> Iterator[tuple[str, Callable]]:
         yield from super().default_filters()
+        yield "highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=self)
         # a page has no scripts: of a widget inside another one's output it shows the text
         yield "filter_data_type", WidgetsDataTypeFilter(notebook_metadata={}, parent=self)
         # highlighted code is safe as it is, and nbconvert's parser takes long for marked words
@@ -229,7 +230,6 @@ class _Exporter(HTMLExporter):
         self, nb: NotebookNode, resources: dict[str, Any] | None = None, **options: Any
     ) -> tuple[str, dict[str, Any]]:
         # HTMLExporter would parse the page once more, to give pictures the texts that ours have
-        self.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3"))
         resources = self._init_resources(resources)
         return TemplateExporter.from_notebook_node(self, nb, resources, **options)
 

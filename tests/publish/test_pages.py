@@ -31,10 +31,11 @@ def book(tmp_path) -> Path:
     return tmp_path
 
 
-def page_of(book: Path, *cells, name="02_b", **about) -> BeautifulSoup:
-    """The page of a notebook with these cells, Markdown as text."""
+def page_of(book: Path, *cells, name="02_b", widgets=None, **about) -> BeautifulSoup:
+    """The page of a notebook with these cells, Markdown as text, and models of widgets."""
     cells = [new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells]
-    content = new_notebook(cells=cells, metadata={"workbook": about})
+    metadata = {"workbook": about, "widgets": {WIDGET_STATE: {"state": widgets or {}}}}
+    content = new_notebook(cells=cells, metadata=metadata)
     path = book / f"report/{name}.html"
     write_page(content, path, source_folder=book / "notebooks", titles=TITLES)
     return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
@@ -65,13 +66,7 @@ def test_a_widget_inside_the_output_of_another_is_shown_as_text(book):
     inner, outer = (new_output("display_data", view) for view in reversed(views))
     model = {"model_name": "OutputModel", "state": {"outputs": [inner]}}
     models = {"a": model, "b": {"model_name": "ButtonModel", "state": {}}}
-    content = new_notebook(
-        cells=[new_code_cell("a", outputs=[outer])],
-        metadata={"widgets": {WIDGET_STATE: {"state": models}}},
-    )
-    path = book / "report/02_b.html"
-    write_page(content, path, source_folder=book / "notebooks", titles=TITLES)
-    page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+    page = page_of(book, new_code_cell("a", outputs=[outer]), widgets=models)
     assert "the b" in page.main.text
     assert not page.select("script")
 
