@@ -37,8 +37,6 @@ def run_cases(module: str, names: list[str]) -> dict[str, Any]:
     The first that fails ends the job, since its ranks are out of step.
     """
     results = {}
-    # what is loaded by now need not be searched for garbage after each case
-    gc.freeze()
     for name in names:
         torch.manual_seed(0)
         try:
