@@ -26,6 +26,11 @@ PIP_SETTINGS = {
     "find-links": "--find-links",
     "constraint": "--constraint",
 }
+# Large packages of which notebooks load next to nothing: Python compiles them when asked for them.
+RARELY_LOADED = (
+    "fontTools|google|jedi|networkx|opentelemetry|prompt_toolkit|pydantic|setuptools|sympy/physics|"
+    "torch/_inductor|torch/testing|wandb|wcwidth"
+)
 KEPT = ("torch", "torchvision", "torchaudio", "triton", "numpy", "numba", "jax", "jaxlib")
 
 
@@ -86,7 +91,7 @@ def install(python: Path, requirements: list[str], constraints: str, *, is_own: 
     """Install with one line of progress, and print the whole output only if that fails.
 
     Args:
-        is_own: into .venv: by uv if possible, and with all modules compiled, on all cores.
+        is_own: into .venv: by uv if possible, and with modules compiled, on all cores.
     """
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
         subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
@@ -110,7 +115,8 @@ def install(python: Path, requirements: list[str], constraints: str, *, is_own: 
             code, lines = follow([*pip, *["--no-compile"] * is_own, *wanted], started)
         if is_own and not code:
             # packages bring templates, too, which do not compile, and tests of their own
-            modules = ["-m", "compileall", "-q", "-j", "0", "-x", "/tests?/"]
+            left_out = f"/tests?/|/site-packages/({RARELY_LOADED})/"
+            modules = ["-m", "compileall", "-q", "-j", "0", "-x", left_out]
             modules.append(str(python.parent.parent / "lib"))
             subprocess.run([python, *modules], capture_output=True)
     if sys.stdout.isatty():

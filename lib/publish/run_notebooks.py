@@ -272,6 +272,7 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     chosen, waiting = {job.name for job in jobs}, list(jobs)
     running: dict[Future, Job] = {}
     results: dict[str, Result] = {}
+    executed: set[str] = set()
     bars: dict[str, Any] = {}
     workers = max(1, min(workers, sum(not job.runs_alone for job in jobs)))
     # fresh processes: papermill changes the working folder, and a fork would copy threads
@@ -290,17 +291,24 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
                 results[job.name] = Result(job.name, "skipped", error=f"needs {lost}, which failed")
                 publish(results[job.name], job.source, job, run)
                 _print_result(results[job.name])
-            while job := next_job(waiting, running.values(), chosen - results.keys(), workers):
+            # writing its page takes a second, in which the next one only starts and imports
+            busy = [job for job in running.values() if job.name not in executed]
+            while job := next_job(waiting, busy, chosen - results.keys(), workers):
                 waiting.remove(job)
                 # more threads than cores slow all of them down
                 shared = workers > 1 and not job.runs_alone
                 threads = max(1, available_cpus() // workers) if shared else None
                 running[pool.submit(_run_in_pool, job, run, events, threads)] = job
+                busy.append(job)
 
             # show progress, and collect those that have ended
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
             while not events.empty():
-                _update_bar(bars, *events.get())
+                name, count, total = events.get()
+                if count is None:
+                    executed.add(name)
+                else:
+                    _update_bar(bars, name, count, total)
             for future in ended:
                 job = running.pop(future)
                 if job.name in bars:
@@ -348,7 +356,8 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
     """Run one notebook in its own folder, and write it and its page into the report.
 
     Args:
-        events: a queue for the cells done; see `execute` for `threads`.
+        events: a queue for (name, cells done, cells), with None once only its page is missing.
+        threads: see `execute`.
     """
     started, reached, total = time.monotonic(), 0, len(read_notebook(job.source).cells)
     # until it is done, the pages of an earlier run stay
@@ -372,6 +381,7 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
         except Exception as error:  # a kernel that died or did not start, a disk that is full
             text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
             result = Result(job.name, "failed", time.monotonic() - started, text, text)
+        events.put((job.name, None, total))
         publish(result, executed if executed.exists() else job.source, job, run)
     finally:
         # also after Ctrl-C

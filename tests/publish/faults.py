@@ -19,6 +19,13 @@ FAULTS = [
         "[job for job in ready if job.runs_alone]",
         f"{RUN}::test_the_next_job_may_run_beside_those_running",
     ),
+    # the second notebook that runs alone waits until the first one's page is written
+    Fault(
+        "lib/publish/run_notebooks.py",
+        "if job.name not in executed]",
+        "]",
+        f"{RUN}::test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written",
+    ),
     # the limit of threads also holds for a notebook that has all cores
     Fault(
         "lib/publish/run_notebooks.py",

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,6 +18,7 @@ from lib.publish.cells import clean
 from lib.publish.run_notebooks import (
     THREADS,
     Job,
+    Result,
     Run,
     RunConfig,
     find_notebooks,
@@ -23,6 +26,7 @@ from lib.publish.run_notebooks import (
     parameter_names,
     plan,
     refresh_notebooks,
+    run_all,
     run_notebooks,
     run_one,
 )
@@ -114,6 +118,28 @@ def job(name, *needs, alone=False):
 def test_the_next_job_may_run_beside_those_running(waiting, running, unfinished, expected):
     found = next_job(waiting, running, set(unfinished), workers=2)
     assert (found and found.name) == expected
+
+
+def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(monkeypatch):
+    second, seen = threading.Event(), {}
+
+    def run(job, run, events, threads):
+        if job.name == "first":
+            seen["beside its cells"] = second.wait(0.5)
+            events.put((job.name, None, 1))
+            seen["beside its page"] = second.wait(20)
+        elif job.name == "second":
+            second.set()
+        return Result(job.name, "done")
+
+    pool = lambda workers, *_, **__: ThreadPoolExecutor(workers)  # noqa: E731
+    monkeypatch.setattr("lib.publish.run_notebooks.ProcessPoolExecutor", pool)
+    monkeypatch.setattr("lib.publish.run_notebooks._run_in_pool", run)
+    jobs = [job("a"), job("b"), job("first", alone=True), job("second", alone=True)]
+    assert [result.name for result in run_all(jobs, Run(Path(), "", ""), 2)] == [
+        j.name for j in jobs
+    ]
+    assert seen == {"beside its cells": False, "beside its page": True}
 
 
 RUN = """\
