@@ -157,14 +157,15 @@ def tiles_file() -> Path:
 
 def _known_tiles() -> dict[str, dict[str, Tiles]]:
     """The tuned tiles of all GPUs; none, with a warning, if the file is damaged."""
-    if not tiles_file().is_file():
-        return {}
     try:
         known = json.loads(tiles_file().read_text(encoding="utf-8"))
         return {
             chip: {key: Tiles(*tiles) for key, tiles in found.items()}
             for chip, found in known.items()
         }
+    except (FileNotFoundError, NotADirectoryError):
+        # nothing was tuned, or there is no home folder
+        return {}
     except (ValueError, TypeError, AttributeError) as error:
         warnings.warn(f"{tiles_file()} is damaged and not used: {error}", stacklevel=2)
         return {}

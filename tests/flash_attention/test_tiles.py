@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -283,6 +284,20 @@ def test_a_damaged_file_is_reported_and_replaced(text):
     with pytest.warns(UserWarning, match="damaged"):
         tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
     assert forward_tiles(heads(64)) == BEST
+
+
+def test_without_a_home_folder_tiles_come_from_the_table(on_a_gpu, monkeypatch):
+    # a file where the folder of caches would be
+    (on_a_gpu / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(on_a_gpu / "file"))
+    assert is_from_table(heads(64))
+
+    tiles.found_tiles.cache_clear()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", mock.Mock(side_effect=RuntimeError("no home")))
+    assert is_from_table(heads(64))
+    with pytest.raises(FileNotFoundError, match="set XDG_CACHE_HOME"):
+        tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
 
 
 def test_the_interpreter_reads_no_file(monkeypatch):
