@@ -115,7 +115,7 @@ def install(python: Path, requirements: list[str], constraints: str, *, is_own: 
             code, lines = follow([*pip, *["--no-compile"] * is_own, *wanted], started)
         if is_own and not code:
             # packages bring templates, too, which do not compile, and tests of their own
-            left_out = f"/tests?/|/site-packages/({RARELY_LOADED})/"
+            left_out = f"/site-packages/((.*/)?tests?|{RARELY_LOADED})/"
             modules = ["-m", "compileall", "-q", "-j", "0", "-x", left_out]
             modules.append(str(python.parent.parent / "lib"))
             subprocess.run([python, *modules], capture_output=True)

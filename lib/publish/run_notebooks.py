@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -114,6 +116,8 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
             executed, folder = read_notebook(report / f"{name}.ipynb"), pages[name].parent
             write_page(executed, report / f"{name}.html", source_folder=folder, titles=titles)
     finally:
+        for name in chosen:
+            _unfinished(report, name).unlink(missing_ok=True)
         # interrupted before the first page, a run leaves none at all
         done = published(report, names)
         index = write_front_page(report, names, root=root) if done else None
@@ -279,22 +283,23 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     context = multiprocessing.get_context("spawn")
     # Ctrl-C ends them without a word from the start, while they still import what they need
     quiet: dict = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
-    pool = ProcessPoolExecutor(workers, context, **quiet)
-    with context.Manager() as manager, pool:
+    pool = None
+    with context.Manager() as manager, contextlib.ExitStack() as pools:
         events = manager.Queue()
         while waiting or running:
             # skip jobs that need a failed one, and start those that can start
             failed = {name for name, result in results.items() if result.status != "done"}
             for job in [job for job in waiting if failed.intersection(job.needs)]:
                 waiting.remove(job)
-                lost = next(name for name in job.needs if name in failed)
-                results[job.name] = Result(job.name, "skipped", error=f"needs {lost}, which failed")
-                publish(results[job.name], job.source, job, run)
-                _print_result(results[job.name])
+                results[job.name] = _skip(job, failed, run)
             # writing its page takes a second, in which the next one only starts and imports
             busy = [job for job in running.values() if job.name not in executed]
-            while job := next_job(waiting, busy, chosen - results.keys(), workers):
+            # one that had to wait for a process would still start after Ctrl-C
+            while len(running) < workers and (
+                job := next_job(waiting, busy, chosen - results.keys(), workers)
+            ):
                 waiting.remove(job)
+                pool = pool or pools.enter_context(ProcessPoolExecutor(workers, context, **quiet))
                 # more threads than cores slow all of them down
                 shared = workers > 1 and not job.runs_alone
                 threads = max(1, available_cpus() // workers) if shared else None
@@ -314,7 +319,8 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
                 if job.name in bars:
                     bars.pop(job.name).close()
                 if error := future.exception():
-                    # its process died
+                    # its process died, and the others of its pool with it
+                    pool = None if isinstance(error, BrokenProcessPool) else pool
                     text = f"{type(error).__name__}: {error}"
                     results[job.name] = Result(job.name, "failed", error=text, traceback=text)
                     publish(results[job.name], job.source, job, run)
@@ -322,6 +328,14 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
                     results[job.name] = future.result()
                 _print_result(results[job.name])
     return [results[job.name] for job in jobs]
+
+
+def _skip(job: Job, failed: set[str], run: Run) -> Result:
+    lost = next(name for name in job.needs if name in failed)
+    result = Result(job.name, "skipped", error=f"needs {lost}, which failed")
+    publish(result, job.source, job, run)
+    _print_result(result)
+    return result
 
 
 def next_job(
@@ -361,7 +375,7 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
     """
     started, reached, total = time.monotonic(), 0, len(read_notebook(job.source).cells)
     # until it is done, the pages of an earlier run stay
-    executed = run.report / f".{job.name}.ipynb"
+    executed = _unfinished(run.report, job.name)
     executed.unlink(missing_ok=True)
 
     def on_cell(count: int) -> None:
@@ -387,6 +401,11 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
         # also after Ctrl-C
         executed.unlink(missing_ok=True)
     return result
+
+
+def _unfinished(report: Path, name: str) -> Path:
+    """The notebook as executed, until its page is written."""
+    return report / f".{name}.ipynb"
 
 
 def execute(

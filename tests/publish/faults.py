@@ -26,6 +26,13 @@ FAULTS = [
         "]",
         f"{RUN}::test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written",
     ),
+    # a notebook waits in the queue of a process, and starts after Ctrl-C
+    Fault(
+        "lib/publish/run_notebooks.py",
+        "while len(running) < workers and (",
+        "while (",
+        f"{RUN}::test_no_job_waits_for_a_process_since_it_would_start_after_ctrl_c",
+    ),
     # the limit of threads also holds for a notebook that has all cores
     Fault(
         "lib/publish/run_notebooks.py",
@@ -36,8 +43,8 @@ FAULTS = [
     # lines that end as on Windows are lost with what a progress bar overwrote
     Fault(
         "lib/publish/cells.py",
-        r"""re.sub(r"[^\n]*\r(?!\n)", "", output.text)""",
-        r"""re.sub(r"[^\n]*\r", "", output.text)""",
+        r"""re.sub(r"(?m)^[^\n]*\r(?!\n)", "", output.text)""",
+        r"""re.sub(r"(?m)^[^\n]*\r", "", output.text)""",
         "tests/publish/test_cells.py::test_clean_joins_streams_and_keeps_the_last_state_of_a_line",
     ),
     # papermill's own cell about the error stays on the page

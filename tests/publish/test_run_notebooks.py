@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote
 
 import nbformat
@@ -120,7 +123,37 @@ def test_the_next_job_may_run_beside_those_running(waiting, running, unfinished,
     assert (found and found.name) == expected
 
 
-def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(monkeypatch):
+class Pool(ThreadPoolExecutor):
+    """Threads in place of processes, which are all free when they are asked."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, workers, *_, **__):
+        super().__init__(workers)
+        self.workers, self.futures = workers, []
+        self.made.append(self)
+
+    def submit(self, *arguments):
+        assert sum(not future.done() for future in self.futures) < self.workers
+        self.futures.append(super().submit(*arguments))
+        return self.futures[-1]
+
+
+@pytest.fixture
+def run_as(monkeypatch):
+    """Run jobs by calling a function with each; return their names and how they ended."""
+
+    def results(run_job, *jobs: Job) -> list[tuple[str, str]]:
+        monkeypatch.setattr("lib.publish.run_notebooks._run_in_pool", run_job)
+        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
+
+    monkeypatch.setattr(Pool, "made", [])
+    monkeypatch.setattr("lib.publish.run_notebooks.ProcessPoolExecutor", Pool)
+    monkeypatch.setattr("lib.publish.run_notebooks.publish", lambda *_: None)
+    return results
+
+
+def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(run_as):
     second, seen = threading.Event(), {}
 
     def run(job, run, events, threads):
@@ -132,14 +165,35 @@ def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(m
             second.set()
         return Result(job.name, "done")
 
-    pool = lambda workers, *_, **__: ThreadPoolExecutor(workers)  # noqa: E731
-    monkeypatch.setattr("lib.publish.run_notebooks.ProcessPoolExecutor", pool)
-    monkeypatch.setattr("lib.publish.run_notebooks._run_in_pool", run)
-    jobs = [job("a"), job("b"), job("first", alone=True), job("second", alone=True)]
-    assert [result.name for result in run_all(jobs, Run(Path(), "", ""), 2)] == [
-        j.name for j in jobs
-    ]
+    alone = job("first", alone=True), job("second", alone=True)
+    assert all(status == "done" for _, status in run_as(run, job("a"), job("b"), *alone))
     assert seen == {"beside its cells": False, "beside its page": True}
+
+
+def test_no_job_waits_for_a_process_since_it_would_start_after_ctrl_c(run_as):
+    def run(job, run, events, threads):
+        events.put((job.name, None, 1))
+        # its page takes a while
+        time.sleep(0.3)
+        return Result(job.name, "done")
+
+    # one process is enough for these
+    assert run_as(run, job("a", alone=True), job("b", alone=True)) == [("a", "done"), ("b", "done")]
+    assert [pool.workers for pool in Pool.made] == [1]
+
+
+def test_a_process_that_dies_stops_no_later_notebook(run_as):
+    def run(job, run, events, threads):
+        if job.name == "a":
+            raise BrokenProcessPool("killed")
+        return Result(job.name, "done")
+
+    assert run_as(run, job("a"), job("b", "a"), job("c", alone=True)) == [
+        ("a", "failed"),
+        ("b", "skipped"),
+        ("c", "done"),
+    ]
+    assert len(Pool.made) == 2
 
 
 RUN = """\
