@@ -10,10 +10,12 @@ PARAMETERS ?=
 #     and only what is missing there is added (conda's `base` is nobody's project: not used);
 #   otherwise: .venv, made here from $(PYTHON) with the tested versions in .ci/constraints.txt.
 ACTIVE := $(or $(VIRTUAL_ENV),$(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX)))
+SPACE := $(subst ,, )
 IMAGE := $(or $(KAGGLE_KERNEL_RUN_TYPE),$(COLAB_RELEASE_TAG))
 ifneq ($(filter-out $(CURDIR)/.venv,$(ACTIVE)),)
-  PY := $(ACTIVE)/bin/python
-  STATE := $(ACTIVE)
+  PY := "$(ACTIVE)/bin/python"
+  # make, too, needs to be told which spaces are part of a name
+  STATE := $(subst $(SPACE),\$(SPACE),$(ACTIVE))
 else ifneq ($(IMAGE),)
   PY := $(PYTHON)
   STATE := $(or $(TMPDIR),/tmp)
@@ -23,7 +25,8 @@ else
   OWN := --own
 endif
 # The Python that installs: the environment's own once there is one.
-BASE := $(if $(OWN),$(or $(shell [ -x $(PY) ] && echo $(PY)),$(PYTHON)),$(PY))
+FOUND := $(shell [ -x $(PY) ] && echo $(PY))
+BASE := $(if $(OWN),$(or $(FOUND),$(PYTHON)),$(PY))
 
 # A stamp carries the checksum of everything that decides what gets installed.
 DEV := .ci/requirements-dev.txt
@@ -70,7 +73,7 @@ lab: $(RUN_READY) ## open your copies of the notebooks, in work/, in JupyterLab
 		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/work/00_start_here.ipynb
 
 test: style ## check everything that needs no GPU and little time
-	@$(PY) -m mypy --no-error-summary & types=$$!; \
+	@$(PY) -m mypy --no-error-summary & types=$$!; trap "kill $$types" INT; \
 		$(PYTEST) -p no:nbval -n 3 --dist loadfile -m 'not serial and not gpu and not slow' && wait $$types
 	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)
 	@rm -rf artifacts/small/artifacts
@@ -107,14 +110,19 @@ clean: ## remove reports and caches; keeps trained models (python -m lib runs), 
 	rm -rf artifacts/report artifacts/small artifacts/screenshots .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find lib tests notebooks .ci '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -exec rm -rf {} +
 
+# An environment whose Python was removed since is made anew.
+ifeq ($(OWN)$(FOUND),--own)
+.PHONY: $(RUN_READY) $(TEST_READY)
+endif
+
 $(RUN_READY):
 	@$(call python_is_known,$(BASE))
-	@$(BASE) .ci/environment.py $(OWN) --stamp $@ requirements.txt
+	@$(BASE) .ci/environment.py $(OWN) --stamp "$@" requirements.txt
 
 # What tests need has what notebooks need, too: at once, pip looks for all of it once.
 $(TEST_READY):
 	@$(call python_is_known,$(BASE))
-	@$(BASE) .ci/environment.py $(OWN) --stamp $@ requirements.txt $(DEV)
+	@$(BASE) .ci/environment.py $(OWN) --stamp "$@" requirements.txt $(DEV)
 	@touch $(RUN_READY)
 
 # the environment, and nothing else

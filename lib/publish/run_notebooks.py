@@ -66,8 +66,8 @@ class RunConfig:
     """Folder for the pages: new, empty or a report (default: `artifacts/report`)."""
 
     workers: int | None = None
-    """Notebooks to run at a time (default: one per two cores, but at least two if there are two
-    cores). Notebooks that report timings always run alone."""
+    """Notebooks to run at a time (default: one per two cores; two if there are only two cores).
+    Those that report timings always run alone."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -15,9 +15,9 @@ UNSET = ("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "KAGGLE_KERNEL_RUN_
 UNSET += ("COLAB_RELEASE_TAG", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON")
 
 
-def make(*words: str, **variables: str) -> subprocess.CompletedProcess:
+def make(*words: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key not in UNSET}
-    command = ["make", "-C", str(ROOT), *words]
+    command = ["make", "-C", str(folder), *words]
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True)
 
 
@@ -25,11 +25,11 @@ def make(*words: str, **variables: str) -> subprocess.CompletedProcess:
     ("variables", "python"),
     [
         ({}, ".venv/bin/python"),
-        ({"VIRTUAL_ENV": "/envs/own"}, "/envs/own/bin/python"),
+        ({"VIRTUAL_ENV": "/my envs/own"}, '"/my envs/own/bin/python"'),
         ({"VIRTUAL_ENV": str(ROOT / ".venv")}, ".venv/bin/python"),
         (
             {"CONDA_PREFIX": "/conda/ml", "CONDA_DEFAULT_ENV": "ml"},
-            "/conda/ml/bin/python",
+            '"/conda/ml/bin/python"',
         ),
         ({"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}, ".venv/bin/python"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, "python3"),
@@ -37,10 +37,27 @@ def make(*words: str, **variables: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_make_uses_the_environment_that_is_there(variables, python):
-    dry = make("-n", "run", **variables).stdout
+    made = make("-n", "run", **variables)
+    dry = made.stdout
     assert f"\n{python} -m lib run" in f"\n{dry}"
+    assert not made.stderr
     is_own = python == ".venv/bin/python"
     assert ("--own" in dry) == is_own or ".workbook-run" not in dry
+
+
+def test_an_environment_whose_python_was_removed_is_made_anew(tmp_path):
+    for name in ("Makefile", "requirements.txt", ".ci"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (stamp,) = re.findall(r'--stamp "(\S+)"', make("-n", "run", folder=tmp_path).stdout)
+    (tmp_path / stamp).touch()
+    assert "--stamp" not in make("-n", "run", folder=tmp_path).stdout
+    python.unlink()
+    python.symlink_to(tmp_path / "removed")
+    again = make("-n", "run", folder=tmp_path).stdout
+    assert f'python3 .ci/environment.py --own --stamp "{stamp}"' in again
 
 
 def test_make_run_passes_its_settings_on():
