@@ -77,7 +77,7 @@ test: style ## check everything that needs no GPU and little time
 		$(PYTEST) -p no:nbval -n 3 --dist loadfile -m 'not serial and not gpu and not slow' && wait $$types
 	@$(PYTEST) -p no:nbval -m 'serial and not gpu and not slow' $(SERIAL)
 	@rm -rf artifacts/small/artifacts
-	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
+	@$(if $(NOTEBOOK_FILES),WORKBOOK_SMALL=1 $(PYTEST) -p tests.nbval_kernels -n 3 --dist loadfile --no-loadscope-reorder \
 		--nbval-lax --nbval-current-env --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOK_FILES))
 
 test-all: test ## the same and the slow tests

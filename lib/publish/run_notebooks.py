@@ -35,6 +35,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
+from traitlets.config import Config
 
 from lib.core.files import ROOT, claim_folder
 from lib.core.hardware import available_cpus
@@ -43,13 +44,10 @@ from lib.core.settings import check, check_fields, require
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.publish.cells import clean, static_widgets
+from lib.publish.kernels import KERNEL_ARGUMENTS, NO_TERMINAL, connection
 
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
-# ipykernel 7 warns at each start that its connection, inside this machine, is not encrypted.
-KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
-# ipykernel repeats on the terminal what child processes print, which is in the outputs anyway.
-NO_TERMINAL = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 @dataclass(frozen=True)
@@ -459,6 +457,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
         allow_errors=True,
         resources={"metadata": {"path": str(source.parent)}},
         extra_arguments=KERNEL_ARGUMENTS,
+        config=Config(KernelManager=connection()),
     )
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
@@ -484,6 +483,7 @@ class _Engine(Engine):
             nb_man,
             kernel_name=kernel_name,
             extra_arguments=KERNEL_ARGUMENTS,
+            config=Config(KernelManager=connection()),
             on_cell_executed=lambda cell, cell_index, **_: on_cell(cell_index + 1),
         )
         client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput

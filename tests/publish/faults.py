@@ -33,6 +33,13 @@ FAULTS = [
         "while (",
         f"{RUN}::test_no_job_waits_for_a_process_since_it_would_start_after_ctrl_c",
     ),
+    # kernels take ports, which others may have taken by then
+    Fault(
+        "lib/publish/kernels.py",
+        'if not zmq.has("ipc"):',
+        "if True:",
+        f"{RUN}::test_kernels_are_reached_through_files_since_ports_may_be_taken_before_they_start",
+    ),
     # the limit of threads also holds for a notebook that has all cores
     Fault(
         "lib/publish/run_notebooks.py",

@@ -227,7 +227,10 @@ def done(tmp_path_factory, make_notebook) -> tuple[subprocess.CompletedProcess, 
     threads = f"import os\nprint('threads', os.environ.get({THREADS!r}))"
     made = "open('made', 'w').write(str(steps))"
     stray = "import os\nos.system('echo from a child; echo error of a child >&2');"
-    make("01_good", "steps = 3", links, slider, read, threads, made, stray)
+    reached = (
+        "import ipykernel\nprint('by', ipykernel.get_connection_info(unpack=True)['transport'])"
+    )
+    make("01_good", "steps = 3", links, slider, read, threads, made, stray, reached)
     make("02_bad", "", "1 / 0", "print('never')")
     alone = "# needs: 01\n# runs alone\nratio = 10"
     make("03_after_good", alone, threads, "int(open('made').read()) * ratio")
@@ -293,6 +296,11 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     (top,) = bad.select(".report-error")
     assert top.text.strip() == "In [2]: ZeroDivisionError: division by zero"
     assert bad.find(id=top.a["href"].removeprefix("#"))
+
+
+def test_kernels_are_reached_through_files_since_ports_may_be_taken_before_they_start(done):
+    _, root = done
+    assert "by ipc" in page(root, "01_good").text
 
 
 def test_what_child_processes_print_is_on_the_page_and_not_on_the_terminal(done):

@@ -1,0 +1,26 @@
+"""How the kernels of notebooks are started and reached."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import tempfile
+
+import zmq
+
+# ipykernel 7 warns at each start that its connection, inside this machine, is not encrypted.
+KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
+# ipykernel repeats on the terminal what child processes print, which is in the outputs anyway.
+NO_TERMINAL = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+def connection() -> dict[str, str]:
+    """Return the settings of a kernel manager that reaches its kernel through files.
+
+    By default it looks for free ports, and the kernel takes them a second later. If another program
+    has taken one in between, such as a rank of a notebook beside it, the kernel dies at its start.
+    """
+    if not zmq.has("ipc"):
+        return {}
+    # short: a socket's path may have about a hundred characters
+    return {"transport": "ipc", "ip": f"{tempfile.gettempdir()}/kernel-{secrets.token_hex(8)}"}
