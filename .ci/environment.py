@@ -26,10 +26,10 @@ PIP_SETTINGS = {
     "find-links": "--find-links",
     "constraint": "--constraint",
 }
-# Large packages of which notebooks load next to nothing: Python compiles them when asked for them.
+# Large packages of whose modules next to none is loaded: Python compiles one when asked for it.
 RARELY_LOADED = (
-    "fontTools|google|jedi|networkx|opentelemetry|prompt_toolkit|pydantic|setuptools|sympy/physics|"
-    "torch/_inductor|torch/testing|wandb|wcwidth"
+    "fontTools|google|jedi|mypy|mypyc|networkx|opentelemetry|prompt_toolkit|pydantic|setuptools|"
+    "sympy/physics|torch/_inductor|torch/testing|wandb|wcwidth"
 )
 KEPT = ("torch", "torchvision", "torchaudio", "triton", "numpy", "numba", "jax", "jaxlib")
 
