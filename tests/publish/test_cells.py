@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import nbformat
@@ -149,6 +150,15 @@ def test_clean_joins_streams_and_keeps_the_last_state_of_a_line():
     assert len(cell.outputs) == len(pieces) + 1
     assert cleaned.cells[0].metadata == {"tags": ["nbval-skip"]}
     assert set(cleaned.metadata) == {"kernelspec", "language_info"}
+
+
+def test_a_long_line_is_cleaned_in_no_time():
+    text = "x" * 200_000
+    cell = new_code_cell("", outputs=[new_output("stream", text=f"1%\r{text}")])
+    before = time.process_time()
+    assert clean(new_notebook(cells=[cell])).cells[0].outputs[0].text == text
+    # a tenth of a second; half a minute if each of its characters were tried as a start
+    assert time.process_time() - before < 5
 
 
 def test_a_widget_without_saved_state_keeps_its_text_form():
