@@ -164,10 +164,15 @@ def _launch_until_done(
                 level = logging.getLogger("lib").level
                 launch(measure, config.ranks, benchmark, config, plans, path, level, **options)
                 return
-            except WorkerError:
+            except WorkerError as error:
                 if not path.exists():
                     raise
                 failure = pickle.loads(path.read_bytes())
+                # what others raised follows from a rank that died
+                if error.has_died and failure.status != "oom":
+                    log.error("%s", error)
+                    reason = str(error).split("\n")[0]
+                    failure = dataclasses.replace(failure, reason=reason)
         plans, is_given_up = plans_after_failure(plans, failure)
         if is_given_up:
             figures = {"status": failure.status, "reason": failure.reason}

@@ -18,6 +18,8 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).resolve().parents[2]
 # A folder that the workbook made has this file, which says what it is.
 MARK = ".workbook"
+# A socket's path has at most 107 bytes, or 103 on macOS, and its name takes up to 32 of them.
+LONGEST_FOLDER_FOR_SOCKETS = 70
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,13 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
     """Write `content` (text as UTF-8, line endings unchanged) to `path`, whole or not at all."""
     with atomic_write(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def folder_for_sockets() -> str:
+    """The folder for temporary files, or /tmp if the paths of sockets there would be too long."""
+    folder = tempfile.gettempdir()
+    is_short = len(os.fsencode(folder)) <= LONGEST_FOLDER_FOR_SOCKETS or os.name != "posix"
+    return folder if is_short else "/tmp"
 
 
 def make_folder(folder: str | os.PathLike) -> None:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from lib.core.settings import require
+from lib.core.settings import check, check_fields, require
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
 
@@ -42,6 +42,11 @@ class Link:
 
     bandwidth_gbs: float
     """GB/s that each rank sends."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(self, "latency_us", self.latency_us >= 0, "at least 0")
+        check(self, "bandwidth_gbs", self.bandwidth_gbs > 0, "more than 0")
 
 
 def messages(collective: str, ranks: int) -> int:
@@ -285,6 +290,10 @@ class Cluster:
 
     network: Link
     """The link between hosts; the bandwidth is a whole host's in one direction."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(self, "gpus_per_host", self.gpus_per_host >= 1, "at least 1")
 
     def link(self, ranks: int) -> Link:
         """The bottleneck of a ring of `ranks`, with the mean latency of its messages.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
 import io
 import json
 import math
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -18,14 +20,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.multiprocessing as mp
 
-from lib.core.files import write_atomically
+from lib.core.files import folder_for_sockets, write_atomically
 from lib.ddp.process_group import (
     barrier,
     checked_backend,
@@ -50,13 +52,16 @@ LOST = ("connection reset by peer", "connection closed by peer", "remote process
 class WorkerError(RuntimeError):
     """The first failure of any rank, which made a launched job fail.
 
-    `rank` is the one that failed, `worker_traceback` its Python traceback, "" if the process ended
-    without one.
+    `rank` is the one that failed, `worker_traceback` its Python traceback: of an exception, or of
+    what it was doing when it crashed ("" if unknown). `has_died` tells whether the process ended
+    without an exception, such as by a signal; what other ranks raised follows from that.
     """
 
-    def __init__(self, message: str, rank: int, worker_traceback: str = "") -> None:
+    def __init__(
+        self, message: str, rank: int, worker_traceback: str = "", has_died: bool = False
+    ) -> None:
         super().__init__(message)
-        self.rank, self.worker_traceback = rank, worker_traceback
+        self.rank, self.worker_traceback, self.has_died = rank, worker_traceback, has_died
 
 
 def launch(
@@ -87,11 +92,14 @@ def launch(
         WorkerError: a rank raised an error, died or timed out; the others were stopped.
     """
     _check_importable(fn)
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if not is_whole or world_size < 1:
+        raise ValueError(f"world_size must be a whole number, at least 1, got {world_size!r}")
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be more than 0 and finite, got {timeout}")
-    if not isinstance(backend, Network):
+    if isinstance(backend, Network):
+        backend.check_ranks(world_size)
+    else:
         backend = checked_backend(backend, world_size)
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
@@ -104,17 +112,15 @@ def launch(
                 workers = mp.start_processes(
                     _work, job, nprocs=world_size, join=False, start_method=_start_method()
                 )
-            while not workers.join(grace_period=GRACE_SECONDS):
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise _failure(folder, workers.processes, error.error_index) from None
+            ended = _wait_for(workers.processes)
         finally:
             if workers:
                 _terminate(workers.processes)
         results = [_result_file(folder, rank) for rank in range(world_size)]
-        for rank, file in enumerate(results):
-            if not file.exists():
-                raise _failure(folder, workers.processes, rank)
+        if any(process.exitcode for process in workers.processes) or not all(
+            file.exists() for file in results
+        ):
+            raise _failure(folder, [process.exitcode for process in workers.processes], ended)
         return [torch.load(file, map_location="cpu", weights_only=False) for file in results]
 
 
@@ -128,9 +134,20 @@ def _start_method() -> str:
     """
     if sys.platform != "linux" or torch.cuda.is_available():
         return "spawn"
+    _keep_sockets_short()
     loaded_here = [name for name in SLOW_TO_LOAD if name in sys.modules]
     mp.set_forkserver_preload(["torch", *loaded_here])
     return "forkserver"
+
+
+def _keep_sockets_short() -> None:
+    """Have multiprocessing make its sockets where their paths are not too long."""
+    before, tempfile.tempdir = tempfile.tempdir, folder_for_sockets()
+    try:
+        # made in the first call, and kept
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def _check_importable(fn: Callable[..., Any]) -> None:
@@ -175,6 +192,27 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+def _wait_for(processes: list[Any]) -> list[int]:
+    """Wait until all ranks have ended, or one has failed; return those that ended, in that order.
+
+    After a failure the others have GRACE_SECONDS to end by themselves.
+    """
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    ended: list[int] = []
+    deadline = math.inf
+    while running:
+        seconds = max(0.0, deadline - time.monotonic())
+        ready = connection.wait(list(running), None if deadline == math.inf else seconds)
+        for sentinel in ready:
+            ended.append(running.pop(sentinel))
+            processes[ended[-1]].join()
+        if deadline == math.inf and any(processes[rank].exitcode for rank in ended):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() >= deadline:
+            break
+    return ended
+
+
 def _work(
     rank: int,
     world_size: int,
@@ -186,6 +224,8 @@ def _work(
     """Run a launched process: join the group, call, and leave the result or failure in `folder`."""
     # what is loaded by now is no garbage: looking through it would take a quarter of a second
     gc.freeze()
+    # a crash leaves what every thread was doing
+    faulthandler.enable(open(_crash_file(folder, rank), "w"))  # noqa: SIM115  # for good
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # a server has the environment of its own start
     os.environ.clear()
@@ -245,42 +285,56 @@ def _result_file(folder: Path, rank: int) -> Path:
     return folder / f"result-{rank}.pt"
 
 
+def _crash_file(folder: Path, rank: int) -> Path:
+    return folder / f"crash-{rank}.txt"
+
+
 def _failure_file(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.json"
 
 
-def _failure(folder: Path, processes: list[Any], first: int) -> WorkerError:
-    """The error of a job, in which rank `first` was the first that was seen to have failed.
+def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerError:
+    """The error of a job whose ranks `ended` by themselves, in this order; the others were stopped.
 
     The cause is a rank that ended without an exception, if there is one, else the earliest
     exception: later ones are raised because a rank is gone.
     """
-    ranks = range(len(processes))
+    ranks = range(len(exitcodes))
     files = {r: _failure_file(folder, r) for r in ranks}
     failures = {r: json.loads(files[r].read_text()) for r in ranks if files[r].exists()}
-    # ranks that torch ended after the first failure; if that was for want of another rank, one that
-    # was killed may be the cause, and torch has no need to kill
-    is_lost = first in failures and _is_lost(failures[first]["summary"])
-    by_us = (-signal.SIGTERM,) if is_lost else (-signal.SIGTERM, -signal.SIGKILL)
-    ended = [r for r in ranks if r not in (first, *failures) and processes[r].exitcode in by_us]
-    returned = [r for r in ranks if processes[r].exitcode == 0 and _result_file(folder, r).exists()]
+    returned = [r for r in ended if exitcodes[r] == 0 and _result_file(folder, r).exists()]
 
-    silent = [r for r in ranks if r not in (*failures, *ended, *returned)]
-    if silent:
-        rank = first if first in silent else silent[0]
-        how = _how_it_ended(processes[rank].exitcode)
-        return WorkerError(f"rank {rank} of {len(ranks)} {how}", rank)
+    earliest = min(failures, key=lambda r: failures[r]["time"], default=None)
+    died = [r for r in ended if r not in (*failures, *returned)]
+    if died:
+        rank = died[0]
+        message = f"rank {rank} of {len(ranks)} {_how_it_ended(exitcodes[rank])}"
+        stack = _stack_of_crash(_crash_file(folder, rank))
+        parts = [message, stack]
+        # of interest unless it only says that the rank is gone
+        if earliest is not None and not _is_lost(failures[earliest]["summary"]):
+            parts.append(f"rank {earliest} raised:\n{failures[earliest]['traceback']}")
+        return WorkerError("\n\n".join(filter(None, parts)), rank, stack, has_died=True)
 
-    rank = min(failures, key=lambda r: failures[r]["time"])
+    rank = earliest
     failure, others = failures[rank], ""
     # the simulated network names them itself
     is_named = "did not call" in failure["summary"]
-    if failure["summary"].startswith("TimeoutError") and ended and not is_named:
-        others = f" (not called by rank {', '.join(map(str, ended))})"
+    stopped = [r for r in ranks if r not in (*ended, *failures)]
+    if failure["summary"].startswith("TimeoutError") and stopped and not is_named:
+        others = f" (not called by rank {', '.join(map(str, stopped))})"
     elif returned:
         others = f" (had returned by then: rank {', '.join(map(str, returned))})"
     message = f"rank {rank} of {len(ranks)} raised {failure['summary']}{others}"
     return WorkerError(f"{message}\n\n{failure['traceback']}", rank, failure["traceback"])
+
+
+def _stack_of_crash(file: Path) -> str:
+    """What the threads of a rank were doing when it crashed; "" if nothing is known."""
+    text = file.read_text(errors="replace") if file.exists() else ""
+    # a list of all compiled modules follows
+    threads = text.partition("\nExtension modules:")[0].strip().split("\n\n")
+    return "\n\n".join(thread for thread in threads if _end_with_parent.__name__ not in thread)
 
 
 def _is_lost(message: str) -> bool:

@@ -17,6 +17,7 @@ import atexit
 import builtins
 import contextlib
 import datetime
+import faulthandler
 import functools
 import gc
 import logging
@@ -25,7 +26,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +82,8 @@ def init_from_environment(
         timeout: seconds that a rank waits for the others in a collective.
 
     Raises:
-        ValueError: an environment variable or GPU is missing, or `backend` is unknown.
+        ValueError: an environment variable is missing or wrong, a GPU is missing, or `backend` is
+            unknown.
         TimeoutError: a rank did not call a collective in time (gloo; NCCL aborts the process).
     """
     # there is a group already
@@ -101,11 +103,30 @@ def init_from_environment(
             f"{', '.join(missing)} must be set, since RANK is {os.environ['RANK']!r}; torchrun "
             "sets all of them"
         )
-    local_rank, local_world_size = (int(os.environ[f"LOCAL_{n}"]) for n in ("RANK", "WORLD_SIZE"))
+    numbers = {name: _whole_number(name) for name in VARIABLES if name != "MASTER_ADDR"}
+    for prefix in ("", "LOCAL_"):
+        of_rank, count = numbers[f"{prefix}RANK"], numbers[f"{prefix}WORLD_SIZE"]
+        if of_rank >= count:
+            raise ValueError(
+                f"{prefix}RANK must be below {prefix}WORLD_SIZE = {count}, got {of_rank}"
+            )
+    local_rank, local_world_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
     backend = checked_backend(backend, local_world_size)
     rendezvous = functools.partial(rendezvous_from_environment, timeout)
     with join_group(backend, local_rank, local_world_size, timeout, rendezvous) as device:
         yield device
+
+
+def _whole_number(variable: str) -> int:
+    """The number in an environment variable of `torchrun`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = os.environ[variable]
+    if not text.isdecimal():
+        raise ValueError(f"{variable} must be a whole number, as torchrun sets it, got {text!r}")
+    return int(text)
 
 
 def checked_backend(backend: str | None, local_world_size: int) -> str:
@@ -138,6 +159,9 @@ def join_group(
     Args:
         rendezvous: returns the arguments with which `init_process_group` finds the other ranks.
     """
+    # a crash prints what every thread was doing
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
     device = torch.device("cpu")
     options: dict[str, Any] = {}
     if backend == "nccl":
@@ -329,7 +353,10 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) -> None:
-    """Raise a `ValueError` on all ranks, naming the first difference, unless all give the same."""
+    """Raise a `ValueError` on all ranks, naming the first difference, unless all give the same.
+
+    The order counts too: what ranks do with parameters goes by their positions.
+    """
     facts_of_ranks = gather_objects(facts, group)
     for other, theirs in enumerate(facts_of_ranks):
         for name in [*facts_of_ranks[0], *theirs]:
@@ -338,6 +365,12 @@ def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) ->
                 raise ValueError(
                     f"{name} must be the same on all ranks, but is {first} on rank 0 and {found} "
                     f"on rank {other}"
+                )
+        for position, pair in enumerate(zip(facts_of_ranks[0], theirs)):
+            if pair[0] != pair[1]:
+                raise ValueError(
+                    f"the order must be the same on all ranks, but at position {position} is "
+                    f"{pair[0]} on rank 0 and {pair[1]} on rank {other}"
                 )
 
 
@@ -361,6 +394,25 @@ def describe_tensor(tensor: Tensor) -> str:
     kind = str(tensor.dtype).removeprefix("torch.")
     use = "trained" if tensor.requires_grad else "not trained"
     return f"{kind} {tuple(tensor.shape)} on {tensor.device.type}, {use}"
+
+
+@torch.no_grad()
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """A number for each tensor that tells its bits apart from others, the same on any device."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.detach().contiguous().view(-1).view(widths[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    # one transfer from each device
+    found = [0] * len(sums)
+    for device in dict.fromkeys(one.device for one in sums):
+        indices = [n for n, one in enumerate(sums) if one.device == device]
+        values = torch.stack([sums[n] for n in indices]).tolist()
+        for n, value in zip(indices, values):
+            found[n] = value
+    return found
 
 
 def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

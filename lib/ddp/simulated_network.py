@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.core.settings import require
+from lib.core.settings import check, check_fields, require
 from lib.ddp.costs import (
     GRADIENT_BYTES,
     H200_LINKS,
@@ -70,6 +70,11 @@ class Straggler:
     rank: int
     delay_ms: float
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(self, "rank", self.rank >= 0, "at least 0")
+        check(self, "delay_ms", self.delay_ms >= 0, "at least 0")
+
 
 @dataclasses.dataclass(frozen=True)
 class SlowLink:
@@ -78,6 +83,11 @@ class SlowLink:
     rank: int
     factor: float
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(self, "rank", self.rank >= 0, "at least 0")
+        check(self, "factor", 0 < self.factor <= 1, "more than 0 and at most 1")
+
 
 @dataclasses.dataclass(frozen=True)
 class LostRank:
@@ -85,6 +95,11 @@ class LostRank:
 
     rank: int
     after: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check(self, "rank", self.rank >= 0, "at least 0")
+        check(self, "after", self.after >= 0, "at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +111,11 @@ class Workload:
 
     milliseconds: float
     """Time of a step on one rank alone."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for field in ("gradient_bytes", "milliseconds"):
+            check(self, field, getattr(self, field) > 0, "more than 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +135,18 @@ class Network:
     slow_link: SlowLink | None = None
     lost_rank: LostRank | None = None
     clock: Literal["wall", "virtual"] = "wall"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise a `ValueError` if something is wrong with a rank that a job of `ranks` lacks."""
+        for fault in (self.straggler, self.slow_link, self.lost_rank):
+            require(
+                fault is None or fault.rank < ranks,
+                f"rank of {type(fault).__name__} must be below the number of ranks, {ranks}, got "
+                f"{getattr(fault, 'rank', None)}",
+            )
 
     def link(self, ranks: int) -> Link:
         """The bottleneck of a ring of `ranks`, whose neighbors all send at the same time."""
@@ -595,6 +627,7 @@ def simulated_group(network: Network, *, timeout: float = 300.0) -> SimulatedGro
         timeout: seconds that a rank waits for the others to make the same call.
     """
     require(dist.is_initialized(), "simulated_group must be called in a job, but there is no group")
+    network.check_ranks(dist.get_world_size())
     register_backend()
     limit = datetime.timedelta(seconds=timeout)
     return dist.new_group(timeout=limit, backend=BACKEND, pg_options=network)  # type: ignore

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import tempfile
 
 import zmq
+
+from lib.core.files import folder_for_sockets
 
 # ipykernel 7 warns at each start that its connection, inside this machine, is not encrypted.
 KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
@@ -22,5 +23,4 @@ def connection() -> dict[str, str]:
     """
     if not zmq.has("ipc"):
         return {}
-    # short: a socket's path may have about a hundred characters
-    return {"transport": "ipc", "ip": f"{tempfile.gettempdir()}/kernel-{secrets.token_hex(8)}"}
+    return {"transport": "ipc", "ip": f"{folder_for_sockets()}/kernel-{secrets.token_hex(8)}"}

@@ -77,9 +77,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import agree, on_each_rank, rank, world_size
+from lib.ddp.process_group import agree, checksums, gather_objects, on_each_rank, rank, world_size
 from lib.optimizer.adamw import AdamW, Optimizer
-from lib.optimizer.schedule import clip_coefficient, grad_norm
+from lib.optimizer.schedule import check_max_norm, clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import (
     pack_shards,
@@ -191,13 +191,19 @@ class ShardedOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
         self.inner.add_param_group(self._shard(count))
+        # the next step compares the ranks' parameters again
+        self.has_stepped = False
 
     def _facts(self, first: int) -> dict[str, str]:
         """The properties of parameter groups from `first` on that all ranks must share."""
         facts, groups = {}, self.param_groups[first:]
-        params = itertools.chain.from_iterable(group["params"] for group in groups)
-        for number, param in enumerate(params, start=self._num_params(first)):
-            facts[f"parameter {number}"] = _describe(param)
+        number = self._num_params(first)
+        for group in groups:
+            # names if the caller gave them
+            names = group.get("param_names") or [""] * len(group["params"])
+            for name, param in zip(names, group["params"]):
+                facts[f"parameter {number}"] = f"{name} {_describe(param)}".strip()
+                number += 1
         for index, group in enumerate(groups, start=first):
             facts[f"length of parameter group {index}"] = str(len(group["params"]))
             for name, value in settings_of(group).items():
@@ -263,7 +269,11 @@ class ShardedOptimizer(Optimizer):
 
         The same as `lib.optimizer.schedule.clip_grad_norm` of the averaged gradients, of which
         each rank scales its own part.
+
+        Raises:
+            ValueError: `max_norm` is negative.
         """
+        check_max_norm(max_norm)
         norm = self.grad_norm()
         grads = [shard.grad for shard in self.shards if shard.grad is not None]
         if grads:
@@ -284,11 +294,13 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: as `finish_gradient_synchronization`.
-            TypeError: the inner optimizer does not know an option; in the first step on all ranks,
-                as a ValueError if options differ between them.
+            TypeError: the inner optimizer does not know an option; in the first step on all ranks.
+            ValueError: options or the values of parameters differ between ranks, in the first step
+                and the first after `add_param_group`.
         """
         if not self.has_stepped:
             agree(lambda: self._checked_options(options), self.group)
+            self._check_values()
             self.has_stepped = True
         loss = None
         if closure is not None:
@@ -314,6 +326,23 @@ class ShardedOptimizer(Optimizer):
     def _checked_options(self, options: dict[str, Any]) -> dict[str, str]:
         inspect.signature(self.inner.step).bind(**options)
         return {"options of step": ", ".join(sorted(options)) or "none"}
+
+    def _check_values(self) -> None:
+        """Refuse parameters that differ between ranks, as they do in another order."""
+        if world_size(self.group) == 1 or not self.strategy.has_whole_parameters:
+            return
+        params = [param for group in self.param_groups for param in group["params"]]
+        for other, theirs in enumerate(gather_objects(checksums(params), self.group)):
+            # compared with those of rank 0, which come first
+            first = theirs if other == 0 else first
+            for number, pair in enumerate(zip(first, theirs)):
+                require(
+                    pair[0] == pair[1],
+                    f"parameters must be given in the same order and start with the same values on "
+                    f"all ranks, but parameter {number}, of shape {tuple(params[number].shape)}, "
+                    f"has other values on rank {other} than on rank 0; broadcast_module(module) or "
+                    "a wrapper of lib.ddp gives all ranks those of rank 0",
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; on all ranks."""

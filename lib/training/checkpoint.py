@@ -93,7 +93,7 @@ def save_checkpoint(
         OSError: a file cannot be written; if the disk is full, names what is needed and free.
             Earlier checkpoints stay, and nothing of this one does.
     """
-    is_number = hasattr(step, "__index__") and step >= 0
+    is_number = hasattr(step, "__index__") and not isinstance(step, bool) and step >= 0
     require(is_number, f"step must be at least 0, a whole number, got {step!r}")
     step, model = operator.index(step), inner_module(model)
     require(keep_last is None or keep_last > 0, f"keep_last must be at least 1, got {keep_last}")

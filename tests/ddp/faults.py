@@ -99,8 +99,8 @@ FAULTS = [
     # the last exception in place of the first
     Fault(
         LAUNCHER,
-        'rank = min(failures, key=lambda r: failures[r]["time"])',
-        'rank = max(failures, key=lambda r: failures[r]["time"])',
+        'earliest = min(failures, key=lambda r: failures[r]["time"], default=None)',
+        'earliest = max(failures, key=lambda r: failures[r]["time"], default=None)',
         "tests/ddp/test_launcher.py::test_the_rank_that_failed_first_is_the_cause",
     ),
     # ranks outlive the process that launched them

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +60,7 @@ def test_a_rank_never_looks_for_garbage_in_what_was_loaded_before_it_started():
         ("exits", "SystemExit: 3"),
         ("vanishes", "exit code 0 before its function returned"),
         ("is killed", "rank 1 of 2 was killed by SIGKILL"),
+        ("crashes", "rank 1 of 2 was killed by SIGSEGV"),
     ],
 )
 def test_the_rank_that_failed_first_is_the_cause(how, words):
@@ -72,14 +72,47 @@ def test_the_rank_that_failed_first_is_the_cause(how, words):
     )
 
 
-def test_a_rank_that_was_killed_is_the_cause_even_if_another_is_seen_first(tmp_path):
-    summary = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1"
-    record = {"time": 0.0, "summary": summary, "traceback": ""}
+LOST = "RuntimeError: [pair.cc:553] Connection reset by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("summary", [LOST, "ValueError: step 7 failed"])
+def test_a_rank_that_died_is_named_before_what_others_raised(tmp_path, number, summary):
+    record = {"time": 0.0, "summary": summary, "traceback": f"Traceback\n{summary}\n"}
     (tmp_path / "failure-0.json").write_text(json.dumps(record))
-    codes = [1, -signal.SIGKILL, -signal.SIGTERM]
-    error = launcher._failure(tmp_path, [SimpleNamespace(exitcode=code) for code in codes], 0)
-    assert error.rank == 1
-    assert "rank 1 of 3 was killed by SIGKILL" in str(error)
+    # rank 2 was still running, and so was stopped
+    error = launcher._failure(tmp_path, [1, -number, -signal.SIGTERM], ended=[0, 1])
+    assert (error.rank, error.has_died) == (1, True)
+    assert str(error).startswith(f"rank 1 of 3 was killed by {number.name}")
+    # only what says more than that the rank is gone
+    assert (summary in str(error)) == (summary != LOST)
+
+
+def test_a_crash_shows_what_the_rank_was_doing():
+    error = failure_of("crashes")
+    first, *lines = str(error).splitlines()
+    assert first == "rank 1 of 2 was killed by SIGSEGV"
+    assert "Fatal Python error: Segmentation fault" in lines
+    assert any("workers.py" in line and "in fail" in line for line in lines)
+    assert "_end_with_parent" not in str(error)
+    assert error.worker_traceback
+
+
+def test_a_long_folder_for_temporary_files_is_no_hindrance(tmp_path):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    code = "import os; from lib.ddp.launcher import launch; "
+    code += "print(launch(os.getenv, 2, 'TMPDIR', backend='gloo'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == f"{[str(folder)] * 2}\n", done.stderr
+    assert not list(folder.iterdir())
 
 
 def test_a_rank_that_hangs_ends_the_job_and_the_timeout_is_named():
@@ -130,7 +163,9 @@ def test_a_function_that_workers_cannot_import_is_refused(fn):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"world_size": 0}, "world_size must be a whole number, at least 1, got 0"),
+        ({"world_size": True}, "world_size must be a whole number, at least 1, got True"),
+        ({"world_size": "2"}, "world_size must be a whole number, at least 1, got '2'"),
         ({"world_size": 2, "timeout": 0}, "timeout must be more than 0"),
         ({"world_size": 2, "backend": "mpi"}, "backend must be None or one of nccl"),
         ({"world_size": 99, "backend": "nccl"}, "'nccl' needs a GPU for each of 99 ranks"),

@@ -82,6 +82,8 @@ def test_modules_that_differ_between_ranks_are_refused_on_all(ranks):
         "is float32 (4, 3) on cpu, trained on rank 0 and bfloat16 (4, 3)",
         "float32 (4, 3) on cpu, trained on rank 0 and float32 (4, 3) on cpu, not trained",
         "1.weight must be the same on all ranks, but is missing on rank 0",
+        "the order must be the same on all ranks, but at position 0 is a.weight on rank 0 and "
+        "c.weight on rank 2",
         "weight must have memory",
     ]
     for message, words in zip(first, expected, strict=True):
@@ -131,6 +133,28 @@ def test_an_incomplete_environment_is_named(monkeypatch):
         pytest.raises(ValueError, match=r"MASTER_ADDR.* must be set, since RANK is '1'"),
         process_group.init_from_environment(),
     ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "abc", "RANK must be a whole number, as torchrun sets it, got 'abc'"),
+        ("WORLD_SIZE", "-1", "WORLD_SIZE must be a whole number, as torchrun sets it, got '-1'"),
+        ("LOCAL_RANK", "", "LOCAL_RANK must be a whole number, as torchrun sets it, got ''"),
+        ("LOCAL_WORLD_SIZE", "1.5", "LOCAL_WORLD_SIZE must be a whole number, .* got '1.5'"),
+        ("MASTER_PORT", "http", "MASTER_PORT must be a whole number, .* got 'http'"),
+        ("RANK", "7", "RANK must be below WORLD_SIZE = 2, got 7"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK must be below LOCAL_WORLD_SIZE = 2, got 2"),
+    ],
+)
+def test_a_wrong_variable_of_torchrun_is_named(monkeypatch, name, value, words):
+    right = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for variable, text in (
+        right | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", name: value}
+    ).items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=words), process_group.init_from_environment("gloo"):
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 from lib.ddp import launcher
 from lib.ddp.costs import Link
 from lib.ddp.launcher import WorkerError
-from lib.ddp.simulated_network import NETWORKS, LostRank, Network, Workload
+from lib.ddp.simulated_network import NETWORKS, LostRank, Network, SlowLink, Straggler, Workload
 from tests.ddp import network_cases as cases
 from tests.ddp import training_cases as training
 from tests.ddp.test_wrappers import check_training
@@ -111,6 +111,43 @@ def test_trees_save_latency_and_two_hosts_are_as_slow_as_their_network():
     assert ring.collective_ms("all_reduce", 0, 8) == pytest.approx(0.14)
     assert tree.collective_ms("all_reduce", 0, 8) == pytest.approx(0.06)
     hosts = Network(Link(1.0, 100.0), between=Link(8.0, 10.0))
-    assert hosts.link(4) == Link(pytest.approx((8 + 2 * 1) / 3), 10.0)
+    found = hosts.link(4)
+    assert (found.latency_us, found.bandwidth_gbs) == (pytest.approx((8 + 2 * 1) / 3), 10.0)
     assert hosts.link_of(0, 1, 4) == hosts.inside
     assert hosts.link_of(1, 2, 4) == hosts.between
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Network(Link(1.0, 1.0), algorithm="star"), "algorithm must be one of .*, got"),
+        (lambda: Network(Link(1.0, 1.0), clock="moon"), "clock must be one of .*, got"),
+        (lambda: Network(Link(1.0, 0.0)), "bandwidth_gbs must be more than 0, got 0.0"),
+        (lambda: Network(Link(-1.0, 1.0)), "latency_us must be at least 0, got -1.0"),
+        (lambda: Network(5.0), "inside must be"),
+        (lambda: Straggler(-1, 5.0), "rank must be at least 0, got -1"),
+        (lambda: Straggler(1, -5.0), "delay_ms must be at least 0, got -5.0"),
+        (lambda: SlowLink(1, 0.0), "factor must be more than 0 and at most 1, got 0.0"),
+        (lambda: SlowLink(True, 0.5), "rank must be a whole number, got true"),
+        (lambda: LostRank(1, after=-1), "after must be at least 0, got -1"),
+        (lambda: Workload(0, 5.0), "gradient_bytes must be more than 0, got 0.0"),
+    ],
+)
+def test_what_no_network_can_have_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"straggler": Straggler(9, 5.0)},
+        {"slow_link": SlowLink(2, 0.5)},
+        {"lost_rank": LostRank(2)},
+    ],
+    ids=str,
+)
+def test_a_fault_of_a_rank_that_is_not_there_is_refused(fault):
+    network = dataclasses.replace(PCIE, **fault)
+    with pytest.raises(ValueError, match="must be below the number of ranks, 2, got (9|2)"):
+        launch(int, 2, backend=network)

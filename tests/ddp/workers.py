@@ -113,6 +113,8 @@ def fail(how: str) -> None:
                 os._exit(0)
             case "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "crashes":
+                os.kill(os.getpid(), signal.SIGSEGV)
             case "hangs":
                 time.sleep(1000)
             case "returns early":
@@ -249,6 +251,7 @@ def modules_that_differ() -> list[str]:
         nn.Linear(3, 4, dtype=torch.bfloat16 if is_odd else None),
         nn.Linear(3, 4).requires_grad_(not is_odd),
         nn.Sequential(*[nn.Linear(3, 3) for _ in range(1 + is_odd)]),
+        nn.ModuleDict({name: nn.Linear(3, 3) for name in ("cba" if is_odd else "abc")}),
         nn.Linear(3, 4, device="meta"),
     ]
     return [message_of(lambda: process_group.broadcast_module(m)) for m in modules]  # noqa: B023
