@@ -101,8 +101,12 @@ class Bucket:
         # a single gradient needs no buffer
         self.packed = packed and len(params) > 1
         # the buffer that gradients are views of; it lives as long as they do
-        self.buffer: Callable[[], Tensor | None] = lambda: None
+        self.buffer: Callable[[], Tensor | None] = _no_buffer
         self._lay_out(params[0].detach())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies, whose gradients will have a buffer of their own."""
+        return vars(self) | {"buffer": _no_buffer}
 
     def _lay_out(self, like: Tensor) -> None:
         """Compute the gradients' padded lengths in a buffer of the dtype of `like`."""
@@ -119,8 +123,16 @@ class Bucket:
 
         If `packed`, gradients become views of one buffer, unless they are already. `last` may be
         copied: read its mean from the last elements of the last tensor.
+
+        Raises:
+            RuntimeError: the gradients have several dtypes.
         """
         grads = [param.grad for param in self.params]
+        if any(grad.dtype != grads[0].dtype for grad in grads):
+            raise RuntimeError(
+                "a part of the module was cast after it was wrapped; wrap the module again, since "
+                "the gradients of a bucket must have one dtype"
+            )
         if not self.packed:
             return grads if last is None else [*grads, last]
         buffer = self._buffer_of(grads)
@@ -156,6 +168,10 @@ class Bucket:
                 return None
             start += length
         return buffer[:start]
+
+
+def _no_buffer() -> None:
+    """In place of a weak reference to a buffer."""
 
 
 def fill_buckets(

@@ -450,14 +450,21 @@ def on_first_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None)
     return results[0]
 
 
-def patient_group() -> dist.ProcessGroup | None:
+@contextlib.contextmanager
+def patient_group() -> Iterator[dist.ProcessGroup | None]:
     """A second group of all ranks, whose collectives may wait for one of them for any time.
 
-    If a rank fails, waiting ends at once, as in any group.
+    All ranks enter and leave the block together. If a rank fails, waiting ends at once, as in any
+    group.
     """
     if world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+    # after an error others may still wait in it, until this process ends
+    yield group
+    barrier(group)
+    dist.destroy_process_group(group)
 
 
 def mark_collective(error: Exception) -> Exception:

@@ -66,9 +66,81 @@ from lib.ddp.process_group import (
 
 
 class Wrapper(nn.Module):
-    """A module around another one, `module`, with that one's state dict."""
+    """A module around another one, `module`, with that one's state dict.
+
+    A copy, or one that was pickled, averages gradients in the group of all ranks, too.
+    """
 
     module: nn.Module
+    group: dist.ProcessGroup | None
+    # whether another wrapper averages the gradients by now
+    is_replaced = False
+
+    def _on_gradient(self, index: int) -> None:
+        """Called in backward when the gradient of parameter `index` is complete."""
+        raise NotImplementedError
+
+    def _hook(self, index: int, param: Tensor) -> None:
+        # through a weak reference, so that a module can outlive its wrapper and be wrapped again
+        hook = functools.partial(_gradient_hook, weakref.ref(self), index)
+        param.register_post_accumulate_grad_hook(hook)
+
+    def _replace_earlier(self) -> None:
+        """Remove the hooks of earlier wrappers, which would average the same gradients too."""
+        for *_, param in self.places:
+            hooks = param._post_accumulate_grad_hooks or {}
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "func", None) is _gradient_hook:
+                    del hooks[number]
+                    earlier = hook.args[0]()
+                    if earlier is not None:
+                        earlier.is_replaced = True
+
+    def _check_is_newest(self) -> None:
+        """Raise a `RuntimeError` if the module has been wrapped again."""
+        if self.is_replaced:
+            raise RuntimeError(
+                "the module has been wrapped again since; call the newer wrapper, which averages "
+                "its gradients"
+            )
+
+    def _note_parameters(self) -> None:
+        """Note which parameters are averaged, and where in the module they are."""
+        inner = inner_module(self.module)
+        self.places = [
+            (part, key, f"{name}.{key}".lstrip("."), param)
+            for name, part in inner.named_modules()
+            for key, param in part._parameters.items()
+            if param is not None
+        ]
+        self.was_trained = [param.requires_grad for *_, param in self.places]
+
+    def _check_parameters(self) -> None:
+        """Raise a `RuntimeError` if there are other ones than when the module was wrapped."""
+        for (part, key, name, param), was_trained in zip(self.places, self.was_trained):
+            if part._parameters.get(key) is not param:
+                raise RuntimeError(
+                    f"parameter {name} was replaced after the module was wrapped, for example by "
+                    "load_state_dict(assign=True); wrap the module again"
+                )
+            if param.requires_grad and not was_trained:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
+                    "wrap the module again"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for `copy.deepcopy` and pickle.
+
+        Raises:
+            TypeError: the wrapper has a group of its own.
+        """
+        if self.group is not None:
+            raise TypeError(
+                f"{type(self).__name__} with a group of its own cannot be copied or pickled; copy "
+                "its module, and wrap that"
+            )
+        return super().__getstate__()  # type: ignore[misc]  # object's
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state dict, under its own names, compiled or not."""
@@ -104,10 +176,10 @@ class DataParallel(GradientSync, Wrapper):
         named = list(inner_module(module).named_parameters())
         self.names = [name for name, param in named if param.requires_grad]
         self.params = [param for _, param in named if param.requires_grad]
-        self.frozen = [(name, param) for name, param in named if not param.requires_grad]
+        self._note_parameters()
         # indices of gradients that arrived since the last synchronization, in that order
         self.arrived: dict[int, None] = {}
-        self.is_in_backward = self.is_replaced = False
+        self.is_in_backward = False
         agree(self._facts, group)
         if world_size(group) > 1:
             broadcast_module(module, group)
@@ -116,7 +188,23 @@ class DataParallel(GradientSync, Wrapper):
 
     def _facts(self) -> dict[str, str]:
         """Check the settings; return what must be the same on all ranks."""
+        check_not_wrapped(self.module)
         return {"ddp_wrapper": type(self).__name__}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `Wrapper`; raises a RuntimeError between backward and finish."""
+        if self.arrived:
+            raise RuntimeError(
+                "a wrapper whose gradients were not averaged since backward cannot be copied or "
+                "pickled; call finish_gradient_synchronization() before"
+            )
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on as a copy, whose parameters have no hooks yet."""
+        super().__setstate__(state)
+        if world_size(self.group) > 1:
+            self._register_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -125,11 +213,7 @@ class DataParallel(GradientSync, Wrapper):
             RuntimeError: the gradients of the last backward pass were not synchronized, or the
                 module has been wrapped again.
         """
-        if self.is_replaced:
-            raise RuntimeError(
-                "the module has been wrapped again since; call the newer wrapper, which averages "
-                "its gradients"
-            )
+        self._check_is_newest()
         if self.arrived:
             require_finished(must_finish=not self.is_in_backward)
             # An exception ended that backward pass, perhaps at different points on different
@@ -143,14 +227,10 @@ class DataParallel(GradientSync, Wrapper):
         Every rank must call it, even if its backward pass reached no parameter.
 
         Raises:
-            RuntimeError: a parameter was frozen when the module was wrapped and is trained now.
+            RuntimeError: a parameter was replaced since the module was wrapped, or was frozen then
+                and is trained now.
         """
-        for name, param in self.frozen:
-            if param.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
-                    "wrap the module again"
-                )
+        self._check_parameters()
         if world_size(self.group) > 1 and self.params:
             with torch.no_grad(), annotate("all-reduce"):
                 self._synchronize()
@@ -164,23 +244,9 @@ class DataParallel(GradientSync, Wrapper):
     def _gradient_arrived(self, index: int) -> None:
         """Called in backward when the gradient of parameter `index` is complete."""
 
-    def _replace_earlier(self) -> None:
-        """Remove the hooks of earlier wrappers, which would average the same gradients too."""
-        for param in self.params:
-            hooks = param._post_accumulate_grad_hooks or {}
-            for number, hook in list(hooks.items()):
-                if getattr(hook, "func", None) is _gradient_hook:
-                    del hooks[number]
-                    earlier = hook.args[0]()
-                    if earlier is not None:
-                        earlier.is_replaced = True
-
     def _register_hooks(self) -> None:
-        # through a weak reference, so that a module can outlive its wrapper and be wrapped again
-        this = weakref.ref(self)
         for index, param in enumerate(self.params):
-            hook = functools.partial(_gradient_hook, this, index)
-            param.register_post_accumulate_grad_hook(hook)
+            self._hook(index, param)
 
     def _on_gradient(self, index: int) -> None:
         if index in self.arrived:
@@ -233,10 +299,31 @@ def inner_module(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def _gradient_hook(wrapper: Callable[[], DataParallel | None], index: int, param: Tensor) -> None:
+def check_not_wrapped(module: nn.Module) -> None:
+    """Refuse a module, or one with a part, whose gradients are averaged already."""
+    for name, part in module.named_modules():
+        is_wrapped = isinstance(part, (GradientSync, Wrapper, DistributedDataParallel))
+        require(
+            not is_wrapped,
+            f"module must not be wrapped already, but {name or 'it'} is {type(part).__name__}; "
+            "wrap the module inside it, .module, alone",
+        )
+
+
+def _gradient_hook(wrapper: Callable[[], Wrapper | None], index: int, param: Tensor) -> None:
     this = wrapper()
     if this is not None:
         this._on_gradient(index)
+
+
+def wrapper_of(param: Tensor) -> Wrapper | None:
+    """The wrapper that averages a parameter's gradient; None if there is none, or it has ended.
+
+    PyTorch's watches one parameter of its module alone.
+    """
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    found = (hook.args[0]() for hook in hooks if getattr(hook, "func", None) is _gradient_hook)
+    return next((wrapper for wrapper in found if wrapper is not None), None)
 
 
 class NaiveDDP(DataParallel):
@@ -398,13 +485,16 @@ class TorchDDP(Wrapper):
     ) -> None:
         super().__init__()
         self.inner: Any = module
+        self.group = group
         self.params = list(module.parameters())
         self.dtypes = [param.dtype for param in self.params]
-        agree(
-            lambda: {"ddp_wrapper": "TorchDDP", "bucket_cap_mb": _checked_cap(bucket_cap_mb)}, group
-        )
+        # whether the last forward pass was in no_sync, and whether a backward pass followed it
+        self.is_held_back = self.was_averaged = False
+        agree(lambda: self._facts(bucket_cap_mb), group)
+        self._note_parameters()
         if world_size(group) > 1:
             broadcast_module(module, group)
+            self._replace_earlier()
             # renamed in newer PyTorch; the old name warns
             names = inspect.signature(DistributedDataParallel).parameters
             sync_buffers = max({"forward_sync_buffers", "broadcast_buffers"} & names.keys())
@@ -416,7 +506,32 @@ class TorchDDP(Wrapper):
                 gradient_as_bucket_view=True,
                 **options,
             )
-            before_leaving(self.free)
+            self._watch()
+
+    def _facts(self, bucket_cap_mb: float) -> dict[str, str]:
+        check_not_wrapped(self.inner)
+        return {"ddp_wrapper": "TorchDDP", "bucket_cap_mb": _checked_cap(bucket_cap_mb)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._is_wrapped:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Look at each backward pass, and free PyTorch's wrapper before its group."""
+        before_leaving(self.free)
+        # one is enough, since each pass must reach all
+        self._hook(0, next(param for *_, param in self.places if param.requires_grad))
+
+    def _on_gradient(self, index: int) -> None:
+        if not self._is_wrapped or not self.inner.require_backward_grad_sync:
+            return
+        if self.was_averaged:
+            raise RuntimeError(
+                "torch_ddp would not average a second backward pass after the last forward pass; "
+                "add up the losses and run one, or run those before the last in no_sync()"
+            )
+        self.was_averaged = True
 
     def free(self) -> None:
         """Take PyTorch's wrapper off the module."""
@@ -437,12 +552,35 @@ class TorchDDP(Wrapper):
         Raises:
             RuntimeError: the module has been cast since; PyTorch would average nothing then.
         """
+        self._check_is_newest()
         if self._is_wrapped and [param.dtype for param in self.params] != self.dtypes:
             raise RuntimeError("the module was cast after it was wrapped; wrap it again")
+        if torch.is_grad_enabled():
+            self.is_held_back = self._is_wrapped and not self.inner.require_backward_grad_sync
+            self.was_averaged = False
         return self.inner(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Do nothing: gradients are averaged when backward ends."""
+        """Check that gradients were averaged, as they are when backward ends.
+
+        Raises:
+            RuntimeError: they were not, or some of them.
+        """
+        if not self._is_wrapped:
+            return
+        self._check_parameters()
+        if self.is_held_back:
+            raise RuntimeError(
+                "the last backward pass ran in no_sync(), and torch_ddp averages gradients in "
+                "backward only; run the last one outside of it"
+            )
+        trained = [(name, param) for _, _, name, param in self.places if param.requires_grad]
+        missed = [name for name, param in trained if param.grad is None]
+        if missed and len(missed) < len(trained):
+            raise RuntimeError(
+                f"backward did not reach parameter {missed[0]}, and torch_ddp averages nothing "
+                "unless it reaches all; another wrapper, such as flashddp, can do without"
+            )
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, forward and backward passes only add up gradients on this rank."""

@@ -28,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.ranges import annotate
+from lib.core.settings import require
 from lib.ddp.buckets import ALIGNMENT, GradientSync, fill_buckets, has_average
 from lib.ddp.process_group import all_gather, global_rank, rank, reduce_scatter, world_size
+from lib.ddp.wrappers import wrapper_of
 from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
 
 
@@ -224,6 +226,7 @@ class FlatSlices(GradientSync, ShardingStrategy):
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
         self._finish_started()
+        self._check_not_wrapped(params)
         numbers = {id(param): first + index for index, param in enumerate(params)}
         added = []
         for is_trained in (True, False):
@@ -329,12 +332,23 @@ class FlatSlices(GradientSync, ShardingStrategy):
         """Send buckets in the order in which they became full on rank 0."""
         if self.order is not None:
             return
+        self._check_not_wrapped(param for bucket in self.buckets for param in bucket.params)
         order = [*self.filled, *(n for n in range(len(self.buckets)) if n not in self.filled)]
         if self.overlap and self.buckets:
             indices = torch.tensor(order, device=self.buckets[0].flat.device)
             dist.broadcast(indices, global_rank(0, self.group), group=self.group)
             order = indices.tolist()
         self.order = [self.buckets[index] for index in order]
+
+    def _check_not_wrapped(self, params: Iterable[Tensor]) -> None:
+        """Raise a `ValueError` if something else averages the gradients, too."""
+        for wrapper in map(wrapper_of, params) if self.reduces_gradients else ():
+            name = type(wrapper).__name__
+            require(
+                wrapper is None,
+                "reduces_gradients must be False for the parameters of a wrapper, which averages "
+                f"the same gradients, got True with {name}; use the module without it",
+            )
 
     def _unused(self, buckets: list[FlatBucket]) -> set[int]:
         """The ids of parameters without a gradient on any rank.

@@ -66,7 +66,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -161,7 +160,17 @@ class ShardedOptimizer(Optimizer):
         self.state = self.inner.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for `copy.deepcopy` and pickle; `flat` on several ranks raises a TypeError."""
+        """The state for `copy.deepcopy` and pickle.
+
+        Raises:
+            TypeError: the strategy is `flat` on several ranks, or the optimizer has a group of its
+                own.
+        """
+        if self.group is not None:
+            raise TypeError(
+                "a ShardedOptimizer with a group of its own cannot be copied or pickled; make one "
+                "for the copied parameters, and give it this one's state_dict()"
+            )
         own = ("group", "optimizer_cls", "kwargs", "has_stepped", "strategy", "inner")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
@@ -243,7 +252,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks."""
+        """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks.
+
+        Float64 if a parameter is float64 or complex128.
+        """
         self._take_gradients()
         if isinstance(self.inner, AdamW):
             norm = self.inner.grad_norm()
@@ -252,8 +264,9 @@ class ShardedOptimizer(Optimizer):
         if world_size(self.group) == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        params = [param for group in self.param_groups for param in group["params"]]
         device = next((param.device for param in params), norm.device)
+        is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
@@ -261,7 +274,7 @@ class ShardedOptimizer(Optimizer):
             # counted once on each rank
             copies = grad_norm(shard.leaf for shard in self.strategy.copies).to(device)
             square -= (world_size(self.group) - 1) * copies.to(torch.float64).square()
-        return square.sqrt().float()
+        return square.sqrt().to(torch.float64 if is_double else torch.float32)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -332,9 +345,8 @@ class ShardedOptimizer(Optimizer):
         if world_size(self.group) == 1 or not self.strategy.has_whole_parameters:
             return
         params = [param for group in self.param_groups for param in group["params"]]
-        for other, theirs in enumerate(gather_objects(checksums(params), self.group)):
-            # compared with those of rank 0, which come first
-            first = theirs if other == 0 else first
+        first, *others = gather_objects(checksums(params), self.group)
+        for other, theirs in enumerate(others, start=1):
             for number, pair in enumerate(zip(first, theirs)):
                 require(
                     pair[0] == pair[1],

@@ -46,7 +46,10 @@ def make_shard(param: nn.Parameter, number: int, start: int, stop: int, weight: 
     """The shard of elements `start` to `stop` of `param`, whose memory is the 1-dim `weight`."""
     if stop - start == param.numel():
         weight = weight.view(param.shape)
-    return Shard(param, number, start, stop, weight, nn.Parameter(weight))
+    # integers have no gradients
+    can_be_trained = weight.is_floating_point() or weight.is_complex()
+    leaf = nn.Parameter(weight, requires_grad=can_be_trained)
+    return Shard(param, number, start, stop, weight, leaf)
 
 
 class ShardingStrategy:

@@ -95,6 +95,11 @@ class WholeParameters(ShardingStrategy):
         # frozen since the backward pass, a parameter is still updated once more
         if not any(param.requires_grad or param.grad is not None for param in message):
             return None, None
+        if any(param.dtype != message[0].dtype for param in message):
+            raise RuntimeError(
+                "a part of the module was cast after the optimizer was created; convert modules "
+                "before"
+            )
         if len(message) == 1 and message[0].is_contiguous():
             # received in place
             tensor, packed = message[0].detach(), None

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lib.core.hardware import keep_freed_memory, peak_flops
+from lib.core.hardware import freed_memory_kept, peak_flops
 from lib.core.settings import to_dict
 from lib.data.batches import read_sequences
 from lib.ddp.process_group import (
@@ -167,19 +167,28 @@ def train(
     """
     deadline = time.monotonic() + (config.max_seconds or math.inf)
     # ranks wait in this group while rank 0 works alone, however long a slow disk or a lock takes
-    waiting = patient_group()
+    with patient_group() as waiting:
+        return _train(config, on_metrics, deadline, waiting)
+
+
+def _train(
+    config: TrainConfig,
+    on_metrics: Callable[[dict[str, Any]], None] | None,
+    deadline: float,
+    waiting: dist.ProcessGroup | None,
+) -> TrainResult:
+    """Train or resume until `deadline`; ranks wait in the group `waiting`."""
     run = open_run(config, waiting)
     finished = on_first_rank(lambda: finished_checkpoint(run))
     if finished is not None:
         # nothing is written, so that the disk may be read-only
         log.info("%s is up to date: %s steps", run.folder, config.steps)
         return TrainResult("up to date", config.steps, None, run.folder, finished)
-    if run.device.type == "cpu":
-        keep_freed_memory()
     asked, taken = config.optimizer.warmup_steps, config.warmup_steps
     if taken < asked and rank() == 0:
         log.info("warm-up takes %d of %d steps, not %d", taken, config.steps, asked)
     with (
+        freed_memory_kept(run.device.type),
         numerics(tf32=config.tf32, deterministic=config.deterministic),
         hold_folder(run, waiting) as checkpoint,
         stop_signals() as stop,

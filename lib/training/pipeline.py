@@ -15,6 +15,8 @@ from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.config import PipelineConfig
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from lib.training.loop import TrainResult
 
 
@@ -30,13 +32,22 @@ def run_pipeline(
         The rows of `tokenize_corpus` (none with `skip_data`), the result of the training, and each
         prompt with its continuation (none if the training was stopped).
     """
-    from lib.ddp.process_group import on_each_rank, on_first_rank, patient_group
+    from lib.ddp.process_group import patient_group
+
+    with patient_group() as group:
+        return _run_pipeline(config, progress_bar, group)
+
+
+def _run_pipeline(
+    config: PipelineConfig, progress_bar: ProgressBar, group: ProcessGroup | None
+) -> tuple[list[dict[str, Any]], TrainResult, list[str]]:
+    """`run_pipeline`, whose ranks wait for rank 0 in `group`."""
+    from lib.ddp.process_group import on_each_rank, on_first_rank
     from lib.training.generation import generate_text, load_model
     from lib.training.loop import train
     from lib.training.run_folder import check_machine
 
     rows, training = [], config.train
-    group = patient_group()
     # check first: making a corpus may take long
     on_each_rank(lambda: check_machine(training))
     on_first_rank(lambda: make_folder(training.output or training.runs_dir))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,8 @@ class TrainStep:
             model.around_block = checkpoint_activations(
                 every=config.checkpointed_blocks, keep=config.activation_checkpointing
             )
+        # what the compiler is set to while a step runs
+        self.compiler_settings: Callable[[], Any] = contextlib.nullcontext
         if config.compile:
             self._compile()
         self.lr = torch.zeros((), device=device)
@@ -136,10 +139,11 @@ class TrainStep:
             self.has_begun = True
         self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
         self.lr.fill_(lr)
-        if self.config.cuda_graph:
-            self._replay()
-        else:
-            self._step()
+        with self.compiler_settings():
+            if self.config.cuda_graph:
+                self._replay()
+            else:
+                self._step()
         self.unread += 1
 
     def _check(self, sequences: Tensor) -> None:
@@ -277,7 +281,9 @@ class TrainStep:
         self.model.compile_blocks()
         if self.config.ddp_wrapper == "torch_ddp":
             # it would split graphs at its buckets, but blocks are small enough
-            torch._dynamo.config.optimize_ddp = False
+            self.compiler_settings = functools.partial(
+                torch._dynamo.config.patch, optimize_ddp=False
+            )
 
     # CUDA graph
 
@@ -335,6 +341,7 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         # older releases of PyTorch refuse matmuls on a GPU without it
@@ -350,3 +357,5 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         if torch.are_deterministic_algorithms_enabled() != was_deterministic:
             torch.use_deterministic_algorithms(was_deterministic)
         torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -254,6 +255,86 @@ def check_what_cannot_be_averaged_is_refused_by_name() -> None:
     assert message.startswith("ValueError: the gradient of weight must be dense"), message
 
 
+def check_parameters_in_another_order_on_another_rank_are_refused() -> None:
+    def in_order() -> nn.Module:
+        names = ("abc", "cab")[rank()]
+        return nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
+
+    for name in (*OURS, "torch_ddp"):
+        message = message_of(lambda: wrap(name, in_order()))  # noqa: B023
+        assert message == (
+            "ValueError: the order must be the same on all ranks, but at position 0 is a.weight on "
+            "rank 0 and c.weight on rank 1"
+        ), message
+
+
+def check_a_wrapped_module_or_one_with_a_wrapped_part_is_refused() -> None:
+    for first, second in itertools.product((*OURS, "torch_ddp"), repeat=2):
+        message = message_of(lambda: wrap(second, wrap(first, stack())))  # noqa: B023
+        words = "ValueError: module must not be wrapped already, but it is "
+        assert message.startswith(words), message
+        part = nn.Sequential(wrap(first, stack()), nn.Linear(3, 3))
+        message = message_of(lambda: wrap(second, part))  # noqa: B023
+        assert message.startswith("ValueError: module must not be wrapped already, but 0 is "), (
+            message
+        )
+
+
+def check_a_wrapper_of_another_kind_replaces_the_first_one() -> None:
+    for first, second in (("torch_ddp", "flat"), ("overlap", "torch_ddp")):
+        module = stack()
+        replaced = wrap(first, module)
+        step_of(replaced)
+        model = wrap(second, module)
+        for _ in range(3):
+            model.zero_grad()
+            step_of(model)
+            check_mean(module, copy.deepcopy(module), f"{first}, then {second}")
+        message = message_of(lambda: step_of(replaced))  # noqa: B023
+        assert message.startswith("RuntimeError: the module has been wrapped again"), message
+
+
+def check_a_copy_is_refused_where_it_would_not_average() -> None:
+    group = dist.new_group([0, 1])
+    for name in (*OURS, "torch_ddp"):
+        model = wrap(name, stack(), group=group)
+        for copied in (copy.deepcopy, pickle.dumps):
+            message = message_of(lambda: copied(model))  # noqa: B023
+            words = f"TypeError: {type(model).__name__} with a group of its own cannot be copied"
+            assert message.startswith(words), message
+        step_of(model)
+    for name in OURS:
+        model = wrap(name, stack())
+        model(torch.ones(2, 4)).sum().backward()
+        message = message_of(lambda: copy.deepcopy(model))  # noqa: B023
+        assert message.startswith("RuntimeError: a wrapper whose gradients were not"), message
+        model.finish_gradient_synchronization()
+        # a copy overlaps and checks as the original does
+        twin = copy.deepcopy(model)
+        twin.zero_grad()
+        twin(torch.ones(2, 4)).sum().backward()
+        message = message_of(lambda: twin(torch.ones(2, 4)))  # noqa: B023
+        assert message.startswith("RuntimeError: forward after a backward pass"), message
+        twin.finish_gradient_synchronization()
+
+
+def check_a_part_that_was_cast_is_averaged_or_refused_by_name() -> None:
+    makes = WRAPPERS | {"torch_ddp": lambda module: wrap("torch_ddp", module)}
+    for (name, make), dtypes in itertools.product(
+        makes.items(), itertools.permutations((torch.float32, torch.float64))
+    ):
+        module = Mixed()
+        module.b.to(dtypes[0])
+        model = make(module)
+        step_of(model, width=3)
+        model.zero_grad()
+        module.b.to(dtypes[1])
+        message = message_of(lambda: step_of(model, width=3))  # noqa: B023
+        assert message == "no error" or "cast after it was wrapped" in message, (name, message)
+        if message == "no error":
+            check_mean(module, copy.deepcopy(module), name, width=3)
+
+
 def check_settings_that_differ_between_ranks_are_named() -> None:
     different: dict[str, Callable[[], nn.Module]] = {
         "bucket_cap_mb must be the same": lambda: BucketedDDP(stack(), bucket_cap_mb=1 + rank()),
@@ -302,7 +383,7 @@ class Mixed(nn.Module):
         self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x).double()).float())
+        return self.c(self.b(self.a(x).to(self.b.weight.dtype)).float())
 
 
 def check_parameters_of_several_dtypes_and_initial_weights_that_differ() -> None:

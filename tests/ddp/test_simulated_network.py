@@ -149,5 +149,5 @@ def test_what_no_network_can_have_is_refused(make, words):
 )
 def test_a_fault_of_a_rank_that_is_not_there_is_refused(fault):
     network = dataclasses.replace(PCIE, **fault)
-    with pytest.raises(ValueError, match="must be below the number of ranks, 2, got (9|2)"):
+    with pytest.raises(ValueError, match=r"must be below the number of ranks, 2, got (9|2)"):
         launch(int, 2, backend=network)

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.process_group import barrier, current_device, on_first_rank, rank
+from lib.ddp.process_group import (
+    barrier,
+    broadcast_module,
+    current_device,
+    on_first_rank,
+    rank,
+)
+from lib.ddp.wrappers import wrap
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm, grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
@@ -500,6 +507,84 @@ def check_what_cannot_be_trained_is_refused_by_name() -> None:
     for words, action in wrong.items():
         assert message_of(action).startswith(words), message_of(action)
     assert len(later.param_groups) == 1
+
+
+def check_parameters_in_another_order_or_with_other_values_are_refused() -> None:
+    for how in HOWS.values():
+        torch.manual_seed(0)
+        module = stack((4, 4, 4))
+        params = list(module.parameters())[:: 1 - 2 * rank()]
+        made = ShardedOptimizer(params, torch.optim.SGD, lr=0.1, **how)
+        message = message_of(made.step)
+        words = "ValueError: parameters must be given in the same order and start with the same "
+        assert message.startswith(words), message
+        assert "but parameter 0, of shape (4, 4), has other values on rank 1" in message
+        # names, if there are any, tell at once, even if all values are the same
+        named = list(nn.ParameterDict({n: torch.zeros(3) for n in "ab"}).named_parameters())
+        message = message_of(
+            lambda: ShardedOptimizer(named[:: 1 - 2 * rank()], torch.optim.SGD, lr=0.1, **how)  # noqa: B023
+        )
+        assert "parameter 0 must be the same on all ranks, but is a float32 (3,)" in message
+        # and those of a group that is added
+        torch.manual_seed(0)
+        made = made_of(stack(), SGD, **how)
+        backward(stack())
+        made.step()
+        torch.manual_seed(rank())
+        made.add_param_group({"params": stack().parameters()})
+        assert "parameter 3, of shape (6, 4), has other values" in message_of(made.step)
+
+
+def check_gradients_that_a_wrapper_averages_are_not_averaged_again() -> None:
+    words = "ValueError: reduces_gradients must be False for the parameters of a wrapper"
+    for name, how in itertools.product(("flat", "overlap", "torch_ddp"), AVERAGING.values()):
+        model = wrap(name, stack())
+        message = message_of(lambda: made_of(model, SGD, **how))  # noqa: B023
+        assert message.startswith(words), message
+        # wrapped afterwards
+        module = stack()
+        broadcast_module(module)
+        made = made_of(module, SGD, **how)
+        model = wrap(name, module)
+        backward(model)
+        model.finish_gradient_synchronization()
+        message = message_of(made.step)
+        assert message.startswith(words), message
+
+
+def check_a_norm_that_is_negative_is_refused_with_or_without_gradients() -> None:
+    for how in HOWS.values():
+        made = made_of(stack(), SGD, **how)
+        message = message_of(lambda: made.clip_grad_norm(-1.0))  # noqa: B023
+        assert message == "ValueError: max_norm must be at least 0, got -1.0", message
+        assert float(made.clip_grad_norm(1.0)) == 0.0
+
+
+def check_float64_is_clipped_in_float64() -> None:
+    for name, how in HOWS.items():
+        module, made, alone, plain = twins(SGD, how, stack().double())
+        backward(module, 0)
+        backward(alone, 0)
+        norm = made.clip_grad_norm(1e-3)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1e-3))
+        assert norm.dtype == torch.float64
+        update(made, plain)
+        check_equal(module, alone, name, atol=1e-15)
+
+
+def check_a_part_that_was_cast_is_updated_or_refused_by_name() -> None:
+    for index, (name, how) in itertools.product(range(3), HOWS.items()):
+        module, made, alone, plain = twins(SGD, how)
+        for each in (module, alone):
+            each[index].double()
+            for param in each.parameters():
+                param.grad = torch.ones_like(param)
+        message = message_of(made.step)
+        plain.step()
+        if message == "no error":
+            check_equal(module, alone, name)
+        else:
+            assert "was moved to other memory" in message or "was cast" in message, (name, message)
 
 
 def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:

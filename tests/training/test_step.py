@@ -151,6 +151,7 @@ def test_the_global_switches_are_restored(monkeypatch):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     after = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     assert after == before
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_a_switch_that_loads_the_compiler_is_left_alone_where_nothing_needs_it(monkeypatch):
