@@ -644,8 +644,11 @@ def _create(options: Any, network: Network | None) -> SimulatedGroup:
     network = network or dist.group.WORLD.network  # type: ignore
     rank, size, store = options.group_rank, options.group_size, options.store
     if rank == 0:
-        folder = tempfile.mkdtemp(prefix="network-", dir=os.environ.get(JOB_FOLDER))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        job = os.environ.get(JOB_FOLDER)
+        folder = tempfile.mkdtemp(prefix="network-", dir=job)
+        # in a job the launcher removes it, when no rank reads from it any more
+        if job is None:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
         store.set("folder", folder)
     folder = store.get("folder").decode()
     return SimulatedGroup(network, folder, rank, size, options.timeout.total_seconds())

@@ -1,5 +1,8 @@
 """The machine: devices, dtypes and peaks; ordered work on several processors."""
 
+import platform
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from lib.core import hardware
+from lib.core.files import ROOT
 from lib.core.hardware import ordered_map, peak, pick_device, pick_dtype
 
 
@@ -97,3 +101,33 @@ def test_jobs_are_taken_only_so_far_ahead():
         assert next(results) == 0
         assert len(taken) == 3
         results.close()
+
+
+KEPT = """
+from lib.core.hardware import freed_memory_kept, keep_freed_memory
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+def kept_mib():
+    before = resident_mib()
+    blocks = [bytearray(2**20) for _ in range(200)]
+    del blocks
+    return resident_mib() - before
+
+inside = []
+for device in ("cpu", "cuda"):
+    with freed_memory_kept(device):
+        inside.append(kept_mib())
+    inside.append(kept_mib())
+keep_freed_memory()
+with freed_memory_kept("cpu"):
+    pass
+print(*[size > 150 for size in (*inside, kept_mib())])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_kept_in_the_block_alone_unless_it_is_kept_for_good():
+    done = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "False", "False", "True"], done.stderr

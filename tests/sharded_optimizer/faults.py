@@ -122,6 +122,10 @@ FAULTS = [
     ),
     # ranks with different optimizers
     Fault(OPTIMIZER, '"optimizer_cls": type(empty).__qualname__', '"reduces": ""', TEST),
+    # parameters in another order on another rank
+    Fault(OPTIMIZER, "            self._check_values()\n", "", ON_TWO_RANKS),
+    # a wrapper averages the same gradients
+    Fault(FLAT, "        self._check_not_wrapped(params)\n", "", ON_TWO_RANKS),
     # a parameter trained twice
     Fault(OPTIMIZER, 'require(is_once, "params must', 'require(True, "params must', TEST),
 ]

@@ -256,6 +256,8 @@ def watched_run(config: TrainConfig) -> dict:
     """A run by all ranks, and what each of them wrote."""
     records, saved, opened = [], [], []
     save, enter = lib.training.loop.save_checkpoint, MetricsLog.__enter__
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
     with (
         mock.patch.object(
             lib.training.loop,
@@ -265,7 +267,9 @@ def watched_run(config: TrainConfig) -> dict:
         mock.patch.object(MetricsLog, "__enter__", lambda log: opened.append(1) or enter(log)),
     ):
         result = train(config, on_metrics=records.append)
-    return {"result": result, "records": records, "saved": saved, "logs": len(opened)}
+    return {"result": result, "records": records, "saved": saved, "logs": len(opened)} | {
+        "groups left": len(groups) - before
+    }
 
 
 def stop_before(number: int, config: TrainConfig, on_rank: int = 0) -> int:
@@ -404,7 +408,10 @@ def two_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 def compiled(ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Compiled steps."""
-    return each_way({name: {"compile": True} | how for name, how in ways.items()})
+    before = torch._dynamo.config.optimize_ddp
+    found = each_way({name: {"compile": True} | how for name, how in ways.items()})
+    assert torch._dynamo.config.optimize_ddp is before
+    return found
 
 
 def dies_in_saving(config: TrainConfig) -> None:

@@ -306,6 +306,7 @@ def test_a_run_is_that_of_one_process_written_once_and_known_to_all(ranks, folde
     assert first["logs"] == 1
     assert first["records"] == read_metrics(folder / "run" / "metrics.jsonl")
     assert (second["saved"], second["logs"], second["records"]) == ([], 0, [])
+    assert (first["groups left"], second["groups left"]) == (0, 0)
     assert checkpoint_names(folder / "run") == ["step-00000008", "step-00000012"]
     result = first["result"]
     assert result == second["result"]
