@@ -7,25 +7,45 @@ passes of `lib.model.elementwise_cpu`. The formulas below run everywhere else.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lib.core.hardware import runs_triton
+from lib.core.terminal import warn_once
 from lib.model import elementwise_cpu
+
+# The kernels in Triton compute in float32.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+log = logging.getLogger(__name__)
+
+
+def takes_triton(x: Tensor) -> bool:
+    """Whether kernels in Triton run on x: at most float32, on a CUDA GPU, with Triton installed."""
+    if not x.is_cuda or x.dtype not in KERNEL_DTYPES:
+        return False
+    if runs_triton(x.device):
+        return True
+    if not torch.compiler.is_compiling():
+        message = "Triton is not installed: norms, SwiGLU, RoPE and the loss run as PyTorch's own"
+        warn_once(log, f"{message} operators, which are slower")
+    return False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, rounded to the dtype of x.
 
-    Computed in float32 because squares overflow in float16 and swallow `eps` in bfloat16.
+    Computed in at least float32 because squares overflow in float16 and swallow `eps` in bfloat16.
 
     Args:
         x: (..., d_model), any floating-point type.
         weight: (d_model,).
     """
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.device.type == "cpu":
-        return elementwise_cpu.rms_norm(wide, weight.float(), eps).to(x.dtype)
+        return elementwise_cpu.rms_norm(wide, weight.to(wide.dtype), eps).to(x.dtype)
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
     return (wide * inverse_rms * weight).to(x.dtype)
 
@@ -40,7 +60,7 @@ def swiglu(gate_and_value: Tensor, *, use_kernels: bool = True) -> Tensor:
     Returns:
         (..., d_ff).
     """
-    if use_kernels and gate_and_value.is_cuda:
+    if use_kernels and takes_triton(gate_and_value):
         from lib.model.elementwise_triton import swiglu
 
         return swiglu(gate_and_value)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lib.flash_attention.inputs import autocast
 from lib.model.costs import CHUNK_BYTES
+from lib.model.elementwise import takes_triton
 
 # The most logits in memory at once on a GPU, as a fraction of its memory.
 CHUNK_PART = 1 / 32
@@ -84,9 +86,7 @@ def linear_cross_entropy(
             "targets must be (tokens,) and hidden (tokens, d_model) with at least one token, got "
             f"{tuple(targets.shape)} and {tuple(hidden.shape)}"
         )
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = autocast(hidden, weight)
     if chunk_tokens is None:
         token_bytes = len(weight) * hidden.element_size()
         chunk_tokens = max(1, int(_chunk_bytes(hidden.device)) // token_bytes)
@@ -144,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.is_used = True
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_loss * ctx.scale
-        if grad_hidden.is_cuda:
+        if takes_triton(grad_hidden):
             # PyTorch takes four times as long for a bfloat16 tensor times a float32 scalar
             from lib.model.loss_triton import scale_
 
@@ -161,11 +161,11 @@ def _loss_and_grad(
     losses times that factor:
     d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
     """
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         from lib.model.loss_triton import loss_and_grad
 
         return loss_and_grad(logits, targets, z_loss, grad_factor)
-    # in place, with one exponential per logit: on a CPU each pass over the logits counts
+    # in place, with one exponential per logit: each pass over the logits counts
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (chunk,)
     highest = x.amax(-1)

@@ -29,13 +29,13 @@ def loss_and_grad(
 
     Args:
         logits: (tokens, vocab) float32, bfloat16 or float16, rows contiguous; computed in float32.
-        targets: (tokens,) int64. The loss of a target outside the vocabulary is NaN.
+        targets: (tokens,) int64, of any stride. The loss of one outside the vocabulary is NaN.
         grad_factor: scale of the gradient of the sum of losses; None: the logits stay.
 
     Returns:
         (tokens,) float32.
     """
-    needs_grad = grad_factor is not None
+    needs_grad, targets = grad_factor is not None, targets.contiguous()
     if needs_grad and loss_gluon and loss_gluon.programs_per_multiprocessor(logits) >= 2:
         return loss_gluon.loss_and_grad(logits, targets, z_loss, grad_factor)
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)

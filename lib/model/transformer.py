@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.model.attention import KVCache, attend
 from lib.model.config import ModelConfig
-from lib.model.elementwise import rms_norm, swiglu
+from lib.model.elementwise import rms_norm, swiglu, takes_triton
 from lib.model.loss import linear_cross_entropy
 
 
@@ -74,7 +74,7 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
 
-    Computed in float32 whatever the dtype of x; the result has the dtype of x.
+    Computed in at least float32; the result has the dtype of x.
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5, *, device=None, dtype=None) -> None:
@@ -134,36 +134,68 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, got {head_dim}")
-        # in float64: an angle of many turns has few digits left in float32
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
-        frequencies = theta ** (-pairs / head_dim)
-        positions = torch.arange(max_length, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, frequencies)  # (max_length, head_dim / 2)
+        self.head_dim, self.max_length, self.theta = head_dim, max_length, theta
         # not saved, since they follow from the arguments
         device = torch.get_default_device() if device is None else device
-        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
+        cos, sin = self._tables(torch.float32, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of all angles, (max_length, head_dim / 2) each."""
+        # in float64: an angle of many turns has few digits left in float32
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
+        frequencies = self.theta ** (-pairs / self.head_dim)
+        positions = torch.arange(self.max_length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, frequencies)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """Move the tables; they stay float32 in a model of any dtype, and `to_empty` fills them."""
+        before = self.cos
+        super()._apply(fn, recurse)
+        if self.cos is not before:
+            self.cos, self.sin = self._tables(torch.float32, self.cos.device)
+        return self
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out.
 
         Raises:
-            ValueError: x is longer than max_length.
+            ValueError: x is longer than max_length, or has another head_dim.
             IndexError: a position is below 0, or max_length or more; on a GPU, an assertion fails.
         """
+        if x.shape[-1] != self.head_dim or not x.is_floating_point():
+            shape = tuple(x.shape)
+            raise ValueError(
+                f"x must be (..., length, {self.head_dim}) floating-point numbers, got {shape} "
+                f"{x.dtype}"
+            )
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (self.cos, self.sin) if wide == torch.float32 else self._tables(wide, x.device)
         if positions is None:
-            length, longest = x.shape[-2], len(self.cos)
+            length, longest = x.shape[-2], len(cos)
             if length > longest:
                 raise ValueError(f"x must have at most max_length {longest}, got {length}")
-            cos, sin = self.cos[:length], self.sin[:length]
+            cos, sin = cos[:length], sin[:length]
         else:
             # as in an embedding, no position may be negative
-            cos = F.embedding(positions, self.cos)  # (..., length, head_dim / 2)
-            sin = F.embedding(positions, self.sin)
+            cos = F.embedding(positions, cos)  # (..., length, head_dim / 2)
+            sin = F.embedding(positions, sin)
         # a pair is a complex number, and rotating it multiplies it by e^(i angle)
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (..., head_dim / 2)
-        rotated = pairs * torch.complex(cos.float(), sin.float())
+        pairs = torch.view_as_complex(_in_pairs(x.to(wide)))  # (..., head_dim / 2)
+        rotated = pairs * torch.complex(cos, sin)
         return torch.view_as_real(rotated).flatten(-2).to(x.dtype)  # (..., length, head_dim)
+
+
+def _in_pairs(x: Tensor) -> Tensor:
+    """x, (..., head_dim), as (..., head_dim / 2, 2); a copy unless its pairs lie side by side."""
+    *strides, last = x.stride()
+    # torch.compile knows no offset into a storage
+    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
+    if last != 1 or offset % 2 or any(stride % 2 for stride in strides):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.unflatten(-1, (-1, 2))
 
 
 class CausalSelfAttention(nn.Module):
@@ -399,7 +431,7 @@ class TransformerLM(nn.Module):
         return x
 
     def _is_fused(self, x: Tensor) -> bool:
-        return self.uses_kernels and x.is_cuda and self.config.norm == "pre"
+        return self.uses_kernels and self.config.norm == "pre" and takes_triton(x)
 
     def _blocks(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
         for index, layer in enumerate(self.layers):

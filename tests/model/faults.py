@@ -55,8 +55,8 @@ FAULTS = [
     # frequencies of the wrong width
     Fault(
         "lib/model/transformer.py",
-        "theta ** (-pairs / head_dim)",
-        "theta ** (-pairs / (2 * head_dim))",
+        "theta ** (-pairs / self.head_dim)",
+        "theta ** (-pairs / (2 * self.head_dim))",
         "tests/model/test_transformer.py",
     ),
     # a fused block no longer announces the norm that it ends with

@@ -150,16 +150,26 @@ def test_low_precision_error_is_at_most_twice_pytorchs(dtype, chunk_tokens, devi
         assert (a.double() - c).norm() <= 2 * (b.double() - c).norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_autocast_runs_the_matmul_in_bfloat16_and_the_loss_in_float32(dtype):
-    hidden, weight, targets = make_inputs(dtype=dtype)
+def test_autocast_runs_the_matmul_in_bfloat16_and_the_loss_in_float32():
+    hidden, weight, targets = make_inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(hidden, weight, targets)
     loss.backward()
     assert loss.dtype == torch.float32
-    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
     rounded = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
     assert loss.equal(rounded)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float64_stays_float64_under_autocast_and_on_a_gpu(device):
+    hidden, weight, targets = make_inputs(device=device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets) * 3
+    right = with_gradients(reference(hidden, weight, targets) * 3, hidden, weight)
+    for a, b in zip(with_gradients(loss, hidden, weight), right):
+        assert a.dtype == torch.float64
+        torch.testing.assert_close(a, b)
 
 
 def test_no_gradient_is_computed_when_none_is_wanted():
