@@ -8,6 +8,7 @@ how often they go through memory. The model calls `attend`, which splits and rot
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,12 @@ from torch import Tensor, nn
 
 from lib.core.hardware import runs_triton
 from lib.core.ranges import annotate
+from lib.core.terminal import warn_once
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.elementwise import takes_triton
 from lib.model.loss import softmax
 
+log = logging.getLogger(__name__)
 FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton", "flash_attention_cuda")
 
 
@@ -50,7 +54,7 @@ def attend(
         (batch, length, heads, head_dim).
     """
     is_plain = rope is not None and positions is None and norms is None and cache is None
-    if use_kernels and qkv.is_cuda and is_plain:
+    if use_kernels and is_plain and takes_triton(qkv):
         from lib.model.elementwise_triton import rotated_attention, rotated_qkv
 
         # FlashAttention's backward also undoes the rotation, and writes one gradient of `qkv`
@@ -107,7 +111,11 @@ def attention(
             are given, or `scale`, head_dim or the numbers of heads are out of range.
     """
     scale = _check(q, k, v, is_causal, mask, scale)
-    if kernel == "auto" or (mask is not None and kernel in FLASH_KERNELS):
+    if mask is not None and kernel in FLASH_KERNELS:
+        if not torch.compiler.is_compiling():
+            warn_once(log, f"{kernel} takes no mask but the causal one: sdpa runs instead")
+        kernel = "sdpa"
+    if kernel == "auto":
         kernel = "sdpa"
     if kernel == "sdpa" and not q.shape[1]:
         # without heads, PyTorch's kernel ends the process on some versions (2.11)
@@ -138,6 +146,8 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
 
         return reference.flash_attention
     if name == "flash_attention_triton":
+        if device.type == "cuda" and not runs_triton(device):
+            raise ValueError(f"{name} needs Triton, which is not installed; use sdpa")
         if not runs_triton(device):
             raise ValueError(f"device must be a CUDA GPU for {name}, got {device}; use sdpa")
         from lib.flash_attention import triton_attention
