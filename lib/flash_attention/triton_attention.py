@@ -109,8 +109,8 @@ def flash_attention(
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale must be more than 0, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
     check_device(q.device)
     if is_called_eagerly(q, k, v):
         return _EagerAttention.apply(q, k, v, is_causal, scale, precision, deterministic)

@@ -22,9 +22,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
 
 
+def is_transformed() -> bool:
+    """Whether `torch.func` transforms the call (vmap, grad): it takes PyTorch's operators alone."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def takes_triton(x: Tensor) -> bool:
     """Whether kernels in Triton run on x: at most float32, on a CUDA GPU, with Triton installed."""
-    if not x.is_cuda or x.dtype not in KERNEL_DTYPES:
+    if not x.is_cuda or x.dtype not in KERNEL_DTYPES or is_transformed():
         return False
     if runs_triton(x.device):
         return True
@@ -42,9 +47,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: (..., d_model), any floating-point type.
         weight: (d_model,).
+
+    Raises:
+        ValueError: x has another width, or holds no floating-point numbers.
     """
+    # one number would be multiplied by all weights
+    if x.shape[-1:] != weight.shape or not x.is_floating_point():
+        found = f"{tuple(x.shape)} {x.dtype}"
+        raise ValueError(f"x must be (..., {len(weight)}) floating-point numbers, got {found}")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and not is_transformed():
         return elementwise_cpu.rms_norm(wide, weight.to(wide.dtype), eps).to(x.dtype)
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (..., 1)
     return (wide * inverse_rms * weight).to(x.dtype)
@@ -59,12 +71,18 @@ def swiglu(gate_and_value: Tensor, *, use_kernels: bool = True) -> Tensor:
 
     Returns:
         (..., d_ff).
+
+    Raises:
+        ValueError: an odd number of columns.
     """
+    if gate_and_value.shape[-1] % 2:
+        width = gate_and_value.shape[-1]
+        raise ValueError(f"gate_and_value must have an even number of columns, got {width}")
     if use_kernels and takes_triton(gate_and_value):
         from lib.model.elementwise_triton import swiglu
 
         return swiglu(gate_and_value)
-    if gate_and_value.device.type == "cpu":
+    if gate_and_value.device.type == "cpu" and not is_transformed():
         return elementwise_cpu.swiglu(gate_and_value)
     gate, value = gate_and_value.chunk(2, dim=-1)  # (..., d_ff) each
     return F.silu(gate) * value

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from lib.flash_attention.inputs import autocast
 from lib.model.costs import CHUNK_BYTES
-from lib.model.elementwise import takes_triton
+from lib.model.elementwise import is_transformed, takes_triton
 
 # The most logits in memory at once on a GPU, as a fraction of its memory.
 CHUNK_PART = 1 / 32
@@ -33,6 +33,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def log_sum_exp(x: Tensor) -> Tensor:
     """log Σ exp(x) over the last dimension, without overflow: (..., n) -> (...)."""
     highest = x.amax(-1, keepdim=True)  # (..., 1)
+    highest = highest.masked_fill(highest.isinf(), 0)
     return (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
 
 
@@ -45,7 +46,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Returns:
         A scalar.
+
+    Raises:
+        ValueError: there is not one target for each row of logits.
     """
+    # those of other shapes would be read in part
+    if targets.shape != logits.shape[:-1]:
+        expected, shape = tuple(logits.shape[:-1]), tuple(targets.shape)
+        raise ValueError(f"targets must have shape {expected} of the logits' rows, got {shape}")
     x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
     return (log_sum_exp(x) - target_logits).mean()
@@ -78,9 +86,17 @@ def linear_cross_entropy(
         A scalar, float32 (float64 for float64 `hidden`). Its gradients can be taken once.
 
     Raises:
-        ValueError: `targets` does not have one id per token, there are no tokens, or `chunk_tokens`
-            is below 1.
+        ValueError: `targets` does not have one id per token, there are no tokens, `chunk_tokens`
+            is below 1, or `z_loss` is negative or NaN.
+        NotImplementedError: under a transform of `torch.func`.
     """
+    if is_transformed():
+        raise NotImplementedError(
+            "linear_cross_entropy supports no transforms of torch.func; take "
+            "cross_entropy(hidden @ weight.T, targets)"
+        )
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss must be at least 0, got {z_loss}")
     if targets.shape != hidden.shape[:1] or not len(hidden):
         raise ValueError(
             "targets must be (tokens,) and hidden (tokens, d_model) with at least one token, got "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Linear(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, *, stacked: int = 1, device=None, dtype=None) -> None:
         super().__init__()
+        if stacked < 1 or d_out % stacked:
+            raise ValueError(f"stacked must be a divisor of d_out {d_out}, got {stacked}")
         self.stacked = stacked
         self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
         self.reset_parameters()
@@ -132,8 +134,12 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, max_length: int, theta: float = 10000.0, *, device=None):
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {head_dim}")
+        if head_dim % 2 or head_dim < 2:
+            raise ValueError(f"head_dim must be even, and at least 2, got {head_dim}")
+        if max_length < 1 or not theta > 0:
+            raise ValueError(
+                f"max_length must be at least 1 and theta more than 0, got {max_length} and {theta}"
+            )
         self.head_dim, self.max_length, self.theta = head_dim, max_length, theta
         # not saved, since they follow from the arguments
         device = torch.get_default_device() if device is None else device
@@ -162,7 +168,8 @@ class RotaryEmbedding(nn.Module):
         """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out.
 
         Raises:
-            ValueError: x is longer than max_length, or has another head_dim.
+            ValueError: x is longer than max_length, or has another head_dim, or there is not one
+                position for each of its tokens.
             IndexError: a position is below 0, or max_length or more; on a GPU, an assertion fails.
         """
         if x.shape[-1] != self.head_dim or not x.is_floating_point():
@@ -179,6 +186,9 @@ class RotaryEmbedding(nn.Module):
                 raise ValueError(f"x must have at most max_length {longest}, got {length}")
             cos, sin = cos[:length], sin[:length]
         else:
+            if positions.shape[-1:] != x.shape[-2:-1]:
+                shapes = f"{tuple(positions.shape)} for x {tuple(x.shape)}"
+                raise ValueError(f"positions must be (..., length), got {shapes}")
             # as in an embedding, no position may be negative
             cos = F.embedding(positions, cos)  # (..., length, head_dim / 2)
             sin = F.embedding(positions, sin)
@@ -379,7 +389,22 @@ class TransformerLM(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The weight of the language-model head, (vocab_size, d_model)."""
+        if getattr(self.head, "bias", None) is not None:
+            raise ValueError("lm_head must have no bias, which the loss would leave out, got one")
         return self.head.weight
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights, as any module does; with `assign` a model on the meta device becomes real.
+
+        RoPE's angles, which are not saved, then follow the weights.
+        """
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        device = self.token_embeddings.weight.device
+        if self.rope is not None and self.rope.cos.device != device:
+            self.rope.to_empty(device=device)
+        return result
 
     def forward(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Return logits, (batch, length, vocab_size), for token ids (batch, length) int64.

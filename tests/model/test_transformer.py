@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.transformer import (
     CausalSelfAttention,
+    Linear,
     MeanLoss,
     RMSNorm,
     RotaryEmbedding,
     SiLUFeedForward,
     TransformerBlock,
     TransformerLM,
+    swiglu,
     truncated_normal_,
 )
 
@@ -97,7 +99,7 @@ def test_rope_multiplies_complex_numbers(head_dim, theta, dtype):
                 number = complex(x[batch, position, even], x[batch, position, odd]) * turn
                 ours = complex(rotated[batch, position, even], rotated[batch, position, odd])
                 assert abs(ours - number) < 9 * torch.finfo(dtype).eps * max(1, abs(number))
-    with pytest.raises(ValueError, match="head_dim must be even, got 7"):
+    with pytest.raises(ValueError, match="head_dim must be even, and at least 2, got 7"):
         RotaryEmbedding(7, 300, theta)
 
 
@@ -197,6 +199,71 @@ def test_other_shapes_than_those_of_the_formula_are_refused():
     for wrong in (torch.ones(2, 5, 6), torch.ones(2, 5, 8, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"x must be \(\.\.\., length, 8\) floating-point"):
             RotaryEmbedding(8, 5)(wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RMSNorm(8)(torch.ones(3, 7)), r"x must be \(\.\.\., 8\) floating-point .*, got"),
+        # one number would be multiplied by all weights
+        (lambda: RMSNorm(8)(torch.ones(3, 1)), r"got \(3, 1\) torch.float32"),
+        (lambda: RMSNorm(2)(torch.ones(3, 2, dtype=torch.int64)), "torch.int64"),
+        (lambda: swiglu(torch.ones(3, 7)), "an even number of columns, got 7"),
+        (lambda: Linear(4, 4, stacked=3), "stacked must be a divisor of d_out 4, got 3"),
+        (lambda: Linear(4, 4, stacked=0), "stacked must be a divisor of d_out 4, got 0"),
+        (lambda: RotaryEmbedding(0, 4), "head_dim must be even, and at least 2, got 0"),
+        (lambda: RotaryEmbedding(2, 0), "max_length must be at least 1"),
+        (lambda: RotaryEmbedding(2, 4, 0.0), "theta more than 0, got 4 and 0.0"),
+        (
+            lambda: RotaryEmbedding(8, 9)(torch.ones(2, 3, 8), torch.arange(1)),
+            r"positions must be \(\.\.\., length\), got \(1,\) for x \(2, 3, 8\)",
+        ),
+    ],
+)
+def test_parts_refuse_by_name_what_they_would_compute_wrongly(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_head_with_a_bias_is_refused():
+    model, token_ids = make_model(), make_token_ids(2, 8)
+    model.lm_head = nn.Linear(32, 61)
+    for call in (model, lambda ids: model.loss(ids, ids)):
+        with pytest.raises(ValueError, match="lm_head must have no bias"):
+            call(token_ids)
+    model.lm_head = nn.Linear(32, 61, bias=False)
+    torch.testing.assert_close(model(token_ids), model.lm_head(model.hidden(token_ids)))
+
+
+@pytest.mark.parametrize("tied_embeddings", [False, True])
+def test_a_model_on_the_meta_device_becomes_real_by_loading(tied_embeddings):
+    right, token_ids = make_model(tied_embeddings=tied_embeddings), make_token_ids(2, 8)
+    with torch.device("meta"):
+        filled, assigned = TransformerLM(right.config), TransformerLM(right.config)
+    assert filled(token_ids.to("meta")).shape == (2, 8, 61)
+    filled.to_empty(device="cpu").load_state_dict(right.state_dict())
+    assigned.load_state_dict(right.state_dict(), assign=True)
+    assert filled(token_ids).equal(right(token_ids))
+    assert assigned(token_ids).equal(right(token_ids))
+
+
+def test_gradients_of_each_sequence_and_of_several_models_come_from_torch_func():
+    models, token_ids = [make_model(), make_model()], make_token_ids(3, 6)
+    models[1].reset_parameters(seeded(5))
+    weights, _ = torch.func.stack_module_state(models)
+
+    def loss(weights, ids):
+        logits = torch.func.functional_call(models[0], weights, (ids[None],))
+        return logits.square().mean()
+
+    of_each = torch.vmap(torch.func.grad(loss), (None, 0))
+    grads = torch.vmap(of_each, (0, None))(weights, token_ids)  # (models, sequences, …)
+    for index, model in enumerate(models):
+        for row, ids in enumerate(token_ids):
+            model.zero_grad()
+            model(ids[None]).square().mean().backward()
+            for name, right in gradients(model).items():
+                torch.testing.assert_close(grads[name][index, row], right, rtol=1e-4, atol=1e-5)
 
 
 class DtypesMade(TorchDispatchMode):
