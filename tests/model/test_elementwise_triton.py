@@ -103,6 +103,21 @@ def test_the_kernel_of_rotated_attention_is_the_module_and_attention(device, dty
 
 
 @ON_KERNEL_DEVICES
+def test_eager_calls_of_rotated_attention_give_the_bits_of_its_operator(device):
+    from lib.model import elementwise_triton
+
+    rope = RotaryEmbedding(16, 40, device=device)
+    qkv = make_qkv((2, 33, 2, 16), torch.float16, device)
+    upstream = draw(2, 33, 2, 16, seed=1).to(qkv)
+    eager = elementwise_triton.rotated_attention(qkv, rope.cos, rope.sin)
+    assert "Eager" in type(eager.grad_fn).__name__
+    traced = elementwise_triton._rotated_attention(qkv, rope.cos, rope.sin)[0]
+    grads = [torch.autograd.grad(out, qkv, upstream)[0] for out in (eager, traced)]
+    assert eager.equal(traced)
+    assert grads[0].equal(grads[1])
+
+
+@ON_KERNEL_DEVICES
 @pytest.mark.parametrize("name", ["rotated_qkv", "rotated_attention"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "message"),
