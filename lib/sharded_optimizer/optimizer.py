@@ -237,7 +237,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks."""
+        """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
+
+        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
+        """
         self._take_gradients()
         if isinstance(self.inner, AdamW):
             norm = self.inner.grad_norm()
@@ -246,8 +249,8 @@ class ShardedOptimizer(Optimizer):
         if world_size(self.group) == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
-        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        device = next((param.device for param in params), norm.device)
+        params = [param for group in self.param_groups for param in group["params"]]
+        device = params[0].device if params else norm.device
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
@@ -255,7 +258,8 @@ class ShardedOptimizer(Optimizer):
             # counted once on each rank
             copies = grad_norm(shard.leaf for shard in self.strategy.copies).to(device)
             square -= (world_size(self.group) - 1) * copies.to(torch.float64).square()
-        return square.sqrt().float()
+        is_wide = any(param.dtype == torch.float64 for param in params)
+        return square.sqrt().to(torch.float64 if is_wide else torch.float32)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
