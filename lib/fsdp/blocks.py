@@ -39,7 +39,7 @@ class Block:
     ) -> None:
         self.modules, self.flats, self.index, self.stays = modules, flats, index, stays
         self.open: weakref.WeakSet[Use] = weakref.WeakSet()
-        self.is_sent = False
+        self.is_sent = self.is_reached = False
 
     def each(self, method: Callable[[FlatParameters], None]) -> None:
         """Call a method of all its flat parameters."""

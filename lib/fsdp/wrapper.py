@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -117,6 +118,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # Where the model is: the block that runs, and whether this is a pass forward or backward.
         self.running: Block | None = None
         self.is_in_forward = self.is_in_backward = False
+        # calls of blocks in the last forward pass, which are gone if nothing leads back to them
+        self.uses: list[tuple[Block, weakref.ref[Use]]] = []
         # blocks that backward has reached, and the one whose gradients were sent last
         self.reached: list[Block] = []
         self.sending: Block | None = None
@@ -180,6 +183,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for flat in self.flats:
             flat.follow_shards()
         self._let_stand_ins_gather()
+        self.uses.clear()
         self.is_in_forward = True
         self._show(in_pass=True)
         self.outside.each(FlatParameters.finish_gathering)
@@ -200,10 +204,14 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 f"notices the backward pass, got {type(output).__name__}"
             )
         self.has_unsent = True
+        for block, use in self.uses:
+            if use() is None:
+                # what the block left behind elsewhere, such as a loss, may still be used
+                self._keep(block, "returns what is not used")
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                # the first hook of backward, before any block's
-                tensor.register_hook(lambda grad: self._start_backward())
+                # the first hook of the pass's backward, before any block's
+                tensor.register_hook(functools.partial(_before_output, self, self.running))
 
     def before_part(self, part: nn.Module) -> None:
         """Gather the block of `part`, before its forward pass or before its weights are read."""
@@ -222,14 +230,17 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         watched = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if not watched and (not tensors or any(flat.is_trained for flat in block.flats)):
             self._keep(block, "returns no tensor that a gradient comes back to")
-        use = Use()
-        block.open.add(use)
+        if watched:
+            use = Use()
+            block.open.add(use)
+            self.uses.append((block, weakref.ref(use)))
         for tensor in watched:
             tensor.register_hook(functools.partial(_before_backward, self, block, use))
 
     def _enter(self, block: Block, step: int) -> None:
         """Gather `block`, prefetch the one that is `step` further, and release the one before."""
         before, self.running = self.running, block
+        block.is_reached |= self.is_in_backward
         if before is not None and before is not block and not before.stays:
             before.each(FlatParameters.release)
         block.each(FlatParameters.start_gathering)
@@ -270,11 +281,18 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self._show(in_pass=True)
             for block in self.all_blocks:
                 block.each(FlatParameters.notice_updates)
-                block.is_sent = False
+                block.is_sent, block.is_reached = False, block.stays
                 if block.stays:
                     block.each(FlatParameters.finish_gathering)
             # not called if an exception ends the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def before_output(self, last: Block | None) -> None:
+        """Begin the backward pass of a forward pass, which ended with block `last`."""
+        self._start_backward()
+        if last is not None:
+            # its weights may have been read without a call that could be noticed
+            self._enter(last, step=0)
 
     def before_backward(self, block: Block, use: Use) -> None:
         """Send the gradients of the blocks that backward has passed, and gather `block`."""
@@ -323,10 +341,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     def _check_complete(self, block: Block) -> None:
         for flat in block.flats:
             for name, whole in zip(flat.names, flat.whole):
-                if block.is_sent and whole.grad is not None:
+                if whole.grad is not None and (block.is_sent or not block.is_reached):
+                    why = "grew after it was sent" if block.is_sent else "came unannounced"
                     raise RuntimeError(
-                        f"the gradient of {name} grew after it was sent: backward came back to its "
-                        "block; leave that out of blocks="
+                        f"the gradient of {name} {why}: backward must enter a block by what that "
+                        "returned, and once for each call; leave its module out of blocks="
                     )
 
     def _end_pass(self) -> None:
@@ -465,6 +484,10 @@ def _before_forward(fsdp: FSDP, part: nn.Module, args: Any) -> None:
 @torch.compiler.disable
 def _after_forward(fsdp: FSDP, block: Block, part: nn.Module, args: Any, output: Any) -> None:
     fsdp.after_part(block, output)
+
+
+def _before_output(fsdp: FSDP, last: Block | None, grad: Tensor) -> None:
+    fsdp.before_output(last)
 
 
 def _before_backward(fsdp: FSDP, block: Block, use: Use, grad: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Properties of FSDP, each a function that all ranks of a group run."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,9 @@ from lib.ddp.process_group import (
 from lib.ddp.simulated_network import simulated_group
 from lib.ddp.wrappers import wrap
 from lib.fsdp import FSDP, checkpoint_activations
-from lib.fsdp.language_model import FSDPShards
+from lib.fsdp.language_model import FSDPShards, ShardedLoss
+from lib.model.config import ModelConfig
+from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
@@ -451,3 +454,28 @@ def check_gradients_of_float64_keep_their_digits() -> None:
     model.finish_gradient_synchronization()
     assert module.weight.grad.dtype == torch.float64
     assert (module.weight.grad - 1 / 3).abs().sum() == 0
+
+
+def check_two_passes_of_a_language_model_share_a_backward() -> None:
+    """The head's matrix is read without calling it, last in each pass."""
+    for tied in (False, True):
+        config = ModelConfig(
+            vocab_size=11, context_length=4, d_model=8, num_layers=2, num_heads=2, d_ff=8
+        )
+        config = dataclasses.replace(config, tied_embeddings=tied)
+        device = current_device()
+        losses = []
+        for _ in range(2):
+            generator = torch.Generator(device).manual_seed(0)
+            model = TransformerLM(config, device=device, generator=generator)
+            losses.append(MeanLoss(model, device, None, 0.0))
+        alone, divided = losses[0], ShardedLoss(losses[1], None)
+        tokens = torch.arange(8, device=device).view(2, 1, 4)
+        for call in (alone, divided):
+            (call(tokens[0], tokens[1]) + call(tokens[1], tokens[0])).backward()
+        divided.finish_gradient_synchronization()
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (alone, divided)]
+        update(*optimizers)
+        full = divided.full_parameters()
+        for name, param in alone.named_parameters():
+            torch.testing.assert_close(full[name], param.detach())

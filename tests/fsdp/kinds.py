@@ -241,6 +241,40 @@ class Attributes(nn.Module):
         return self.layers[2].result + self.layers[0].result
 
 
+class Router(Residual):
+    """A block that leaves a loss of its own behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.loss = torch.tanh(F.linear(x, self.linear.weight)).mean()
+        return torch.tanh(self.linear(x))
+
+
+class SideLosses(nn.Module):
+    """The last block's output is not used, but its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Router() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.layers[1](self.layers[0](x))
+        self.layers[2](middle)
+        return middle + sum(layer.loss for layer in self.layers)
+
+
+class Unheard(nn.Module):
+    """A first block of which only the loss is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Router(), Residual(), Residual()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0](x)
+        return self.layers[2](self.layers[1](x)) * self.layers[0].loss
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -332,6 +366,8 @@ KINDS: dict[str, Kind] = {
     "shared": Kind(Shared),
     "outputs": Kind(Outputs),
     "attributes": Kind(Attributes),
+    "side losses": Kind(SideLosses),
+    "unheard": Kind(Unheard),
     "recurrent": Kind(Recurrent),
     "attention": Kind(Attention),
     "sometimes": Kind(Sometimes),
