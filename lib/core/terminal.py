@@ -1,11 +1,19 @@
 """Output for the user: stories on a terminal, progress bars, and one-line errors."""
 
 import contextlib
+import functools
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 
 BOLD, PLAIN = "\033[1m", "\033[0m"
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log a warning once in this process: something slower runs than what was asked for."""
+    logger.warning(message)
 
 
 class StoryPrinter:
