@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,6 +54,15 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
     """Write `content` (text as UTF-8, line endings unchanged) to `path`, whole or not at all."""
     with atomic_write(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_together(contents: Mapping[Path, str | bytes]) -> None:
+    """Write several files, as `write_atomically` one: none is replaced before all are on disk."""
+    with contextlib.ExitStack() as files:
+        for path, content in contents.items():
+            file = files.enter_context(atomic_write(path))
+            file.write(content.encode() if isinstance(content, str) else content)
+            sync(file)
 
 
 def make_folder(folder: str | os.PathLike) -> None:

@@ -1,14 +1,18 @@
-"""Notebook cells as they are shown and committed: the first one, static widgets, clean metadata."""
+"""Notebooks as files, and their cells as they are shown and committed: static widgets, metadata."""
 
 from __future__ import annotations
 
 import copy
 import html
 import re
+from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode, from_dict
 from nbformat.v4 import new_output
+
+from lib.core.files import write_atomically
 
 # Where the workbook is published; [project.urls] in pyproject.toml has the same address.
 REPOSITORY = "https://github.com/OWNER/training-workbook"
@@ -28,6 +32,22 @@ METADATA = {
 }
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read the notebook at `path`; a file that holds none is a ValueError with its path."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError:
+        raise
+    # nbformat raises whatever comes up
+    except Exception as error:
+        raise ValueError(f"{path} is no notebook: {str(error) or error!r:.100}") from error
+
+
+def save_notebook(path: Path, notebook: NotebookNode) -> None:
+    """Write `notebook` to `path`, whole or not at all."""
+    write_atomically(path, nbformat.writes(notebook) + "\n")
 
 
 def clean(notebook: NotebookNode) -> NotebookNode:
