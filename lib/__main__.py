@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lib.core.terminal import one_line, prepare_streams, reader_is_gone
+
 T = TypeVar("T")
 
 # Pipelines with a name: `--config tiny`.
@@ -29,10 +31,26 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command named by `arguments` (default: those of the process); return its exit code.
 
-    Errors that a user can fix are one line and exit code 2, an interruption is 130. `--debug`, or
-    WORKBOOK_DEBUG=1 in the environment, adds the traceback.
+    Errors that a user can fix are one line and exit code 2, an interruption is 130, a reader that
+    has gone (`| head`) 141. `--debug`, or WORKBOOK_DEBUG=1 in the environment, adds the traceback.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    prepare_streams()
+    try:
+        try:
+            return run_line(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        is_gone = reader_is_gone()
+        if not is_gone:
+            print_error(error, is_debug=False)
+        # Python's last flush would fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141 if is_gone else 2
+
+
+def run_line(arguments: list[str]) -> int:
+    """`main`, to a standard output that somebody reads."""
     is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
     logging.basicConfig(format="%(message)s", handlers=[LogAboveBars()])
@@ -65,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         return 130
     except (OSError, ValueError, ImportError, FloatingPointError) as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
         print_error(error, is_debug)
         return 2
     except RuntimeError as error:
@@ -753,8 +773,6 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
 
 def print_error(error: Exception, is_debug: bool) -> None:
     """Print `error` in one line, after its traceback if `is_debug`."""
-    from lib.core.terminal import one_line
-
     if is_debug:
         traceback.print_exc()
     print(f"error: {one_line(error)}", file=sys.stderr, flush=True)

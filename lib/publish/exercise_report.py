@@ -22,8 +22,7 @@ from lib.core.files import ROOT, write_atomically
 from lib.core.records import to_markdown
 from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
-from lib.publish.cells import read_notebook
-from lib.publish.run_notebooks import find_notebooks, run_past_errors
+from lib.publish.run_notebooks import find_notebooks, read_notebook, run_past_errors
 
 Result = Literal["passed", "failed", "not attempted", "blocked"]
 

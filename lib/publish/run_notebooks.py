@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,14 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 from traitlets.config import Config
 
-from lib.core.files import ROOT, claim_folder, write_together
+from lib.core.files import ROOT, claim_folder, folder_for_sockets, write_together
 from lib.core.hardware import available_cpus
 from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.publish.cells import clean, read_notebook, save_notebook, static_widgets
-from lib.publish.kernels import KERNEL_ARGUMENTS, NO_TERMINAL, connection
+from lib.publish.kernels import KERNEL_ARGUMENTS, NO_TERMINAL, UTF8, connection
 
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
@@ -316,7 +318,11 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     # Ctrl-C ends them without a word from the start, while they still import what they need
     quiet: dict = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
     pool = None
-    with context.Manager() as manager, contextlib.ExitStack() as pools:
+    # in a folder whose name is short enough for a socket
+    address = (
+        f"{folder_for_sockets()}/notebooks-{secrets.token_hex(8)}" if os.name == "posix" else None
+    )
+    with SyncManager(address, ctx=context) as manager, contextlib.ExitStack() as pools:
         events = manager.Queue()
         while waiting or running:
             # skip jobs that need a failed one, and start those that can start
@@ -471,6 +477,7 @@ def execute(
         on_cell=on_cell or (lambda count: None),
         env=({THREADS: str(threads)} if threads else {})
         | os.environ
+        | UTF8
         | ({STRICT: "1"} if strict else {}),
     )
 
@@ -495,7 +502,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
     client.log.setLevel(logging.WARNING)
-    return client.execute(env=os.environ | environment, **NO_TERMINAL)
+    return client.execute(env=os.environ | UTF8 | environment, **NO_TERMINAL)
 
 
 class _OneWayOutput(OutputWidget):

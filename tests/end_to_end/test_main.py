@@ -53,6 +53,64 @@ def raising(error):
     return function
 
 
+# Streams
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        # encodings that lack what is printed, of a terminal's or of a file's
+        ("PYTHONIOENCODING=cp1252 python benchmark --help", 0, "\\u2713 ×"),
+        ("PYTHONIOENCODING=ascii python benchmark --help", 0, "\\u2713 \\xd7"),
+        ("PYTHONIOENCODING=ascii:strict python nonsense", 2, "unknown command 'nonsense\\u2713'"),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 python benchmark --help", 0, "\\u2713 \\xd7"),
+        ("PYTHONUTF8=1 python benchmark --help", 0, "✓ ×"),
+        # of the processes that it starts
+        ("PYTHONIOENCODING=cp1252 python started", 0, "\\u2713 child"),
+        # streams that are closed, full, or that nobody reads
+        ("python benchmark --help >&-", 0, ""),
+        ("python nonsense >&- 2>&- <&-", 2, ""),
+        ("python started >&-", 0, ""),
+        ("python benchmark --help >/dev/full", 2, "error: No space left on device\n"),
+        ("set -o pipefail; python long | head -1", 141, "line 0\n"),
+        ("set -o pipefail; python train --help | true", 141, ""),
+    ],
+)
+def test_any_standard_stream_takes_any_text(tmp_path, redirection, code, said):
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""\
+import subprocess, sys
+sys.path.insert(0, {str(ROOT)!r})
+from lib import __main__ as command_line
+def started(config):
+    print("parent", flush=True)
+    subprocess.run([sys.executable, "-c", "print('\\u2713 child')"], check=True)
+def long(config):
+    for number in range(100_000):
+        print("line", number)
+Command, NoConfig = command_line.Command, command_line.NoConfig
+command_line.COMMANDS["benchmark x"] = Command("\u2713 \u00d7", NoConfig, print)
+for function in (started, long):
+    command_line.COMMANDS[function.__name__] = Command("", NoConfig, function)
+words = [word.replace("nonsense", "nonsense\u2713") for word in sys.argv[1:]]
+sys.exit(command_line.main(words))
+""",
+        encoding="utf-8",
+    )
+    line = redirection.replace("python", f"'{sys.executable}' '{program}'")
+    environment = {name: text for name, text in os.environ.items() if name[:4] != "LC_A"}
+    environment.pop("PYTHONIOENCODING", None)
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
+    output = (done.stdout + done.stderr).decode("cp1252" if "cp1252" in line else "utf-8")
+    assert done.returncode == code, output
+    assert said in output
+    assert "Traceback" not in output
+    assert "Exception ignored" not in output
+    if not said:
+        assert not output
+
+
 # Commands
 
 
