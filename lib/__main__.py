@@ -648,7 +648,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     if given.config is not None:
         default = read_config(cls, given.config)
     flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
-    flags = [full_flag(cls, flag) for flag in flags]
+    flags = [full_flag(cls, flag, command) for flag in flags]
     if importlib.util.find_spec("tyro") is None:
         return with_flags(default or cls(), flags)
     import tyro
@@ -729,29 +729,50 @@ def name_word(flags: list[str], field: str, *, takes_several: bool = False) -> l
     return named
 
 
-def full_flag(cls: type, flag: str) -> str:
+def full_flag(cls: type, flag: str, command: str) -> str:
     """The whole name of a flag, such as `--model.d_model` for `--d_model`.
 
     If several fields of `cls` and its parts have that name, it is the outermost, so that
     `--vocab_size` is the corpus's and not the model's.
 
     Raises:
-        ValueError: several are equally far out; lists them.
+        ValueError: there is no such flag, or several are equally far out; lists them.
     """
-    if not flag.startswith("--") or "." in flag.split("=")[0]:
+    if not flag.startswith("--") or flag in ("--", *HELP) or flag.startswith("--tyro"):
         return flag
     name, *value = flag[2:].split("=", 1)
-    name = name.replace("-", "_")
-    no = "no_" if name.startswith("no_") else ""
-    paths = field_paths(cls).get(name.removeprefix("no_"), [])
-    outermost = min((path.count(".") for path in paths), default=0)
+    *parents, last = name.replace("-", "_").split(".")
+    no = "no_" if last.startswith("no_") else ""
+    found = field_paths(cls)
+    paths = found.get(last.removeprefix("no_"), [])
+    if parents:
+        paths = [path for path in paths if path.split(".")[:-1] == parents]
+    if not paths:
+        raise ValueError(f"{command} has no flag --{name}; {hint_for(name, found, cls)}")
+    outermost = min(path.count(".") for path in paths)
     paths = [path for path in paths if path.count(".") == outermost]
     if len(paths) > 1:
         raise ValueError(f"{flag} can be {' or '.join(f'--{path}' for path in paths)}; name one")
-    if not paths:
-        return flag
     *parents, last = paths[0].split(".")
     return "=".join(["--" + ".".join([*parents, no + last]), *value])
+
+
+def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
+    """What a user may have meant by the flag `name`, given the `field_paths` found in `cls`."""
+    import difflib
+
+    # a step of the pipeline may be given the flag of another one
+    steps = [
+        step for step in ("pipeline", "tokenize", "train", "generate") if cls.__name__ in PIPELINE
+    ]
+    owners = [step for step in steps if name in field_paths(load(COMMANDS[step].config))]
+    if owners:
+        return f"{' and '.join(owners)} {'have' if len(owners) > 1 else 'has'} it"
+    known = [*found, *(path for paths in found.values() for path in paths)]
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean --{close[0]}?"
+    return f"it has {', '.join(f'--{each}' for each in found) or 'none'}"
 
 
 def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:

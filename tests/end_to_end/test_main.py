@@ -336,7 +336,6 @@ def test_a_flag_that_can_be_several_is_refused_with_all_of_them(capsys):
     [
         (["--corpus.vocab_size", "3"], "vocab_size must be"),
         (["--corpus.vocab_size", "many"], "--corpus.vocab_size"),
-        (["--vocab_sise", "300"], "--vocab_sise"),
         (["--implementation", "best"], "best"),
         (["--d_model", "30", "--num_heads", "4"], "num_heads"),
     ],
@@ -346,6 +345,24 @@ def test_wrong_flags_are_named(flags, message, capsys):
         parse(PipelineConfig, "pipeline", flags)
     assert caught.value.code == 2
     assert message in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --step 50", "train has no flag --step; did you mean --steps?"),
+        ("train --model.d_modell=3", "did you mean --model.d_model?"),
+        ("train --modle.d_model=3", "did you mean --model.d_model?"),
+        ("train --config shakespeare --corpus a.txt", "--corpus; pipeline and tokenize have it"),
+        ("tokenize --ddp_wrapper flat", "--ddp_wrapper; pipeline and train have it"),
+        ("generate --run X", "generate has no flag --run; it has --checkpoint, --prompts, "),
+        ("runs --all", "runs has no flag --all; it has --runs_dir"),
+        ("notebooks copy --force", "notebooks copy has no flag --force; it has none"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_what_was_meant(line, said, capsys):
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 # Errors and exit codes
