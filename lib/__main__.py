@@ -176,6 +176,15 @@ def tune_attention(config: TuneConfig) -> int:
     return 0
 
 
+def benchmark_attention(config: Any) -> list[dict]:
+    from lib.benchmarks.attention import benchmark_attention
+    from lib.benchmarks.attention_report import summary
+
+    records = benchmark_attention(config)
+    print(summary(records))
+    return records
+
+
 def print_corpus(rows: list[dict]) -> None:
     """Print the table of what was made of a corpus."""
     from lib.core.records import to_markdown
@@ -459,7 +468,7 @@ COMMANDS: dict[str, Command] = {
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
         "lib.benchmarks.attention:AttentionBenchmarkConfig",
-        "lib.benchmarks.attention:benchmark_attention",
+        benchmark_attention,
         prints="{config.output}/attention_sweep_report.md",
         interrupted=RESUMES,
     ),

@@ -18,12 +18,14 @@ from lib.core.files import write_atomically
 REPOSITORY = "https://github.com/OWNER/training-workbook"
 NAME = REPOSITORY.rsplit("/", 1)[1]
 # The first code cell of every notebook, word for word, and folded; `make lint` compares. The
-# workbook is in the folder above, in this one, or, for a notebook alone (as on Colab), fetched into
-# it. It looks for lib/lessons, since Kaggle has a lib of its own above the working folder.
-# JupyterLab shows the first line of what is folded.
+# workbook is in the folder above, in this one, or, for a notebook alone on Colab or Kaggle, fetched
+# into it: elsewhere that would be a second one. It looks for lib/lessons, since Kaggle has a lib of
+# its own above the working folder. JupyterLab shows the first line of what is folded.
 FIRST_CELL = f"""\
 # Find the workbook: in the folder above, here, or fetched
-!ls ../lib lib */lib 2>/dev/null | grep -q lessons || git clone --depth 1 {REPOSITORY}
+!ls ../lib lib */lib 2>/dev/null | grep -q lessons || \\
+    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && git clone --depth 1 {REPOSITORY}) || \\
+    echo "This notebook is not in its workbook: open it there, as make lab does."
 __import__("sys").path[:0] = ["..", ".", "{NAME}"]
 %load_ext lib.lessons.notebook"""
 METADATA = {

@@ -100,9 +100,7 @@ def test_the_bundle_takes_what_git_tracks_and_no_target_of_a_link(
     assert {p.name for p in bundle.rglob("*") if p.is_file() and b"SECRET" in p.read_bytes()} == (
         set() if is_checkout else taken
     )
-    said = (
-        f"{root} is no git checkout: all files in its lib/ go into the bundle"
-    )
+    said = f"{root} is no git checkout: all files in its lib/ go into the bundle"
     assert (said in capsys.readouterr().out) is not is_checkout
 
 
