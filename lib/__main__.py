@@ -805,7 +805,21 @@ def print_error(error: Exception, is_debug: bool) -> None:
     """Print `error` in one line, after its traceback if `is_debug`."""
     if is_debug:
         traceback.print_exc()
-    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+    print(f"error: {one_line(error)}{where_to_run(error)}", file=sys.stderr, flush=True)
+
+
+def where_to_run(error: Exception) -> str:
+    """What to run instead, for an `error` of a Python that lacks the workbook's packages."""
+    import importlib.util
+    import shlex
+
+    needed = ("lazy_loader", "torch", "tqdm", "nbformat")
+    if not isinstance(error, ModuleNotFoundError) or all(map(importlib.util.find_spec, needed)):
+        return ""
+    python = ".venv\\Scripts\\python" if os.name == "nt" else ".venv/bin/python"
+    first = "" if (PRESETS.parents[1] / python).exists() else "`make run` installs them; then "
+    words = shlex.join(sys.argv[1:])
+    return f". {sys.executable} lacks the workbook's packages: {first}run {python} -m lib {words}"
 
 
 if __name__ == "__main__":

@@ -203,7 +203,11 @@ class Renderer(IPythonRenderer):
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
         target = self.links.resolve(url) if self.links else url
-        return text if target is None else super().link(text, target, title)
+        if target is not None:
+            return super().link(text, target, title)
+        notebook = re.search(r"(\d\d)_\w+\.ipynb", url)
+        again = f"make run NOTEBOOKS={notebook[1]} adds it" if notebook else ""
+        return f'{text} <span title="{again}">(not in this report)</span>' if again else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         if self.links and not self.embed_images:

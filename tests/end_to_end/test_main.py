@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import importlib.util
 import io
 import json
 import logging
@@ -392,6 +393,24 @@ def test_errors_that_a_user_can_fix_are_one_line_and_exit_code_2(
     monkeypatch.setenv("WORKBOOK_DEBUG", "1")
     assert main(["try"]) == 2
     assert capsys.readouterr().err.count("Traceback") == 2
+
+
+def test_a_python_without_the_packages_is_told_which_one_has_them(tmp_path, monkeypatch):
+    # -S: without installed packages
+    command = [sys.executable, "-S", "-m", "lib", "train", "--config", "my file.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"No module named 'lazy_loader'. {sys.executable} lacks the workbook's" in done.stderr
+    assert done.stderr.endswith("run .venv/bin/python -m lib train --config 'my file.json'\n")
+    # with an environment or before there is one; nothing of packages that are extras
+    monkeypatch.setattr(command_line, "PRESETS", tmp_path / "lib/presets")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for first in ("`make run` installs them; then run", "packages: run"):
+        assert first in command_line.where_to_run(ModuleNotFoundError(name="torch"))
+        (tmp_path / ".venv/bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv/bin/python").touch()
+    monkeypatch.undo()
+    assert command_line.where_to_run(ModuleNotFoundError(name="gigatoken")) == ""
 
 
 def test_errors_of_the_program_keep_their_traceback(command):

@@ -376,6 +376,9 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     assert "square 16" in good.text
     links = {a.text: a["href"] for a in good.select("main p a")}
     assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py.html"}
+    # which is only named, with what to do
+    assert "later (not in this report)" in good.text
+    assert good.select_one("main p span[title]")["title"] == "make run NOTEBOOKS=06 adds it"
     assert about(root, "01_good")["records"] == ["workbook/artifacts/records.jsonl"]
     bad = page(root, "02_bad")
     (top,) = bad.select(".report-error")
