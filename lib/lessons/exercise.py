@@ -198,10 +198,8 @@ def _described(exercise: Exercise, result: Any, expected: Any) -> str:
     """What is wrong with a result, as a sentence."""
     if exercise.describe is None:
         return difference(result, expected)
-    if isinstance(result, Raised):
-        return str(result)
-    if result is NOT_FINISHED:
-        return difference(result, expected)
+    if trouble := trouble_of(result):
+        return trouble
     try:
         return exercise.describe(result, expected)
     # it counts on a result of the right kind
@@ -225,10 +223,8 @@ def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
     figures: dict[str, Any] = {}
     for name, function in compared.items():
         figures[name] = call(_measuring(exercise, function), (), MEASURING_LIMIT)
-        if isinstance(figures[name], Raised) or figures[name] is NOT_FINISHED:
-            return f"not yet: {tried}, but not where it is measured\n  " + difference(
-                figures[name], None
-            )
+        if trouble := trouble_of(figures[name]):
+            return f"not yet: {tried}, but not where it is measured\n  {trouble}"
     unit = f" {exercise.unit}".rstrip()
     told = ", ".join(f"{name} {_rounded(figure)}{unit}" for name, figure in figures.items())
     most = exercise.at_most * figures["the solution"] if exercise.at_most else math.inf
@@ -269,10 +265,15 @@ def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -
 
 def difference(yours: Any, expected: Any) -> str:
     """The first value in which a result differs from the expected one, as a sentence."""
-    if yours is NOT_FINISHED:
-        return "it did not finish in time; is there a loop that never ends?"
-    if isinstance(yours, Raised):
+    if trouble := trouble_of(yours):
         # a long result would bury the error
-        right = shown(expected)
-        return f"{yours}; expected {right}" if len(right) <= SHOWN_BESIDE_ERRORS else str(yours)
+        is_short = isinstance(yours, Raised) and len(shown(expected)) <= SHOWN_BESIDE_ERRORS
+        return f"{trouble}; expected {shown(expected)}" if is_short else trouble
     return first_difference(yours, expected)
+
+
+def trouble_of(result: Any) -> str | None:
+    """The error of a call, or that it did not finish, as a sentence; None where it has a result."""
+    if result is NOT_FINISHED:
+        return "it did not finish in time; is there a loop that never ends?"
+    return str(result) if isinstance(result, Raised) else None

@@ -117,7 +117,7 @@ def source_of(value: Any) -> str:
         return _class_source(value)
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
     # a solution, without the decorators of its check
-    if value.__module__.startswith("lib."):
+    if (value.__module__ or "").startswith("lib."):
         source = source[re.search(r"^def ", source, re.M).start() :]  # type: ignore[union-attr]
     return source
 
