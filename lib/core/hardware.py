@@ -221,9 +221,8 @@ def output_of(command: list[str]) -> str | None:
     # without GIT_DIR and the like, which a git hook sets for its own repository
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:
-        done = subprocess.run(
-            command, env=env | {"LC_ALL": "C"}, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, env=env | {"LC_ALL": "C"}, capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    # names of files may have bytes that are no text
+    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None

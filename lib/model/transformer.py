@@ -577,7 +577,7 @@ class MeanLoss(nn.Module):
     Args:
         device: of the model.
         autocast: dtype of matmuls under autocast; None: no autocast.
-        z_loss: as for `linear_cross_entropy`.
+        z_loss: as for `linear_cross_entropy`; added in training mode alone.
     """
 
     def __init__(
@@ -597,8 +597,9 @@ class MeanLoss(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over all tokens; inputs and targets are (batch, length) int64."""
+        z_loss = self.z_loss if self.training else 0.0
         with self.autocast():
-            return self.model.loss_of_hidden(self.hidden(inputs), targets, z_loss=self.z_loss)
+            return self.model.loss_of_hidden(self.hidden(inputs), targets, z_loss=z_loss)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Autocast to `dtype`, or a context that does nothing where it is None."""

@@ -77,7 +77,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import agree, on_each_rank, rank, world_size
+from lib.ddp.process_group import agree, is_sharded, on_each_rank, rank, world_size
 from lib.optimizer.adamw import AdamW, Optimizer
 from lib.optimizer.schedule import clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
@@ -141,6 +141,7 @@ class ShardedOptimizer(Optimizer):
         }
         self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
         self.has_stepped = False
+        self.shards_whole = isinstance(strategy, str)
         self.inner: torch.optim.Optimizer | None = None
 
         def checked() -> dict[str, str]:
@@ -162,7 +163,8 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for `copy.deepcopy` and pickle; `flat` on several ranks raises a TypeError."""
-        own = ("group", "optimizer_cls", "kwargs", "has_stepped", "strategy", "inner")
+        own = ("group", "optimizer_cls", "kwargs", "has_stepped", "shards_whole", "strategy")
+        own += ("inner",)
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -198,6 +200,11 @@ class ShardedOptimizer(Optimizer):
         params = itertools.chain.from_iterable(group["params"] for group in groups)
         for number, param in enumerate(params, start=self._num_params(first)):
             facts[f"parameter {number}"] = _describe(param)
+            require(
+                not self.shards_whole or not is_sharded(param),
+                f"parameter {number} must be whole, but is divided among the ranks already; give "
+                "the plain optimizer this rank's shards",
+            )
         for index, group in enumerate(groups, start=first):
             facts[f"length of parameter group {index}"] = str(len(group["params"]))
             for name, value in settings_of(group).items():

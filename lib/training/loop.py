@@ -308,7 +308,7 @@ def _evaluate(training: _Training) -> dict[str, float]:
     config, run = training.run.config, training.run
     _count_time(training)
     found = evaluate(
-        training.step.whole_model(),
+        training.step.evaluated_model(),
         run.validation_tokens,
         bytes_of_token(run.tokenizer),
         batch_size=config.batch_size,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lib.core.allocator import synchronize
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
@@ -24,7 +25,13 @@ from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
 from lib.training.config import TrainConfig
-from lib.training.parallelism import FULLY_SHARDED, OVERLAPPING, check_wrapper, parallelize
+from lib.training.parallelism import (
+    FULLY_SHARDED,
+    OVERLAPPING,
+    EvaluatedTogether,
+    check_wrapper,
+    parallelize,
+)
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -206,6 +213,16 @@ class TrainStep:
         self.loss_scale.mul_(factor).clamp_(1.0, LARGEST_LOSS_SCALE)
         self.good_steps.copy_(torch.where(grows, 0.0, good_steps))
 
+    def wait(self) -> None:
+        """Wait until the device has finished the last step, and on a CPU its all-gathers too.
+
+        A profiler must not stop before: gloo's threads write the end of each collective into its
+        log, which is freed by then.
+        """
+        synchronize(self.device)
+        if self.is_sharded and self.device.type == "cpu":
+            self.optimizer.wait_for_parameters()
+
     def read_log(self) -> list[StepLog]:
         """The report of each step since the last call; waits for the device and the other ranks."""
         if self.is_sharded:
@@ -236,15 +253,12 @@ class TrainStep:
         gather = getattr(self.parallel, "whole_state_dict", self.model.state_dict)
         return gather()
 
-    def whole_model(self) -> TransformerLM:
-        """The model, or a copy of it, with all weights of the last step on every rank.
-
-        All ranks call it.
-        """
+    def evaluated_model(self) -> TransformerLM | EvaluatedTogether:
+        """The model after the last step, for `evaluate`; all ranks call it."""
         if self.is_sharded:
             self.optimizer.wait_for_parameters()
-        copy = getattr(self.parallel, "whole_model", None)
-        return copy() if copy else self.model
+        is_divided = self.num_ranks > 1 and self.config.ddp_wrapper in FULLY_SHARDED
+        return EvaluatedTogether(self.loss, self.parallel) if is_divided else self.model
 
     @property
     def optimizer_model(self) -> TransformerLM | None:
