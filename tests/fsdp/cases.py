@@ -259,6 +259,8 @@ def check_state_is_whole_and_loads_elsewhere() -> None:
     expected = Net(seed=3).state_dict()
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    around = nn.ModuleDict({"inside": model}).state_dict()
+    assert all(torch.equal(around[f"inside.{name}"], whole[name]) for name in whole)
     other = FSDP(Net(seed=4), blocks=[])
     other.load_state_dict(whole)
     assert all(torch.equal(value, expected[n]) for n, value in other.state_dict().items())
