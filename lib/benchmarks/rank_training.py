@@ -389,13 +389,13 @@ class Training:
             path = Path(folder) / "trace.json"
             with torch.profiler.profile(activities=[activity], schedule=schedule) as profiler:
                 self.train(1)
-                synchronize(self.device)
+                self.step.wait()
                 profiler.step()
                 dist.barrier(hosts)
                 is_cpu = self.device.type == "cpu"
                 with core_ranges.enabled() if is_cpu else contextlib.nullcontext():
                     self.train(steps)
-                synchronize(self.device)
+                self.step.wait()
                 profiler.step()
             profiler.export_chrome_trace(str(path))
             self.read_losses()

@@ -26,7 +26,7 @@ from lib.benchmarks.multi_rank import Interleaved, run_benchmark
 from lib.benchmarks.rank_training import Training
 from lib.benchmarks.sharding_cases import ShardingConfig, compare_with_base
 from lib.benchmarks.sharding_report import write_report
-from lib.core.allocator import allocate_workspaces, synchronize, without_stderr
+from lib.core.allocator import allocate_workspaces, without_stderr
 from lib.core.records import Record
 from lib.ddp.process_group import gather_objects
 from lib.training.step import TrainStep
@@ -90,23 +90,16 @@ def measure_memory(
         training = make()
         log.mark("initialized")
         training.train(2)
-        _wait(training, device)
+        training.step.wait()
         # the step that is measured
         log.mark("begin")
         with _mark_moments(training.step, log.mark) as kinds:
             training.train(1)
-        _wait(training, device)
+        training.step.wait()
         log.mark("after_step")
     moments = log.bytes()
     activations = moments.pop("after_forward") - moments.pop("begin")
     return training, {**kinds, "activations": activations, **moments}
-
-
-def _wait(training: Training, device: torch.device) -> None:
-    """Wait for pending GPU work and all-gathers; gloo keeps copies until they finish."""
-    synchronize(device)
-    if device.type == "cpu" and hasattr(training.step.optimizer, "wait_for_parameters"):
-        training.step.optimizer.wait_for_parameters()
 
 
 @contextlib.contextmanager

@@ -58,6 +58,8 @@ def allocate_workspaces(device: torch.device) -> None:
 def allocated_bytes(fn: Function, device: torch.device) -> tuple[int | None, int | None]:
     """Measure the peak memory of one call of `fn`, in bytes.
 
+    `fn` waits for all collectives that it starts: gloo's threads write into the profiler's log.
+
     Returns:
         (peak, total): what the call allocates at most, and what PyTorch then holds in all. total
         is known on CUDA only; both are None on other devices and while another profiler runs.
@@ -105,7 +107,10 @@ def count_launches(fn: Function, device: torch.device) -> int | None:
 
 
 def _profiled(fn: Function, device: torch.device, **options: Any) -> list[Any]:
-    """Profile one call on `device`; return the events, ordered by start time."""
+    """Profile one call on `device`; return the events, ordered by start time.
+
+    No collective may be under way when `fn` returns, see `TrainStep.wait`.
+    """
     activity = getattr(torch.profiler.ProfilerActivity, device.type.upper())
     with without_stderr(), torch.profiler.profile(activities=[activity], **options) as profiler:
         fn()

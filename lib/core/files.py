@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +18,8 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).resolve().parents[2]
 # A folder that the workbook made has this file, which says what it is.
 MARK = ".workbook"
+# A socket's path has at most 107 bytes, or 103 on macOS, and its name takes up to 32 of them.
+LONGEST_FOLDER_FOR_SOCKETS = 70
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,13 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def folder_for_sockets() -> str:
+    """The folder for temporary files, or /tmp if the paths of sockets there would be too long."""
+    folder = tempfile.gettempdir()
+    is_short = len(os.fsencode(folder)) <= LONGEST_FOLDER_FOR_SOCKETS or os.name != "posix"
+    return folder if is_short else "/tmp"
+
+
 def make_folder(folder: str | os.PathLike) -> None:
     """Make `folder` if it is missing, and check that files can be written to it.
 
@@ -71,6 +80,15 @@ def make_folder(folder: str | os.PathLike) -> None:
     except OSError as error:
         reason = f"cannot be written to ({error.strerror})"
         raise OSError(error.errno, reason, str(folder)) from error
+
+
+def write_together(contents: Mapping[Path, str | bytes]) -> None:
+    """Write several files, as `write_atomically` one: none is replaced before all are on disk."""
+    with contextlib.ExitStack() as files:
+        for path, content in contents.items():
+            file = files.enter_context(atomic_write(path))
+            file.write(content.encode() if isinstance(content, str) else content)
+            sync(file)
 
 
 def user_cache() -> Path:

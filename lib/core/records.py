@@ -16,7 +16,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ def provenance(
         "platform": platform.platform(),
         **_git_state(),
         "seed": seed,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -94,14 +94,19 @@ def _version(package: str) -> str | None:
 
 def _git_state() -> dict[str, Any]:
     """Read commit and state of `lib/`; None if the folder is part of some other checkout."""
-    top = output_of(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
-    if top is None or Path(top).resolve() != ROOT:
+    if not is_checkout(ROOT):
         return {"commit": None, "dirty": None}
     commit = output_of(["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"])
     changes = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", "lib"])
     if commit is None or changes is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": bool(changes)}
+
+
+def is_checkout(folder: Path) -> bool:
+    """Whether `folder` is a git checkout of its own, and not part of another one."""
+    top = output_of(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
+    return top is not None and Path(top).resolve() == folder.resolve()
 
 
 def append_record(path: str | os.PathLike, record: Record) -> None:

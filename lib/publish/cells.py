@@ -1,25 +1,31 @@
-"""Notebook cells as they are shown and committed: the first one, static widgets, clean metadata."""
+"""Notebooks as files, and their cells as they are shown and committed: static widgets, metadata."""
 
 from __future__ import annotations
 
 import copy
 import html
 import re
+from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode, from_dict
 from nbformat.v4 import new_output
+
+from lib.core.files import write_atomically
 
 # Where the workbook is published; [project.urls] in pyproject.toml has the same address.
 REPOSITORY = "https://github.com/OWNER/training-workbook"
 NAME = REPOSITORY.rsplit("/", 1)[1]
 # The first code cell of every notebook, word for word, and folded; `make lint` compares. The
-# workbook is in the folder above, in this one, or, for a notebook alone (as on Colab), fetched into
-# it. It looks for lib/lessons, since Kaggle has a lib of its own above the working folder.
-# JupyterLab shows the first line of what is folded.
+# workbook is in the folder above, in this one, or, for a notebook alone on Colab or Kaggle, fetched
+# into it: elsewhere that would be a second one. It looks for lib/lessons, since Kaggle has a lib of
+# its own above the working folder. JupyterLab shows the first line of what is folded.
 FIRST_CELL = f"""\
 # Find the workbook: in the folder above, here, or fetched
-!ls ../lib lib */lib 2>/dev/null | grep -q lessons || git clone --depth 1 {REPOSITORY}
+!ls ../lib lib */lib 2>/dev/null | grep -q lessons || \\
+    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && git clone --depth 1 {REPOSITORY}) || \\
+    echo "This notebook is not in its workbook: open it there, as make lab does."
 __import__("sys").path[:0] = ["..", ".", "{NAME}"]
 %load_ext lib.lessons.notebook"""
 METADATA = {
@@ -28,6 +34,22 @@ METADATA = {
 }
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read the notebook at `path`; a file that holds none is a ValueError with its path."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError:
+        raise
+    # nbformat raises whatever comes up
+    except Exception as error:
+        raise ValueError(f"{path} is no notebook: {str(error) or error!r:.100}") from error
+
+
+def save_notebook(path: Path, notebook: NotebookNode) -> None:
+    """Write `notebook` to `path`, whole or not at all."""
+    write_atomically(path, nbformat.writes(notebook) + "\n")
 
 
 def clean(notebook: NotebookNode) -> NotebookNode:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import tempfile
 
 import zmq
+
+from lib.core.files import folder_for_sockets
 
 # ipykernel 7 warns at each start that its connection, inside this machine, is not encrypted.
 KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
 # ipykernel repeats on the terminal what child processes print, which is in the outputs anyway.
 NO_TERMINAL = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+# ipykernel takes what they print for UTF-8, whatever the terminal's encoding.
+UTF8 = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def connection() -> dict[str, str]:
@@ -22,5 +25,4 @@ def connection() -> dict[str, str]:
     """
     if not zmq.has("ipc"):
         return {}
-    # short: a socket's path may have about a hundred characters
-    return {"transport": "ipc", "ip": f"{tempfile.gettempdir()}/kernel-{secrets.token_hex(8)}"}
+    return {"transport": "ipc", "ip": f"{folder_for_sockets()}/kernel-{secrets.token_hex(8)}"}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lib.core.allocator import synchronize
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
@@ -211,6 +212,16 @@ class TrainStep:
         factor = torch.where(is_finite, torch.where(grows, 2.0, 1.0), 0.5)
         self.loss_scale.mul_(factor).clamp_(1.0, LARGEST_LOSS_SCALE)
         self.good_steps.copy_(torch.where(grows, 0.0, good_steps))
+
+    def wait(self) -> None:
+        """Wait until the device has finished the last step, and on a CPU its all-gathers too.
+
+        A profiler must not stop before: gloo's threads write the end of each collective into its
+        log, which is freed by then.
+        """
+        synchronize(self.device)
+        if self.is_sharded and self.device.type == "cpu":
+            self.optimizer.wait_for_parameters()
 
     def read_log(self) -> list[StepLog]:
         """The report of each step since the last call; waits for the device and the other ranks."""

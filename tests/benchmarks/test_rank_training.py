@@ -1,13 +1,19 @@
 """Settings and trainings of benchmarks on several ranks."""
 
 import dataclasses
+import time
 
 import pytest
+import torch
 
 from lib.benchmarks.lm_matrix import LmMatrixConfig
-from lib.benchmarks.rank_training import TrainingCase, skewed_tokens
+from lib.benchmarks.rank_training import Training, TrainingCase, skewed_tokens
 from lib.benchmarks.sharding_cases import ShardingConfig
 from lib.data.batches import BatchSampler
+from lib.ddp.launcher import launch
+from lib.ddp.process_group import rank
+from lib.lessons.ddp.ranks import trace_of
+from lib.sharded_optimizer import flat_slices
 from tests.benchmarks.rank_benchmarks import SIZES, SMALL
 
 BOTH = pytest.mark.parametrize("config", [LmMatrixConfig, ShardingConfig])
@@ -61,3 +67,38 @@ def test_an_epoch_is_one_pass_over_skewed_tokens(case):
     assert tokens.max() < case.vocab_size
     # half of u⁴ lies below 1/16
     assert (tokens < case.vocab_size / 16).mean() == pytest.approx(0.5, abs=0.15)
+
+
+def trace_with_a_late_rank(case: TrainingCase, config: ShardingConfig) -> list[bool]:
+    """Trace steps whose last all-gathers one rank starts late.
+
+    Returns whether these were over whenever a profiler stopped on this rank.
+    """
+    if rank() == 1:
+        gather = flat_slices.all_gather
+        flat_slices.all_gather = lambda *args, **kwargs: time.sleep(0.1) or gather(*args, **kwargs)
+    training = Training(case, config, None)
+    found, stop = [], torch.profiler.profile.stop_trace
+
+    def look_and_stop(profiler: torch.profiler.profile) -> None:
+        works = [bucket.gathering for bucket in training.step.optimizer.strategy.buckets]
+        found.append(all(work is None or work.is_completed() for work in works))
+        stop(profiler)
+
+    torch.profiler.profile.stop_trace = look_and_stop
+    training.trace_communication(1, None)
+    trace_of({"step": lambda: training.train(1)}, 1, training.device)
+    training.read_losses()
+    return found
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_no_collective_is_under_way_when_a_profiler_stops():
+    # gloo's threads would write into a log that is freed, and the process might die
+    settings = {name: value for name, value in SMALL.items() if name not in SIZES}
+    config = ShardingConfig(models=("tiny",), **settings).with_defaults(2, on_gpu=False)
+    case = config.case("tiny", "zero1", "float32")
+    assert (
+        launch(trace_with_a_late_rank, 2, case, config, backend="gloo", timeout=60)
+        == [[True] * 2] * 2
+    )
