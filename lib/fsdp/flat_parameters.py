@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -397,8 +398,14 @@ def _setter(module: nn.Module) -> Callable[[str, Any], Any]:
     """What sets a parameter of a module, quickly where nothing else depends on it."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters.__setitem__
-    # recurrent modules hold their parameters a second time
-    return functools.partial(setattr, module)
+    is_recurrent = isinstance(module, nn.RNNBase)
+    return functools.partial(_set_recurrent if is_recurrent else setattr, module)
+
+
+def _set_recurrent(module: Any, name: str, param: Any) -> None:
+    """Set a parameter of a module that holds them twice, and moves those that it finds changed."""
+    setattr(module, name, param)
+    module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in module._flat_weights]
 
 
 def as_sent(flat: Tensor) -> Tensor:

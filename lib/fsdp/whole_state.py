@@ -62,19 +62,27 @@ class WholeState:
         finally:
             self.is_saving = False
 
-    def state_dict(self, *, prefix: str = "") -> Any:
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """The module's state dict with copies of whole parameters, on all ranks.
 
         Args:
+            destination: what they are added to, by a module around this one.
             prefix: of all names.
+            keep_vars: must be False.
         """
+        require(not keep_vars, "keep_vars must be False, since parameters are copied, got True")
         full = self.full_parameters()
         by_id = {id(param): full[name] for name, param in self._named().items()}
         state = self._own_state(prefix=prefix)
         for name, value in state.items():
             if isinstance(value, Tensor):
                 state[name] = by_id[id(value)] if id(value) in by_id else value.detach()
-        return state
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -378,7 +378,12 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.settle()
-        return super()._apply(*args, **kwargs)
+        # with cuDNN, recurrent modules would move their shards into memory of their own
+        is_enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+        try:
+            return super()._apply(*args, **kwargs)
+        finally:
+            torch.backends.cudnn.enabled = is_enabled
 
     # Gradients
 

@@ -47,14 +47,14 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied embedding and head, blocks, a buffer, a matrix that is never used."""
+    """Tied embedding and head, blocks, a norm, a buffer, a matrix that is never used."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding = nn.Embedding(11, WIDTH)
         self.layers = nn.ModuleList(Part() for _ in range(3))
-        self.never = nn.Linear(3, 3)
+        self.norm, self.never = nn.LayerNorm(WIDTH), nn.Linear(3, 3)
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.zeros(1))
@@ -68,7 +68,7 @@ class Net(nn.Module):
         for index, layer in enumerate(self.layers):
             run = self.around or (lambda index, layer, *args: layer(*args))
             x = run(index, layer, x, uses_all)
-        return self.head(x * self.scale)
+        return self.head(self.norm(x) * self.scale)
 
 
 def reference(
@@ -185,8 +185,8 @@ def check_two_blocks_are_gathered_at_most_and_none_between_steps() -> None:
 
 def check_matrices_are_divided_evenly_and_shards_are_what_the_optimizer_sees() -> None:
     model = FSDP(Net())
-    # biases belong to their matrices
-    total = sum(param.numel() for param in Net().parameters())
+    # biases belong to their matrices, norms are whole
+    total = sum(p.numel() for name, p in Net().named_parameters() if "norm" not in name)
     own = sum(shard.numel() for flat in model.flats for shard in flat.shards)
     assert sum(gather_objects(own)) == total
     backward(model)
@@ -259,6 +259,8 @@ def check_state_is_whole_and_loads_elsewhere() -> None:
     expected = Net(seed=3).state_dict()
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    around = nn.ModuleDict({"inside": model}).state_dict()
+    assert all(torch.equal(around[f"inside.{name}"], whole[name]) for name in whole)
     other = FSDP(Net(seed=4), blocks=[])
     other.load_state_dict(whole)
     assert all(torch.equal(value, expected[n]) for n, value in other.state_dict().items())
