@@ -24,7 +24,8 @@ NAME = REPOSITORY.rsplit("/", 1)[1]
 FIRST_CELL = f"""\
 # Find the workbook: in the folder above, here, or fetched
 !ls ../lib lib */lib 2>/dev/null | grep -q lessons || \\
-    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && git clone --depth 1 {REPOSITORY}) || \\
+    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && \\
+    git clone --depth 1 {REPOSITORY}) || \\
     echo "This notebook is not in its workbook: open it there, as make lab does."
 __import__("sys").path[:0] = ["..", ".", "{NAME}"]
 %load_ext lib.lessons.notebook"""
