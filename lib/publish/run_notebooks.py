@@ -502,7 +502,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
     client.log.setLevel(logging.WARNING)
-    return client.execute(env=os.environ | UTF8 | environment, **NO_TERMINAL)
+    return client.execute(env=os.environ | UTF8 | dict(environment), **NO_TERMINAL)
 
 
 class _OneWayOutput(OutputWidget):
