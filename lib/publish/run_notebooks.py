@@ -174,15 +174,14 @@ class Job:
 
 def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: Path) -> list[Job]:
     """Return what to run with which parameters (see `run_notebooks`), with every name checked."""
-    known = {path.stem: parameter_names(path) for path in find_notebooks((), root)}
+    known = {path.stem: path for path in find_notebooks((), root)}
     sections = read_parameters(parameters, root) if parameters else {}
     for name, values in sections.items():
         if name not in known:
             raise ValueError(f"{parameters}: no notebook is called {name!r}; {_known(known)}")
-        for unknown in sorted(values.keys() - known[name]):
-            raise ValueError(
-                f"{parameters}: {name} has no parameter {unknown!r}; {_known(known[name])}"
-            )
+        has = parameter_names(known[name])
+        for unknown in sorted(values.keys() - has):
+            raise ValueError(f"{parameters}: {name} has no parameter {unknown!r}; {_known(has)}")
     return [
         Job(
             path,
@@ -253,8 +252,16 @@ def _check_values(value: Any, name: str) -> None:
 
 
 def parameter_names(notebook: Path) -> set[str]:
-    """Return the names that the notebook's cell tagged `parameters` assigns."""
-    nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    """Return the names that the notebook's cell tagged `parameters` assigns.
+
+    Raises:
+        ValueError: that cell is not Python.
+    """
+    try:
+        nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    except (SyntaxError, ValueError) as error:
+        reason = f"its cell tagged `parameters` must be Python: {error}"
+        raise ValueError(f"{notebook}: {reason}") from error
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
@@ -274,7 +281,7 @@ def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 def _parameters_cell(notebook: Path) -> str:
     cells = read_notebook(notebook).cells
-    return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+    return next((c.source for c in cells if "parameters" in (c.metadata.get("tags") or [])), "")
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,19 @@ def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
     assert "damaged" not in capsys.readouterr().err.splitlines()[-1:]
 
 
+def test_a_parameters_cell_that_is_no_python_stops_only_who_sets_its_parameters(
+    shelf, make_notebook
+):
+    make_notebook(shelf / "notebooks/02_two.ipynb", "%matplotlib inline\n# needs: 01\nratio = 2")
+    path = shelf / "own.yaml"
+    path.write_text("01_one: {steps: 1}")
+    _, two = plan(find_notebooks((), shelf), path, shelf)
+    assert two.needs == ("01_one",)
+    path.write_text("02_two: {ratio: 1}")
+    with pytest.raises(ValueError, match=r"02_two\.ipynb: its cell tagged `parameters` must be"):
+        plan(find_notebooks((), shelf), path, shelf)
+
+
 def test_a_plan_has_each_notebooks_parameters_needs_and_whether_it_runs_alone(shelf):
     path = shelf / "notebooks/parameters/gpu.yaml"
     path.write_text("01_one:\n  steps: 100\n")
