@@ -41,7 +41,7 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 from traitlets.config import Config
 
-from lib.core.files import ROOT, claim_folder, folder_for_sockets, write_together
+from lib.core.files import ROOT, claim_folder, folder_for_sockets, lock_folder, write_together
 from lib.core.hardware import available_cpus
 from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
@@ -91,17 +91,27 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
         ValueError: there is no such notebook, parameter file or parameter, or the report would
             replace other files.
     """
-    from lib.publish import front_page
-    from lib.publish.pages import short_title, write_page
+    from lib.publish.front_page import REPORT
 
-    # find and plan
     default = (workspace(root) / "artifacts/report").resolve()
     report = (config.report or default).resolve()
     every = find_notebooks((), root)
     jobs = plan(find_notebooks(config.notebooks, root), config.parameters, root)
     is_work = report == (root / "work").resolve()
     require(not is_work, "report must be elsewhere than work/, which has your copies")
-    claim_folder(report, front_page.REPORT, setting="report", is_ours=report == default)
+    claim_folder(report, REPORT, setting="report", is_ours=report == default)
+    # two runs at a time would remove each other's notebooks
+    with lock_folder(report):
+        return _run_into(report, jobs, every, config, root)
+
+
+def _run_into(
+    report: Path, jobs: Sequence[Job], every: Sequence[Path], config: RunConfig, root: Path
+) -> int:
+    """Run `jobs` and write their pages among those of `every` notebook; return the exit code."""
+    from lib.publish import front_page
+    from lib.publish.pages import short_title, write_page
+
     names, chosen = [path.stem for path in every], {job.name for job in jobs}
     before = front_page.published(report, names)
     for name, what in front_page.damaged(report, names).items():

@@ -418,7 +418,25 @@ def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_notebooks(RunConfig(), root=shelf)
-    assert [path.name for path in (shelf / "artifacts/report").iterdir()] == [".workbook"]
+    left = {path.name for path in (shelf / "artifacts/report").iterdir()}
+    assert left == {".workbook", ".lock"}
+
+
+def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, caplog):
+    order = []
+
+    def run(*_):
+        order.append("starts")
+        time.sleep(0.3)
+        order.append("ends")
+        return []
+
+    monkeypatch.setattr("lib.publish.run_notebooks.run_all", run)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_notebooks, RunConfig(), root=shelf) for _ in range(2)]
+        assert [future.result() for future in runs] == [0, 0]
+    assert order == ["starts", "ends"] * 2
+    assert "waiting for another process that writes to" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])
