@@ -238,5 +238,5 @@ def test_who_needs_every_training_is_told_which_failed_and_why():
         "status": "failed",
         "reason": "RuntimeError: connection reset",
     }
-    with pytest.raises(RuntimeError, match="tiny, zero1: failed: RuntimeError: reset"):
+    with pytest.raises(RuntimeError, match="tiny, zero1: failed: RuntimeError: connection"):
         measured([done, lost])
