@@ -46,6 +46,9 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno in NO_SPACE:
             raise no_space_error(error, path) from error
+        if error.filename == os.fspath(partial):
+            # nobody knows that name
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
     finally:
         partial.unlink(missing_ok=True)

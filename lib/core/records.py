@@ -30,7 +30,7 @@ from lib.core.files import (
     write_atomically,
 )
 from lib.core.hardware import available_cpus, cpu_name, device_name, output_of
-from lib.core.settings import plain, to_dict
+from lib.core.settings import plain, reject_constant, to_dict
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
     path = Path(path)
     try:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"record for {path}: {error}{_non_finite_values(record)}") from error
     make_folder(path.parent)
     with open(path, "ab+", buffering=0) as file:
@@ -128,7 +128,8 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
         if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
             line = "\n" + line
         try:
-            data = f"{line}\n".encode()
+            # bytes of a path that are no text become escapes of JSON
+            data = f"{line}\n".encode(errors="backslashreplace")
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, "only part of the line was written")
             os.fsync(file.fileno())
@@ -141,7 +142,10 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
 
 def _non_finite_values(record: Record) -> str:
     """Name the values that JSON has no number for, as the end of an error message."""
-    values = flatten(record).items()
+    try:
+        values = flatten(record).items()
+    except RecursionError:
+        return ""
     bad = [f"{k} is {v}" for k, v in values if isinstance(v, float) and not math.isfinite(v)]
     return f" ({', '.join(bad)}; use a finite number, a text such as 'oom', or null)" if bad else ""
 
@@ -157,10 +161,10 @@ def read_records(path: str | os.PathLike) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=reject_constant)
             if not isinstance(record, dict):
                 raise ValueError(f"must be an object, got {type(record).__name__}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             warnings.warn(f"{path}:{number} is not a record, skipped: {error}", stacklevel=2)
             continue
         records.append(record)
@@ -248,6 +252,9 @@ def to_markdown(
 
 def format_value(value: Any) -> str:
     """Format a value for a table: three significant digits, commas, None as a dash."""
+    if getattr(value, "ndim", None) == 0:
+        # a NumPy number
+        value = value.item()
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -267,7 +274,7 @@ def format_value(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return text.replace("|", "\\|").replace("\n", " ").replace("\r", " ")
 
 
 def _is_number(value: Any) -> bool:

@@ -106,7 +106,7 @@ def from_json(cls: type[T], source: str | os.PathLike) -> T:
     try:
         if is_path:
             text = Path(source).read_text(encoding="utf-8-sig")
-        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=reject_constant)
         return from_dict(cls, values)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
@@ -221,7 +221,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _reject_constant(name: str) -> None:
+def reject_constant(name: str) -> None:
+    """Refuse NaN and infinities, which JSON lacks; a `parse_constant` for `json.loads`."""
     raise ValueError(f"{name} is not a number in JSON")
 
 

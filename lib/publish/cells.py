@@ -24,7 +24,8 @@ NAME = REPOSITORY.rsplit("/", 1)[1]
 FIRST_CELL = f"""\
 # Find the workbook: in the folder above, here, or fetched
 !ls ../lib lib */lib 2>/dev/null | grep -q lessons || \\
-    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && git clone --depth 1 {REPOSITORY}) || \\
+    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && \\
+    git clone --depth 1 {REPOSITORY}) || \\
     echo "This notebook is not in its workbook: open it there, as make lab does."
 __import__("sys").path[:0] = ["..", ".", "{NAME}"]
 %load_ext lib.lessons.notebook"""
@@ -111,7 +112,7 @@ def _joined_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
 def _static(output: NotebookNode, models: dict[str, Any]) -> list[NotebookNode]:
     """Return the outputs that stand in for the widget in `output`: a line of text, and pictures."""
     texts: list[str] = []
-    shown = _shown_by(output.data[WIDGET_VIEW]["model_id"], models, texts)
+    shown = _shown_by(output.data[WIDGET_VIEW].get("model_id"), models, texts)
     if not texts and not shown:
         texts = [output.data.get("text/plain", "")]
     if not any(texts):
@@ -122,9 +123,11 @@ def _static(output: NotebookNode, models: dict[str, Any]) -> list[NotebookNode]:
     return [new_output("display_data", data=data), *shown]
 
 
-def _shown_by(model_id: str, models: dict[str, Any], texts: list[str]) -> list[NotebookNode]:
+def _shown_by(model_id: str | None, models: dict[str, Any], texts: list[str]) -> list[NotebookNode]:
     """Return the outputs that the widget shows, and append its texts to `texts`."""
     model = models.get(model_id)
+    # a box that a damaged file puts into itself is empty there
+    models = {key: each for key, each in models.items() if key != model_id}
     if model is None:
         return []
     state = model["state"]
@@ -152,7 +155,7 @@ def _texts_of(name: str, state: dict[str, Any]) -> list[str]:
         return []
     if "Progress" in name or "Image" in name:
         value = ""
-    elif "_options_labels" in state and isinstance(state.get("index"), int):
+    elif state.get("index") in range(len(state.get("_options_labels", ()))):
         value = state["_options_labels"][state["index"]]
     else:
         value = state.get("value", "")

@@ -41,7 +41,7 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 from traitlets.config import Config
 
-from lib.core.files import ROOT, claim_folder, folder_for_sockets, write_together
+from lib.core.files import ROOT, claim_folder, folder_for_sockets, lock_folder, write_together
 from lib.core.hardware import available_cpus
 from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
@@ -91,17 +91,27 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
         ValueError: there is no such notebook, parameter file or parameter, or the report would
             replace other files.
     """
-    from lib.publish import front_page
-    from lib.publish.pages import short_title, write_page
+    from lib.publish.front_page import REPORT
 
-    # find and plan
     default = (workspace(root) / "artifacts/report").resolve()
     report = (config.report or default).resolve()
     every = find_notebooks((), root)
     jobs = plan(find_notebooks(config.notebooks, root), config.parameters, root)
     is_work = report == (root / "work").resolve()
     require(not is_work, "report must be elsewhere than work/, which has your copies")
-    claim_folder(report, front_page.REPORT, setting="report", is_ours=report == default)
+    claim_folder(report, REPORT, setting="report", is_ours=report == default)
+    # two runs at a time would remove each other's notebooks
+    with lock_folder(report):
+        return _run_into(report, jobs, every, config, root)
+
+
+def _run_into(
+    report: Path, jobs: Sequence[Job], every: Sequence[Path], config: RunConfig, root: Path
+) -> int:
+    """Run `jobs` and write their pages among those of `every` notebook; return the exit code."""
+    from lib.publish import front_page
+    from lib.publish.pages import short_title, write_page
+
     names, chosen = [path.stem for path in every], {job.name for job in jobs}
     before = front_page.published(report, names)
     for name, what in front_page.damaged(report, names).items():
@@ -174,15 +184,14 @@ class Job:
 
 def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: Path) -> list[Job]:
     """Return what to run with which parameters (see `run_notebooks`), with every name checked."""
-    known = {path.stem: parameter_names(path) for path in find_notebooks((), root)}
+    known = {path.stem: path for path in find_notebooks((), root)}
     sections = read_parameters(parameters, root) if parameters else {}
     for name, values in sections.items():
         if name not in known:
             raise ValueError(f"{parameters}: no notebook is called {name!r}; {_known(known)}")
-        for unknown in sorted(values.keys() - known[name]):
-            raise ValueError(
-                f"{parameters}: {name} has no parameter {unknown!r}; {_known(known[name])}"
-            )
+        has = parameter_names(known[name])
+        for unknown in sorted(values.keys() - has):
+            raise ValueError(f"{parameters}: {name} has no parameter {unknown!r}; {_known(has)}")
     return [
         Job(
             path,
@@ -253,8 +262,16 @@ def _check_values(value: Any, name: str) -> None:
 
 
 def parameter_names(notebook: Path) -> set[str]:
-    """Return the names that the notebook's cell tagged `parameters` assigns."""
-    nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    """Return the names that the notebook's cell tagged `parameters` assigns.
+
+    Raises:
+        ValueError: that cell is not Python.
+    """
+    try:
+        nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    except (SyntaxError, ValueError) as error:
+        reason = f"its cell tagged `parameters` must be Python: {error}"
+        raise ValueError(f"{notebook}: {reason}") from error
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
@@ -274,7 +291,7 @@ def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 def _parameters_cell(notebook: Path) -> str:
     cells = read_notebook(notebook).cells
-    return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+    return next((c.source for c in cells if "parameters" in (c.metadata.get("tags") or [])), "")
 
 
 @dataclass(frozen=True)
@@ -502,7 +519,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
     client.log.setLevel(logging.WARNING)
-    return client.execute(env=os.environ | UTF8 | environment, **NO_TERMINAL)
+    return client.execute(env=os.environ | UTF8 | dict(environment), **NO_TERMINAL)
 
 
 class _OneWayOutput(OutputWidget):

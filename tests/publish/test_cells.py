@@ -12,7 +12,14 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib.lessons import notebook
-from lib.publish.cells import FIRST_CELL, REPOSITORY, WIDGET_VIEW, clean, static_widgets
+from lib.publish.cells import (
+    FIRST_CELL,
+    REPOSITORY,
+    WIDGET_STATE,
+    WIDGET_VIEW,
+    clean,
+    static_widgets,
+)
 from lib.publish.run_notebooks import execute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +100,25 @@ def test_alone_without_a_network_the_first_cell_shows_what_failed(tmp_path, monk
     assert f"no network for clone --depth 1 {REPOSITORY}" in shown
     assert "No module named 'lib.lessons'" in shown
     assert "No module named" in found
+
+
+@pytest.mark.parametrize(
+    ("view", "state", "shown"),
+    [
+        ({}, {}, "the text"),
+        ({"model_id": "lost"}, {}, "the text"),
+        ({"model_id": "a"}, {"model_name": "VBoxModel", "children": ["IPY_MODEL_a"]}, "the text"),
+        ({"model_id": "a"}, {"model_name": "D", "_options_labels": ["x"], "index": 5}, "the text"),
+        ({"model_id": "a"}, {"model_name": "D", "_options_labels": ["x"], "index": 0}, "x"),
+    ],
+)
+def test_a_damaged_widget_is_shown_as_its_text(view, state, shown):
+    output = new_output("display_data", {WIDGET_VIEW: view, "text/plain": "the text"})
+    models = {"a": {"model_name": state.pop("model_name", ""), "state": state}}
+    metadata = {"widgets": {WIDGET_STATE: {"state": models}}}
+    notebook = new_notebook(cells=[new_code_cell(outputs=[output])], metadata=metadata)
+    (found,) = static_widgets(notebook).cells[0].outputs
+    assert found.data["text/plain"] == shown
 
 
 def test_opened_from_another_folder_a_notebook_stops_and_fetches_no_second_workbook(

@@ -154,6 +154,19 @@ def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
     assert "damaged" not in capsys.readouterr().err.splitlines()[-1:]
 
 
+def test_a_parameters_cell_that_is_no_python_stops_only_who_sets_its_parameters(
+    shelf, make_notebook
+):
+    make_notebook(shelf / "notebooks/02_two.ipynb", "%matplotlib inline\n# needs: 01\nratio = 2")
+    path = shelf / "own.yaml"
+    path.write_text("01_one: {steps: 1}")
+    _, two = plan(find_notebooks((), shelf), path, shelf)
+    assert two.needs == ("01_one",)
+    path.write_text("02_two: {ratio: 1}")
+    with pytest.raises(ValueError, match=r"02_two\.ipynb: its cell tagged `parameters` must be"):
+        plan(find_notebooks((), shelf), path, shelf)
+
+
 def test_a_plan_has_each_notebooks_parameters_needs_and_whether_it_runs_alone(shelf):
     path = shelf / "notebooks/parameters/gpu.yaml"
     path.write_text("01_one:\n  steps: 100\n")
@@ -405,7 +418,25 @@ def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_notebooks(RunConfig(), root=shelf)
-    assert [path.name for path in (shelf / "artifacts/report").iterdir()] == [".workbook"]
+    left = {path.name for path in (shelf / "artifacts/report").iterdir()}
+    assert left == {".workbook", ".lock"}
+
+
+def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, caplog):
+    order = []
+
+    def run(*_):
+        order.append("starts")
+        time.sleep(0.3)
+        order.append("ends")
+        return []
+
+    monkeypatch.setattr("lib.publish.run_notebooks.run_all", run)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_notebooks, RunConfig(), root=shelf) for _ in range(2)]
+        assert [future.result() for future in runs] == [0, 0]
+    assert order == ["starts", "ends"] * 2
+    assert "waiting for another process that writes to" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])
