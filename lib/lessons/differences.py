@@ -69,7 +69,10 @@ def _is_float(value: Any) -> bool:
 def _array(value: Any) -> np.ndarray:
     """A number, an array or a tensor of any kind as an array of float64."""
     if hasattr(value, "detach"):
-        value = value.detach().cpu().double().numpy()
+        value = value.detach().cpu()
+        value = (value if value.is_complex() else value.double()).numpy()
+    if np.iscomplexobj(value):
+        raise TypeError("complex numbers")
     return np.asarray(value, dtype=np.float64)
 
 

@@ -276,20 +276,32 @@ def _wait_for(messages: queue.SimpleQueue) -> None:
             pass
 
 
-def _stop(board: Board, threads: Sequence[threading.Thread], ended: queue.SimpleQueue) -> None:
-    """Raise SystemExit in ranks until they end, also in those that catch it; then tell `ended`.
+class Parked(BaseException):
+    """Raised in a thread that goes on whatever is raised: to make it, the thread waits for ever."""
 
-    In a thread of its own, where no signal comes between. A rank that sleeps, or waits for a lock,
-    takes no time on a processor; it ends when it wakes up.
+    def __init__(self) -> None:
+        threading.Event().wait()
+
+
+def _stop(board: Board, threads: Sequence[threading.Thread], ended: queue.SimpleQueue) -> None:
+    """Raise SystemExit in ranks until they end; then tell `ended`.
+
+    In a thread of its own, where no signal comes between. A rank that catches everything is parked.
+    One that sleeps, or waits for a lock, takes no time on a processor; it ends when it wakes up.
     """
     board.stop()
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 0.3
     while (alive := [t for t in threads if t.is_alive()]) and time.monotonic() < deadline:
-        for thread in alive:
-            number = ctypes.c_ulong(thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
+        _raise_in(alive, SystemExit)
         alive[0].join(0.01)
+    _raise_in(alive, Parked)
     ended.put(None)
+
+
+def _raise_in(threads: Sequence[threading.Thread], error: type[BaseException]) -> None:
+    for thread in threads:
+        number = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(error))
 
 
 class Processes:

@@ -148,9 +148,10 @@ def _checked(source: str, number: int) -> list[Check]:
         return (
             _checked(source.rstrip().rpartition("\n")[2], number) if "\n" in source.strip() else []
         )
-    named = [(getattr(c.func, "attr", getattr(c.func, "id", "")), *c.args) for c in calls]
-    return [
-        Check(name, given[0].id, number)
-        for name, *given in named
-        if name.startswith("check") and given and isinstance(given[0], ast.Name)
-    ]
+    found = []
+    for called in calls:
+        name = getattr(called.func, "attr", getattr(called.func, "id", ""))
+        given = called.args[0] if called.args else None
+        if name.startswith("check") and isinstance(given, ast.Name):
+            found.append(Check(name, given.id, number))
+    return found

@@ -46,7 +46,7 @@ FAULTS = [
     # ranks go on after the verdict
     Fault(
         RANKS,
-        "ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))",
+        "ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(error))",
         "pass",
         "tests/lessons/test_ranks.py::test_ranks_that_never_end_are_stopped_and_take_no_more_time",
     ),

@@ -198,12 +198,6 @@ def f(x, w_q, w_k, w_v, w_out, num_heads):
         "",
         "not yet",
     ),
-    "tokenizer: the naive loop": (
-        "tokenizer",
-        "verdict(TRAIN, lambda *given: naive_train(*given))",
-        "",
-        "not yet: as expected on 60 random inputs, but at too high a cost",
-    ),
     "training: PyTorch's own AdamW": (
         "training",
         "verdict(ADAMW_STEPS, without_optimizers(f))",

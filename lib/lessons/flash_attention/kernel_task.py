@@ -107,9 +107,7 @@ class KernelTask:
         """ValueError if a program loads more tiles than have a visible pair, or one twice."""
         heads = run.grid[1]
         for name in PASSING[self.passing]:
-            # a tile that lies beyond the last row altogether, as of one loaded ahead, is no load
-            loads = [access for access in run.of("load", name) if len(access.offsets)]
-            loaded = Counter(access.program for access in loads)
+            loaded = Counter(access.program for access in run.of("load", name))
             for program, count in sorted(loaded.items()):
                 seen = self.tiles_seen(program // heads, n, tiling)
                 if count > seen:
