@@ -205,7 +205,8 @@ def train_bpe(
             is empty, `workers` is less than 1, or `implementation` is unknown.
     """
     path = Path(input_path)
-    special_bytes = [token.encode() for token in distinct_special_tokens(special_tokens)]
+    special_tokens = distinct_special_tokens(special_tokens)
+    special_bytes = [token.encode() for token in special_tokens]
     with open(path, "rb") as stream:
         chunks = ([chunk] for chunk in iter_chunks(stream, CHUNK_BYTES, special_bytes))
         options = implementation, workers, progress
@@ -447,6 +448,8 @@ class Tokenizer:
         Raises:
             UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
         if compiled := self._compiled or self._compiled_for(len(text)):
             return compiled.encode_list(text, allow_special)
         if self.implementation == "python" or len(text) <= PART_BYTES:
@@ -534,12 +537,15 @@ class Tokenizer:
         return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
 
     def encode_batch(
-        self, texts: Sequence[str], *, allow_special: bool = True, workers: int | None = None
+        self, texts: Iterable[str], *, allow_special: bool = True, workers: int | None = None
     ) -> list[np.ndarray]:
         """Convert each text to an array of ids, as `encode_array` does, faster for many short ones.
 
         `workers` is the number of threads; one per core by default.
         """
+        if isinstance(texts, (str, bytes)):
+            raise ValueError(f"texts must be a list of texts, got one: {texts[:20]!r}")
+        texts = list(texts)
         size = sum(map(len, texts))
         compiled = self._compiled_for(size)
         if compiled is None:
@@ -605,13 +611,15 @@ class Tokenizer:
             raise ValueError(f"ids must be integers, (n,), got {ids.dtype} of shape {ids.shape}")
         if not len(ids):
             return b""
+        given = ids
         try:
             if compiled := self._compiled_for(len(ids)):
                 return compiled.decode(ids)
-            ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+            # index() takes no fractions, which a dictionary would find: 1.0 equals 1
+            ids = ids.tolist() if isinstance(ids, np.ndarray) else map(operator.index, ids)
             return b"".join(map(self.vocab.__getitem__, ids))
         except (KeyError, OverflowError):
-            ids = [operator.index(token_id) for token_id in ids]
+            ids = [operator.index(token_id) for token_id in given]
             unknown = next((token_id for token_id in ids if token_id not in self.vocab), None)
             if unknown is None:
                 # they were integers of another type, such as tensors of one element

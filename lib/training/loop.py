@@ -470,6 +470,11 @@ def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)
     log.info("resuming %s at step %s", run.folder, loaded.step)
+    kernels = [
+        m.get("attention_kernel") for m in (loaded.extra["config"]["model"], run.identity["model"])
+    ]
+    if kernels[0] != kernels[1]:
+        log.info("attention_kernel was %s, now %s", *kernels)
 
 
 def _open_files(training: _Training, files: contextlib.ExitStack) -> None:

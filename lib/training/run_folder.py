@@ -329,6 +329,8 @@ def run_folder(config: TrainConfig, data_sha256: dict[str, str], num_ranks: int)
     """The folder of a run without `output`, named after its data and a hash of its identity."""
     fields = _identity(to_dict(config) | {"world_size": num_ranks}, data_sha256)
     settings = {name: fields[name] for name in IDENTITY_FIELDS}
+    # one name for all attention kernels, which give the same up to rounding
+    settings["model"] = fields["model"] | {"attention_kernel": "sdpa"}
     # one name for all ways to split the same step
     settings |= {"batch_size": _sequences_per_step(fields), "gradient_accumulation_steps": 1}
     content = json.dumps([settings, data_sha256], sort_keys=True)
@@ -377,8 +379,8 @@ def _check_folder(run: Run) -> None:
 def check_same_run(run: Run, before: dict[str, Any]) -> None:
     """Refuse to resume a run that was trained on other data or with other settings.
 
-    More steps are allowed, and another split of the same number of sequences per step among ranks
-    and passes, which changes losses and gradients by rounding only.
+    More steps are allowed, and what changes losses and gradients by rounding only: another split of
+    the same number of sequences per step among ranks and passes, and another attention kernel.
 
     Args:
         before: the saved run's identity.
@@ -386,6 +388,9 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     now, hint = run.identity, ""
     names = [name for name in now if name not in ("steps", *BATCH_FIELDS)]
     was, is_now = ({name: x[name] for name in names} for x in (before, now))
+    kernels = [x["model"].get("attention_kernel") for x in (was, is_now)]
+    # only how attention is computed, which changes rounding
+    is_now = is_now | {"model": is_now["model"] | {"attention_kernel": kernels[0]}}
     differences = _differences(was, is_now)
     was, is_now = _sequences_per_step(before), _sequences_per_step(now)
     if was != is_now:

@@ -685,3 +685,20 @@ def test_no_text_takes_longer_than_words_that_are_all_different(trained, monkeyp
 
     text = piece * (len(words) // len(piece.encode()))
     assert min(seconds(text) for _ in range(2)) < 1.5 * seconds(words)
+
+
+@BOTH
+def test_both_refuse_the_same_input_and_read_iterators_whole(tokenizers, trained, implementation):
+    tokenizer = tokenizers[implementation]
+    for act in (
+        *(lambda: tokenizer.decode([1.0]), lambda: tokenizer.decode(["1"])),
+        *(lambda: tokenizer.encode(b"abc"), lambda: tokenizer.encode(None)),
+    ):
+        with pytest.raises(TypeError):
+            act()
+    with pytest.raises(ValueError, match="texts must be a list of texts, got one: 'abc'"):
+        tokenizer.encode_batch("abc")
+    texts = ["The cat", "", "sat"]
+    found = [ids.tolist() for ids in tokenizer.encode_batch(text for text in texts)]
+    assert found == [tokenizer.encode(text) for text in texts]
+    assert list(Tokenizer(*trained, (token for token in SPECIAL)).special_tokens) == SPECIAL
