@@ -329,7 +329,7 @@ COMMANDS: dict[str, Command] = {
         "Write a trained model as a folder that `transformers`, vLLM and llama.cpp read.",
         "lib.training.config:ExportConfig",
         "lib.training.interchange:export_run",
-        prints="{result}",
+        prints="{result}; transformers.AutoModelForCausalLM.from_pretrained('{result}') loads it",
         word="folder",
     ),
     "import": Command(
