@@ -8,7 +8,8 @@ PARAMETERS ?=
 # Where Python and its packages come from:
 #   a virtual or conda environment that is active, or a Kaggle or Colab image: used as it is,
 #     and only what is missing there is added (conda's `base` is nobody's project: not used);
-#   otherwise: .venv, made here from $(PYTHON) with the tested versions in .ci/constraints.txt.
+#   otherwise: .venv, made here from $(PYTHON), or from one that fits, with the tested versions in
+#     .ci/constraints.txt.
 ACTIVE := $(or $(VIRTUAL_ENV),$(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX)))
 SPACE := $(subst ,, )
 IMAGE := $(or $(KAGGLE_KERNEL_RUN_TYPE),$(COLAB_RELEASE_TAG))
@@ -24,9 +25,8 @@ else
   STATE := .venv
   OWN := --own
 endif
-# The Python that installs: the environment's own once there is one.
+# empty for a .venv without a Python, or with one that was removed since
 FOUND := $(shell [ -x $(PY) ] && echo $(PY))
-BASE := $(if $(OWN),$(or $(FOUND),$(PYTHON)),$(PY))
 
 # A stamp carries the checksum of everything that decides what gets installed.
 DEV := .ci/requirements-dev.txt
@@ -116,22 +116,14 @@ ifeq ($(OWN)$(FOUND),--own)
 endif
 
 $(RUN_READY):
-	@$(call python_is_known,$(BASE))
-	@$(BASE) .ci/environment.py $(OWN) --stamp "$@" requirements.txt
+	@sh .ci/python.sh $(if $(OWN),--own "$(PYTHON)",$(PY))
+	@$(PY) .ci/environment.py $(OWN) --stamp "$@" requirements.txt
 
 # What tests need has what notebooks need, too: at once, pip looks for all of it once.
 $(TEST_READY):
-	@$(call python_is_known,$(BASE))
-	@$(BASE) .ci/environment.py $(OWN) --stamp "$@" requirements.txt $(DEV)
+	@sh .ci/python.sh $(if $(OWN),--own "$(PYTHON)",$(PY))
+	@$(PY) .ci/environment.py $(OWN) --stamp "$@" requirements.txt $(DEV)
 	@touch $(RUN_READY)
 
 # the environment, and nothing else
 ready: $(TEST_READY)
-
-define python_is_known
-command -v $(1) >/dev/null || { echo 'error: no $(1) here. Python 3.10 to 3.13 is needed; \
-name one with: make run PYTHON=python3.12' >&2; exit 1; }; \
-$(1) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
-echo "error: $(1) is $$($(1) --version 2>&1), and Python 3.10 to 3.13 is needed. Name one with:" \
-"make run PYTHON=python3.12   (here: $$(for v in 13 12 11 10; do command -v python3.$$v; done | xargs))" >&2; exit 1; }
-endef

@@ -1,8 +1,8 @@
 """Install the packages that the workbook needs and that are missing; called by the Makefile.
 
-With --own, into .venv (created if missing) at the tested versions of constraints.txt. Without, into
-the environment of the Python that runs this: packages that fit stay as they are, and PyTorch and
-its companions stay at their versions in any case.
+Into the environment of the Python that runs this: packages that fit stay as they are, and PyTorch
+and its companions stay at their versions in any case. With --own, the environment is .venv, and
+gets the tested versions of constraints.txt.
 
 Into .venv uv installs, a third of a minute where pip takes a whole one; pip does where uv cannot.
 """
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,34 +39,14 @@ def main() -> int:
     parser.add_argument("--stamp", type=Path, required=True)
     parser.add_argument("requirements", nargs="+")
     args = parser.parse_args()
-    python = make_environment() if args.own else Path(sys.executable)
-    if args.own:
-        constraints = (ROOT / ".ci/constraints.txt").read_text()
-    else:
-        constraints = installed_versions()
-    code = install(python, args.requirements, constraints, is_own=args.own)
+    tested = ROOT / ".ci/constraints.txt"
+    constraints = tested.read_text(encoding="utf-8") if args.own else installed_versions()
+    code = install(Path(sys.executable), args.requirements, constraints, is_own=args.own)
     if code == 0:
         for old in args.stamp.parent.glob(args.stamp.name.rsplit("-", 1)[0] + "-*"):
             old.unlink()
         args.stamp.touch()
     return code
-
-
-def make_environment() -> Path:
-    """Create .venv unless there is one that works; return its Python."""
-    python = ROOT / ".venv/bin/python"
-    # false for a link to a Python that has since been removed
-    if not python.exists():
-        version = ".".join(map(str, sys.version_info[:3]))
-        print(f"Making .venv with Python {version}", flush=True)
-        try:
-            venv.create(ROOT / ".venv", clear=True, with_pip=True)
-        except subprocess.CalledProcessError:
-            sys.exit(
-                "error: this Python cannot make virtual environments. On Debian and Ubuntu, "
-                f"install python{version.rsplit('.', 1)[0]}-venv."
-            )
-    return python
 
 
 def folder_of(python: Path) -> Path:
@@ -94,7 +73,9 @@ def install(python: Path, requirements: list[str], constraints: str, *, is_own: 
         is_own: into .venv: by uv if possible, and with modules compiled, on all cores.
     """
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
-        subprocess.run([python, "-m", "ensurepip"], check=True, capture_output=True)
+        made = subprocess.run([python, "-m", "ensurepip"], capture_output=True, text=True)
+        if made.returncode:
+            sys.exit(f"{made.stderr}error: {python} has no pip, and cannot make it")
     pip = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     pip += ["--progress-bar", "off"]
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from lib.core.terminal import one_line, prepare_streams, reader_is_gone
+
 T = TypeVar("T")
 
 # Pipelines with a name: `--config tiny`.
@@ -29,10 +31,26 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command named by `arguments` (default: those of the process); return its exit code.
 
-    Errors that a user can fix are one line and exit code 2, an interruption is 130. `--debug`, or
-    WORKBOOK_DEBUG=1 in the environment, adds the traceback.
+    Errors that a user can fix are one line and exit code 2, an interruption is 130, a reader that
+    has gone (`| head`) 141. `--debug`, or WORKBOOK_DEBUG=1 in the environment, adds the traceback.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    prepare_streams()
+    try:
+        try:
+            return run_line(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        is_gone = reader_is_gone()
+        if not is_gone:
+            print_error(error, is_debug=False)
+        # Python's last flush would fail, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141 if is_gone else 2
+
+
+def run_line(arguments: list[str]) -> int:
+    """`main`, to a standard output that somebody reads."""
     is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
     logging.basicConfig(format="%(message)s", handlers=[LogAboveBars()])
@@ -65,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         return 130
     except (OSError, ValueError, ImportError, FloatingPointError) as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
         print_error(error, is_debug)
         return 2
     except RuntimeError as error:
@@ -154,6 +174,15 @@ def tune_attention(config: TuneConfig) -> int:
 
     print(to_markdown(tune(config.head_dims)))
     return 0
+
+
+def benchmark_attention(config: Any) -> list[dict]:
+    from lib.benchmarks.attention import benchmark_attention
+    from lib.benchmarks.attention_report import summary
+
+    records = benchmark_attention(config)
+    print(summary(records))
+    return records
 
 
 def print_corpus(rows: list[dict]) -> None:
@@ -300,7 +329,7 @@ COMMANDS: dict[str, Command] = {
         "Write a trained model as a folder that `transformers`, vLLM and llama.cpp read.",
         "lib.training.config:ExportConfig",
         "lib.training.interchange:export_run",
-        prints="{result}",
+        prints="{result}; transformers.AutoModelForCausalLM.from_pretrained('{result}') loads it",
         word="folder",
     ),
     "import": Command(
@@ -439,7 +468,7 @@ COMMANDS: dict[str, Command] = {
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
         "lib.benchmarks.attention:AttentionBenchmarkConfig",
-        "lib.benchmarks.attention:benchmark_attention",
+        benchmark_attention,
         prints="{config.output}/attention_sweep_report.md",
         interrupted=RESUMES,
     ),
@@ -628,7 +657,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     if given.config is not None:
         default = read_config(cls, given.config)
     flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
-    flags = [full_flag(cls, flag) for flag in flags]
+    flags = [full_flag(cls, flag, command) for flag in flags]
     if importlib.util.find_spec("tyro") is None:
         return with_flags(default or cls(), flags)
     import tyro
@@ -709,29 +738,50 @@ def name_word(flags: list[str], field: str, *, takes_several: bool = False) -> l
     return named
 
 
-def full_flag(cls: type, flag: str) -> str:
+def full_flag(cls: type, flag: str, command: str) -> str:
     """The whole name of a flag, such as `--model.d_model` for `--d_model`.
 
     If several fields of `cls` and its parts have that name, it is the outermost, so that
     `--vocab_size` is the corpus's and not the model's.
 
     Raises:
-        ValueError: several are equally far out; lists them.
+        ValueError: there is no such flag, or several are equally far out; lists them.
     """
-    if not flag.startswith("--") or "." in flag.split("=")[0]:
+    if not flag.startswith("--") or flag in ("--", *HELP) or flag.startswith("--tyro"):
         return flag
     name, *value = flag[2:].split("=", 1)
-    name = name.replace("-", "_")
-    no = "no_" if name.startswith("no_") else ""
-    paths = field_paths(cls).get(name.removeprefix("no_"), [])
-    outermost = min((path.count(".") for path in paths), default=0)
+    *parents, last = name.replace("-", "_").split(".")
+    no = "no_" if last.startswith("no_") else ""
+    found = field_paths(cls)
+    paths = found.get(last.removeprefix("no_"), [])
+    if parents:
+        paths = [path for path in paths if path.split(".")[:-1] == parents]
+    if not paths:
+        raise ValueError(f"{command} has no flag --{name}; {hint_for(name, found, cls)}")
+    outermost = min(path.count(".") for path in paths)
     paths = [path for path in paths if path.count(".") == outermost]
     if len(paths) > 1:
         raise ValueError(f"{flag} can be {' or '.join(f'--{path}' for path in paths)}; name one")
-    if not paths:
-        return flag
     *parents, last = paths[0].split(".")
     return "=".join(["--" + ".".join([*parents, no + last]), *value])
+
+
+def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
+    """What a user may have meant by the flag `name`, given the `field_paths` found in `cls`."""
+    import difflib
+
+    # a step of the pipeline may be given the flag of another one
+    steps = [
+        step for step in ("pipeline", "tokenize", "train", "generate") if cls.__name__ in PIPELINE
+    ]
+    owners = [step for step in steps if name in field_paths(load(COMMANDS[step].config))]
+    if owners:
+        return f"{' and '.join(owners)} {'have' if len(owners) > 1 else 'has'} it"
+    known = [*found, *(path for paths in found.values() for path in paths)]
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean --{close[0]}?"
+    return f"it has {', '.join(f'--{each}' for each in found) or 'none'}"
 
 
 def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
@@ -753,11 +803,23 @@ def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
 
 def print_error(error: Exception, is_debug: bool) -> None:
     """Print `error` in one line, after its traceback if `is_debug`."""
-    from lib.core.terminal import one_line
-
     if is_debug:
         traceback.print_exc()
-    print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+    print(f"error: {one_line(error)}{where_to_run(error)}", file=sys.stderr, flush=True)
+
+
+def where_to_run(error: Exception) -> str:
+    """What to run instead, for an `error` of a Python that lacks the workbook's packages."""
+    import importlib.util
+    import shlex
+
+    needed = ("lazy_loader", "torch", "tqdm", "nbformat")
+    if not isinstance(error, ModuleNotFoundError) or all(map(importlib.util.find_spec, needed)):
+        return ""
+    python = ".venv\\Scripts\\python" if os.name == "nt" else ".venv/bin/python"
+    first = "" if (PRESETS.parents[1] / python).exists() else "`make run` installs them; then "
+    words = shlex.join(sys.argv[1:])
+    return f". {sys.executable} lacks the workbook's packages: {first}run {python} -m lib {words}"
 
 
 if __name__ == "__main__":

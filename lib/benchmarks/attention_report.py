@@ -40,7 +40,7 @@ from lib.core.figures import (
     house_figure,
     save_figure,
 )
-from lib.core.records import Record, format_value
+from lib.core.records import Record, format_value, to_markdown
 
 Row = Mapping[str, Any]
 # The kernel to compare the others with: the first of these that was measured.
@@ -127,6 +127,19 @@ def case_line(record: Record) -> str:
     words = [format_value(r["median_ms"]) if r["status"] == "ok" else r["status"] for r in rows]
     found = ", ".join(f"{row['kernel']} {word}" for row, word in zip(rows, words))
     return f"{case_name(record['config'])}: {found or record['figures']['status']} (ms)"
+
+
+def summary(records: Iterable[Record]) -> str:
+    """The fastest kernel of each case, beside PyTorch's choice, as a table for the terminal."""
+    lines = []
+    for record in records:
+        rows = attention_rows([record])
+        times = {row["kernel"]: row["median_ms"] for row in rows if row["status"] == "ok"}
+        line = {"case": case_name(record["config"]), "sdpa (ms)": times.get("sdpa")}
+        best = min(times, key=times.__getitem__, default=None)
+        line |= {"fastest": best, "ms": times.get(best)}
+        lines.append(line | {"TFLOP/s": best and record["figures"]["flops"] / times[best] / 1e9})
+    return to_markdown(lines)
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from lib.benchmarks.attention_report import attention_rows
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import Record, read_records, to_markdown
 
+# As many of the newest runs make an interval.
+RUNS = 5
 START, END = "<!-- results: python -m lib benchmark headline -->", "<!-- end of results -->"
 
 
@@ -40,11 +42,8 @@ def fill_in(text: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def headline_rows(artifacts: str | os.PathLike) -> list[dict[str, str]]:
     """The main results of each benchmark that has records in the folder `artifacts`."""
-    rows = []
-    for comparison in COMPARISONS:
-        records = read_records(Path(artifacts, f"{comparison.file}.jsonl"))
-        rows += [comparison.row(records)] if records else []
-    return rows
+    tables = ((comparison, *comparison.read(Path(artifacts))) for comparison in COMPARISONS)
+    return [comparison.row(records, others) for comparison, records, others in tables if records]
 
 
 def on_record(report: Path, root: Path = ROOT) -> str:
@@ -57,7 +56,7 @@ def on_record(report: Path, root: Path = ROOT) -> str:
         return ""
     link = f"artifacts/{report.name}"
     rows = [
-        comparison.row(read_records(root / f"artifacts/{comparison.file}.jsonl"))
+        comparison.row(*comparison.read(root / "artifacts"))
         for comparison in COMPARISONS
         if comparison.link == link
     ]
@@ -74,7 +73,7 @@ class Comparison:
 
     what: str  # `{…}` is a field of our row
     file: str  # of records, without .jsonl
-    where: Mapping[str, Any]  # fields that select records; the newest of them counts
+    where: Mapping[str, Any]  # fields that select records; the newest run of them is shown
     candidate: str  # the field with the candidate's name
     ours: str  # our name
     peers: tuple[str, ...]  # the beginnings of the peers' names
@@ -82,31 +81,94 @@ class Comparison:
     unit: str
     device: str = "{device}"  # `{…}` is a field of our row
     report: str = ""  # without .md, if it is not called like the records
+    others: str = ""  # records with more runs of the case, earlier ones, without .jsonl
 
     @property
     def link(self) -> str:
         """The report's path in the repository."""
         return f"artifacts/{self.report or self.file}.md"
 
-    def row(self, records: Iterable[Record]) -> dict[str, str]:
-        """The row for the table, from records."""
+    def read(self, artifacts: Path) -> tuple[list[Record], list[Record]]:
+        """The records of `file` and of `others` in the folder `artifacts`."""
+        files = (self.file, self.others)
+        records, others = (read_records(artifacts / f"{f}.jsonl") if f else [] for f in files)
+        return records, others
+
+    def row(self, records: Iterable[Record], others: Iterable[Record] = ()) -> dict[str, str]:
+        """The row for the table: the speeds of the newest run, and how far its runs agree."""
         if self.file == "attention_sweep":
             flat = attention_rows(records)
         else:
             flat = [{**r["config"], **r["figures"], "device": r["device"]} for r in records]
-        found = {r[self.candidate]: r for r in flat if self.where.items() <= r.items()}
-        speeds = {name: row.get(self.speed) or 0 for name, row in found.items()}
-        ours = found[self.ours]
-        peers = [name for name in found if name.startswith(self.peers)]
-        best = max(peers, key=speeds.__getitem__)
+        # the candidates that ran, with a peer to compare with
+        runs = [*self._runs(_ladder_rows(others)), *self._runs(flat)]
+        runs = [run for run in runs if self.ours in run and len(run) > 1]
+        newest = runs[-1]
+        ours = newest[self.ours]
+        peers = newest.keys() - {self.ours}
+        best = max(sorted(peers), key=lambda name: newest[name][self.speed])
+        times = [
+            run[self.ours][self.speed] / run[best][self.speed]
+            for run in runs
+            if best in run and run[best]["device"] == ours["device"]
+        ][-RUNS:]
         peer = PEERS.get(best, best.split(",")[0])
         return {
             "what": self.what.format(**ours),
-            "here": f"{speeds[self.ours]:,.0f} {self.unit}",
-            "best other": f"{speeds[best]:,.0f} ({peer})",
-            "times": f"{speeds[self.ours] / speeds[best]:.2f}",
+            "here": f"{ours[self.speed]:,.0f} {self.unit}",
+            "best other": f"{newest[best][self.speed]:,.0f} ({peer})",
+            "times": _interval(times),
+            "runs": f"{len(times)}",
             "on": f"[{self.device.format(**ours)}]({self.link})",
         }
+
+    def _runs(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Mapping[str, Any]]]:
+        """Yield what ran in each run; a name that comes again, or another launch, begins one."""
+        run: dict[str, Mapping[str, Any]] = {}
+        begun = None
+        for row in rows:
+            name = row.get(self.candidate) or ""
+            is_candidate = name == self.ours or name.startswith(self.peers)
+            if not (self.where.items() <= row.items() and is_candidate and row.get(self.speed)):
+                continue
+            launch = row["device"], row.get("launch")
+            if run and (name in run or launch != begun):
+                yield run
+                run = {}
+            begun = launch
+            run[name] = row
+        if run:
+            yield run
+
+
+def _interval(times: Sequence[float]) -> str:
+    """`times` from least to most; "level" where they do not agree on who is ahead."""
+    least, most = (f"{times:.2f}" for times in (min(times), max(times)))
+    if len(times) == 1:
+        return least
+    words = f"{least} to {most}"
+    return f"level ({words})" if min(times) <= 1 <= max(times) else words
+
+
+def _ladder_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """The ladder's records as rows of the attention sweep.
+
+    It launches one by one and not in CUDA graphs, all its candidates alike.
+    """
+    names = {"hopper_ordered": "flash_attention_triton", "cudnn": "sdpa_cudnn"}
+    renamed = [
+        record
+        | {
+            "config": record["config"] | {"in_graph": True},
+            "figures": {
+                "status": "ok",
+                "flops": record["figures"]["flops"],
+                "kernels": {names.get(k, k): v for k, v in record["figures"]["steps"].items()},
+            },
+        }
+        for record in records
+    ]
+    return attention_rows(renamed)
 
 
 # Peers that the table does not call by their names in the records.
@@ -176,6 +238,7 @@ COMPARISONS = (
             CAUSAL | {"direction": direction, "head_dim": head_dim},
             *KERNELS,
             report="attention_sweep_report",
+            others="attention_ladder",
         )
         for direction in ("forward", "backward")
         for head_dim in (64, 128)
@@ -191,14 +254,14 @@ COMPARISONS = (
     Comparison(
         "sharded optimizer, 2.0 billion parameters",
         "sharding_benchmark",
-        {"model": "xl"},
+        {"model": "xl", "ranks": 2},
         *("method", "zero1", ("torch_ddp+torch_zero",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
     ),
     Comparison(
         "fully sharded, 2.0 billion parameters",
         "sharding_benchmark",
-        {"model": "xl"},
+        {"model": "xl", "ranks": 2},
         *("method", "fsdp", ("fsdp2",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
     ),

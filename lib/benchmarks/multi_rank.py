@@ -20,7 +20,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -217,7 +217,7 @@ def measure(
         keep_freed_memory()
     dtype = str(pick_dtype(device, config.dtype)).removeprefix("torch.")
     groups = Groups.make(config.timeout)
-    launched = datetime.now(timezone.utc).isoformat()
+    launched = datetime.now(UTC).isoformat()
     with numerics(tf32=config.tf32, deterministic=False):
         for plan in plans:
             trainings = benchmark(config, plan, groups, dtype, failure)

@@ -50,6 +50,17 @@ def training_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     return to_rows(to_frame(sorted(newest(records, LENGTH), key=lambda record: record["date"])))
 
 
+def measured(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return `rows`, each of which was measured.
+
+    Raises:
+        RuntimeError: one was not; the message says which, and why.
+    """
+    if failures := failure_list(rows, "model", "method"):
+        raise RuntimeError(f"not everything could be measured:\n{failures}")
+    return rows
+
+
 def group_rows(
     rows: Iterable[Mapping[str, Any]], by: Sequence[str] = SETTING
 ) -> list[list[Mapping[str, Any]]]:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,10 @@ def run_sweep(
         left = remaining(wanted.values(), records)
         log.info("%d of %d rows to measure, into %s", len(left), len(wanted), path)
         progress = {"total": len(wanted), "initial": len(wanted) - len(left), "unit": "row"}
+        texts = differences([to_dict(config) for config in left])
         with tqdm(**progress, disable=None, leave=False) as bar:
-            for config in left:
+            for config, text in zip(left, texts):
+                bar.set_description_str(text)
                 figures = _figures(config, run_one, expect)
                 record = new_record(figures, config=config, seed=seed, device=device) | frame
                 append_record(path, record)
@@ -82,6 +84,16 @@ def run_sweep(
                     bar.write(show(record))
     newest = {_key(record["config"]): record for record in records}
     return [newest[key] for key in wanted]
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets each config apart from the others, for a bar: `queries 64, is_causal True`."""
+    varying = [
+        key
+        for key in (configs[0] if configs else ())
+        if any(config.get(key) != configs[0][key] for config in configs)
+    ]
+    return [", ".join(f"{key} {config.get(key)}" for key in varying) for config in configs]
 
 
 def _figures(

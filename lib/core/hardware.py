@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import platform
 import re
@@ -28,6 +29,8 @@ MOST_KEPT = 1 << 30
 LARGEST_OFF_HEAP = 32 << 20
 # Whether `keep_freed_memory` had an effect: the C library does not tell.
 _KEEPS: list[bool] = []
+# Kernels in Triton can be compiled; PyTorch for Windows and for CPUs comes without it.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Names that `pick_dtype` takes.
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Job = TypeVar("Job")
@@ -95,8 +98,8 @@ def pick_dtype(device: torch.device | str, name: str = "auto") -> torch.dtype:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`: a GPU, or a CPU under the slow interpreter."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether Triton is installed, and runs on `device`: a GPU, or a CPU in its interpreter."""
+    return HAS_TRITON and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @dataclass(frozen=True)
@@ -250,9 +253,8 @@ def output_of(command: list[str]) -> str | None:
     # without GIT_DIR and the like, which a git hook sets for its own repository
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:
-        done = subprocess.run(
-            command, env=env | {"LC_ALL": "C"}, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, env=env | {"LC_ALL": "C"}, capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    # names of files may have bytes that are no text
+    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None

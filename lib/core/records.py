@@ -16,7 +16,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from lib.core.files import (
     write_atomically,
 )
 from lib.core.hardware import available_cpus, cpu_name, device_name, output_of
-from lib.core.settings import plain, to_dict
+from lib.core.settings import plain, reject_constant, to_dict
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def provenance(
         "platform": platform.platform(),
         **_git_state(),
         "seed": seed,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -94,14 +94,19 @@ def _version(package: str) -> str | None:
 
 def _git_state() -> dict[str, Any]:
     """Read commit and state of `lib/`; None if the folder is part of some other checkout."""
-    top = output_of(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
-    if top is None or Path(top).resolve() != ROOT:
+    if not is_checkout(ROOT):
         return {"commit": None, "dirty": None}
     commit = output_of(["git", "-C", str(ROOT), "rev-parse", "--verify", "HEAD"])
     changes = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--", "lib"])
     if commit is None or changes is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": bool(changes)}
+
+
+def is_checkout(folder: Path) -> bool:
+    """Whether `folder` is a git checkout of its own, and not part of another one."""
+    top = output_of(["git", "-C", str(folder), "rev-parse", "--show-toplevel"])
+    return top is not None and Path(top).resolve() == folder.resolve()
 
 
 def append_record(path: str | os.PathLike, record: Record) -> None:
@@ -114,7 +119,7 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
     path = Path(path)
     try:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"record for {path}: {error}{_non_finite_values(record)}") from error
     make_folder(path.parent)
     with open(path, "ab+", buffering=0) as file:
@@ -123,7 +128,8 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
         if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
             line = "\n" + line
         try:
-            data = f"{line}\n".encode()
+            # bytes of a path that are no text become escapes of JSON
+            data = f"{line}\n".encode(errors="backslashreplace")
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, "only part of the line was written")
             os.fsync(file.fileno())
@@ -136,7 +142,10 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
 
 def _non_finite_values(record: Record) -> str:
     """Name the values that JSON has no number for, as the end of an error message."""
-    values = flatten(record).items()
+    try:
+        values = flatten(record).items()
+    except RecursionError:
+        return ""
     bad = [f"{k} is {v}" for k, v in values if isinstance(v, float) and not math.isfinite(v)]
     return f" ({', '.join(bad)}; use a finite number, a text such as 'oom', or null)" if bad else ""
 
@@ -152,10 +161,10 @@ def read_records(path: str | os.PathLike) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=reject_constant)
             if not isinstance(record, dict):
                 raise ValueError(f"must be an object, got {type(record).__name__}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             warnings.warn(f"{path}:{number} is not a record, skipped: {error}", stacklevel=2)
             continue
         records.append(record)
@@ -243,6 +252,9 @@ def to_markdown(
 
 def format_value(value: Any) -> str:
     """Format a value for a table: three significant digits, commas, None as a dash."""
+    if getattr(value, "ndim", None) == 0:
+        # a NumPy number
+        value = value.item()
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -262,7 +274,7 @@ def format_value(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return text.replace("|", "\\|").replace("\n", " ").replace("\r", " ")
 
 
 def _is_number(value: Any) -> bool:

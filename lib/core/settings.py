@@ -106,7 +106,7 @@ def from_json(cls: type[T], source: str | os.PathLike) -> T:
     try:
         if is_path:
             text = Path(source).read_text(encoding="utf-8-sig")
-        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=reject_constant)
         return from_dict(cls, values)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
@@ -221,7 +221,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _reject_constant(name: str) -> None:
+def reject_constant(name: str) -> None:
+    """Refuse NaN and infinities, which JSON lacks; a `parse_constant` for `json.loads`."""
     raise ValueError(f"{name} is not a number in JSON")
 
 
@@ -237,35 +238,45 @@ def with_flags(config: T, flags: Sequence[str]) -> T:
     rest = list(flags)
     while rest:
         flag = rest.pop(0)
-        name, _, value = flag.removeprefix("--").partition("=")
-        words = [value] if value else []
+        name, equals, value = flag.removeprefix("--").partition("=")
+        words = [value] if equals else []
         while rest and not rest[0].startswith("--"):
             words.append(rest.pop(0))
         # walk down to the dataclass that holds the field
         *parents, last = name.split(".")
         part: Any = values
+        kind: Any = type(config)
         for parent in parents:
             part = part.get(parent) if isinstance(part, dict) else None
-        part = part if isinstance(part, dict) else {}
-        key = last if last in part else last.removeprefix("no_")
-        if not flag.startswith("--") or key not in part:
+            kind = _hints(kind).get(parent) if dataclasses.is_dataclass(kind) else None
+        hints = _hints(kind) if dataclasses.is_dataclass(kind) else {}
+        positive = last.removeprefix("no_")
+        key = positive if last not in hints and hints.get(positive) is bool else last
+        if not flag.startswith("--") or key not in hints:
             known = ", ".join(f"--{name}" for name in values)
             raise ValueError(f"unknown flag {flag!r}; known without tyro: {known}")
-        part[key] = _flag_value(words, part[key], is_on=key == last)
+        part[key] = _flag_value(words, hints[key], is_on=key == last)
     return from_dict(type(config), values)
 
 
-def _flag_value(words: list[str], current: Any, *, is_on: bool) -> Any:
-    """Turn a flag's words into a JSON value of the kind of `current`."""
-    if isinstance(current, bool) and not words:
+def _flag_value(words: list[str], hint: Any, *, is_on: bool) -> Any:
+    """Turn a flag's words into a JSON value for a field of type `hint`."""
+    if hint is bool and not words:
         return is_on
-    values = [_parse_word(word) for word in words]
-    return values if isinstance(current, list) or len(values) != 1 else values[0]
+    if typing.get_origin(hint) is tuple:
+        return [_parse_word(word, typing.get_args(hint)[0]) for word in words]
+    values = [_parse_word(word, hint) for word in words]
+    return values[0] if len(values) == 1 and hint is not bool else values
 
 
-def _parse_word(word: str) -> Any:
-    """Read a number, bool or null as JSON, and anything else as text."""
+def _parse_word(word: str, hint: Any) -> Any:
+    """Read text as it is, and numbers as JSON."""
+    options = typing.get_args(hint)
+    if word == "None" and type(None) in options:
+        return None
+    if hint is str or hint is Path or {str, Path, word}.intersection(options):
+        return word
     try:
-        return None if word == "None" else json.loads(word)
+        return json.loads(word)
     except ValueError:
         return word

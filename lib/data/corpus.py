@@ -21,9 +21,9 @@ twice in blocks of 1 MiB, so memory stays flat at any size.
 import codecs
 import hashlib
 import json
+import logging
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ BLOCK_BYTES = 1 << 20
 CUT_SEARCH_BYTES = 1 << 19
 DOWNLOAD_BYTES = 1 << 18
 TIMEOUT_S = 30
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,8 @@ def _read_json(path: Path) -> dict | None:
 
 
 def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    # names of files may be bytes that are not UTF-8
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 # The user's own text
@@ -275,10 +277,10 @@ def split_own_text(
 ) -> None:
     """Write the documents of `files` to `train` and, about `fraction` of them, to `validation`.
 
-    `progress` is called with the bytes just written. Invalid UTF-8 causes a `UserWarning`.
+    `progress` is called with the bytes just written. A line of the log counts invalid UTF-8.
 
     Raises:
-        ValueError: the files hold no text, or too little to split.
+        ValueError: the files hold no text, too little to split, or UTF-16.
     """
     num_documents, num_bytes = _measure(files)
     if not num_documents:
@@ -402,6 +404,10 @@ def _decode(path: Path, *, warn: bool) -> Iterator[str]:
     replacement = "\ufffd"
     num_invalid, tail = 0, b""
     with open(path, "rb") as file:
+        start = file.read(4)
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+            raise ValueError(f"{path} must be UTF-8, got UTF-16 or UTF-32, by its first bytes")
+        file.seek(0)
         while block := file.read(BLOCK_BYTES):
             text = decoder.decode(block)
             # U+FFFD that was in the file already is no error
@@ -412,7 +418,7 @@ def _decode(path: Path, *, warn: bool) -> Iterator[str]:
     num_invalid += text.count(replacement)
     yield text
     if warn and num_invalid:
-        warnings.warn(f"{path}: {num_invalid} invalid UTF-8 sequences became U+FFFD", stacklevel=2)
+        log.warning("%s: %s invalid UTF-8 sequences became U+FFFD", path, num_invalid)
 
 
 def _name(files: list[Path]) -> str:

@@ -333,11 +333,17 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Raises:
         ValueError: a parameter or buffer differs between ranks in shape, dtype, kind of device or
-            `requires_grad`, or has no memory yet (device "meta").
+            `requires_grad`, has no memory yet (device "meta"), or is divided among the ranks.
     """
     if world_size(group) == 1:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            raise ValueError(
+                f"{name} must be whole, but is divided among the ranks already: one of them would "
+                "overwrite the others' parts; wrap the whole module once"
+            )
     agree(lambda: {name: describe_tensor(tensor) for name, tensor in tensors.items()}, group)
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -347,6 +353,16 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
         dense = tensor.detach().contiguous()
         dist.broadcast(dense, global_rank(0, group), group=group)
         tensor.detach().copy_(dense)
+
+
+def mark_sharded(param: Tensor) -> None:
+    """Mark a parameter that from now on is this rank's part of one."""
+    param.is_shard = True  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a parameter is a rank's part of one: of `lib.fsdp`, or a DTensor of PyTorch's."""
+    return getattr(tensor, "is_shard", False) or hasattr(tensor, "device_mesh")
 
 
 # Agreeing and failing together, so that no rank waits for one that is gone

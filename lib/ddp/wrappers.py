@@ -302,7 +302,7 @@ def inner_module(module: Any) -> Any:
 def check_not_wrapped(module: nn.Module) -> None:
     """Refuse a module, or one with a part, whose gradients are averaged already."""
     for name, part in module.named_modules():
-        is_wrapped = isinstance(part, (GradientSync, Wrapper, DistributedDataParallel))
+        is_wrapped = isinstance(part, (Wrapper, DistributedDataParallel))
         require(
             not is_wrapped,
             f"module must not be wrapped already, but {name or 'it'} is {type(part).__name__}; "

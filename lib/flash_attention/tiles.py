@@ -196,4 +196,6 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 def _at_width(tiles: dict[int, Tiles], head_dim: int) -> Tiles:
     """The tiles for the smallest width that holds `head_dim`."""
+    if head_dim > max(tiles):
+        raise ValueError(f"head_dim must be at most {max(tiles)}, got {head_dim}")
     return tiles[min(width for width in tiles if width >= head_dim)]

@@ -7,12 +7,14 @@ repeat to the bit. This is the portable version, for Triton 3.2 and later. Input
 `lib.flash_attention.hopper.launch` supports go there, with Triton 3.6 or later.
 """
 
+import logging
 import math
 
 import torch
 import triton
 from torch import Tensor
 
+from lib.core.terminal import warn_once
 from lib.flash_attention.inputs import (
     autocast,
     check_device,
@@ -22,7 +24,13 @@ from lib.flash_attention.inputs import (
     strides,
     with_unit_stride,
 )
-from lib.flash_attention.tiles import Tiles, backward_tiles, forward_tiles, usable_precision
+from lib.flash_attention.tiles import (
+    Tiles,
+    backward_tiles,
+    compute_capability,
+    forward_tiles,
+    usable_precision,
+)
 from lib.flash_attention.triton_kernels import (
     _backward_keys_kernel,
     _backward_queries_kernel,
@@ -35,6 +43,7 @@ except ImportError:
     # this Triton lacks the Gluon that it needs
     hopper = None
 
+log = logging.getLogger(__name__)
 # Precisions of float32 matmuls, the default first.
 PRECISIONS = ("tf32x3", "ieee", "tf32")
 
@@ -100,8 +109,8 @@ def flash_attention(
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale must be more than 0, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
     check_device(q.device)
     if is_called_eagerly(q, k, v):
         return _EagerAttention.apply(q, k, v, is_causal, scale, precision, deterministic)
@@ -357,7 +366,23 @@ def _portable_backward(
 
 
 def _uses_hopper(*heads: Tensor) -> bool:
-    return hopper is not None and hopper.supports(*heads)
+    """Whether Hopper's kernels take q, k, v and gradients; where they should, says once why not."""
+    if hopper is not None and hopper.supports(*heads):
+        return True
+    q, k = heads[:2]
+    # up to 32 columns the portable kernels are faster
+    is_meant = q.dtype != torch.float32 and q.shape[3] > 32 and q.numel() > 0 and k.numel() > 0
+    if is_meant and q.is_cuda and torch.version.cuda and compute_capability(q.device)[0] == 9:
+        reason = "need Triton 3.6 or later"
+        if hopper is not None:
+            sizes = f"{hopper.HEAD_DIMS[0]} to {hopper.HEAD_DIMS[-1]}"
+            reason = (
+                f"take head_dim {sizes} in steps of 8, got {q.shape[3]}, and rows that start at "
+                "multiples of 16 bytes"
+            )
+        message = "attention runs its portable kernels, slower than those for Hopper GPUs, which"
+        warn_once(log, f"{message} {reason}")
+    return False
 
 
 def constants(

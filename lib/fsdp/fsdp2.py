@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lib.ddp.process_group import broadcast_module, current_device, rank, reduce_scatter, world_size
-from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
 
 if TYPE_CHECKING:
@@ -55,7 +54,11 @@ class FullySharded(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The module's loss."""
-        return self.module(inputs, targets)
+        loss = self.module(inputs, targets)
+        if not torch.is_grad_enabled():
+            # what would stay whole for backward
+            self.module.reshard()
+        return loss
 
     def finish_gradient_synchronization(self) -> None:
         """Do nothing: FSDP2 averages gradients in backward."""
@@ -68,18 +71,6 @@ class FullySharded(nn.Module):
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
-
-    def whole_model(self) -> TransformerLM:
-        """Gather a copy of the model on every rank; all ranks call it.
-
-        Forward passes of the copy send nothing, so ranks may run different numbers of them.
-        """
-        model = self.module.model
-        copy = TransformerLM(model.config, device=self.module.device, draw=False)
-        with torch.no_grad():
-            for own, param in zip(copy.parameters(), model.parameters()):
-                own.copy_(param.full_tensor())
-        return copy
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Gather the model's state dict on rank 0's CPU, tensor by tensor; empty on other ranks."""

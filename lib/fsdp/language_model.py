@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.fsdp.wrapper import FSDP
-from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
 
 if TYPE_CHECKING:
@@ -28,28 +26,16 @@ class ShardedLoss(FSDP):
 
     def __init__(self, loss: MeanLoss, group: dist.ProcessGroup | None) -> None:
         model = loss.model
+        # not the layers themselves: on a GPU a fused kernel runs from one into the next
+        blocks: list[Any] = [[layer.attn, layer.ffn] for layer in model.layers]  # type: ignore[union-attr]
         outer: list[nn.Module] = [model.token_embeddings]
+        blocks.insert(0, model.token_embeddings)
         if model.lm_head is not None:
             outer.append(model.lm_head)
-        # not the layers themselves: on a GPU a fused kernel runs from one into the next
-        inner = [[layer.attn, layer.ffn] for layer in model.layers]  # type: ignore[union-attr]
-        blocks = [outer[:1], *inner, *([outer[1:]] if outer[1:] else [])]
-        super().__init__(loss, loss.dtype, blocks=blocks, full_precision=outer, group=group)  # type: ignore[arg-type]
+            blocks.append(model.lm_head)
+        super().__init__(loss, loss.dtype, blocks=blocks, full_precision=outer, group=group)
         # the head's matrix is read without calling it
         model.before_part = self.before_part
-
-    def whole_model(self) -> TransformerLM:
-        """Gather a copy of the model on every rank; all ranks call it.
-
-        Forward passes of the copy send nothing, so ranks may run different numbers of them.
-        """
-        loss: Any = self.module
-        copy = TransformerLM(loss.model.config, device=loss.device, draw=False)
-        full = self.full_parameters()
-        with torch.no_grad():
-            for name, param in copy.named_parameters():
-                param.data = full[f"model.{name}"]
-        return copy
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Gather the model's state dict on rank 0's CPU, block by block; empty on other ranks."""

@@ -21,10 +21,15 @@ that slice:
     optimizer.step()
     optimizer.zero_grad()
 
-**Parameters.** Outside of forward and backward, the module's matrices are flat shards: 1-dim, a few
-of them empty on some ranks. Optimizers must be elementwise (SGD, the Adam family). Vectors, such as
-norms' weights and biases, are few; they stay whole on every rank, and their gradients are averaged
-by `finish_gradient_synchronization`. `full_parameters` and `state_dict` gather everything.
+**Parameters.** The module's own matrices become flat shards: 1-dim, a few of them empty on some
+ranks, and so do the vectors beside a matrix, such as a layer's bias. Optimizers must be elementwise
+(SGD, the Adam family). Modules of vectors alone, such as norms, are few; they stay whole on every
+rank, and their gradients are averaged by `finish_gradient_synchronization`. `full_parameters` and
+`state_dict` gather everything.
+
+**Shards are all the state there is.** Every forward pass gathers them anew; in it a weight that is
+not gathered is a stand-in, which gathers its block when it is read, and keeps it until the end of
+backward. Changed shards, also by `.to(dtype)`, are followed in the next pass.
 
 **All ranks run the same blocks in the same order**, forward and backward; parameters inside a block
 may be unused on some. A parameter without a gradient on any rank has none afterwards.
@@ -35,53 +40,54 @@ may be unused on some. A parameter without a gradient on any rank has none after
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.core.settings import require
 from lib.ddp.buckets import GradientSync, MeanReduction, require_finished
-from lib.ddp.process_group import agree, broadcast_module, describe_tensor, rank, world_size
-from lib.fsdp.flat_parameters import FlatParameters, Places
+from lib.ddp.process_group import agree, broadcast_module, world_size
+from lib.fsdp.blocks import (
+    Block,
+    BlockOf,
+    Use,
+    as_list,
+    checked_facts,
+    default_blocks,
+    is_gathered_weight,
+    make_blocks,
+    tensors_in,
+)
+from lib.fsdp.flat_parameters import FlatParameters
+from lib.fsdp.whole_state import WholeState
 from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
 
-# Modules that are gathered together: one, or several that run one after another.
-BlockOf = nn.Module | Sequence[nn.Module]
+log = logging.getLogger(__name__)
 
 
-class Block:
-    """Modules whose matrices are gathered together."""
-
-    def __init__(self, modules: list[nn.Module], flats: list[FlatParameters]) -> None:
-        self.modules, self.flats = modules, flats
-        self.is_sent = False
-
-    def each(self, method: Callable[[FlatParameters], None]) -> None:
-        """Call a method of all its flat parameters."""
-        for flat in self.flats:
-            method(flat)
-
-
-class FSDP(GradientSync, nn.Module):
+class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     """A module whose matrices are divided among the ranks of a group.
 
     Args:
-        module: starts on all ranks as on the group's rank 0; its frozen parameters are already
-            frozen.
-        compute_dtype: of gathered matrices (default: their own). Shards and gradients keep theirs.
+        module: starts on all ranks as on the group's rank 0. Its parameters become the shards.
+        compute_dtype: of gathered parameters in floating point (default: their own). Shards keep
+            theirs, and so do gradients, which are averaged in float32 at least.
         blocks: disjoint modules, or lists of modules, in the order in which forward first uses
-            them (default: elements of each ModuleList and Sequential, and all other modules with
-            matrices). What is outside stays gathered from forward to the end of backward, and so
-            do matrices that several blocks share.
-        full_precision: modules whose matrices are gathered in their own dtype.
+            them, so that the next one is prefetched (default: elements of each ModuleList,
+            ModuleDict and Sequential, and all other modules with matrices). What is outside stays
+            gathered from forward to the end of backward, and so do parameters that several blocks
+            share.
+        full_precision: modules whose parameters are gathered in their own dtype.
         group: the ranks that share the work (default: all).
         prefetch: gather the next block while one runs.
 
     Raises:
-        ValueError: modules or settings differ between ranks; blocks overlap.
+        ValueError: modules or settings differ between ranks; blocks overlap or are not inside; a
+            parameter is divided already, or has a gradient or a gradient hook.
     """
 
     def __init__(
@@ -96,39 +102,32 @@ class FSDP(GradientSync, nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
-        self.prefetches = prefetch
-        chosen = [
-            _as_list(block) for block in (default_blocks(module) if blocks is None else blocks)
-        ]
+        self.prefetches, full_precision = prefetch, list(full_precision)
+        chosen = list(map(as_list, default_blocks(module) if blocks is None else blocks))
         options = {"compute_dtype": compute_dtype, "prefetch": prefetch}
-        agree(lambda: _facts(module, chosen, options), group)
+        agree(lambda: checked_facts(module, chosen, full_precision, options), group)
         broadcast_module(module, group)
-        named = dict(module.named_parameters())
 
-        # Divide the matrices; the last block holds what is outside of all others.
-        keeps_dtype = {id(p) for part in full_precision for p in part.parameters()}
-        self.vectors = {name: param for name, param in named.items() if param.ndim < 2}
-        places = places_of(module)
-        self.blocks: list[Block] = []
-        for modules, names in zip([*chosen, []], divide(module, chosen)):
-            flats = []
-            for members in group_alike({name: named[name] for name in names}, keeps_dtype):
-                first = next(iter(members.values()))
-                keeps = compute_dtype is None or id(first) in keeps_dtype
-                dtype = first.dtype if keeps else compute_dtype
-                at = [places[id(param)] for param in members.values()]
-                flats.append(FlatParameters(members, at, group, dtype))  # type: ignore[arg-type]
-            self.blocks.append(Block(modules, flats))
+        # Divide the parameters; the last block holds what is outside of all others.
+        self.blocks, self.vectors = make_blocks(
+            module, chosen, group, compute_dtype, full_precision
+        )
         self.outside = self.blocks.pop()
-        for flat in self.flats:
-            flat.use(flat.shards)
+        self._let_stand_ins_gather()
 
-        # Where the model is: the block that runs, and whether this is the backward pass.
+        # Where the model is: the block that runs, and whether this is a pass forward or backward.
         self.running: Block | None = None
-        self.is_in_backward = self.must_finish = False
-        # the block whose gradients were sent last
+        self.is_in_forward = self.is_in_backward = False
+        # calls of blocks in the last forward pass, which are gone if nothing leads back to them
+        self.uses: list[tuple[Block, weakref.ref[Use]]] = []
+        # blocks that backward has reached, and the one whose gradients were sent last
+        self.reached: list[Block] = []
         self.sending: Block | None = None
+        # whether gradients may wait to be sent, and whether some were sent since the last finish
+        self.has_unsent = self.must_finish = False
         self.block_of = {id(part): block for block in self.blocks for part in block.modules}
+        module.register_forward_pre_hook(functools.partial(_check_pass, self))
+        module.register_state_dict_pre_hook(functools.partial(_check_saving, self))
         for block in self.blocks:
             for part in block.modules:
                 part.register_forward_pre_hook(functools.partial(_before_forward, self))
@@ -150,58 +149,162 @@ class FSDP(GradientSync, nn.Module):
         """Call the module, whose blocks are gathered just before they run.
 
         Raises:
-            RuntimeError: the gradients of the last backward pass were not synchronized.
+            RuntimeError: the gradients of the last backward pass were not synchronized; or see
+                `FlatParameters.follow_shards`.
+            TypeError: the output holds no tensor by which backward could be noticed.
         """
-        if self.is_in_backward:
-            self._start_anew()
-        require_finished(self.must_finish)
-        self.outside.each(FlatParameters.finish_gathering)
-        output = self.module(*args, **kwargs)
-        # autograd holds what stays gathered for backward
-        for flat in self.flats:
-            flat.use(flat.shards)
-        for tensor in _tensors_in(output):
-            # the first hook of backward, before any block's
-            tensor.register_hook(lambda grad: self._start_backward())
-        if not torch.is_grad_enabled():
+        return self.run(self.module, *args, **kwargs)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A forward pass that is another function of the module, such as one of its methods."""
+        if self.is_in_backward and torch._C._current_graph_task_id() >= 0:
+            # a checkpoint around the whole module computes it again
+            return function(*args, **kwargs)
+        self._begin_forward()
+        try:
+            output = function(*args, **kwargs)
+            self._watch(output)
+            if not torch.is_grad_enabled():
+                self._release_all()
+        except BaseException:
             self._release_all()
+            raise
+        finally:
+            self.is_in_forward = False
+            # autograd holds what stays gathered for backward
+            self._show(in_pass=False)
         return output
+
+    def _begin_forward(self) -> None:
+        self.settle()
+        require_finished(self.must_finish)
+        # what a pass without backward left
+        self._release_all()
+        for flat in self.flats:
+            flat.follow_shards()
+        self._let_stand_ins_gather()
+        self.uses.clear()
+        self.is_in_forward = True
+        self._show(in_pass=True)
+        self.outside.each(FlatParameters.finish_gathering)
+
+    def _watch(self, output: Any) -> None:
+        """Notice the backward pass of a module's output."""
+        tensors = list(tensors_in(output))
+        if any(map(is_gathered_weight, tensors)):
+            raise RuntimeError(
+                "the output must not be a weight or a view of one, whose memory is freed after "
+                "the pass; return a clone"
+            )
+        if not torch.is_grad_enabled():
+            return
+        if not tensors and any(flat.is_trained for flat in self.flats):
+            raise TypeError(
+                "the output must be or hold tensors, in lists, dicts or dataclasses, by which FSDP "
+                f"notices the backward pass, got {type(output).__name__}"
+            )
+        self.has_unsent = True
+        for block, use in self.uses:
+            if use() is None:
+                # what the block left behind elsewhere, such as a loss, may still be used
+                self._keep(block, "returns what is not used")
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                # the first hook of the pass's backward, before any block's
+                tensor.register_hook(functools.partial(_before_output, self, self.running))
 
     def before_part(self, part: nn.Module) -> None:
         """Gather the block of `part`, before its forward pass or before its weights are read."""
         block = self.block_of.get(id(part))
         if block is not None:
+            _check_pass(self)
             self._enter(block, step=0 if self.is_in_backward else 1)
+
+    def after_part(self, block: Block, output: Any) -> None:
+        """Notice the backward pass of a block by its output; if it can't be, keep it gathered."""
+        tensors = list(tensors_in(output))
+        if any(map(is_gathered_weight, tensors)):
+            self._keep(block, "returns a weight or a view of one")
+        if self.is_in_backward or not torch.is_grad_enabled():
+            return
+        watched = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        if not watched and (not tensors or any(flat.is_trained for flat in block.flats)):
+            self._keep(block, "returns no tensor that a gradient comes back to")
+        if watched:
+            use = Use()
+            block.open.add(use)
+            self.uses.append((block, weakref.ref(use)))
+        for tensor in watched:
+            tensor.register_hook(functools.partial(_before_backward, self, block, use))
 
     def _enter(self, block: Block, step: int) -> None:
         """Gather `block`, prefetch the one that is `step` further, and release the one before."""
         before, self.running = self.running, block
-        if before is not None and before is not block:
+        block.is_reached |= self.is_in_backward
+        if before is not None and before is not block and not before.stays:
             before.each(FlatParameters.release)
         block.each(FlatParameters.start_gathering)
-        index = self.blocks.index(block) + step
+        index = block.index + step
         if self.prefetches and step and 0 <= index < len(self.blocks):
             self.blocks[index].each(FlatParameters.start_gathering)
         block.each(FlatParameters.finish_gathering)
 
+    def _keep(self, block: Block, why: str) -> None:
+        """From now on, let a block stay gathered until the end of backward."""
+        if not block.stays:
+            block.stays = True
+            names = ", ".join(name for flat in block.flats for name in flat.names)
+            log.warning("the block of %s %s: it stays gathered until backward ends", names, why)
+        block.each(FlatParameters.finish_gathering)
+
+    def _let_stand_ins_gather(self) -> None:
+        for block in self.all_blocks:
+            for flat in block.flats:
+                for index, stand_in in enumerate(flat.stand_ins):
+                    stand_in.read_whole = functools.partial(self._read, block, flat, index)
+
+    def _read(self, block: Block, flat: FlatParameters, index: int) -> Tensor:
+        """The whole parameter whose stand-in is read."""
+        self._keep(block, "is read outside of its forward pass")
+        return flat.whole[index]
+
     # Backward
 
     def _start_backward(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward must run without create_graph=True: the weights are gone when gradients "
+                "are differentiated again"
+            )
         if not self.is_in_backward:
             self.is_in_backward = True
-            # for blocks that are computed again
-            self.outside.each(FlatParameters.finish_gathering)
+            self._show(in_pass=True)
             for block in self.all_blocks:
-                block.is_sent = False
+                block.each(FlatParameters.notice_updates)
+                block.is_sent, block.is_reached = False, block.stays
+                if block.stays:
+                    block.each(FlatParameters.finish_gathering)
             # not called if an exception ends the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _before_backward(self, block: Block) -> None:
+    def before_output(self, last: Block | None) -> None:
+        """Begin the backward pass of a forward pass, which ended with block `last`."""
+        self._start_backward()
+        if last is not None:
+            # its weights may have been read without a call that could be noticed
+            self._enter(last, step=0)
+
+    def before_backward(self, block: Block, use: Use) -> None:
         """Send the gradients of the blocks that backward has passed, and gather `block`."""
         self._start_backward()
-        index = self.blocks.index(block)
-        for later in reversed(self.blocks[index + 1 :]):
-            self._send(later)
+        block.open.discard(use)
+        for other in list(self.reached):
+            # a block that was called twice is passed when backward has passed both calls
+            if other is not block and not other.open and not other.stays:
+                self.reached.remove(other)
+                self._send(other)
+        if block not in self.reached:
+            self.reached.append(block)
         self._enter(block, step=-1)
 
     def _send(self, block: Block) -> None:
@@ -229,71 +332,117 @@ class FSDP(GradientSync, nn.Module):
         for block in reversed(self.all_blocks):
             self._check_complete(block)
             self._send(block)
-        self._release_all()
+        # then all gradients of matrices are where `zero_grad` finds them
+        self._finish_sending()
+        self._end_pass()
+        self.has_unsent = not self.is_syncing
         self.must_finish |= self.is_syncing
-        self.is_in_backward = False
 
     def _check_complete(self, block: Block) -> None:
         for flat in block.flats:
             for name, whole in zip(flat.names, flat.whole):
-                if block.is_sent and whole.grad is not None:
+                if whole.grad is not None and (block.is_sent or not block.is_reached):
+                    why = "grew after it was sent" if block.is_sent else "came unannounced"
                     raise RuntimeError(
-                        f"the gradient of {name} grew after it was sent; blocks must be given in "
-                        "the order in which forward uses them first"
+                        f"the gradient of {name} {why}: backward must enter a block by what that "
+                        "returned, and once for each call; leave its module out of blocks="
                     )
+
+    def _end_pass(self) -> None:
+        self.is_in_backward = False
+        self.reached.clear()
+        self._release_all()
+        self._show(in_pass=False)
 
     def _release_all(self) -> None:
         self.running = None
         for block in self.all_blocks:
             block.each(FlatParameters.release)
 
-    def _start_anew(self) -> None:
+    def _show(self, *, in_pass: bool) -> None:
+        for flat in self.flats:
+            flat.show(in_pass=in_pass)
+
+    def settle(self) -> None:
         """Forget a backward pass that an exception ended, on all ranks alike."""
-        self._finish_sending()
-        for block in self.all_blocks:
-            block.each(FlatParameters.drop_gradients)
-        self._release_all()
-        self.is_in_backward = False
+        if self.is_in_backward and torch._C._current_graph_task_id() < 0:
+            self._finish_sending()
+            for block in self.all_blocks:
+                block.each(FlatParameters.drop_gradients)
+            self._end_pass()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards, and the parameters that every rank has."""
+        self.settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        # with cuDNN, recurrent modules would move their shards into memory of their own
+        is_enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+        try:
+            return super()._apply(*args, **kwargs)
+        finally:
+            torch.backends.cudnn.enabled = is_enabled
 
     # Gradients
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Give every shard and vector its mean gradient; between backward and optimizer step."""
-        self._finish_sending()
+        """Give every shard and vector its mean gradient; between backward and optimizer step.
+
+        Gradients of passes in `no_sync` are averaged too. Called again, it changes nothing.
+        """
+        self.settle()
+        if self.has_unsent:
+            # on all ranks alike: there was a forward pass whose gradients were not sent
+            is_syncing, self.is_syncing = self.is_syncing, True
+            for block in reversed(self.all_blocks):
+                block.is_sent = False
+                self._send(block)
+            self._finish_sending()
+            self.is_syncing, self.has_unsent = is_syncing, False
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]
         has_grad = [param.grad is not None for param in vectors]
-        has_grad += [i in flat.seen for flat in flats for i in range(len(flat.shards))]
-        for param in vectors:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        if self.ranks > 1 and has_grad:
-            device = [*vectors, *(flat.slice for flat in flats)][0].device
-            presence = torch.ones(len(has_grad), device=device)
-            for index, has in enumerate(has_grad):
-                if not has:
-                    presence[index] = 0
-            # all of a dtype in one message
-            for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
-                joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-                MeanReduction([joined], self.group).finish()
-                means = joined.split([tensor.numel() for tensor in tensors])
-                views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
-                torch._foreach_copy_(tensors, views)
-            # the host waits only where a gradient is missing
-            has_grad = has_grad if all(has_grad) else (presence > 0).tolist()
+        has_grad += [has for flat in flats for has in flat.has_gradients()]
+        has_grad = self._average_vectors(vectors, flats, has_grad)
         shards = [shard for flat in flats for shard in flat.shards]
         for param, has in zip([*vectors, *shards], has_grad):
             if not has:
                 param.grad = None
         for flat in flats:
-            flat.seen.clear()
+            flat.forget_who_had_gradients()
         self.must_finish = False
+
+    def _average_vectors(
+        self, vectors: list[nn.Parameter], flats: list[FlatParameters], has_grad: list[bool]
+    ) -> list[bool]:
+        """Average the gradients of whole parameters; return who has gradients on any rank."""
+        if self.ranks == 1 or not has_grad:
+            return has_grad
+        for param in vectors:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        device = [*vectors, *(flat.slice for flat in flats)][0].device
+        presence = torch.ones(len(has_grad), device=device)
+        for index, has in enumerate(has_grad):
+            if not has:
+                presence[index] = 0
+        # all of a dtype in one message
+        for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
+            joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            MeanReduction([joined], self.group).finish()
+            means = joined.split([tensor.numel() for tensor in tensors])
+            views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
+            torch._foreach_copy_(tensors, views)
+        # the host waits only where a gradient is missing
+        return has_grad if all(has_grad) else (presence > 0).tolist()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks."""
+        require_finished(self.must_finish)
         square = grad_norm(shard for flat in self.flats for shard in flat.shards).double().square()
         if self.ranks > 1:
             dist.all_reduce(square, group=self.group)
@@ -310,62 +459,26 @@ class FSDP(GradientSync, nn.Module):
                 param.grad.mul_(coefficient)
         return norm
 
-    # State
-
-    def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
-        """Whole parameters by the module's names, in their own dtype; all ranks call it.
-
-        Args:
-            on_first_only: gather block by block onto rank 0's CPU; other ranks get none.
-        """
-        whole: dict[str, Tensor] = {}
-        for flat in self.flats:
-            tensors = flat.gathered()
-            if on_first_only:
-                tensors = [t.cpu() for t in tensors] if rank(self.group) == 0 else []
-            whole |= zip(flat.names, tensors)
-        if not on_first_only or rank(self.group) == 0:
-            whole |= {name: param.detach() for name, param in self.vectors.items()}
-        return {name: whole[name] for name in self._named() if name in whole}
-
-    def _named(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters())
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict with whole parameters, on all ranks; all call it."""
-        full = self.full_parameters()
-        by_shard = {id(param): full[name] for name, param in self._named().items()}
-        state = self.module.state_dict(*args, **(kwargs | {"keep_vars": True}))
-        return {name: by_shard.get(id(value), value.detach()) for name, value in state.items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:  # type: ignore[override]
-        """Load a state dict with whole parameters, of which each rank keeps its part.
-
-        Raises:
-            ValueError: names or shapes do not fit.
-        """
-        own = self.module.state_dict(keep_vars=True)
-        require(
-            own.keys() == state_dict.keys(),
-            f"state_dict must have the module's names, but differs in "
-            f"{', '.join(sorted(own.keys() ^ state_dict.keys()))}",
-        )
-        index_of = {id(s): (flat, i) for flat in self.flats for i, s in enumerate(flat.shards)}
-        for name, value in own.items():
-            flat, index = index_of.get(id(value), (None, 0))
-            shape = value.shape if flat is None else flat.whole[index].shape
-            found = tuple(state_dict[name].shape)
-            require(found == tuple(shape), f"{name} must have shape {tuple(shape)}, got {found}")
-        for name, value in own.items():
-            flat, index = index_of.get(id(value), (None, 0))
-            if flat is None:
-                value.copy_(state_dict[name])
-            else:
-                flat.set_whole(index, state_dict[name].to(flat.slice.device))
-
 
 # Hooks; torch.compile must not trace into them
+
+
+@torch.compiler.disable
+def _check_pass(fsdp: FSDP, *args: Any) -> None:
+    if not (fsdp.is_in_forward or fsdp.is_in_backward):
+        raise RuntimeError(
+            "the module must be called through its FSDP, which gathers the weights: call the FSDP, "
+            "or FSDP.run(function, …) for another function than forward"
+        )
+
+
+@torch.compiler.disable
+def _check_saving(fsdp: FSDP, *args: Any) -> None:
+    if not fsdp.is_saving:
+        raise RuntimeError(
+            "state_dict must be that of the FSDP, not of the module inside, which holds this "
+            "rank's shards alone; all ranks call it"
+        )
 
 
 @torch.compiler.disable
@@ -375,83 +488,12 @@ def _before_forward(fsdp: FSDP, part: nn.Module, args: Any) -> None:
 
 @torch.compiler.disable
 def _after_forward(fsdp: FSDP, block: Block, part: nn.Module, args: Any, output: Any) -> None:
-    for tensor in _tensors_in(output):
-        tensor.register_hook(lambda grad: fsdp._before_backward(block))
+    fsdp.after_part(block, output)
 
 
-def _tensors_in(output: Any) -> list[Tensor]:
-    """Tensors of a module's output that a gradient comes back to."""
-    leaves, _ = torch.utils._pytree.tree_flatten(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _before_output(fsdp: FSDP, last: Block | None, grad: Tensor) -> None:
+    fsdp.before_output(last)
 
 
-# Dividing a module
-
-
-def default_blocks(module: nn.Module) -> list[nn.Module]:
-    """Elements of each ModuleList and Sequential, and all other modules with matrices."""
-    blocks: list[nn.Module] = []
-    for child in module.children():
-        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
-        has_own = any(param.ndim >= 2 for param in child.parameters(recurse=False))
-        found = [child] if has_own else list(child.children()) if is_list else default_blocks(child)
-        blocks += [part for part in found if any(p.ndim >= 2 for p in part.parameters())]
-    return blocks
-
-
-def _as_list(block: BlockOf) -> list[nn.Module]:
-    return [block] if isinstance(block, nn.Module) else list(block)
-
-
-def divide(module: nn.Module, blocks: list[list[nn.Module]]) -> list[list[str]]:
-    """Names of the matrices of each block, and last of those outside of blocks or in several."""
-    homes: dict[int, set[int]] = {}
-    for number, modules in enumerate(blocks):
-        for part in modules:
-            for param in part.parameters():
-                homes.setdefault(id(param), set()).add(number)
-    names: list[list[str]] = [[] for _ in range(len(blocks) + 1)]
-    for name, param in module.named_parameters():
-        if param.ndim >= 2:
-            found = homes.get(id(param), set())
-            names[found.copy().pop() if len(found) == 1 else -1].append(name)
-    return names
-
-
-def places_of(module: nn.Module) -> dict[int, Places]:
-    """Where each parameter is found, by its id."""
-    places: dict[int, Places] = {}
-    for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is not None:
-                places.setdefault(id(param), []).append((part, name))
-    return places
-
-
-def group_alike(
-    named: dict[str, nn.Parameter], keeps_dtype: set[int]
-) -> list[dict[str, nn.Parameter]]:
-    """Parameters that share a buffer: of one dtype, trained or frozen, gathered in one dtype."""
-    groups: dict[Any, dict[str, nn.Parameter]] = {}
-    for name, param in named.items():
-        kind = (param.dtype, param.requires_grad, id(param) in keeps_dtype)
-        groups.setdefault(kind, {})[name] = param
-    return list(groups.values())
-
-
-def _facts(
-    module: nn.Module, blocks: list[list[nn.Module]], options: dict[str, Any]
-) -> dict[str, str]:
-    """Check the blocks; return what must be the same on all ranks."""
-    seen: set[int] = set()
-    for part in (part for modules in blocks for part in modules):
-        inside = {id(child) for child in part.modules()}
-        require(
-            not seen & inside,
-            f"blocks must not overlap, got a {type(part).__name__} that is in two of them",
-        )
-        seen |= inside
-    facts = {name: str(value) for name, value in options.items()}
-    facts |= {name: describe_tensor(param) for name, param in module.named_parameters()}
-    names = divide(module, blocks)
-    return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
+def _before_backward(fsdp: FSDP, block: Block, use: Use, grad: Tensor) -> None:
+    fsdp.before_backward(block, use)

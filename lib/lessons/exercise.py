@@ -22,36 +22,28 @@ Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
+import math
 import os
 import random
-import signal
 import textwrap
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
+from lib.lessons.calls import NOT_FINISHED, Raised, call
+from lib.lessons.differences import equal, first_difference, shown
 
 TRIALS = 150
 # Seconds for one call; short, since an endless loop that appends fills memory.
 TIME_LIMIT = 2
-# For values of tensors and floats: a few roundings of float32.
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
-# Larger tensors are shown by their shape.
-SHOWN_VALUES = 16
+# Seconds for what is measured of a right attempt.
+MEASURING_LIMIT = 60
 # Longer results are not shown behind an error.
-SHOWN_LETTERS = 80
-MISSING = object()
-NOT_FINISHED = object()
+SHOWN_BESIDE_ERRORS = 80
 # The verdict on an untouched stub.
 NOT_ATTEMPTED = "not attempted: replace the `raise` line by your code, and run this cell again"
 # Names the file to which checks append their verdicts, as `python -m lib exercises` reads them.
@@ -84,7 +76,7 @@ class Exercise:
     """(yours, expected) -> what is wrong, where the first difference would tell too much."""
 
     show: Callable[..., str] | None = None
-    """Arguments -> how the verdict shows them, where each by itself would tell too little."""
+    """Arguments -> how the verdict tells them, where each by itself would tell too little."""
 
     measure: Callable[[Callable], float] | None = None
     """For a right attempt and the solution, a figure that is better the lower it is."""
@@ -94,6 +86,9 @@ class Exercise:
 
     baseline: Callable | None = None
     """The function to beat, if that is not the solution; measured as well, and shown by name."""
+
+    at_most: float | None = None
+    """Where the figure counts: of a right attempt it is at most so many times the solution's."""
 
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
@@ -121,22 +116,6 @@ def edited(function: Callable, *texts: str) -> Callable:
     return namespace[function.__name__]
 
 
-@dataclass(frozen=True)
-class Raised:
-    """The result of a call that raised; equal to another with the same error in any line."""
-
-    error: str
-    line: int | None = field(compare=False)
-
-    def __str__(self) -> str:
-        where = f"line {self.line} of the cell" if self.line else "it"
-        return f"{where} raised {self.error}"
-
-
-class TimeLimitError(BaseException):
-    """A call took too long; not an Exception, so that `except Exception` doesn't catch it."""
-
-
 def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> Callable:
     """Print the verdict on `attempt`; return it if it is right, or else the solution.
 
@@ -144,7 +123,7 @@ def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> 
     inputs of another check.
     """
     text = verdict(exercise, attempt, seed=seed)
-    report(text, attempt.__name__, exercise.tier)
+    report(text, name_of(attempt), exercise.tier)
     return attempt if result_of(text) == "passed" else exercise.solve
 
 
@@ -164,28 +143,68 @@ def result_of(text: str) -> Literal["passed", "failed", "not attempted"]:
     return "not attempted" if text == NOT_ATTEMPTED else "failed"
 
 
+def name_of(attempt: Any) -> str:
+    """The name of a function, or of the kind of thing that was given in its place."""
+    return getattr(attempt, "__name__", None) or type(attempt).__name__
+
+
 def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> str:
     """Return what `check` prints."""
+    seconds = exercise.seconds or TIME_LIMIT
     for arguments in (inputs := draw_inputs(exercise, seed)):
         try:
-            result = _call(attempt, arguments, exercise.seconds)
+            result = call(attempt, arguments, seconds)
         except NotImplementedError:
             return NOT_ATTEMPTED
-        expected = _call(exercise.solve, arguments, exercise.seconds)
-        if not _equal(result, expected):
+        expected = call(exercise.solve, arguments, seconds)
+        if not equal(result, expected):
             break
     else:
-        tried = f" on {len(inputs)} random inputs" if len(inputs) > 1 else ""
-        return f"right: as expected{tried}{_figures(exercise, attempt)}"
-    shown = exercise.show(*arguments) if exercise.show else ", ".join(map(_shown, arguments))
-    if exercise.describe is None:
-        found = difference(result, expected)
-    else:
-        found = str(result) if isinstance(result, Raised) else exercise.describe(result, expected)
-    lines = [f"not yet: {attempt.__name__}({shown})", f"  {found}"]
+        tried = f"as expected on {len(inputs)} random inputs" if len(inputs) > 1 else "as expected"
+        return _measured(exercise, attempt, tried)
+    lines = [f"not yet: {_called(exercise, attempt, arguments)}"]
+    lines.append(f"  {_described(exercise, result, expected)}")
     if result is not NOT_FINISHED and (name := _recognize(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
     return "\n".join(lines)
+
+
+def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
+    """The call that failed, or what it was run with, where a check calls it with something else.
+
+    For one, a function of `tensor` and `ranks` runs on several ranks, each with a tensor of its
+    own: the check draws all `tensors`.
+    """
+    name = name_of(attempt)
+    if exercise.show:
+        return f"{name}, with {exercise.show(*arguments)}"
+    played, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
+    if len(played) == len(arguments) and played != inner:
+        given = ", ".join(map("{}={}".format, played, map(shown, arguments)))
+        return f"{name}, run with {given}"
+    return f"{name}({', '.join(map(shown, arguments))})"
+
+
+def _parameters(function: Callable) -> list[str]:
+    """The names of the arguments of a function itself, whatever it wraps."""
+    try:
+        return [*inspect.signature(function, follow_wrapped=False).parameters]
+    except (TypeError, ValueError):
+        # one of Python's own
+        return []
+
+
+def _described(exercise: Exercise, result: Any, expected: Any) -> str:
+    """What is wrong with a result, as a sentence."""
+    if exercise.describe is None:
+        return difference(result, expected)
+    if trouble := trouble_of(result):
+        return trouble
+    try:
+        return exercise.describe(result, expected)
+    # it counts on a result of the right kind
+    except Exception:
+        return difference(result, expected)
 
 
 def draw_inputs(exercise: Exercise, seed: int | None) -> list[tuple]:
@@ -194,187 +213,67 @@ def draw_inputs(exercise: Exercise, seed: int | None) -> list[tuple]:
     return [exercise.draw(generator, 1 + 15 * trial // trials) for trial in range(trials)]
 
 
-def _figures(exercise: Exercise, attempt: Callable) -> str:
-    """Return what is measured of a right attempt beside the solution; "" if nothing is."""
+def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
+    """The verdict on an attempt that is right so far, with its figure beside the solution's."""
     if exercise.measure is None:
-        return ""
+        return f"right: {tried}"
     compared = {"yours": attempt, "the solution": exercise.solve}
     if exercise.baseline is not None:
         compared[f"`{exercise.baseline.__name__}`"] = exercise.baseline
+    figures: dict[str, Any] = {}
+    for name, function in compared.items():
+        figures[name] = call(_measuring(exercise, function), (), MEASURING_LIMIT)
+        if trouble := trouble_of(figures[name]):
+            return f"not yet: {tried}, but not where it is measured\n  {trouble}"
     unit = f" {exercise.unit}".rstrip()
-    figures = (f"{name} {_rounded(exercise.measure(f))}{unit}" for name, f in compared.items())
-    return f"\n  {', '.join(figures)}"
+    told = ", ".join(f"{name} {_rounded(figure)}{unit}" for name, figure in figures.items())
+    most = exercise.at_most * figures["the solution"] if exercise.at_most else math.inf
+    if figures["yours"] > most:
+        return f"not yet: {tried}, but at too high a cost\n  {told}; {_rounded(most)}{unit} will do"
+    return f"right: {tried}\n  {told}"
+
+
+def _measuring(exercise: Exercise, function: Callable) -> Callable[[], float]:
+    @functools.wraps(function)
+    def measure() -> float:
+        return exercise.measure(function)  # type: ignore[misc]
+
+    return measure
 
 
 def _rounded(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError after `seconds` of work, not counting what other processes take.
-
-    No limit on Windows or outside the main thread.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not (in_main and hasattr(signal, "setitimer")):
-        yield
-        return
-
-    def stop(number, frame):
-        raise TimeLimitError
-
-    handler = signal.signal(signal.SIGPROF, stop)
-    timer = signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
-        signal.setitimer(signal.ITIMER_PROF, *timer)
-
-
-def _call(function: Callable, arguments: tuple, seconds: float | None) -> Any:
-    try:
-        # a copy, since a function may change the list that it is given
-        arguments = copy.deepcopy(arguments)
-        with _time_limit(seconds or TIME_LIMIT):
-            return function(*arguments)
-    except TimeLimitError:
-        return NOT_FINISHED
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        # in the function's own file, which for a cell holds its inner functions and nothing else
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        file = code.co_filename if code else None
-        frames = traceback.extract_tb(error.__traceback__)
-        inside = [frame.lineno for frame in frames if frame.filename == file]
-        # the first line: in PyTorch's errors, hints and addresses follow
-        message = f"{type(error).__name__}: {error}".split("\n")[0]
-        # Python's wording depends on the types divided
-        message = message.replace("float division by zero", "division by zero")
-        return Raised(message, inside[-1] if inside else None)
-
-
 def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -> str | None:
     """Find the mistake that gives the results of `attempt` on all inputs."""
-    results = []
+    results, seconds = [], exercise.seconds or TIME_LIMIT
     for arguments in inputs:
         try:
-            results.append(_call(attempt, arguments, exercise.seconds))
+            results.append(call(attempt, arguments, seconds))
         except NotImplementedError:
             return None
         # no mistake loops forever, and each further input might take the whole limit
         if results[-1] is NOT_FINISHED:
             return None
     for name, function in exercise.wrong_functions().items():
-        made = (_call(function, arguments, exercise.seconds) for arguments in inputs)
-        if all(map(_equal, made, results)):
+        made = (call(function, arguments, seconds) for arguments in inputs)
+        if all(map(equal, made, results)):
             return name
     return None
 
 
-def _plain(value: Any) -> Any:
-    """Convert mappings to dicts, sequences and arrays to lists, so that only values count."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) if _is_array(item) else item for item in value]
-    return value
-
-
-def _is_array(value: Any) -> bool:
-    """Whether `value` is a tensor or an array; torch itself need not be loaded."""
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def _are_arrays(yours: Any, expected: Any) -> bool:
-    """Whether to compare up to rounding, as arrays; two ints are compared exactly.
-
-    A number counts as an array of no dimensions.
-    """
-    values = (yours, expected)
-    is_inexact = [_is_array(value) or isinstance(value, float) for value in values]
-    return any(is_inexact) and all(_is_array(v) or isinstance(v, (int, float)) for v in values)
-
-
-def _array(value: Any) -> np.ndarray:
-    """A number, an array or a tensor of any kind as an array of float64."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().double().numpy()
-    return np.asarray(value, dtype=np.float64)
-
-
-def _equal(yours: Any, expected: Any) -> bool:
-    if _are_arrays(yours, expected):
-        return _array_difference(_array(yours), _array(expected)) is None
-    return not _is_array(expected) and _plain(yours) == _plain(expected)
-
-
-def _array_difference(yours: np.ndarray, expected: np.ndarray) -> str | None:
-    """The shape or the first value in which `yours` differs; None where they are equal.
-
-    Equal up to rounding; NaN equals NaN.
-    """
-    if yours.shape != expected.shape:
-        return f"the result: yours has shape {yours.shape}, expected {expected.shape}"
-    wrong = ~np.isclose(yours, expected, **TOLERANCE, equal_nan=True)
-    if not wrong.any():
-        return None
-    place = tuple(np.argwhere(wrong)[0].tolist())
-    where = f"position {place}" if place else "result"
-    text = f"{where}: yours {yours[place]:.6g}, expected {expected[place]:.6g}"
-    return f"{text} ({wrong.sum()} of {wrong.size} values differ)" if place else text
-
-
 def difference(yours: Any, expected: Any) -> str:
     """The first value in which a result differs from the expected one, as a sentence."""
-    if _are_arrays(yours, expected):
-        return _array_difference(_array(yours), _array(expected))
-    if not _is_array(expected):
-        yours, expected = _plain(yours), _plain(expected)
-    if yours is NOT_FINISHED:
-        return "it did not finish in time; is there a loop that never ends?"
-    if isinstance(yours, Raised):
+    if trouble := trouble_of(yours):
         # a long result would bury the error
-        shown = _shown(expected)
-        return f"{yours}; expected {shown}" if len(shown) <= SHOWN_LETTERS else str(yours)
-    if yours is None:
-        return f"it returned None (is a `return` missing?); expected {_shown(expected)}"
-    if type(yours) is not type(expected):
-        kind = type(yours).__name__
-        return f"it returned {_shown(yours)}, of type {kind}; expected {_shown(expected)}"
-    if isinstance(expected, dict):
-        strange = expected and {*map(_shape, yours)} - {*map(_shape, expected)}
-        if strange and len(repr(yours)) <= 80:
-            return f"it returned {yours!r}, with keys of another kind; expected {_shown(expected)}"
-        keys = [*expected, *(key for key in yours if key not in expected)]
-        places = [(repr(key), yours.get(key, MISSING), expected.get(key, MISSING)) for key in keys]
-    elif isinstance(expected, list):
-        pairs = enumerate(zip_longest(yours, expected, fillvalue=MISSING))
-        places = [(f"position {i}", mine, right) for i, (mine, right) in pairs]
-    else:
-        places = [("result", yours, expected)]
-    place, mine, right = next(place for place in places if place[1] != place[2])
-    return f"{place}: yours {_shown(mine)}, expected {_shown(right)}"
+        is_short = isinstance(yours, Raised) and len(shown(expected)) <= SHOWN_BESIDE_ERRORS
+        return f"{trouble}; expected {shown(expected)}" if is_short else trouble
+    return first_difference(yours, expected)
 
 
-def _shape(key: Any) -> Any:
-    return tuple(map(type, key)) if isinstance(key, tuple) else type(key)
-
-
-def _shown(value: Any) -> str:
-    if value is MISSING:
-        return "nothing"
-    if not _is_array(value):
-        return repr(value)
-    if (array := _array(value)).size > SHOWN_VALUES:
-        return f"<tensor of shape {array.shape}>"
-    if not array.ndim:
-        return f"{array.item():.6g}"
-    form: Any = {"float_kind": lambda number: f"{number:.6g}"}
-    values = np.array2string(array, separator=", ", formatter=form, max_line_width=1000)
-    return f"tensor({' '.join(values.split())})"
+def trouble_of(result: Any) -> str | None:
+    """The error of a call, or that it did not finish, as a sentence; None where it has a result."""
+    if result is NOT_FINISHED:
+        return "it did not finish in time; is there a loop that never ends?"
+    return str(result) if isinstance(result, Raised) else None

@@ -5,6 +5,7 @@ Loads none of the tools that run notebooks, so that a notebook starts fast.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -20,7 +21,8 @@ KEY_FIGURES = "application/vnd.workbook.key-figures+json"
 def load_ipython_extension(shell: Any) -> None:
     """Give figures the house style, sharp and with an alt text: `%load_ext lib.lessons.notebook`.
 
-    Also puts the workbook's folder on the import path, for processes started in other folders.
+    `%%writefile` names its file only. Also puts the workbook's folder on the import path, for
+    processes started in other folders.
     """
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -30,6 +32,15 @@ def load_ipython_extension(shell: Any) -> None:
     use_house_style()
     set_matplotlib_formats("retina")
     describe_figures(shell.display_formatter.formatters["image/png"])
+    write_file = shell.find_cell_magic("writefile")
+
+    def writefile(line: str, cell: str) -> None:
+        """`%%writefile`, which names the file and not the way to its folder."""
+        with contextlib.redirect_stdout(None):
+            write_file(line, cell)
+        print("Writing", Path(line.split()[-1].strip("\"'")).name)
+
+    shell.register_magic_function(writefile, "cell")
 
 
 def small() -> bool:

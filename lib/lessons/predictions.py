@@ -22,24 +22,37 @@ from lib.lessons.notebook import small, workspace
 
 @dataclass
 class Prediction:
-    """A question with the reader's guess, and later with what was measured."""
+    """A question with the reader's guess, and later with the answer and where it came from."""
 
     question: str
     guess: float | None
     unit: str = ""
     answer: float | None = None
+    source: str = "measured"
 
     def measured(self, value: float) -> None:
+        """Answer with what was timed or counted, here or in a record."""
+        self._compare(value, "measured")
+
+    def computed(self, value: float) -> None:
+        """Answer with the value of a formula."""
+        self._compare(value, "computed")
+
+    def simulated(self, value: float) -> None:
+        """Answer with what a model of the machine gives."""
+        self._compare(value, "simulated")
+
+    def _compare(self, value: float, source: str) -> None:
         """Print how `value` compares with the guess, and keep a guess for the score of all."""
-        self.answer = float(value)
-        measured = _with_unit(self.answer, self.unit)
+        self.answer, self.source = float(value), source
+        answer = f"{source}: {_with_unit(self.answer, self.unit)}"
         if self.guess is None:
-            print(f"measured: {measured}")
+            print(answer)
             return
         if not small():
             _keep(self)
         verdict = "right on" if self.factor < 1.1 else f"off by {_times(self.factor)}"
-        print(f"measured: {measured}; you said {_with_unit(self.guess, self.unit)}: {verdict}")
+        print(f"{answer}; you said {_with_unit(self.guess, self.unit)}: {verdict}")
 
     @property
     def factor(self) -> float:
@@ -67,7 +80,7 @@ def predict(question: str, guess: float | None = None, unit: str = "") -> Predic
 
 
 def score_predictions(*predictions: Prediction) -> None:
-    """Show guesses beside what was measured, and how good the guesses in all notebooks are."""
+    """Show guesses beside the answers, and how good the guesses in all notebooks are."""
     from IPython.display import display
 
     from lib.lessons.show import show_table
@@ -83,10 +96,13 @@ def score_predictions(*predictions: Prediction) -> None:
 
 def _row(prediction: Prediction) -> dict[str, Any]:
     guess, unit = prediction.guess, prediction.unit
+    answer = "–" if prediction.answer is None else _with_unit(prediction.answer, unit)
+    if prediction.source != "measured":
+        answer += f" ({prediction.source})"
     return {
         "question": prediction.question,
         "you said": "–" if guess is None else _with_unit(guess, unit),
-        "measured": "–" if prediction.answer is None else _with_unit(prediction.answer, unit),
+        "measured": answer,
         "off by": "–" if None in (guess, prediction.answer) else _times(prediction.factor),
     }
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import inspect
+import ctypes
 import math
+import queue
 import random
-import re
-import textwrap
 import threading
-import types
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
 from lib.ddp.simulated_network import Network
-from lib.lessons.exercise import Exercise, report, result_of, verdict
+from lib.lessons.exercise import Exercise, name_of, report, result_of, verdict
+from lib.lessons.sending import parcel_of
 
+# What is said of a function that is right on threads, but fails on processes.
+PROCESSES_GET = (
+    "The processes get this function, and what it uses of the notebook, as it is now; what they "
+    "change there, other processes do not see."
+)
 # The largest difference of right weights from those trained in one process.
 MOST_OFF = 1e-5
 
@@ -72,6 +77,12 @@ class Board:
         with self.changed:
             self.ended.add(rank)
             self._look_for_deadlock()
+
+    def stop(self) -> None:
+        """Let all ranks fail that wait, now and later."""
+        with self.changed:
+            self.failure = "the ranks were stopped"
+            self.changed.notify_all()
 
     def _look_for_deadlock(self) -> None:
         stuck = {
@@ -219,30 +230,78 @@ def _check_is_tensor(kind: str, tensor: Any) -> None:
 def run_on_threads(job: Callable[[Threads], Any], count: int) -> list[Any]:
     """Run `job(ranks)` on `count` threads as ranks; return their results.
 
+    What is raised in this thread meanwhile, as by an interrupt or a time limit, stops all ranks.
+
     Raises:
         Exception: what the lowest rank raised that failed by itself, and not by waiting for others.
     """
     board = Board(count)
     results: list[Any] = [None] * count
-    errors: dict[int, Exception] = {}
+    errors: dict[int, BaseException] = {}
+    ended: queue.SimpleQueue = queue.SimpleQueue()
 
     def work(number: int) -> None:
         try:
             results[number] = job(Threads(number, board))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             errors[number] = error
         board.end(number)
+        ended.put(number)
 
     threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        # not `join`, which takes a thread for ended if an exception comes while it waits
+        for _ in threads:
+            _wait_for(ended)
+    except BaseException:
+        stopper = threading.Thread(target=_stop, args=(board, threads, ended), daemon=True)
+        stopper.start()
+        _wait_for(ended)
+        raise
     if errors:
         # always the same one, whichever thread came first
         own = [number for number, error in errors.items() if str(error) != board.failure]
         raise errors[min(own or errors)]
     return results
+
+
+def _wait_for(messages: queue.SimpleQueue) -> None:
+    # A signal may reach another thread, and its handler runs in this one, when that wakes up.
+    while True:
+        try:
+            return messages.get(timeout=0.05)
+        except queue.Empty:
+            pass
+
+
+class Parked(BaseException):
+    """Raised in a thread that goes on whatever is raised: to make it, the thread waits for ever."""
+
+    def __init__(self) -> None:
+        threading.Event().wait()
+
+
+def _stop(board: Board, threads: Sequence[threading.Thread], ended: queue.SimpleQueue) -> None:
+    """Raise SystemExit in ranks until they end; then tell `ended`.
+
+    In a thread of its own, where no signal comes between. A rank that catches everything is parked.
+    One that sleeps, or waits for a lock, takes no time on a processor; it ends when it wakes up.
+    """
+    board.stop()
+    deadline = time.monotonic() + 0.3
+    while (alive := [t for t in threads if t.is_alive()]) and time.monotonic() < deadline:
+        _raise_in(alive, SystemExit)
+        alive[0].join(0.01)
+    _raise_in(alive, Parked)
+    ended.put(None)
+
+
+def _raise_in(threads: Sequence[threading.Thread], error: type[BaseException]) -> None:
+    for thread in threads:
+        number = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(error))
 
 
 class Processes:
@@ -327,7 +386,7 @@ def check_on_processes(exercise: Exercise, played: Callable, *job: Any, **option
     text, attempt = verdict(exercise, played), played.__wrapped__  # type: ignore[attr-defined]
     if result_of(text) == "passed":
         text = tried_on_processes(text, attempt, *job, **options)
-    report(text, attempt.__name__, exercise.tier)
+    report(text, name_of(attempt), exercise.tier)
 
 
 def compared_with(alone: Callable[[], Tensor], where: str) -> Judge:
@@ -350,51 +409,26 @@ def tried_on_processes(
     judge: Judge,
     backend: str | Network = "gloo",
 ) -> str:
-    """Run `job(source, name, *arguments)` on processes; return the verdict `text` with the result.
+    """Run `job(parcel, name, *arguments)` on processes; return the verdict `text` with the result.
 
     Args:
         text: the verdict on `attempt`, which is right so far.
-        job: makes the function `name` with `function_of(source, name)`.
+        job: makes the function `name` with `function_of(parcel, name)`.
         judge: decides whether what the ranks return is right.
     """
-    source = source_with_helpers(attempt)
     wrong = text.replace("right: ", "not yet: ", 1)
     try:
-        arguments = (source, attempt.__name__, *arguments)
+        parcel = parcel_of(attempt)
+    except (OSError, TypeError) as error:
+        return f"{wrong}; for processes, {error}"
+    try:
+        arguments = (parcel, attempt.__name__, *arguments)
         # threads have not shown a deadlock, so a minute is for a slow machine
         found = launch(job, count, *arguments, backend=backend, timeout=60)
     except WorkerError as error:
         first = str(error).splitlines()[0]
-        return (
-            f"{wrong}; on processes {first}"
-            "\n  The processes get this function, and functions and modules of the notebook that it"
-            " uses; anything else belongs inside it."
-        )
+        lines = [f"{wrong}; on processes {first}", PROCESSES_GET]
+        lines += [f"`{name}` can't be sent: {why}" for name, why in parcel.left_out.items()]
+        return "\n  ".join(lines)
     is_right, result = judge(found)
     return f"{text}\n  {result}" if is_right else f"{wrong}; {result}"
-
-
-def source_with_helpers(attempt: Callable) -> str:
-    """The source of a function, and of the functions and modules of its notebook that it uses."""
-    sources: dict[str, str] = {}
-    wanted = [attempt]
-    while wanted:
-        function = wanted.pop()
-        source = textwrap.dedent(inspect.getsource(function))
-        # without the decorators of a solution
-        sources[function.__name__] = source[re.search(r"^def ", source, re.M).start() :]  # type: ignore[union-attr]
-        # any word of it may be a name of the notebook
-        for name in sorted({*re.findall(r"\w+", source)} - sources.keys()):
-            value = function.__globals__.get(name)
-            if isinstance(value, types.ModuleType):
-                sources[name] = f"import {value.__name__} as {name}\n"
-            elif isinstance(value, types.FunctionType) and value.__module__ == attempt.__module__:
-                wanted.append(value)
-    return "\n".join(sources.values())
-
-
-def function_of(source: str, name: str) -> Callable:
-    """The function called `name` of what `source_with_helpers` returned."""
-    namespace: dict[str, Any] = {"torch": torch}
-    exec(source, namespace)
-    return namespace[name]

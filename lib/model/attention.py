@@ -8,6 +8,7 @@ how often they go through memory. The model calls `attend`, which splits and rot
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,12 @@ from torch import Tensor, nn
 
 from lib.core.hardware import runs_triton
 from lib.core.ranges import annotate
+from lib.core.terminal import warn_once
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
+from lib.model.elementwise import takes_triton
 from lib.model.loss import softmax
 
+log = logging.getLogger(__name__)
 FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton", "flash_attention_cuda")
 
 
@@ -50,7 +54,7 @@ def attend(
         (batch, length, heads, head_dim).
     """
     is_plain = rope is not None and positions is None and norms is None and cache is None
-    if use_kernels and qkv.is_cuda and is_plain:
+    if use_kernels and is_plain and takes_triton(qkv):
         from lib.model.elementwise_triton import rotated_attention, rotated_qkv
 
         # FlashAttention's backward also undoes the rotation, and writes one gradient of `qkv`
@@ -104,10 +108,17 @@ def attention(
 
     Raises:
         ValueError: `kernel` is unknown or does not run on this device, both `is_causal` and `mask`
-            are given, or `scale`, head_dim or the numbers of heads are out of range.
+            are given, `mask` does not broadcast to the scores, or `scale`, head_dim or the numbers
+            of heads are out of range.
     """
     scale = _check(q, k, v, is_causal, mask, scale)
-    if kernel == "auto" or (mask is not None and kernel in FLASH_KERNELS):
+    if mask is not None and mask.ndim < 2:
+        mask = mask.expand(q.shape[-2], k.shape[-2])
+    if mask is not None and kernel in FLASH_KERNELS:
+        if not torch.compiler.is_compiling():
+            warn_once(log, f"{kernel} takes no mask but the causal one: sdpa runs instead")
+        kernel = "sdpa"
+    if kernel == "auto":
         kernel = "sdpa"
     if kernel == "sdpa" and not q.shape[1]:
         # without heads, PyTorch's kernel ends the process on some versions (2.11)
@@ -138,6 +149,8 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
 
         return reference.flash_attention
     if name == "flash_attention_triton":
+        if device.type == "cuda" and not runs_triton(device):
+            raise ValueError(f"{name} needs Triton, which is not installed; use sdpa")
         if not runs_triton(device):
             raise ValueError(f"device must be a CUDA GPU for {name}, got {device}; use sdpa")
         from lib.flash_attention import triton_attention
@@ -237,9 +250,19 @@ def _check(
         )
     if q.shape[-1] < 1:
         raise ValueError("head_dim of q must be at least 1, got 0")
+    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
+        raise ValueError(
+            f"q, k and v must be floating-point numbers, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    scores = (*q.shape[:3], k.shape[2])
+    if mask is not None:
+        sizes = zip(reversed(mask.shape), reversed(scores))
+        if mask.ndim > 4 or any(size not in (1, whole) for size, whole in sizes):
+            found = f"got {tuple(mask.shape)} for {scores}"
+            raise ValueError(f"mask must broadcast to (batch, heads, queries, keys), {found}")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale must be more than 0, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
     heads, shared = q.shape[1], k.shape[1]
     if heads != shared and (0 in (heads, shared) or heads % shared):
         raise ValueError(f"k must have the {heads} heads of q or a divisor of them, got {shared}")
@@ -283,8 +306,8 @@ class KVCache:
             which of them each new token sees, (new, length + new) bool.
 
         Raises:
-            ValueError: k has another batch size than the cache, or is of another model, or does not
-                fit behind its tokens.
+            ValueError: k has another batch size than the cache, or without autocast another dtype,
+                or is of another model, or does not fit behind its tokens.
         """
         layers, batch_size, heads, _, head_dim = self.keys.shape
         end = self.length + k.shape[-2]
@@ -295,6 +318,9 @@ class KVCache:
                 f"the cache must be of the same model, got one of {layers} layers and {heads} "
                 f"heads of {head_dim} for layer {layer} of {k.shape[1]} heads of {k.shape[-1]}"
             )
+        # rounded to the cache's dtype, they could not be multiplied with the queries
+        if k.dtype != self.keys.dtype and not torch.is_autocast_enabled(k.device.type):
+            raise ValueError(f"cache must have the dtype of keys {k.dtype}, got {self.keys.dtype}")
         self._check_length(end)
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
@@ -308,8 +334,9 @@ class KVCache:
         self.length += count
 
     def reset(self, length: int = 0) -> None:
-        """Forget all tokens but the first `length`."""
-        self._check_length(length)
+        """Forget all tokens but the first `length`, of those that there are."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length must be from 0 to {self.length}, got {length}")
         self.length = length
 
     def _check_length(self, length: int) -> None:

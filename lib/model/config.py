@@ -61,7 +61,8 @@ class ModelConfig:
     """Apply RMSNorm to queries and keys in each head."""
 
     attention_kernel: Literal[AttentionKernel, "auto"] = "sdpa"
-    """Implementation of attention. `auto`: in training, the fastest on the device; else sdpa."""
+    """Implementation of attention. `auto`: in training, the fastest known for the device, which a
+    line of output names; elsewhere sdpa."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lib.core.ranges import annotate
+from lib.flash_attention.inputs import DTYPES, check_device, check_qkv, is_called_eagerly
 from lib.flash_attention.triton_attention import flash_backward, flash_forward
 
 # In the norm's backward pass: the number of programs, two for each multiprocessor of a large GPU,
@@ -23,17 +24,16 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
     """Split `qkv`, and rotate q and k by their positions as `RotaryEmbedding` does.
 
     Args:
-        qkv: (batch, length, 3, heads, head_dim), contiguous.
+        qkv: (batch, length, 3, heads, head_dim), bfloat16, float16 or float32.
         cos, sin: (at least length, head_dim / 2) float32.
 
     Returns:
-        q, k, v: (batch, length, heads, head_dim) each; v is a view of `qkv`.
+        q, k, v: (batch, length, heads, head_dim) each; v is a view of `qkv`, if that is contiguous.
 
     Raises:
-        ValueError: more tokens than angles.
+        ValueError: shapes or dtypes are others, or there are more tokens than angles.
     """
-    _check_angles(qkv, cos)
-    return _RotatedQKV.apply(qkv, cos, sin)
+    return _RotatedQKV.apply(*_checked(qkv, cos, sin))
 
 
 @annotate("attention")
@@ -44,23 +44,40 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     gradients into one tensor.
 
     Args:
-        qkv: (batch, length, 3, heads, head_dim) bfloat16, float16 or float32, contiguous.
+        qkv: (batch, length, 3, heads, head_dim) bfloat16, float16 or float32.
         cos, sin: (at least length, head_dim / 2) float32.
 
     Returns:
         (batch, length, heads, head_dim).
 
     Raises:
-        ValueError: more tokens than angles.
+        ValueError: as `rotated_qkv`, or `lib.flash_attention.inputs.check_qkv` refuses q, k and v.
     """
-    _check_angles(qkv, cos)
+    qkv, cos, sin = _checked(qkv, cos, sin)
+    check_qkv(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
+    if is_called_eagerly(qkv):
+        return _EagerRotatedAttention.apply(qkv, cos, sin)
     return _rotated_attention(qkv, cos, sin)[0]
 
 
-def _check_angles(qkv: Tensor, cos: Tensor) -> None:
-    # else the kernels would read past the end of the tables
-    if qkv.shape[1] > len(cos):
-        raise ValueError(f"length of qkv must be at most {len(cos)}, got {qkv.shape[1]}")
+def _checked(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments, contiguous, if the kernels can address them and read no table past its end."""
+    check_device(qkv.device)
+    fits = qkv.ndim == 5 and qkv.shape[2] == 3 and qkv.shape[4] % 2 == 0 and qkv.dtype in DTYPES
+    if not fits:
+        found = f"{tuple(qkv.shape)} {qkv.dtype}"
+        known = ", ".join(map(str, DTYPES))
+        raise ValueError(
+            f"qkv must be (batch, length, 3, heads, even head_dim), one of {known}, got {found}"
+        )
+    pairs = qkv.shape[4] // 2
+    for table in (cos, sin):
+        if table.shape[1:] != (pairs,) or table.dtype != torch.float32:
+            found = f"{tuple(table.shape)} {table.dtype}"
+            raise ValueError(f"cos and sin must be (tokens, {pairs}) float32, got {found}")
+        if qkv.shape[1] > len(table):
+            raise ValueError(f"length of qkv must be at most {len(table)}, got {qkv.shape[1]}")
+    return qkv.contiguous(), cos.contiguous(), sin.contiguous()
 
 
 def _rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,17 +99,22 @@ def _rotate(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-# A custom operator, so that torch.compile neither traces into it nor makes a copy for each view.
-@torch.library.custom_op("workbook::rotated_attention", mutates_args=())
-def _rotated_attention(
+def _rotated_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, its log-sum-exp, and the rotated q and k, (batch, length, heads, head_dim)."""
     with torch.cuda.device_of(qkv):
         q, k = _rotate(qkv, cos, sin)
         # (batch, heads, length, head_dim) each
         q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
         out, lse = flash_forward(q_heads, k_heads, v_heads, True, qkv.shape[-1] ** -0.5)
     return out.transpose(1, 2), lse, q, k
+
+
+# Custom operators, so that torch.compile neither traces into them nor makes a copy for each view.
+_rotated_attention = torch.library.custom_op(
+    "workbook::rotated_attention", _rotated_forward, mutates_args=()
+)
 
 
 @_rotated_attention.register_fake
@@ -103,8 +125,7 @@ def _(qkv, cos, sin):
     return out, lse, torch.empty_like(out), torch.empty_like(out)
 
 
-@torch.library.custom_op("workbook::rotated_attention_backward", mutates_args=())
-def _rotated_attention_backward(
+def _rotated_backward(
     grad_out: Tensor,
     qkv: Tensor,
     cos: Tensor,
@@ -114,6 +135,7 @@ def _rotated_attention_backward(
     q: Tensor,
     k: Tensor,
 ) -> Tensor:
+    """The gradient of qkv, from what `_rotated_forward` was given and returned."""
     grad_qkv = torch.empty_like(qkv)
     # (batch, heads, length, head_dim) each; the gradients are views of `grad_qkv`
     tensors = (grad_out, q, k, qkv[:, :, 2], out)
@@ -124,6 +146,11 @@ def _rotated_attention_backward(
         inputs, grads = (grad_out, q, k, v, out, lse), (grad_q, grad_k, grad_v)
         flash_backward(*inputs, True, scale, grads=grads, angles=(cos, sin))
     return grad_qkv
+
+
+_rotated_attention_backward = torch.library.custom_op(
+    "workbook::rotated_attention_backward", _rotated_backward, mutates_args=()
+)
 
 
 @_rotated_attention_backward.register_fake
@@ -141,6 +168,21 @@ def _gradient(ctx, grad_out, *unused):
 
 
 _rotated_attention.register_autograd(_gradient, setup_context=_save_for_backward)
+
+
+class _EagerRotatedAttention(torch.autograd.Function):
+    """The operator above for eager calls, as that takes more of the host's time."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin):
+        out, *others = _rotated_forward(qkv, cos, sin)
+        ctx.save_for_backward(qkv, cos, sin, out, *others)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        return _rotated_backward(grad_out, *ctx.saved_tensors), None, None
 
 
 class _RotatedQKV(torch.autograd.Function):
@@ -256,8 +298,15 @@ def _join_kernel(
 
 
 def swiglu(gate_and_value: Tensor) -> Tensor:
-    """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff)."""
-    return _SwiGLU.apply(gate_and_value)
+    """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff).
+
+    Raises:
+        ValueError: an odd number of columns.
+    """
+    if gate_and_value.shape[-1] % 2:
+        width = gate_and_value.shape[-1]
+        raise ValueError(f"gate_and_value must have an even number of columns, got {width}")
+    return _SwiGLU.apply(gate_and_value.contiguous())
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -314,13 +363,33 @@ def _swiglu_backward_kernel(x_ptr, grad_out_ptr, grad_ptr, D_FF: tl.constexpr, B
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + branch, and its RMSNorm; x and branch are (..., d_model), contiguous."""
-    return _AddRMSNorm.apply(x, branch, weight, eps)
+    """x + branch, and its RMSNorm; x and branch are (..., d_model).
+
+    Raises:
+        ValueError: they have unequal shapes, or `weight` is not (d_model,).
+    """
+    if branch.shape != x.shape:
+        found = f"got {tuple(branch.shape)} and {tuple(x.shape)}"
+        raise ValueError(f"branch must have the shape of x, {found}")
+    _check_weight(x, weight)
+    return _AddRMSNorm.apply(x.contiguous(), branch.contiguous(), weight.contiguous(), eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMSNorm of x, (..., d_model), contiguous."""
-    return _RMSNorm.apply(x, weight, eps)
+    """The RMSNorm of x, (..., d_model).
+
+    Raises:
+        ValueError: `weight` is not (d_model,).
+    """
+    _check_weight(x, weight)
+    return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps)
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    # written out only here, as a message about sizes compiles anew for each of them
+    if weight.shape != x.shape[-1:]:
+        found = f"got {tuple(weight.shape)} for x {tuple(x.shape)}"
+        raise ValueError(f"weight must have shape (d_model,), {found}")
 
 
 class _AddRMSNorm(torch.autograd.Function):

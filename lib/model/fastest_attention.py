@@ -1,103 +1,66 @@
-"""Which attention kernel trains fastest on this GPU: measured once, then read from a file."""
+"""Which attention kernel trains fastest on a chip: known from the records in artifacts/.
 
-import contextlib
-import hashlib
-import json
+Nothing is timed here, so every process of a run, and every later one, picks the same kernel.
+"""
+
 import logging
-import statistics
-from functools import partial
 
 import torch
 
-from lib.core.files import lock_file, write_atomically
-from lib.flash_attention.cuda.build import SOURCES, cache_folder
-from lib.model.attention import attention
+from lib.core.hardware import device_name, runs_triton
+from lib.flash_attention.cuda.build import pick_architecture
 from lib.model.config import AttentionKernel, ModelConfig
 
-# Triton emits no tensor-core instructions for the chips that are asked about here.
-CANDIDATES: tuple[AttentionKernel, ...] = ("sdpa", "flash_attention_cuda")
-BATCH_SIZE, WARMUP, SAMPLES = 8, 3, 10
+SHORT = (torch.bfloat16, torch.float16)
+# Those of Hopper's own kernels, and 32, where the portable ones run.
+HOPPER_HEAD_DIMS = range(32, 257, 8)
 log = logging.getLogger(__name__)
 
 
 def pick_attention_kernel(
     model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionKernel:
-    """Return the model's attention kernel; where that is `auto`, the best one for the device.
+    """Return the model's attention kernel; where that is `auto`, the fastest for the device.
 
-    On a CUDA GPU before Ampere, such as a T4, in float16: the fastest of CANDIDATES, forward and
-    backward, in the shape of the model. The times are kept in the user's cache folder, and one line
-    of the log says them. Elsewhere: `sdpa`.
+    One line of the log then says which and why.
     """
     if model.attention_kernel != "auto":
         return model.attention_kernel
-    is_older = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    if not is_older or dtype != torch.float16:
-        return "sdpa"
-    times = attention_times(model, device)
-    best = min(times, key=times.__getitem__)
-    shown = ", ".join(f"{name} {ms:.3g} ms" for name, ms in times.items())
-    log.info(
-        "attention_kernel %s, the fastest on %s: %s",
-        best,
-        torch.cuda.get_device_name(device),
-        shown,
-    )
-    return best
+    kernel, reason = fastest_attention_kernel(device, dtype, model.head_dim)
+    log.info("attention_kernel %s on %s: %s", kernel, device_name(device), reason)
+    return kernel
 
 
-def attention_times(model: ModelConfig, device: torch.device) -> dict[AttentionKernel, float]:
-    """Milliseconds of causal attention in float16, forward and backward, with each candidate."""
-    sizes = (model.num_heads, model.context_length, model.head_dim)
-    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))
-    place = (torch.cuda.get_device_name(device), torch.__version__, *sizes)
-    key = hashlib.sha256(repr(place).encode() + sources).hexdigest()[:24]
-    try:
-        path = cache_folder() / f"attention-{key}.json"
-        # one process of a machine measures, the others read
-        with lock_file(path):
-            # there is no file yet, or it is damaged
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                return json.loads(path.read_text(encoding="utf-8"))
-            times = _measure(sizes, device)
-            # what fails now, for want of a compiler or of memory, may run next time
-            if len(times) == len(CANDIDATES):
-                write_atomically(path, json.dumps(times))
-            return times
-    except OSError as error:
-        log.warning("%s; attention is measured again next time", error)
-        return _measure(sizes, device)
+def fastest_attention_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[AttentionKernel, str]:
+    """Return the kernel that trains fastest with causal attention, and why.
 
-
-def _measure(sizes: tuple[int, int, int], device: torch.device) -> dict[AttentionKernel, float]:
-    """Measure `attention_times` of num_heads, context_length and head_dim."""
-    options: dict = {"device": device, "dtype": torch.float16}
-    q, k, v = (torch.randn(BATCH_SIZE, *sizes, **options).requires_grad_() for _ in range(3))
-    grad_out = torch.randn(BATCH_SIZE, *sizes, **options)
-
-    def both_passes(kernel: str) -> None:
-        torch.autograd.grad(attention(q, k, v, kernel=kernel), (q, k, v), grad_out)
-
-    times: dict[AttentionKernel, float] = {}
-    for kernel in CANDIDATES:
+    Both passes count, on record in artifacts/attention_sweep.jsonl and, of whole steps with heads
+    of 32, in training_benchmark.jsonl. What a T4 runs was timed on an H200, in float16, with heads
+    of 64 and 128 (artifacts/cuda_attention/compute_75). On other chips nothing of ours is known to
+    be faster than PyTorch's.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "sdpa", "our kernels are faster on NVIDIA GPUs alone"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] == 9 and dtype in SHORT and head_dim in HOPPER_HEAD_DIMS:
+        if not _has_hopper_kernels(device):
+            return "sdpa", "flash_attention_triton is faster, and needs Triton 3.6 or later"
+        return "flash_attention_triton", "1.0 to 1.7 times as fast as PyTorch's on record"
+    if capability == (7, 5) and dtype == torch.float16 and head_dim <= 128:
         try:
-            times[kernel] = _median_ms(partial(both_passes, kernel), device)
-        # sdpa always runs; ours may lack its compiler or meet a chip that it does not know
-        except (RuntimeError, ValueError) as error:
-            if kernel == "sdpa":
-                raise
-            log.warning("%s does not run here: %s", kernel, error)
-    return times
+            pick_architecture(capability)
+        except RuntimeError as error:
+            return "sdpa", f"flash_attention_cuda is faster, but {error}"
+        return "flash_attention_cuda", "1.2 to 1.8 times as fast as PyTorch's on record"
+    name = str(dtype).removeprefix("torch.")
+    return "sdpa", f"none of ours is known to be faster with heads of {head_dim} in {name}"
 
 
-def _median_ms(run: partial, device: torch.device) -> float:
-    samples = []
-    with torch.cuda.device(device):
-        for _ in range(WARMUP + SAMPLES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end))
-    return statistics.median(samples[WARMUP:])
+def _has_hopper_kernels(device: torch.device) -> bool:
+    if not runs_triton(device):
+        return False
+    from lib.flash_attention import triton_attention
+
+    return triton_attention.hopper is not None

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lib.flash_attention.inputs import autocast
 from lib.model.costs import CHUNK_BYTES
+from lib.model.elementwise import is_transformed, takes_triton
 
 # The most logits in memory at once on a GPU, as a fraction of its memory.
 CHUNK_PART = 1 / 32
@@ -31,6 +33,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def log_sum_exp(x: Tensor) -> Tensor:
     """log Σ exp(x) over the last dimension, without overflow: (..., n) -> (...)."""
     highest = x.amax(-1, keepdim=True)  # (..., 1)
+    highest = highest.masked_fill(highest.isinf(), 0)
     return (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
 
 
@@ -43,7 +46,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Returns:
         A scalar.
+
+    Raises:
+        ValueError: there is not one target for each row of logits.
     """
+    # those of other shapes would be read in part
+    if targets.shape != logits.shape[:-1]:
+        expected, shape = tuple(logits.shape[:-1]), tuple(targets.shape)
+        raise ValueError(f"targets must have shape {expected} of the logits' rows, got {shape}")
     x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
     return (log_sum_exp(x) - target_logits).mean()
@@ -76,17 +86,23 @@ def linear_cross_entropy(
         A scalar, float32 (float64 for float64 `hidden`). Its gradients can be taken once.
 
     Raises:
-        ValueError: `targets` does not have one id per token, there are no tokens, or `chunk_tokens`
-            is below 1.
+        ValueError: `targets` does not have one id per token, there are no tokens, `chunk_tokens`
+            is below 1, or `z_loss` is negative or NaN.
+        NotImplementedError: under a transform of `torch.func`.
     """
+    if is_transformed():
+        raise NotImplementedError(
+            "linear_cross_entropy supports no transforms of torch.func; take "
+            "cross_entropy(hidden @ weight.T, targets)"
+        )
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss must be at least 0, got {z_loss}")
     if targets.shape != hidden.shape[:1] or not len(hidden):
         raise ValueError(
             "targets must be (tokens,) and hidden (tokens, d_model) with at least one token, got "
             f"{tuple(targets.shape)} and {tuple(hidden.shape)}"
         )
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = autocast(hidden, weight)
     if chunk_tokens is None:
         token_bytes = len(weight) * hidden.element_size()
         chunk_tokens = max(1, int(_chunk_bytes(hidden.device)) // token_bytes)
@@ -144,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.is_used = True
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_loss * ctx.scale
-        if grad_hidden.is_cuda:
+        if takes_triton(grad_hidden):
             # PyTorch takes four times as long for a bfloat16 tensor times a float32 scalar
             from lib.model.loss_triton import scale_
 
@@ -161,11 +177,11 @@ def _loss_and_grad(
     losses times that factor:
     d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
     """
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         from lib.model.loss_triton import loss_and_grad
 
         return loss_and_grad(logits, targets, z_loss, grad_factor)
-    # in place, with one exponential per logit: on a CPU each pass over the logits counts
+    # in place, with one exponential per logit: each pass over the logits counts
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (chunk,)
     highest = x.amax(-1)

@@ -7,10 +7,14 @@ the logits. Nothing is written in between or stored in float32. Where a row fits
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lib.core.terminal import warn_once
 
 try:
     from lib.model import loss_gluon
@@ -20,6 +24,7 @@ except ImportError:
 
 BLOCK = 4096
 NUM_WARPS = 8
+log = logging.getLogger(__name__)
 
 
 def loss_and_grad(
@@ -29,13 +34,15 @@ def loss_and_grad(
 
     Args:
         logits: (tokens, vocab) float32, bfloat16 or float16, rows contiguous; computed in float32.
-        targets: (tokens,) int64. The loss of a target outside the vocabulary is NaN.
+        targets: (tokens,) int64, of any stride. The loss of one outside the vocabulary is NaN.
         grad_factor: scale of the gradient of the sum of losses; None: the logits stay.
 
     Returns:
         (tokens,) float32.
     """
-    needs_grad = grad_factor is not None
+    needs_grad, targets = grad_factor is not None, targets.contiguous()
+    if loss_gluon is None and logits.is_cuda:
+        warn_once(log, "the loss reads logits twice; Triton 3.6 or later has a faster kernel")
     if needs_grad and loss_gluon and loss_gluon.programs_per_multiprocessor(logits) >= 2:
         return loss_gluon.loss_and_grad(logits, targets, z_loss, grad_factor)
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)

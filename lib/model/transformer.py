@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.model.attention import KVCache, attend
 from lib.model.config import ModelConfig
-from lib.model.elementwise import rms_norm, swiglu
+from lib.model.elementwise import rms_norm, swiglu, takes_triton
 from lib.model.loss import linear_cross_entropy
 
 
@@ -44,6 +44,8 @@ class Linear(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, *, stacked: int = 1, device=None, dtype=None) -> None:
         super().__init__()
+        if stacked < 1 or d_out % stacked:
+            raise ValueError(f"stacked must be a divisor of d_out {d_out}, got {stacked}")
         self.stacked = stacked
         self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
         self.reset_parameters()
@@ -74,7 +76,7 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
 
-    Computed in float32 whatever the dtype of x; the result has the dtype of x.
+    Computed in at least float32; the result has the dtype of x.
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5, *, device=None, dtype=None) -> None:
@@ -132,38 +134,78 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, max_length: int, theta: float = 10000.0, *, device=None):
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {head_dim}")
-        # in float64: an angle of many turns has few digits left in float32
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
-        frequencies = theta ** (-pairs / head_dim)
-        positions = torch.arange(max_length, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, frequencies)  # (max_length, head_dim / 2)
+        if head_dim % 2 or head_dim < 2:
+            raise ValueError(f"head_dim must be even, and at least 2, got {head_dim}")
+        if max_length < 1 or not theta > 0:
+            raise ValueError(
+                f"max_length must be at least 1 and theta more than 0, got {max_length} and {theta}"
+            )
+        self.head_dim, self.max_length, self.theta = head_dim, max_length, theta
         # not saved, since they follow from the arguments
         device = torch.get_default_device() if device is None else device
-        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
+        cos, sin = self._tables(torch.float32, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of all angles, (max_length, head_dim / 2) each."""
+        # in float64: an angle of many turns has few digits left in float32
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
+        frequencies = self.theta ** (-pairs / self.head_dim)
+        positions = torch.arange(self.max_length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, frequencies)
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """Move the tables; they stay float32 in a model of any dtype, and `to_empty` fills them."""
+        before = self.cos
+        super()._apply(fn, recurse)
+        if self.cos is not before:
+            self.cos, self.sin = self._tables(torch.float32, self.cos.device)
+        return self
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate x (..., length, head_dim) at `positions` (..., length); 0, 1, … when left out.
 
         Raises:
-            ValueError: x is longer than max_length.
+            ValueError: x is longer than max_length, or has another head_dim, or there is not one
+                position for each of its tokens.
             IndexError: a position is below 0, or max_length or more; on a GPU, an assertion fails.
         """
+        if x.shape[-1] != self.head_dim or not x.is_floating_point():
+            shape = tuple(x.shape)
+            raise ValueError(
+                f"x must be (..., length, {self.head_dim}) floating-point numbers, got {shape} "
+                f"{x.dtype}"
+            )
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (self.cos, self.sin) if wide == torch.float32 else self._tables(wide, x.device)
         if positions is None:
-            length, longest = x.shape[-2], len(self.cos)
+            length, longest = x.shape[-2], len(cos)
             if length > longest:
                 raise ValueError(f"x must have at most max_length {longest}, got {length}")
-            cos, sin = self.cos[:length], self.sin[:length]
+            cos, sin = cos[:length], sin[:length]
         else:
+            if positions.shape[-1:] != x.shape[-2:-1]:
+                shapes = f"{tuple(positions.shape)} for x {tuple(x.shape)}"
+                raise ValueError(f"positions must be (..., length), got {shapes}")
             # as in an embedding, no position may be negative
-            cos = F.embedding(positions, self.cos)  # (..., length, head_dim / 2)
-            sin = F.embedding(positions, self.sin)
+            cos = F.embedding(positions, cos)  # (..., length, head_dim / 2)
+            sin = F.embedding(positions, sin)
         # a pair is a complex number, and rotating it multiplies it by e^(i angle)
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (..., head_dim / 2)
-        rotated = pairs * torch.complex(cos.float(), sin.float())
+        pairs = torch.view_as_complex(_in_pairs(x.to(wide)))  # (..., head_dim / 2)
+        rotated = pairs * torch.complex(cos, sin)
         return torch.view_as_real(rotated).flatten(-2).to(x.dtype)  # (..., length, head_dim)
+
+
+def _in_pairs(x: Tensor) -> Tensor:
+    """x, (..., head_dim), as (..., head_dim / 2, 2); a copy unless its pairs lie side by side."""
+    *strides, last = x.stride()
+    # torch.compile knows no offset into a storage
+    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
+    if last != 1 or offset % 2 or any(stride % 2 for stride in strides):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.unflatten(-1, (-1, 2))
 
 
 class CausalSelfAttention(nn.Module):
@@ -347,7 +389,22 @@ class TransformerLM(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The weight of the language-model head, (vocab_size, d_model)."""
+        if getattr(self.head, "bias", None) is not None:
+            raise ValueError("lm_head must have no bias, which the loss would leave out, got one")
         return self.head.weight
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights, as any module does; with `assign` a model on the meta device becomes real.
+
+        RoPE's angles, which are not saved, then follow the weights.
+        """
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        device = self.token_embeddings.weight.device
+        if self.rope is not None and self.rope.cos.device != device:
+            self.rope.to_empty(device=device)
+        return result
 
     def forward(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Return logits, (batch, length, vocab_size), for token ids (batch, length) int64.
@@ -399,7 +456,7 @@ class TransformerLM(nn.Module):
         return x
 
     def _is_fused(self, x: Tensor) -> bool:
-        return self.uses_kernels and x.is_cuda and self.config.norm == "pre"
+        return self.uses_kernels and self.config.norm == "pre" and takes_triton(x)
 
     def _blocks(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -520,7 +577,7 @@ class MeanLoss(nn.Module):
     Args:
         device: of the model.
         autocast: dtype of matmuls under autocast; None: no autocast.
-        z_loss: as for `linear_cross_entropy`.
+        z_loss: as for `linear_cross_entropy`; added in training mode alone.
     """
 
     def __init__(
@@ -540,8 +597,9 @@ class MeanLoss(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over all tokens; inputs and targets are (batch, length) int64."""
+        z_loss = self.z_loss if self.training else 0.0
         with self.autocast():
-            return self.model.loss_of_hidden(self.hidden(inputs), targets, z_loss=self.z_loss)
+            return self.model.loss_of_hidden(self.hidden(inputs), targets, z_loss=z_loss)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Autocast to `dtype`, or a context that does nothing where it is None."""

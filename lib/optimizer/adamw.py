@@ -4,7 +4,8 @@
 `lib.optimizer.adamw_triton` runs it as a single pass over memory. `AdamW` picks one of them.
 """
 
-import importlib.util
+import logging
+import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from inspect import unwrap
 from typing import Any
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from lib.core.hardware import runs_triton
 from lib.core.settings import require
+from lib.core.terminal import warn_once
 from lib.optimizer.schedule import grad_norm, group_by
 
 IMPLEMENTATIONS = ("auto", "reference", "foreach", "triton")
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Options of PyTorch's Adam and AdamW that change the result, and the value that is supported.
+OPTIONS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+log = logging.getLogger(__name__)
 
 
 def reference_update(
@@ -145,7 +150,6 @@ class AdamW(Optimizer):
         is_known = implementation in IMPLEMENTATIONS
         require(is_known, f"implementation must be one of {known}, got {implementation!r}")
         self.implementation = implementation
-        self._has_triton = importlib.util.find_spec("triton") is not None
         # updates in Triton, which keep tables on the device, by key of `_batches`
         self._fused: dict[Hashable, Any] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -153,20 +157,20 @@ class AdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own, as in `torch.optim.Optimizer`."""
-        group = {**self.defaults, **param_group}
-        lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-        lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else lr >= 0
-        require(lr_fits, f"lr must be at least 0, or a 0-dim tensor, got {lr!r}")
-        betas_fit = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require(betas_fit, f"betas must be two numbers, each in [0, 1), got {betas!r}")
-        require(eps >= 0, f"eps must be at least 0, got {eps!r}")
-        require(decay >= 0, f"weight_decay must be at least 0, got {decay!r}")
+        _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        different = len(set(params))
+        if different < len(params):
+            # one that is there twice would be updated twice, in Triton at the same time
+            self.param_groups.pop()
+            raise ValueError(
+                f"params must hold each parameter once, got {different} in a list of {len(params)}"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for `copy.deepcopy` and pickle; tables on the device are made again."""
-        own = {"implementation": self.implementation, "_has_triton": self._has_triton, "_fused": {}}
-        return super().__getstate__() | own
+        return super().__getstate__() | {"implementation": self.implementation, "_fused": {}}
 
     @torch.no_grad()
     def step(
@@ -220,8 +224,11 @@ class AdamW(Optimizer):
         graphs captured before become invalid.
 
         Raises:
-            ValueError: the saved groups, names or shapes do not fit; nothing has changed then.
+            ValueError: the saved groups, names, shapes or options, such as AMSGrad, do not fit;
+                nothing has changed then.
         """
+        for group in state_dict["param_groups"]:
+            _check_options(group)
         own_lrs = [group["lr"] for group in self.param_groups]
         params = [param for group in self.param_groups for param in group["params"]]
         saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -281,11 +288,15 @@ class AdamW(Optimizer):
 
     def _implementation_on(self, device: torch.device) -> str:
         """Resolve `implementation` for parameters on `device`."""
+        has_triton = runs_triton(device)
         if self.implementation == "auto":
-            return "triton" if device.type == "cuda" and self._has_triton else "foreach"
-        if self.implementation == "triton" and not runs_triton(device):
+            if device.type == "cuda" and not has_triton:
+                warn_once(log, "Triton is not installed: AdamW takes foreach, which is slower")
+            return "triton" if device.type == "cuda" and has_triton else "foreach"
+        if self.implementation == "triton" and not has_triton:
+            where = f"{device}, where Triton is not installed" if device.type == "cuda" else device
             raise ValueError(
-                f"implementation must be 'auto' or 'foreach' for parameters on {device}, got "
+                f"implementation must be 'auto' or 'foreach' for parameters on {where}, got "
                 "'triton'"
             )
         return self.implementation
@@ -314,6 +325,32 @@ class AdamW(Optimizer):
             if name == "master":
                 state[name].copy_(param)
         return state
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Reject hyperparameters that are out of range."""
+    lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else _is_number(lr) and lr >= 0
+    require(lr_fits, f"lr must be at least 0, or a 0-dim tensor, got {lr!r}")
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    betas_fit = is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)
+    require(betas_fit, f"betas must be two numbers, each in [0, 1), got {betas!r}")
+    require(_is_number(eps) and eps >= 0, f"eps must be at least 0, got {eps!r}")
+    require(_is_number(decay) and decay >= 0, f"weight_decay must be at least 0, got {decay!r}")
+    _check_options(group)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """Reject options of PyTorch's optimizers that would be another algorithm."""
+    for name, right in OPTIONS.items():
+        found = group.get(name, right)
+        # without decay it does not matter how it is applied
+        is_idle = name == "decoupled_weight_decay" and not group["weight_decay"]
+        require(found == right or is_idle, f"{name} must be {right} for AdamW here, got {found!r}")
 
 
 def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:

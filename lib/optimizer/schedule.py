@@ -61,8 +61,8 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
 def grad_norm(params: Tensor | Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients together: 0-dim, float32, on the gradients' device.
 
-    Reads each gradient once, sums in float32, and never waits for the device. If a gradient is
-    float64 or complex128, so are the sum of its squares and the norm.
+    Reads each gradient once, sums in float32, and never waits for the device. With a float64
+    gradient among them, sums and result are float64.
     """
     params = [params] if isinstance(params, Tensor) else list(params)
     grads = [param.grad for param in params if param.grad is not None]
@@ -74,9 +74,8 @@ def grad_norm(params: Tensor | Iterable[Tensor]) -> Tensor:
         norms += torch._foreach_norm(batch, 2, dtype=norm_dtype)
     if not norms:
         return torch.zeros((), device=device)
-    is_double = any(norm.dtype == torch.float64 for norm in norms)
-    total_dtype = torch.float64 if is_double else torch.float32
-    norms = [norm.to(device, total_dtype, non_blocking=True) for norm in norms]
+    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    norms = [norm.to(device, dtype, non_blocking=True) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -384,11 +384,13 @@ def nsys_command(config: ProfileConfig) -> list[str]:
 
 
 def _run_nsys(config: ProfileConfig, device: torch.device) -> None:
-    """Print the command line for Nsight Systems, and run it where that is possible."""
+    """On a GPU, print the command line for Nsight Systems, and run it where that is possible."""
     write_atomically(config.output / "config.json", to_json(config))
+    if device.type != "cuda":
+        return
     command = nsys_command(config)
-    print(f"The same for Nsight Systems, on a CUDA device:\n{shlex.join(command)}")
-    if not config.nsys or device.type != "cuda" or shutil.which("nsys") is None:
+    print(f"The same for Nsight Systems:\n{shlex.join(command)}")
+    if not config.nsys or shutil.which("nsys") is None:
         return
     torch.cuda.empty_cache()
     done = subprocess.run(

@@ -1,25 +1,32 @@
-"""Notebook cells as they are shown and committed: the first one, static widgets, clean metadata."""
+"""Notebooks as files, and their cells as they are shown and committed: static widgets, metadata."""
 
 from __future__ import annotations
 
 import copy
 import html
 import re
+from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode, from_dict
 from nbformat.v4 import new_output
+
+from lib.core.files import write_atomically
 
 # Where the workbook is published; [project.urls] in pyproject.toml has the same address.
 REPOSITORY = "https://github.com/OWNER/training-workbook"
 NAME = REPOSITORY.rsplit("/", 1)[1]
 # The first code cell of every notebook, word for word, and folded; `make lint` compares. The
-# workbook is in the folder above, in this one, or, for a notebook alone (as on Colab), fetched into
-# it. It looks for lib/lessons, since Kaggle has a lib of its own above the working folder.
-# JupyterLab shows the first line of what is folded.
+# workbook is in the folder above, in this one, or, for a notebook alone on Colab or Kaggle, fetched
+# into it: elsewhere that would be a second one. It looks for lib/lessons, since Kaggle has a lib of
+# its own above the working folder. JupyterLab shows the first line of what is folded.
 FIRST_CELL = f"""\
 # Find the workbook: in the folder above, here, or fetched
-!ls ../lib lib */lib 2>/dev/null | grep -q lessons || git clone --depth 1 {REPOSITORY}
+!ls ../lib lib */lib 2>/dev/null | grep -q lessons || \\
+    ([ $COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE ] && \\
+    git clone --depth 1 {REPOSITORY}) || \\
+    echo "This notebook is not in its workbook: open it there, as make lab does."
 __import__("sys").path[:0] = ["..", ".", "{NAME}"]
 %load_ext lib.lessons.notebook"""
 METADATA = {
@@ -28,6 +35,22 @@ METADATA = {
 }
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read the notebook at `path`; a file that holds none is a ValueError with its path."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError:
+        raise
+    # nbformat raises whatever comes up
+    except Exception as error:
+        raise ValueError(f"{path} is no notebook: {str(error) or error!r:.100}") from error
+
+
+def save_notebook(path: Path, notebook: NotebookNode) -> None:
+    """Write `notebook` to `path`, whole or not at all."""
+    write_atomically(path, nbformat.writes(notebook) + "\n")
 
 
 def clean(notebook: NotebookNode) -> NotebookNode:
@@ -89,7 +112,7 @@ def _joined_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
 def _static(output: NotebookNode, models: dict[str, Any]) -> list[NotebookNode]:
     """Return the outputs that stand in for the widget in `output`: a line of text, and pictures."""
     texts: list[str] = []
-    shown = _shown_by(output.data[WIDGET_VIEW]["model_id"], models, texts)
+    shown = _shown_by(output.data[WIDGET_VIEW].get("model_id"), models, texts)
     if not texts and not shown:
         texts = [output.data.get("text/plain", "")]
     if not any(texts):
@@ -100,9 +123,11 @@ def _static(output: NotebookNode, models: dict[str, Any]) -> list[NotebookNode]:
     return [new_output("display_data", data=data), *shown]
 
 
-def _shown_by(model_id: str, models: dict[str, Any], texts: list[str]) -> list[NotebookNode]:
+def _shown_by(model_id: str | None, models: dict[str, Any], texts: list[str]) -> list[NotebookNode]:
     """Return the outputs that the widget shows, and append its texts to `texts`."""
     model = models.get(model_id)
+    # a box that a damaged file puts into itself is empty there
+    models = {key: each for key, each in models.items() if key != model_id}
     if model is None:
         return []
     state = model["state"]
@@ -130,7 +155,7 @@ def _texts_of(name: str, state: dict[str, Any]) -> list[str]:
         return []
     if "Progress" in name or "Image" in name:
         value = ""
-    elif "_options_labels" in state and isinstance(state.get("index"), int):
+    elif state.get("index") in range(len(state.get("_options_labels", ()))):
         value = state["_options_labels"][state["index"]]
     else:
         value = state.get("value", "")

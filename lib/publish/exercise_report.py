@@ -2,7 +2,8 @@
 
 The notebooks are run as they are, at small sizes, past cells that fail; each check of an exercise
 leaves a line. An exercise whose check was not reached, since its cell failed or one that it needs,
-is blocked.
+is blocked. It is missing if no cell checks it any more, as the lesson's own notebook does, and
+tampered if its check ran without a verdict, since something else has taken its name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -24,7 +25,7 @@ from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
 from lib.publish.run_notebooks import find_notebooks, read_notebook, run_past_errors
 
-Result = Literal["passed", "failed", "not attempted", "blocked"]
+Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,11 @@ def report_exercises(
     output = output or root / "artifacts/local/exercises.json"
     answers = []
     paths = find_notebooks(notebooks, folder.parent, folder.name)
-    expected = {path: exercises_in(path) for path in paths}
+    for path in paths:
+        # one that is no notebook is named before any is run
+        read_notebook(path)
     for path in tqdm(paths, desc="notebooks", disable=None, leave=False):
-        answers += answers_in(path, expected[path])
+        answers += answers_in(path)
     write_atomically(output, json.dumps([asdict(answer) for answer in answers], indent=1))
     columns = ("notebook", "exercise", "tier", "result")
     print(to_markdown([asdict(answer) for answer in answers], columns))
@@ -73,38 +76,82 @@ def report_exercises(
     return 0
 
 
-def answers_in(path: Path, expected: Sequence[str]) -> list[Answer]:
-    """Run the notebook at `path`; return what became of each exercise that is `expected` there."""
-    if not expected:
+@dataclass(frozen=True)
+class Check:
+    """A call `exercises.check_merge_pair(merge)` in a notebook."""
+
+    name: str
+    """`check_merge_pair`"""
+
+    exercise: str
+    """`merge`, the function that the reader is asked for."""
+
+    cell: int
+    """The number of its cell."""
+
+
+def answers_in(path: Path) -> list[Answer]:
+    """Run the notebook at `path`; return what became of each of its exercises.
+
+    Those are the ones of the lesson's own notebook of that name, and others that it may have.
+    """
+    cells = read_notebook(path).cells
+    checks = [check for number, cell in enumerate(cells) for check in checks_in(cell, number)]
+    lesson = ROOT / "notebooks" / path.name
+    asked = exercises_in(lesson if lesson.exists() else path)
+    if not asked:
         return []
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "results.jsonl"
         lines.touch()
-        run_past_errors(path, {RESULTS: str(lines), "WORKBOOK_SMALL": "1"})
+        ran = run_past_errors(path, {RESULTS: str(lines), "WORKBOOK_SMALL": "1"}).cells
         found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     # of a check that ran twice, the last verdict
     by_name = {line["exercise"]: line for line in found}
-    blocked = {"tier": "", "result": "blocked", "verdict": ""}
-    return [Answer(path.stem, **({"exercise": n} | by_name.get(n, blocked))) for n in expected]
+    answers = []
+    for wanted in asked:
+        # a copy may call its function something else
+        own = [check for check in checks if check.name == wanted.name]
+        own = [check for check in own if check.exercise == wanted.exercise] or own[-1:]
+        name = own[-1].exercise if own else wanted.exercise
+        if name in by_name:
+            became: dict = by_name[name]
+        elif not own:
+            became = {"result": "missing"}
+        else:
+            failed = any(output.output_type == "error" for output in ran[own[-1].cell].outputs)
+            became = {"result": "blocked" if failed else "tampered"}
+        answers.append(Answer(path.stem, **{"exercise": name, "tier": "", "verdict": ""} | became))
+    return answers
 
 
-def exercises_in(path: Path) -> list[str]:
-    """Return the names of the functions that the reader is asked for, in the notebook's order."""
+def exercises_in(path: Path) -> list[Check]:
+    """Return the checks of a notebook's exercises, in its order."""
     cells = read_notebook(path).cells
-    stubs = (cell.source for cell in cells if "exercise" in cell.metadata.get("tags", []))
-    return [name for stub in stubs for name in _checked(stub)]
+    return [
+        check
+        for number, cell in enumerate(cells)
+        if "exercise" in cell.metadata.get("tags", [])
+        for check in checks_in(cell, number)
+    ]
 
 
-def _checked(source: str) -> list[str]:
-    """Return `f` for each call `exercises.check…(f)` in a cell, also in one that does not parse."""
+def checks_in(cell: Any, number: int) -> list[Check]:
+    """Return the checks of a cell, also of one that does not parse."""
+    return _checked(cell.source, number) if cell.cell_type == "code" else []
+
+
+def _checked(source: str, number: int) -> list[Check]:
     try:
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     except SyntaxError:
-        return _checked(source.rstrip().rpartition("\n")[2]) if "\n" in source.strip() else []
-    return [
-        call.args[0].id
-        for call in calls
-        if getattr(call.func, "attr", "").startswith("check")
-        and call.args
-        and isinstance(call.args[0], ast.Name)
-    ]
+        return (
+            _checked(source.rstrip().rpartition("\n")[2], number) if "\n" in source.strip() else []
+        )
+    found = []
+    for called in calls:
+        name = getattr(called.func, "attr", getattr(called.func, "id", ""))
+        given = called.args[0] if called.args else None
+        if name.startswith("check") and isinstance(given, ast.Name):
+            found.append(Check(name, given.id, number))
+    return found

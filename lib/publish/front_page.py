@@ -11,18 +11,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from jinja2 import Environment, FileSystemLoader
 from nbformat import NotebookNode
 
 from lib.core.files import ROOT, claim_folder, is_claimed, write_atomically
 from lib.lessons.notebook import KEY_FIGURES
+from lib.publish.cells import read_notebook
 from lib.publish.documents import write_documents
 from lib.publish.links import FILES
 from lib.publish.pages import TEMPLATES, local_date, page_note, short_title
 
 REPORT = "a report"
 EARLIER = "previous"
+ABSENT = "not there"
 # Earlier runs beyond these are removed, oldest first.
 KEPT_RUNS = 5
 # Links of the front page beside the notebooks.
@@ -58,13 +59,33 @@ def write_front_page(
 
 
 def published(report: Path, names: Iterable[str]) -> list[str]:
-    """Return those of the notebooks `names` that are in `report`."""
-    return [name for name in names if (report / f"{name}.html").exists()]
+    """Return those of the notebooks `names` that are in `report`, page and notebook undamaged."""
+    return [name for name in names if not _missing_or_damaged(report, name)]
+
+
+def damaged(report: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the notebooks in `report` that something happened to, and what that is."""
+    found = {name: _missing_or_damaged(report, name) for name in names}
+    return {name: what for name, what in found.items() if what and what != ABSENT}
+
+
+def _missing_or_damaged(report: Path, name: str) -> str:
+    """Return what keeps the notebook `name` from being shown; empty for one that can be."""
+    pair = [report / f"{name}{suffix}" for suffix in (".html", ".ipynb")]
+    is_there = [path.is_file() for path in pair]
+    if not all(is_there):
+        return f"only {pair[is_there.index(True)].name} is there" if any(is_there) else ABSENT
+    try:
+        _page(report, name)
+    # a file that anything may have been done to
+    except Exception as error:
+        return f"{error!r:.200}"
+    return ""
 
 
 def _page(report: Path, name: str) -> dict[str, Any]:
     """Return what the front page shows of a notebook."""
-    notebook = nbformat.read(report / f"{name}.ipynb", as_version=4)
+    notebook = read_notebook(report / f"{name}.ipynb")
     about = notebook.metadata.get("workbook", {})
     status = about.get("status", "skipped")
     return {
@@ -121,7 +142,7 @@ def keep_earlier_run(report: Path, names: Sequence[str]) -> None:
     folders that this program did not make stay, too.
     """
     finished = [
-        nbformat.read(report / f"{name}.ipynb", as_version=4).metadata.get("workbook", {})
+        read_notebook(report / f"{name}.ipynb").metadata.get("workbook", {})
         for name in published(report, names)
     ]
     if not finished:

@@ -30,7 +30,8 @@ from typing import Any
 import nbformat
 
 from lib.core.files import ROOT, claim_folder, sha256_file
-from lib.core.records import provenance
+from lib.core.hardware import output_of
+from lib.core.records import is_checkout, provenance
 from lib.core.settings import check, check_fields, require
 from lib.publish.cells import FIRST_CELL, METADATA
 from lib.publish.run_notebooks import Job, find_notebooks, plan
@@ -43,8 +44,12 @@ trained on several GPUs. License: MIT; the file LICENSE holds its text."""
 NOBODY = "INSERT_USERNAME"
 RIGHT_USER = "the name in the address of your page on Kaggle, or empty"
 SLUG = r"[a-z0-9]+(-[a-z0-9]+)*"
-# Of artifacts/: what notebooks show. Folders of single runs stay here.
-ARTIFACTS = ("*.jsonl", "*.md", "*.csv", "*.png", "tiny_stories/**/*", "profile_h200/**/*")
+# The code, and of artifacts/ what notebooks show. Folders of single runs stay here.
+FILES = (
+    *("LICENSE", "lib/**/*"),
+    *(f"artifacts/{name}" for name in ("*.jsonl", "*.md", "*.csv", "*.png")),
+    *("artifacts/tiny_stories/**/*", "artifacts/profile_h200/**/*"),
+)
 INPUT = "/kaggle/input"
 # In place of a notebook's own first cell: Kaggle mounts the dataset one to three folders down.
 KAGGLE_FIRST_CELL = f"""\
@@ -198,21 +203,38 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
 
 def write_dataset(folder: Path, root: Path) -> None:
     """Copy code, records and the committed model; bundle.json gives the commit and hashes."""
-    sources = [path for path in (root / "lib").rglob("*") if "__pycache__" not in path.parts]
-    sources += root.glob("LICENSE")
-    for pattern in ARTIFACTS:
-        sources += (root / "artifacts").glob(pattern)
     hashes = {}
-    for source in sorted(set(sources)):
-        name = source.relative_to(root).as_posix()
-        if source.is_file() and not source.name.startswith("."):
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-            hashes[name] = sha256_file(target)
+    for name in files_to_bundle(root):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / name, target)
+        hashes[name] = sha256_file(target)
     state = provenance()
     made = {name: state[name] for name in ("commit", "dirty", "date")}
     _write_json(folder / "bundle.json", made | {"sha256": hashes})
+
+
+def files_to_bundle(root: Path) -> list[str]:
+    """Return those of `FILES` that git tracks, and no link; where git is not, those not hidden."""
+    # a NUL between names: others would be in quotes
+    listed = output_of(["git", "-C", str(root), "ls-files", "-z"]) if is_checkout(root) else None
+    if listed is None:
+        print(
+            f"{root} is no git checkout: all files in its lib/ go into the bundle, but no hidden "
+            "ones. Look through the bundle before you push it.",
+            flush=True,
+        )
+    tracked = None if listed is None else set(listed.split("\0"))
+    found = []
+    for path in {path for pattern in FILES for path in root.glob(pattern) if path.is_file()}:
+        name = path.relative_to(root)
+        folders = [root / part for part in name.parents]
+        if any(each.is_symlink() for each in (path, *folders[:-1])):
+            continue
+        is_hidden = any(part == "__pycache__" or part.startswith(".") for part in name.parts)
+        if not is_hidden if tracked is None else name.as_posix() in tracked:
+            found.append(name.as_posix())
+    return sorted(found)
 
 
 def describe_dataset(folder: Path, config: KaggleBuildConfig) -> None:
@@ -323,7 +345,7 @@ COMMON_NAMES = ("localhost", "kaggle", "workbook", "ubuntu", "debian", "docker")
 
 
 def find_leaks(folder: Path) -> list[str]:
-    """Return what the files in `folder` must not hold, as `name: kind, the text found`."""
+    """Return what the files in `folder` must not hold, as `name: kind in line 3`."""
     leaks = []
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -335,10 +357,10 @@ def find_leaks(folder: Path) -> list[str]:
 
 
 def leaks_in(text: str) -> Iterator[str]:
-    """Yield the first of each kind of leak in `text`."""
+    """Yield the first of each kind of leak in `text`: its kind and line, and not the text."""
     for what, pattern in (LEAKS | _leaks_of_this_machine()).items():
         if match := re.search(pattern, text, re.ASCII):
-            yield f"{what}, {match[0][:60]!r}"
+            yield f"{what} in line {text.count(chr(10), 0, match.start()) + 1}"
 
 
 def _leaks_of_this_machine() -> dict[str, str]:

@@ -13,6 +13,8 @@ from lib.core.files import folder_for_sockets
 KERNEL_ARGUMENTS = ["--IPKernelApp.log_level=CRITICAL"]
 # ipykernel repeats on the terminal what child processes print, which is in the outputs anyway.
 NO_TERMINAL = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+# ipykernel takes what they print for UTF-8, whatever the terminal's encoding.
+UTF8 = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def connection() -> dict[str, str]:

@@ -49,7 +49,15 @@ def write_page(
     source_folder: Path,
     titles: Mapping[str, str],
 ) -> None:
-    """Write the executed `notebook` as a web page to `path`.
+    """Write the executed `notebook` as a web page to `path`; see `render_page`."""
+    page = render_page(notebook, path.stem, source_folder=source_folder, titles=titles)
+    write_atomically(path, page)
+
+
+def render_page(
+    notebook: NotebookNode, name: str, *, source_folder: Path, titles: Mapping[str, str]
+) -> str:
+    """Return the executed `notebook` as the web page called `name`.
 
     Args:
         notebook: its `metadata.workbook` (see `lib.publish.run_notebooks`) gives the lines on top.
@@ -61,7 +69,7 @@ def write_page(
     # the page shows the error on top itself
     shown.cells = [cell for cell in shown.cells if f'href="#{ERROR_ID}"' not in cell.source]
     has_failed_cell = any(f'id="{ERROR_ID}"' in cell.source for cell in shown.cells)
-    before, after = _neighbors(path.stem, titles)
+    before, after = _neighbors(name, titles)
 
     links = Links(source_folder, source_folder.parent, titles)
     exporter = _Exporter(
@@ -80,7 +88,7 @@ def write_page(
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
     page, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
     page = accessible(PLAIN_WORD.sub(r"\1", page))
-    write_atomically(path, page.replace(CONTENTS_MARK, _contents(exporter.headings), 1))
+    return page.replace(CONTENTS_MARK, _contents(exporter.headings), 1)
 
 
 def accessible(page: str) -> str:
@@ -195,7 +203,11 @@ class Renderer(IPythonRenderer):
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
         target = self.links.resolve(url) if self.links else url
-        return text if target is None else super().link(text, target, title)
+        if target is not None:
+            return super().link(text, target, title)
+        notebook = re.search(r"(\d\d)_\w+\.ipynb", url)
+        again = f"make run NOTEBOOKS={notebook[1]} adds it" if notebook else ""
+        return f'{text} <span title="{again}">(not in this report)</span>' if again else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         if self.links and not self.embed_images:

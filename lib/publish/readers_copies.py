@@ -19,6 +19,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
 from lib.core.files import ROOT, make_folder, write_atomically
+from lib.core.terminal import one_line
 from lib.publish.run_notebooks import find_notebooks
 
 NOTE = "**New version of the cell above**, which you have changed; yours stays until you delete it."
@@ -45,6 +46,9 @@ def update_copies(root: Path = ROOT) -> int:
         except ValueError as error:
             print(f"notebooks/{source.name}: is no notebook and is not copied ({error})")
             continue
+        if not is_new and not copy.is_file():
+            print(f"work/{copy.name}: is no file and stays as it is; remove it to get a fresh one")
+            continue
         known = {cell.id: _key(cell) for cell in new}
         before = None if is_new else copy.read_bytes()
         if before in (None, fresh) or origin.get("copy") == _sha256(before):
@@ -62,6 +66,9 @@ def update_copies(root: Path = ROOT) -> int:
                 reason = f"is no notebook and stays as it is ({error})"
                 print(f"work/{copy.name}: {reason}; delete it to get a fresh one")
                 continue
+            except NotADirectoryError as error:
+                print(f"work/{copy.name}: stays as it is, since {one_line(error)}")
+                continue
         origins[source.stem] = {"notebook": _sha256(content), "copy": untouched, "cells": known}
         write_atomically(work / ".origins.json", json.dumps(origins, indent=1))
     if made:
@@ -75,9 +82,12 @@ def _read_origins(record: Path) -> dict[str, Any]:
         return {}
     try:
         origins = json.loads(record.read_bytes())
-        if all(isinstance(origin["cells"], dict) for origin in origins.values()):
-            return origins
-    except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
+        for origin in origins.values():
+            texts = [*origin["cells"].values(), origin["notebook"], origin.get("copy") or ""]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError
+        return origins
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         pass
     print(f"work/{record.name} is damaged: where a copy differs from its notebook, yours stays")
     return {}

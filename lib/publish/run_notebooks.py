@@ -10,19 +10,23 @@ import ast
 import contextlib
 import dataclasses
 import logging
+import math
 import multiprocessing
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +41,14 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 from traitlets.config import Config
 
-from lib.core.files import ROOT, claim_folder
+from lib.core.files import ROOT, claim_folder, folder_for_sockets, lock_folder, write_together
 from lib.core.hardware import available_cpus
 from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
-from lib.publish.cells import clean, static_widgets
-from lib.publish.kernels import KERNEL_ARGUMENTS, NO_TERMINAL, connection
+from lib.publish.cells import clean, read_notebook, save_notebook, static_widgets
+from lib.publish.kernels import KERNEL_ARGUMENTS, NO_TERMINAL, UTF8, connection
 
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
@@ -87,10 +91,8 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
         ValueError: there is no such notebook, parameter file or parameter, or the report would
             replace other files.
     """
-    from lib.publish.front_page import REPORT, keep_earlier_run, published, write_front_page
-    from lib.publish.pages import short_title, write_page
+    from lib.publish.front_page import REPORT
 
-    # find and plan
     default = (workspace(root) / "artifacts/report").resolve()
     report = (config.report or default).resolve()
     every = find_notebooks((), root)
@@ -98,9 +100,24 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
     is_work = report == (root / "work").resolve()
     require(not is_work, "report must be elsewhere than work/, which has your copies")
     claim_folder(report, REPORT, setting="report", is_ours=report == default)
+    # two runs at a time would remove each other's notebooks
+    with lock_folder(report):
+        return _run_into(report, jobs, every, config, root)
+
+
+def _run_into(
+    report: Path, jobs: Sequence[Job], every: Sequence[Path], config: RunConfig, root: Path
+) -> int:
+    """Run `jobs` and write their pages among those of `every` notebook; return the exit code."""
+    from lib.publish import front_page
+    from lib.publish.pages import short_title, write_page
+
     names, chosen = [path.stem for path in every], {job.name for job in jobs}
-    before = published(report, names)
-    keep_earlier_run(report, names)
+    before = front_page.published(report, names)
+    for name, what in front_page.damaged(report, names).items():
+        again = "" if name in chosen else f"; make run NOTEBOOKS={name[:2]} writes it again"
+        print(f"{name} in {report} is damaged and left out ({what}){again}", file=sys.stderr)
+    front_page.keep_earlier_run(report, names)
     pages = {path.stem: path for path in every if path.stem in chosen or path.stem in before}
     titles = {name: short_title(read_notebook(path), name) for name, path in pages.items()}
 
@@ -117,8 +134,8 @@ def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:
         for name in chosen:
             _unfinished(report, name).unlink(missing_ok=True)
         # interrupted before the first page, a run leaves none at all
-        done = published(report, names)
-        index = write_front_page(report, names, root=root) if done else None
+        done = front_page.published(report, names)
+        index = front_page.write_front_page(report, names, root=root) if done else None
     for result in results:
         if result.traceback:
             print(f"\n{result.name} failed:\n{_plain(result.traceback)}", file=sys.stderr)
@@ -167,15 +184,14 @@ class Job:
 
 def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: Path) -> list[Job]:
     """Return what to run with which parameters (see `run_notebooks`), with every name checked."""
-    known = {path.stem: parameter_names(path) for path in find_notebooks((), root)}
+    known = {path.stem: path for path in find_notebooks((), root)}
     sections = read_parameters(parameters, root) if parameters else {}
     for name, values in sections.items():
         if name not in known:
             raise ValueError(f"{parameters}: no notebook is called {name!r}; {_known(known)}")
-        for unknown in sorted(values.keys() - known[name]):
-            raise ValueError(
-                f"{parameters}: {name} has no parameter {unknown!r}; {_known(known[name])}"
-            )
+        has = parameter_names(known[name])
+        for unknown in sorted(values.keys() - has):
+            raise ValueError(f"{parameters}: {name} has no parameter {unknown!r}; {_known(has)}")
     return [
         Job(
             path,
@@ -199,26 +215,63 @@ def read_parameters(name: str | os.PathLike, root: Path) -> dict[str, dict[str, 
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """YAML's own takes the last of two equal names."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value]
+            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            require(not twice, f"each name must be there once, got twice: {', '.join(twice)}")
+            return super().construct_mapping(node, deep=deep)
+
     folder = root / "notebooks/parameters"
     path = Path(name) if str(name).endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
         names = sorted(file.stem for file in folder.glob("*.yaml"))
         raise ValueError(f"no parameter file is called {str(name)!r}; {_known(names)}")
     try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        sections = yaml.load(path.read_text(encoding="utf-8-sig"), Loader) or {}
+        require(isinstance(sections, dict), "must map notebook names to parameters")
+        for section, values in sections.items():
+            right = f"{section} must be a mapping of parameters, got {values!r}"
+            require(isinstance(values, dict), right)
+            _check_values(values, str(section))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(sections, dict):
-        raise ValueError(f"{path} must map notebook names to parameters")
-    for section, values in sections.items():
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: {section} must be a mapping of parameters, got {values!r}")
     return sections
 
 
+def _check_values(value: Any, name: str) -> None:
+    """Check that a parameter is a value that both Python's source and JSON can express.
+
+    Raises:
+        ValueError: it is not, such as a date or a set of YAML's; the message has its `name`.
+    """
+    if isinstance(value, dict):
+        for key, each in value.items():
+            require(isinstance(key, str), f"{name} must have names in quotes, got {key!r}")
+            _check_values(each, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            _check_values(each, f"{name}[{index}]")
+    else:
+        is_plain = value is None or type(value) in (str, bool, int)
+        is_plain |= type(value) is float and math.isfinite(value)
+        right = "text (in quotes), a finite number, true, false, null, a list or a mapping"
+        require(is_plain, f"{name} must be {right}, got {value!r}")
+
+
 def parameter_names(notebook: Path) -> set[str]:
-    """Return the names that the notebook's cell tagged `parameters` assigns."""
-    nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    """Return the names that the notebook's cell tagged `parameters` assigns.
+
+    Raises:
+        ValueError: that cell is not Python.
+    """
+    try:
+        nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    except (SyntaxError, ValueError) as error:
+        reason = f"its cell tagged `parameters` must be Python: {error}"
+        raise ValueError(f"{notebook}: {reason}") from error
     return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
@@ -238,7 +291,7 @@ def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 def _parameters_cell(notebook: Path) -> str:
     cells = read_notebook(notebook).cells
-    return next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+    return next((c.source for c in cells if "parameters" in (c.metadata.get("tags") or [])), "")
 
 
 @dataclass(frozen=True)
@@ -282,7 +335,11 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     # Ctrl-C ends them without a word from the start, while they still import what they need
     quiet: dict = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_DFL)}
     pool = None
-    with context.Manager() as manager, contextlib.ExitStack() as pools:
+    # in a folder whose name is short enough for a socket
+    address = (
+        f"{folder_for_sockets()}/notebooks-{secrets.token_hex(8)}" if os.name == "posix" else None
+    )
+    with SyncManager(address, ctx=context) as manager, contextlib.ExitStack() as pools:
         events = manager.Queue()
         while waiting or running:
             # skip jobs that need a failed one, and start those that can start
@@ -321,7 +378,7 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
                     pool = None if isinstance(error, BrokenProcessPool) else pool
                     text = f"{type(error).__name__}: {error}"
                     results[job.name] = Result(job.name, "failed", error=text, traceback=text)
-                    publish(results[job.name], job.source, job, run)
+                    results[job.name] = _published(results[job.name], job.source, job, run)
                 else:
                     results[job.name] = future.result()
                 _print_result(results[job.name])
@@ -331,7 +388,7 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
 def _skip(job: Job, failed: set[str], run: Run) -> Result:
     lost = next(name for name in job.needs if name in failed)
     result = Result(job.name, "skipped", error=f"needs {lost}, which failed")
-    publish(result, job.source, job, run)
+    result = _published(result, job.source, job, run)
     _print_result(result)
     return result
 
@@ -388,17 +445,16 @@ def run_one(job: Job, run: Run, events: Any, threads: int | None) -> Result:
             result = Result(job.name, "done", time.monotonic() - started)
         except PapermillExecutionError as error:
             text = f"In [{error.exec_count}]: {error.ename}: {error.evalue}"
-            traceback = "\n".join(error.traceback)
-            result = Result(job.name, "failed", time.monotonic() - started, text, traceback)
+            lines = "\n".join(error.traceback)
+            result = Result(job.name, "failed", time.monotonic() - started, text, lines)
         except Exception as error:  # a kernel that died or did not start, a disk that is full
             text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
             result = Result(job.name, "failed", time.monotonic() - started, text, text)
         events.put((job.name, None, total))
-        publish(result, executed if executed.exists() else job.source, job, run)
+        return _published(result, executed if executed.exists() else job.source, job, run)
     finally:
         # also after Ctrl-C
         executed.unlink(missing_ok=True)
-    return result
 
 
 def _unfinished(report: Path, name: str) -> Path:
@@ -438,6 +494,7 @@ def execute(
         on_cell=on_cell or (lambda count: None),
         env=({THREADS: str(threads)} if threads else {})
         | os.environ
+        | UTF8
         | ({STRICT: "1"} if strict else {}),
     )
 
@@ -462,7 +519,7 @@ def run_past_errors(source: Path, environment: Mapping[str, str]) -> NotebookNod
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
     client.log.setLevel(logging.WARNING)
-    return client.execute(env=os.environ | environment, **NO_TERMINAL)
+    return client.execute(env=os.environ | UTF8 | dict(environment), **NO_TERMINAL)
 
 
 class _OneWayOutput(OutputWidget):
@@ -500,10 +557,25 @@ papermill_engines.register("workbook", _Engine)
 logging.getLogger("papermill").setLevel(logging.WARNING)
 
 
+def _published(result: Result, notebook: Path, job: Job, run: Run) -> Result:
+    """`publish`; if that fails, so has the notebook, and its page is that of `job.source`."""
+    for each in dict.fromkeys((notebook, job.source)):
+        try:
+            publish(result, each, job, run)
+            return result
+        except Exception as error:
+            text = f"its page cannot be written: {type(error).__name__}: {error}"
+            error_text = "; ".join(filter(None, (result.error, text)))
+            result = dataclasses.replace(
+                result, status="failed", error=error_text, traceback=traceback.format_exc()
+            )
+    return result
+
+
 def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
-    """Write `notebook` with a note of how it ended, and its page, into the report."""
+    """Write `notebook` with a note of how it ended, and its page, into the report: both or none."""
     from lib.publish.links import copy_into_report
-    from lib.publish.pages import write_page
+    from lib.publish.pages import render_page
 
     content, target = read_notebook(notebook), run.report / f"{job.name}.ipynb"
     root = job.source.parent.parent
@@ -518,9 +590,8 @@ def publish(result: Result, notebook: Path, job: Job, run: Run) -> None:
         "provenance": provenance(config=job.parameters) | _graphics_cards(),
         "records": records,
     }
-    page, folder = target.with_suffix(".html"), job.source.parent
-    write_page(content, page, source_folder=folder, titles=run.titles)
-    nbformat.write(content, target)
+    page = render_page(content, job.name, source_folder=job.source.parent, titles=run.titles)
+    write_together({target.with_suffix(".html"): page, target: nbformat.writes(content) + "\n"})
 
 
 def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
@@ -561,19 +632,8 @@ def _plain(text: str) -> str:
     return text if sys.stderr.isatty() else re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def read_notebook(path: Path) -> NotebookNode:
-    """Read the notebook at `path`; a file that holds none is a ValueError with its path."""
-    try:
-        return nbformat.read(path, as_version=4)
-    except OSError:
-        raise
-    # nbformat raises whatever comes up
-    except Exception as error:
-        raise ValueError(f"{path} is no notebook: {str(error) or error!r:.100}") from error
-
-
 def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> int:
@@ -591,7 +651,7 @@ def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> in
             print(f"{path.stem} failed and is left as it was:\n{_plain(str(error))}")
             failed = 1
             continue
-        nbformat.write(clean(static_widgets(executed)), path)
+        save_notebook(path, clean(static_widgets(executed)))
         print(f"{path.stem}: outputs stored after {time.monotonic() - started:.1f} s", flush=True)
     return failed
 
@@ -602,6 +662,6 @@ def clean_notebooks(root: Path = ROOT) -> int:
         notebook = read_notebook(path)
         cleaned = clean(notebook)
         if cleaned != notebook:
-            nbformat.write(cleaned, path)
+            save_notebook(path, cleaned)
             print(f"{path.stem}: metadata cleaned")
     return 0

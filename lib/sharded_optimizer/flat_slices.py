@@ -190,8 +190,6 @@ class FlatSlices(GradientSync, ShardingStrategy):
             the first step, which overlaps nothing.
     """
 
-    has_whole_parameters = True
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,

@@ -76,7 +76,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import agree, checksums, gather_objects, on_each_rank, rank, world_size
+from lib.ddp.process_group import (
+    agree,
+    checksums,
+    gather_objects,
+    is_sharded,
+    on_each_rank,
+    rank,
+    world_size,
+)
 from lib.optimizer.adamw import AdamW, Optimizer
 from lib.optimizer.schedule import check_max_norm, clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
@@ -140,6 +148,7 @@ class ShardedOptimizer(Optimizer):
         }
         self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
         self.has_stepped = False
+        self.shards_whole = isinstance(strategy, str)
         self.inner: torch.optim.Optimizer | None = None
 
         def checked() -> dict[str, str]:
@@ -171,7 +180,8 @@ class ShardedOptimizer(Optimizer):
                 "a ShardedOptimizer with a group of its own cannot be copied or pickled; make one "
                 "for the copied parameters, and give it this one's state_dict()"
             )
-        own = ("group", "optimizer_cls", "kwargs", "has_stepped", "strategy", "inner")
+        own = ("group", "optimizer_cls", "kwargs", "has_stepped", "shards_whole", "strategy")
+        own += ("inner",)
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -212,6 +222,11 @@ class ShardedOptimizer(Optimizer):
             names = group.get("param_names") or [""] * len(group["params"])
             for name, param in zip(names, group["params"]):
                 facts[f"parameter {number}"] = f"{name} {_describe(param)}".strip()
+                require(
+                    not self.shards_whole or not is_sharded(param),
+                    f"parameter {number} must be whole, but is divided among the ranks already; "
+                    "give the plain optimizer this rank's shards",
+                )
                 number += 1
         for index, group in enumerate(groups, start=first):
             facts[f"length of parameter group {index}"] = str(len(group["params"]))
@@ -252,9 +267,9 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks.
+        """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
 
-        Float64 if a parameter is float64 or complex128.
+        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
         """
         self._take_gradients()
         if isinstance(self.inner, AdamW):
@@ -265,8 +280,9 @@ class ShardedOptimizer(Optimizer):
             return norm
         # a rank without shards has its norm, 0, on the CPU
         params = [param for group in self.param_groups for param in group["params"]]
-        device = next((param.device for param in params), norm.device)
-        is_double = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+        device = params[0].device if params else norm.device
+        wide = (torch.float64, torch.complex128)
+        is_double = any(param.dtype in wide for param in params)
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
@@ -342,7 +358,7 @@ class ShardedOptimizer(Optimizer):
 
     def _check_values(self) -> None:
         """Refuse parameters that differ between ranks, as they do in another order."""
-        if world_size(self.group) == 1 or not self.strategy.has_whole_parameters:
+        if world_size(self.group) == 1 or not self.shards_whole:
             return
         params = [param for group in self.param_groups for param in group["params"]]
         first, *others = gather_objects(checksums(params), self.group)

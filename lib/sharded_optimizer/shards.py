@@ -59,9 +59,6 @@ class ShardingStrategy:
     are complete when `gather_parameters` returns.
     """
 
-    # whether every rank has whole parameters, which then must start with the same values
-    has_whole_parameters = False
-
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.shards: list[Shard] = []

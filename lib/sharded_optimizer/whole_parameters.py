@@ -43,8 +43,6 @@ class WholeParameters(ShardingStrategy):
     Gradients must be averaged before. A group of one rank owns everything and sends nothing.
     """
 
-    has_whole_parameters = True
-
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self.loads = [0] * world_size(group)

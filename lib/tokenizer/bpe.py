@@ -59,9 +59,9 @@ STREAM_BYTES = 1 << 20
 PART_BYTES = 1 << 16
 # the compiled encoder keeps an id in 24 bits
 MAX_IDS = 1 << 24
-# from this many bytes on, a heap finds the next merge faster than a search of the whole pre-token
+# a longer pre-token is merged in pieces of this many bytes
 LONG_PRETOKEN = 32
-# words that the readable encoder caches; some 30 MB
+# words, and pieces of long ones, that the readable encoder caches; some 30 MB each
 MAX_CACHED_WORDS = 1 << 17
 # how much text `encode_iterable` gathers before it encodes: little, to keep memory small
 ITERABLE_BYTES = 1 << 13
@@ -205,7 +205,8 @@ def train_bpe(
             is empty, `workers` is less than 1, or `implementation` is unknown.
     """
     path = Path(input_path)
-    special_bytes = [token.encode() for token in distinct_special_tokens(special_tokens)]
+    special_tokens = distinct_special_tokens(special_tokens)
+    special_bytes = [token.encode() for token in special_tokens]
     with open(path, "rb") as stream:
         chunks = ([chunk] for chunk in iter_chunks(stream, CHUNK_BYTES, special_bytes))
         options = implementation, workers, progress
@@ -390,6 +391,8 @@ class Tokenizer:
         self._compiled: CompiledEncoder | None = None
         # word -> the ids of a space and the word
         self._spaced_words: dict[str, list[int]] = {}
+        # piece of a long pre-token -> its ids
+        self._pieces: dict[bytes, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # the compiled code works on addresses of this process; a copy makes its own
@@ -445,6 +448,8 @@ class Tokenizer:
         Raises:
             UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
         if compiled := self._compiled or self._compiled_for(len(text)):
             return compiled.encode_list(text, allow_special)
         if self.implementation == "python" or len(text) <= PART_BYTES:
@@ -472,7 +477,7 @@ class Tokenizer:
     def _encode_piece(self, text: str) -> list[int]:
         ids = []
         for pretoken in map(str.encode, split_pretokens(text)):
-            is_long = len(pretoken) >= LONG_PRETOKEN
+            is_long = len(pretoken) > LONG_PRETOKEN
             ids += self._merge_long(pretoken) if is_long else self._merge(pretoken)
         return ids
 
@@ -492,30 +497,37 @@ class Tokenizer:
         return ids
 
     def _merge_long(self, pretoken: bytes) -> list[int]:
-        """Do the same in O(n log n): a heap of (rank, index, pair), and links to neighbors."""
-        # the border at the end is also, as ids[-1], what comes before ids[0]
-        ids = [*(self._byte_ids[byte] for byte in pretoken), None]
-        before, after = list(range(-1, len(pretoken))), list(range(1, len(ids)))
-        heap = [
-            (self._ranks[pair][0], index, pair)
-            for index, pair in enumerate(pairwise(ids))
-            if pair in self._ranks
-        ]
-        heapq.heapify(heap)
-        while heap:
-            # the pair with the lowest rank, the leftmost of several; skip it if a merge changed it
-            _, left, pair = heapq.heappop(heap)
-            if (ids[left], ids[right := after[left]]) != pair:
-                continue
-            ids[left], ids[right] = self._ranks[pair][1], None
-            after[left] = after[right]
-            before[after[left]] = left
-            # the new token has new pairs with its neighbors
-            for first, second in ((before[left], left), (left, after[left])):
-                pair = ids[first], ids[second]
-                if pair in self._ranks:
-                    heapq.heappush(heap, (self._ranks[pair][0], first, pair))
-        return [token_id for token_id in ids if token_id is not None]
+        """Do the same in pieces, so that the work for each byte is bounded.
+
+        A list of ids is what its text gives if that is true of every two neighbors: a merge across
+        their border would be made in the text of these two, too. So where it is not true of the
+        last id of a piece and the first of the next, the text of both is merged again, with as many
+        ids before it as the result does not fit to.
+        """
+        ids: list[int] = []
+        for start in range(0, len(pretoken), LONG_PRETOKEN):
+            piece, used = self._merge_cached(pretoken[start : start + LONG_PRETOKEN]), 0
+            while ids and used < len(piece) and not self._are_neighbors(ids[-1], piece[used]):
+                merged = [piece[used]]
+                used += 1
+                while ids and not self._are_neighbors(ids[-1], merged[0]):
+                    tokens = [self.vocab[token_id] for token_id in (ids.pop(), *merged)]
+                    merged = self._merge_cached(b"".join(tokens))
+                ids += merged
+            ids += piece[used:]
+        return ids
+
+    def _are_neighbors(self, left: int, right: int) -> bool:
+        """Whether the text of two ids gives these two."""
+        return self._merge_cached(self.vocab[left] + self.vocab[right]) == [left, right]
+
+    def _merge_cached(self, piece: bytes) -> list[int]:
+        """Do what `_merge` does, and cache the ids."""
+        if piece not in self._pieces:
+            if len(self._pieces) >= MAX_CACHED_WORDS:
+                self._pieces.clear()
+            self._pieces[piece] = self._merge(piece)
+        return self._pieces[piece]
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
         """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD."""
@@ -525,12 +537,15 @@ class Tokenizer:
         return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
 
     def encode_batch(
-        self, texts: Sequence[str], *, allow_special: bool = True, workers: int | None = None
+        self, texts: Iterable[str], *, allow_special: bool = True, workers: int | None = None
     ) -> list[np.ndarray]:
         """Convert each text to an array of ids, as `encode_array` does, faster for many short ones.
 
         `workers` is the number of threads; one per core by default.
         """
+        if isinstance(texts, (str, bytes)):
+            raise ValueError(f"texts must be a list of texts, got one: {texts[:20]!r}")
+        texts = list(texts)
         size = sum(map(len, texts))
         compiled = self._compiled_for(size)
         if compiled is None:
@@ -596,13 +611,15 @@ class Tokenizer:
             raise ValueError(f"ids must be integers, (n,), got {ids.dtype} of shape {ids.shape}")
         if not len(ids):
             return b""
+        given = ids
         try:
             if compiled := self._compiled_for(len(ids)):
                 return compiled.decode(ids)
-            ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+            # index() takes no fractions, which a dictionary would find: 1.0 equals 1
+            ids = ids.tolist() if isinstance(ids, np.ndarray) else map(operator.index, ids)
             return b"".join(map(self.vocab.__getitem__, ids))
         except (KeyError, OverflowError):
-            ids = [operator.index(token_id) for token_id in ids]
+            ids = [operator.index(token_id) for token_id in given]
             unknown = next((token_id for token_id in ids if token_id not in self.vocab), None)
             if unknown is None:
                 # they were integers of another type, such as tensors of one element

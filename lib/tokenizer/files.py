@@ -190,13 +190,12 @@ def load_huggingface(path: str | os.PathLike) -> Parts:
 def _check_huggingface(document: dict) -> None:
     """Raise ValueError for a setting of Hugging Face's that would give other ids than ours."""
     model, before = document["model"], document.get("pre_tokenizer") or {}
-    after = document.get("post_processor") or {"type": "ByteLevel"}
     for name, value, expected in (
         ("normalizer", document.get("normalizer"), None),
         ("pre_tokenizer", before.get("type"), "ByteLevel"),
         ("pre_tokenizer.add_prefix_space", before.get("add_prefix_space", True), False),
         ("pre_tokenizer.use_regex", before.get("use_regex", True), True),
-        ("post_processor", after.get("type"), "ByteLevel"),
+        ("post_processor", _what_it_adds(document.get("post_processor")), None),
         ("model.dropout", model.get("dropout") or None, None),
         ("model.continuing_subword_prefix", model.get("continuing_subword_prefix") or None, None),
         ("model.end_of_word_suffix", model.get("end_of_word_suffix") or None, None),
@@ -207,6 +206,21 @@ def _check_huggingface(document: dict) -> None:
     for token in document.get("added_tokens", []):
         if any(token.get(flag, False) for flag in ("single_word", "lstrip", "rstrip")):
             raise ValueError(f"added_tokens must not take in what is around them, got {token}")
+
+
+def _what_it_adds(processor: dict | None) -> Any:
+    """What a post-processor of Hugging Face's adds to a text's ids; None for nothing."""
+    kind = processor["type"] if processor else "ByteLevel"
+    if kind == "ByteLevel":
+        # it changes offsets only
+        return None
+    if kind == "Sequence":
+        added = map(_what_it_adds, processor["processors"])
+        return next((what for what in added if what is not None), None)
+    if kind == "TemplateProcessing":
+        added = [piece for piece in processor["single"] if "Sequence" not in piece]
+        return added[0] if added else None
+    return kind
 
 
 def to_tiktoken(parts: Parts, name: str = "workbook") -> tiktoken.Encoding:

@@ -11,7 +11,7 @@ count as neither letter, number nor space.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import AnyStr, BinaryIO, TypeVar
 
@@ -95,7 +95,7 @@ def split_at_spaces(text: str) -> tuple[str, list[str]]:
 # Special tokens
 
 
-def distinct_special_tokens(special_tokens: Sequence[str] | None) -> list[str]:
+def distinct_special_tokens(special_tokens: Iterable[str] | None) -> list[str]:
     """Return each special token once, in order.
 
     Raises:
@@ -104,10 +104,11 @@ def distinct_special_tokens(special_tokens: Sequence[str] | None) -> list[str]:
     """
     if isinstance(special_tokens, str):
         raise ValueError(f"special_tokens must be a list of texts, got {special_tokens!r}")
-    for token in special_tokens or ():
+    special_tokens = list(special_tokens or ())
+    for token in special_tokens:
         if not isinstance(token, str) or re.search(r"[\ud800-\udfff]", token):
             raise ValueError(f"special_tokens must be texts that UTF-8 can express, got {token!r}")
-    return list(dict.fromkeys(special_tokens or ()))
+    return list(dict.fromkeys(special_tokens))
 
 
 def special_token_pattern(special_tokens: Sequence[AnyStr]) -> re.Pattern[AnyStr] | None:

@@ -93,10 +93,12 @@ def save_checkpoint(
         OSError: a file cannot be written; if the disk is full, names what is needed and free.
             Earlier checkpoints stay, and nothing of this one does.
     """
+    # True is a whole number to Python
     is_number = hasattr(step, "__index__") and not isinstance(step, bool) and step >= 0
     require(is_number, f"step must be at least 0, a whole number, got {step!r}")
     step, model = operator.index(step), inner_module(model)
-    require(keep_last is None or keep_last > 0, f"keep_last must be at least 1, got {keep_last}")
+    is_count = keep_last is None or (type(keep_last) is int and keep_last > 0)
+    require(is_count, f"keep_last must be at least 1, got {keep_last!r}")
     folder = Path(folder)
     target = folder / f"step-{step:08d}"
 

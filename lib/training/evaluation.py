@@ -16,6 +16,7 @@ from lib.core.settings import require
 from lib.data.batches import take_sequences
 from lib.ddp.process_group import check_same, current_device, on_each_rank, rank, world_size
 from lib.model.transformer import TransformerLM
+from lib.training.parallelism import EvaluatedTogether
 
 if TYPE_CHECKING:
     from lib.tokenizer.bpe import Tokenizer
@@ -49,7 +50,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: TransformerLM,
+    model: TransformerLM | EvaluatedTogether,
     tokens: np.ndarray,
     bytes_of_token: np.ndarray,
     *,
@@ -62,7 +63,7 @@ def evaluate(
 
     A sequence sees nothing of those before it. The last one may be shorter and is a batch of its
     own. The model is in eval mode meanwhile. Ranks split the batches, and each gets the result that
-    a single process would.
+    a single process would. All make the same number of forward passes.
 
     Args:
         model: has `config.context_length` and `loss(x, y)`, the mean in nats.
@@ -74,19 +75,26 @@ def evaluate(
 
     Raises:
         ValueError: an argument is wrong, or differs between ranks; as any error of one rank, it is
-            raised on all.
+            raised on all. Only a forward pass that all ranks make together ends the rank on which
+            it fails.
     """
 
-    def losses_here() -> tuple[np.ndarray, list, Tensor]:
+    def checked() -> tuple[np.ndarray, np.ndarray, list]:
         require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
         read = _with_targets(tokens, max_tokens)
         counts = _count_tokens(read[1:], len(bytes_of_token))
-        batches = _batches(len(read) - 1, model.config.context_length, batch_size)
-        return counts, batches, _mean_losses(model, read, batches, torch.device(device), autocast)
+        return read, counts, _batches(len(read) - 1, model.config.context_length, batch_size)
 
-    counts, batches, means = on_each_rank(losses_here)
+    def losses_here() -> Tensor:
+        return _mean_losses(model, read, batches, torch.device(device), autocast)
+
+    read, counts, batches = on_each_rank(checked)
     if world_size() > 1:
         check_same({"number of batches": str(len(batches))})
+    # a rank that failed in the middle of a pass could not tell the others, which wait for it there
+    together = isinstance(model, EvaluatedTogether)
+    means = losses_here() if together else on_each_rank(losses_here)
+    if world_size() > 1:
         # exact: each mean comes from one rank, and the others add zeros
         means = means.to(current_device())
         dist.all_reduce(means)
@@ -104,7 +112,7 @@ def evaluate(
 
 
 def _mean_losses(
-    model: TransformerLM,
+    model: TransformerLM | EvaluatedTogether,
     tokens: np.ndarray,
     batches: list[tuple[np.ndarray, int]],
     device: torch.device,
@@ -119,9 +127,13 @@ def _mean_losses(
         # not inference_mode: tensors that a compiled model caches there could never be used in
         # training again
         with torch.no_grad(), _autocast(device, autocast):
-            for index in range(rank(), len(batches), world_size()):
+            for first in range(0, len(batches), world_size()):
+                # in the last round, a rank without a batch of its own takes part all the same
+                index = min(first + rank(), len(batches) - 1)
                 starts, length = batches[index]
-                means[index] = model.loss(*take_sequences(tokens, starts, length, device))
+                loss = model.loss(*take_sequences(tokens, starts, length, device))
+                if index == first + rank():
+                    means[index] = loss
     finally:
         for module, is_training in modes:
             module.training = is_training

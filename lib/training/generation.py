@@ -60,6 +60,7 @@ def generate_text(
     """
     known = model.config.vocab_size
     require(not isinstance(prompts, str), f"prompts must be a list of texts, got {prompts!r}")
+    prompts = list(prompts)
     require(
         tokenizer.vocab_size <= known,
         f"tokenizer must have at most the model's {known} ids, got {tokenizer.vocab_size}",

@@ -190,16 +190,43 @@ def import_model(config: ImportConfig) -> Path:
 
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all `model*.safetensors` in `folder`, which large models split."""
-    paths = sorted(folder.glob("model*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(
-            f"no model.safetensors in {folder}; other formats are not read, since they can run code"
-        )
+    """The tensors of `model.safetensors` in `folder`, or of the files that its index names.
+
+    Matrices get one dtype, which holds all of them exactly.
+    """
     weights: dict[str, Tensor] = {}
-    for path in paths:
+    for path in _weight_files(folder):
         try:
             weights |= load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+    for name, weight in weights.items():
+        is_known = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        expected = "float32, bfloat16 or float16"
+        require(is_known, f"{folder}: {name} must be {expected}, got {weight.dtype}")
+    dtypes = {weight.dtype for weight in weights.values() if weight.ndim > 1}
+    if len(dtypes) > 1:
+        log.info("%s has weights of several dtypes, which become float32", folder)
+        weights = {name: weight.float() for name, weight in weights.items()}
     return weights
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's weights, as `transformers` finds them."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        raise FileNotFoundError(
+            f"no model.safetensors in {folder}; other formats are not read, since they can run code"
+        )
+    try:
+        names = sorted({*json.loads(index.read_bytes())["weight_map"].values()})
+        is_inside = all(Path(name).name == name for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is not the index of a model: {error!r}") from error
+    require(is_inside, f"{index} must name files in its folder, got {', '.join(names)}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"no {missing[0]} in {folder}, which {index.name} names")
+    return [folder / name for name in names]

@@ -55,6 +55,8 @@ from lib.training.run_folder import (
     describe_run,
     finished_checkpoint,
     hold_folder,
+    is_due,
+    is_evaluated,
     open_run,
     saved_identity,
 )
@@ -203,7 +205,8 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
     """Take the steps that are left, unless `stop` is set or the time is up before."""
     run, step, progress = training.run, training.step, training.progress
     config = run.config
-    if progress.steps == config.steps:
+    was_evaluated = on_first_rank(lambda: is_evaluated(run, progress.steps))
+    if progress.steps == config.steps and was_evaluated:
         # all steps are done, but a file of the run's description is missing
         on_first_rank(lambda: describe_run(run))
         log.info("%s is up to date: %s steps", run.folder, progress.steps)
@@ -211,6 +214,9 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
     with contextlib.ExitStack() as files:
         on_first_rank(lambda: _open_files(training, files))
         _start_clock(training)
+        if not was_evaluated:
+            # the step of the checkpoint was saved, and ended before its evaluation did
+            _evaluate(training)
         is_stopping = False
         while progress.steps < config.steps and not is_stopping:
             # Batch: this rank's sequences of the next step, (sequences, context_length + 1).
@@ -224,25 +230,25 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
             if time.monotonic() >= deadline:
                 stop.set()
 
-            # Log and evaluate when due.
+            # Log, save and evaluate when due; first save, so that an evaluation that fails loses
+            # nothing.
             is_last = progress.steps == config.steps
+            is_saved = is_last or is_due(progress.steps, config.checkpointing_interval)
             shown: dict[str, float] = {}
-            if is_last or _is_due(progress.steps, config.log_interval):
+            if is_last or is_due(progress.steps, config.log_interval):
                 shown |= _log(training)
-            if is_last or _is_due(progress.steps, config.eval_interval):
+            if is_saved:
+                _save(training)
+            if is_last or is_due(progress.steps, config.eval_interval):
                 shown |= _evaluate(training)
 
-            # Save when due. Asked only once a step, so that no signal ends the run unsaved.
+            # Stop if asked to. Asked only once a step, so that no signal ends the run unsaved.
             is_stopping = _must_stop(stop, progress.steps, config.log_interval)
             if training.metrics:
                 training.metrics.advance(progress.steps, **shown)
-            if is_last or is_stopping or _is_due(progress.steps, config.checkpointing_interval):
+            if is_stopping and not is_saved:
                 _save(training)
     return "finished" if progress.steps == config.steps else "stopped"
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -314,17 +320,23 @@ def _mfu(run: Run, tokens_per_s: float) -> float | None:
 
 def _evaluate(training: _Training) -> dict[str, float]:
     """Evaluate on the validation tokens and write a line; return what is shown."""
-    config, run = training.run.config, training.run
+    config, run, progress = training.run.config, training.run, training.progress
     _count_time(training)
-    found = evaluate(
-        training.step.whole_model(),
-        run.validation_tokens,
-        bytes_of_token(run.tokenizer),
-        batch_size=config.batch_size,
-        device=run.device,
-        max_tokens=config.eval_tokens,
-        autocast=None if config.low_precision_weights else run.dtype,
-    )
+    try:
+        found = evaluate(
+            training.step.evaluated_model(),
+            run.validation_tokens,
+            bytes_of_token(run.tokenizer),
+            batch_size=config.batch_size,
+            device=run.device,
+            max_tokens=config.eval_tokens,
+            autocast=None if config.low_precision_weights else run.dtype,
+        )
+    except Exception:
+        if rank() == 0:
+            saved = training.checkpoint or "nothing yet"
+            log.error("the evaluation after step %s failed; saved: %s", progress.steps, saved)
+        raise
     _write(
         training,
         {
@@ -467,6 +479,11 @@ def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)
     log.info("resuming %s at step %s", run.folder, loaded.step)
+    kernels = [
+        m.get("attention_kernel") for m in (loaded.extra["config"]["model"], run.identity["model"])
+    ]
+    if kernels[0] != kernels[1]:
+        log.info("attention_kernel was %s, now %s", *kernels)
 
 
 def _open_files(training: _Training, files: contextlib.ExitStack) -> None:

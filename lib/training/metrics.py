@@ -42,8 +42,8 @@ class MetricsLog:
         total_steps: of the whole run.
         start_step: the step that a resumed run continues from.
         resume_at: the `position` saved in the checkpoint that is resumed. Anything after it (lines
-            of steps that will be repeated, a line cut short by a crash) is removed. None: start a
-            new file.
+            of steps that will be repeated, a line cut short by a crash) is removed, but for lines
+            of `start_step`, which was evaluated after it was saved. None: start a new file.
         wandb: also log to W&B, in the mode given by WANDB_MODE (`offline` if unset). An error there
             is a warning and never ends the run.
         tensorboard: also write TensorBoard's event files, into `tensorboard` beside the file.
@@ -69,13 +69,13 @@ class MetricsLog:
         config: dict[str, Any] | None = None,
     ) -> None:
         self.path, self.total_steps, self.start_step = Path(path), total_steps, start_step
-        self.position = resume_at or 0
+        self._resume_at, self.position = resume_at, resume_at or 0
         """Length of the file in bytes, all lines complete; a checkpoint saves it."""
         self._wandb, self._run_name, self._config = wandb, run_name, config
         self._tensorboard = tensorboard
 
     def __enter__(self) -> MetricsLog:
-        self._file = _open_at(self.path, self.position)
+        self._file, self.position = _open_at(self.path, self._resume_at, self.start_step)
         self._run = None
         if self._wandb:
             self._run = _start_wandb(self.path.parent, self._run_name, self._config)
@@ -187,9 +187,13 @@ def last_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if "validation_loss" in line), None)
 
 
-def _open_at(path: Path, position: int) -> io.FileIO:
-    """Open the file at `path` for appending, made if missing and cut off at `position`."""
+def _open_at(path: Path, resume_at: int | None, step: int) -> tuple[io.FileIO, int]:
+    """Open the file at `path` for appending, made if missing and cut off at `resume_at`.
+
+    Whole lines of `step` that follow are kept. Returns its length, too.
+    """
     make_folder(path.parent)
+    position = resume_at or 0
     with open(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
         if size < position:
@@ -202,9 +206,21 @@ def _open_at(path: Path, position: int) -> io.FileIO:
             raise ValueError(
                 f"resume_at must be the end of a line of {path}, got {position:,}, inside one"
             )
+        file.seek(position)
+        for line in file if resume_at is not None else ():
+            if not line.endswith(b"\n") or _step_of(line) != step:
+                break
+            position += len(line)
         file.truncate(position)
     # unbuffered, so that no line waits in this process
-    return open(path, "ab", buffering=0)
+    return open(path, "ab", buffering=0), position
+
+
+def _step_of(line: bytes) -> Any:
+    """The step that a line of metrics belongs to; None for a line that is damaged."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        return json.loads(line)["step"]
+    return None
 
 
 def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:

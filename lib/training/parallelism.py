@@ -16,6 +16,7 @@ A single rank has the plain optimizer in any case.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -165,6 +166,28 @@ def make_optimizer(
 def _bucket_cap_mb(config: TrainConfig, params: list[nn.Parameter]) -> float:
     trained_bytes = (param.nbytes for param in params if param.requires_grad)
     return config.bucket_size_mb or default_bucket_cap_mb(sum(trained_bytes))
+
+
+class EvaluatedTogether:
+    """A fully sharded model for `evaluate`: a forward pass gathers a block at a time.
+
+    All ranks call it together, as often.
+    """
+
+    def __init__(self, loss: MeanLoss, parallel: nn.Module) -> None:
+        self.config, self.parallel = loss.model.config, parallel
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules, with the wrapper's."""
+        return self.parallel.modules()
+
+    def eval(self) -> None:
+        """Evaluate from here on; the loss has no z-loss then."""
+        self.parallel.eval()
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of this rank's tokens, (batch, length) int64."""
+        return self.parallel(token_ids, targets)
 
 
 class AveragedByOptimizer(nn.Module):

@@ -46,6 +46,7 @@ from lib.training.checkpoint import (
     read_extra,
 )
 from lib.training.config import TrainConfig
+from lib.training.metrics import last_evaluation, read_metrics
 from lib.training.parallelism import check_wrapper
 
 # Two runs that agree in these fields, and in the product of BATCH_FIELDS, train the same model; all
@@ -187,14 +188,14 @@ def _check_shared(folder: Path, newest: Path | None, sha256: str | None) -> None
 
 
 def finished_checkpoint(run: Run) -> Path | None:
-    """The last checkpoint of a run that is complete, files and all; None while anything is missing.
+    """The last checkpoint of a run that is complete: its files and its last evaluation, too.
 
-    Writes nothing, and refuses a run with other settings.
+    None while anything is missing. Writes nothing, and refuses a run with other settings.
     """
     saved = list_checkpoints(run.folder / "checkpoints")
     files = [run.folder / "config.json", run.folder / "run.json", tokenizer_files.find(run.folder)]
-    has_files = all(path.exists() for path in files)
-    if not has_files or not saved or saved[0].name != f"step-{run.config.steps:08d}":
+    is_complete = all(path.exists() for path in files) and is_evaluated(run, run.config.steps)
+    if not is_complete or not saved or saved[0].name != f"step-{run.config.steps:08d}":
         return None
     try:
         find_checkpoint(saved[0])
@@ -204,6 +205,28 @@ def finished_checkpoint(run: Run) -> Path | None:
     extra = read_extra(saved[0])
     check_same_run(run, saved_identity(extra["config"], extra))
     return saved[0]
+
+
+def is_evaluated(run: Run, step: int) -> bool:
+    """Whether the metrics have the evaluation that is due after `step`, if any is.
+
+    A run that was saved at `step` and then failed lacks it. Metrics that are missing or damaged are
+    the concern of whoever writes to them.
+    """
+    path = run.folder / "metrics.jsonl"
+    is_last = step == run.config.steps
+    if step == 0 or not (is_last or is_due(step, run.config.eval_interval)) or not path.exists():
+        return True
+    try:
+        last = last_evaluation(read_metrics(path))
+    except ValueError:
+        return True
+    return last is not None and last["step"] >= step
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that is done every `interval` steps, if that is positive, is due."""
+    return interval > 0 and step % interval == 0
 
 
 def describe_run(run: Run) -> None:
@@ -306,6 +329,8 @@ def run_folder(config: TrainConfig, data_sha256: dict[str, str], num_ranks: int)
     """The folder of a run without `output`, named after its data and a hash of its identity."""
     fields = _identity(to_dict(config) | {"world_size": num_ranks}, data_sha256)
     settings = {name: fields[name] for name in IDENTITY_FIELDS}
+    # one name for all attention kernels, which give the same up to rounding
+    settings["model"] = fields["model"] | {"attention_kernel": "sdpa"}
     # one name for all ways to split the same step
     settings |= {"batch_size": _sequences_per_step(fields), "gradient_accumulation_steps": 1}
     content = json.dumps([settings, data_sha256], sort_keys=True)
@@ -354,8 +379,8 @@ def _check_folder(run: Run) -> None:
 def check_same_run(run: Run, before: dict[str, Any]) -> None:
     """Refuse to resume a run that was trained on other data or with other settings.
 
-    More steps are allowed, and another split of the same number of sequences per step among ranks
-    and passes, which changes losses and gradients by rounding only.
+    More steps are allowed, and what changes losses and gradients by rounding only: another split of
+    the same number of sequences per step among ranks and passes, and another attention kernel.
 
     Args:
         before: the saved run's identity.
@@ -363,6 +388,9 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     now, hint = run.identity, ""
     names = [name for name in now if name not in ("steps", *BATCH_FIELDS)]
     was, is_now = ({name: x[name] for name in names} for x in (before, now))
+    kernels = [x["model"].get("attention_kernel") for x in (was, is_now)]
+    # only how attention is computed, which changes rounding
+    is_now = is_now | {"model": is_now["model"] | {"attention_kernel": kernels[0]}}
     differences = _differences(was, is_now)
     was, is_now = _sequences_per_step(before), _sequences_per_step(now)
     if was != is_now:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -65,12 +67,19 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
     for folder in runs_dir.iterdir() if runs_dir.is_dir() else ():
         if not folder.is_dir():
             continue
-        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        try:
+            changed = folder.stat().st_mtime
+        except FileNotFoundError:
+            # removed meanwhile
+            continue
+        files = _stats(folder)
         numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
         metrics = folder / "metrics.jsonl"
         # one damaged run must not hide the others
         try:
-            lines = read_metrics(metrics) if metrics.exists() else []
+            lines = read_metrics(metrics)
+        except FileNotFoundError:
+            lines = []
         except ValueError as error:
             log.warning("%s", error)
             lines = []
@@ -81,10 +90,20 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
                 step=max((int(number) for number in numbers if number.isdecimal()), default=None),
                 bits_per_byte=last.get("validation_bits_per_byte"),
                 num_bytes=sum(file.st_size for file in files),
-                changed=max((file.st_mtime for file in files), default=folder.stat().st_mtime),
+                changed=max((file.st_mtime for file in files), default=changed),
             )
         )
     return sorted(found, key=lambda run: run.changed, reverse=True)
+
+
+def _stats(folder: Path) -> list[os.stat_result]:
+    """What the system says of each file in `folder`; those that vanish meanwhile are left out."""
+    found = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.stat(os.path.join(parent, name)))
+    return found
 
 
 def list_runs(config: RunsConfig) -> int:

@@ -26,7 +26,13 @@ from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
 from lib.training.config import TrainConfig
-from lib.training.parallelism import FULLY_SHARDED, OVERLAPPING, check_wrapper, parallelize
+from lib.training.parallelism import (
+    FULLY_SHARDED,
+    OVERLAPPING,
+    EvaluatedTogether,
+    check_wrapper,
+    parallelize,
+)
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -251,15 +257,12 @@ class TrainStep:
         gather = getattr(self.parallel, "whole_state_dict", self.model.state_dict)
         return gather()
 
-    def whole_model(self) -> TransformerLM:
-        """The model, or a copy of it, with all weights of the last step on every rank.
-
-        All ranks call it.
-        """
+    def evaluated_model(self) -> TransformerLM | EvaluatedTogether:
+        """The model after the last step, for `evaluate`; all ranks call it."""
         if self.is_sharded:
             self.optimizer.wait_for_parameters()
-        copy = getattr(self.parallel, "whole_model", None)
-        return copy() if copy else self.model
+        is_divided = self.num_ranks > 1 and self.config.ddp_wrapper in FULLY_SHARDED
+        return EvaluatedTogether(self.loss, self.parallel) if is_divided else self.model
 
     @property
     def optimizer_model(self) -> TransformerLM | None:

@@ -16,6 +16,7 @@ from lib.benchmarks.attention_report import (
     main_rows,
     newest_records,
     remarks,
+    summary,
     targets_section,
     write_attention_report,
 )
@@ -189,6 +190,18 @@ def test_remarks_count_what_the_compiler_replaced():
     record_["figures"]["kernels"]["vectorized_torch_compiled"]["became_sdpa"] = True
     (line,) = remarks(attention_rows([record_]))
     assert "in 1 of 1 cases" in line
+
+
+def test_the_terminal_shows_the_fastest_kernel_of_each_case_beside_pytorchs():
+    records = [record(1024, {"sdpa": 2.0, OURS: 0.5}), record(2048, {FLEX: None}), record(64, None)]
+    fastest, *failed = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in summary(records).splitlines()[2:]
+    ]
+    assert fastest[0].startswith("forward, causal, 1,024 × 1,024, head_dim 64")
+    assert fastest[1:4] == ["2.00", OURS, "0.500"]
+    assert float(fastest[4]) == pytest.approx(records[0]["figures"]["flops"] / 0.5e9, rel=0.01)
+    assert [line[1:] for line in failed] == [["–"] * 4] * 2
 
 
 def test_replays_of_cuda_graphs_are_cases_of_their_own():

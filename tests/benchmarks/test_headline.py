@@ -59,10 +59,30 @@ def test_the_best_peer_counts_and_our_readable_tokenizer_is_not_a_peer():
     assert row["on"].startswith("[cpu, 2 cores]")
 
 
-def test_the_newest_record_of_the_case_counts_and_what_did_not_run_is_no_peer():
-    records = [record("numba", 1.0), record("rustbpe", 500.0), record("tokenizers", None)]
-    records += [record("numba", 600.0), record("numba", 1.0, text="stories")]
-    assert TOKENIZER.row(records)["times"] == "1.20"
+def test_runs_make_an_interval_and_one_that_lacks_a_side_or_another_case_does_not_count():
+    def run(ours, peer, **changes):
+        return [record("numba", ours, **changes), record("rustbpe", peer, **changes)]
+
+    records = [*run(100.0, 50.0), record("tokenizers", None), record("numba", 1.0)]
+    records += [*run(600.0, 1.0, text="stories"), *run(90.0, 50.0)]
+    row = TOKENIZER.row(records)
+    assert (row["here"], row["best other"]) == ("90 MB/s", "50 (rustbpe)")
+    assert (row["times"], row["runs"]) == ("1.80 to 2.00", "2")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "times"),
+    [
+        ([105.0], "1.05"),
+        ([99.0, 105.0], "level (0.99 to 1.05)"),
+        ([102.0, 108.0], "1.02 to 1.08"),
+        ([97.0, 98.0], "0.97 to 0.98"),
+        ([10.0, 102.0, 103.0, 104.0, 105.0, 106.0], "1.02 to 1.06"),
+    ],
+)
+def test_a_lead_that_runs_do_not_agree_on_is_level_and_five_runs_count(speeds, times):
+    records = [record(*item) for ours in speeds for item in (("numba", ours), ("rustbpe", 100.0))]
+    assert TOKENIZER.row(records)["times"] == times
 
 
 def test_a_text_without_the_marks_is_refused():

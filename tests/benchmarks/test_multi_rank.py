@@ -20,6 +20,7 @@ from lib.benchmarks.multi_rank import (
     plans_left,
     time_figures,
 )
+from lib.benchmarks.multi_rank_report import measured
 from lib.benchmarks.rank_training import Plan, Training
 from lib.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 from lib.core.records import read_records
@@ -227,3 +228,15 @@ def test_ranks_that_are_there_already_measure_and_rank_0_alone_keeps_records(tmp
         other = dataclasses.replace(config, **change).with_defaults(2, on_gpu=False)
         assert plans_left(LmMatrix, other) == other.plans()
     assert (tmp_path / "lm_matrix_report.md").exists()
+
+
+def test_who_needs_every_training_is_told_which_failed_and_why():
+    done = {"model": "tiny", "method": "flashddp", "status": "ok", "reason": None}
+    assert measured([done]) == [done]
+    lost = done | {
+        "method": "zero1",
+        "status": "failed",
+        "reason": "RuntimeError: connection reset",
+    }
+    with pytest.raises(RuntimeError, match="tiny, zero1: failed: RuntimeError: connection"):
+        measured([done, lost])

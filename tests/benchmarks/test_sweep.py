@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.benchmarks.sweep import code_version, records_like, run_sweep
+from lib.benchmarks.sweep import code_version, differences, records_like, run_sweep
 from lib.core.records import append_record, read_records
 from lib.profiling.measurement import measure
 
@@ -44,6 +44,13 @@ def test_a_sweep_leaves_a_record_of_each_config_and_prints_a_line_for_it(tmp_pat
     keys = {"config", "figures", "device", "versions", "commit", "seed", "date", "code"}
     assert all(keys <= record.keys() and record["seed"] == 3 for record in records)
     assert capsys.readouterr().out == "".join(f"size {n}\n" for n in range(5))
+
+
+def test_a_bar_names_what_sets_the_row_apart_that_is_being_measured():
+    names = differences([{"size": 1, "seed": 0, "mask": ["a"]}, {"size": 2, "seed": 0, "mask": []}])
+    assert names == ["size 1, mask ['a']", "size 2, mask []"]
+    assert differences([{"size": 1}]) == [""]
+    assert differences([]) == []
 
 
 def test_memory_that_runs_out_leaves_later_rows_unaffected(tmp_path):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -189,3 +190,41 @@ def test_commit_is_of_this_checkout_and_dirty_looks_at_the_code_only(tmp_path, m
     # a folder inside somebody else's checkout
     monkeypatch.setattr(lib.core.records, "ROOT", (tmp_path / "lib").resolve())
     assert lib.core.records._git_state() == nothing
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"\0" * 4096, b"[1]", b'{"a": 1', b"\xff\xfe{}", b'{"a": ' + b"9" * 5000 + b"}"),
+        # what `append_record` refuses to write
+        *(b'{"figures": {"ms": NaN}}', b'{"figures": {"ms": -Infinity}}'),
+        b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    ],
+)
+def test_a_line_that_is_no_record_is_skipped_by_its_number_whatever_is_in_it(tmp_path, line):
+    path = tmp_path / "records $HOME ü.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n' + line + b'\n{"b": 2}')
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert read_records(path) == [{"a": 1}, {"b": 2}]
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == bool(line)
+    assert all(text.startswith(f"{path}:2 is not a record, skipped: ") for text in said)
+
+
+def test_a_record_that_json_cannot_hold_is_refused_with_its_file_and_leaves_none(tmp_path):
+    path = tmp_path / "r.jsonl"
+    endless: dict = {}
+    endless["self"] = endless
+    for record in ({(1, 2): 3}, endless, {"a": {1, 2}}, {"a": math.inf}):
+        with pytest.raises(ValueError, match=r"record for .*r\.jsonl: "):
+            append_record(path, record)
+    assert not path.exists()
+    # a path with bytes that are no text costs no measurement
+    append_record(path, {"output": "/data/\udcff"})
+    assert read_records(path) == [{"output": "/data/\udcff"}]
+
+
+def test_numbers_of_numpy_and_line_ends_of_any_kind_fit_a_table():
+    rows = [{"a": np.float32(1.23456), "b": np.int64(1234567), "c": "x\r\ny"}]
+    assert to_markdown(rows).splitlines()[2] == "| 1.23 | 1,234,567 | x  y |"

@@ -12,11 +12,12 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.__main__ import COMMANDS, load
+from lib.__main__ import COMMANDS, NotebooksConfig, load
+from lib.benchmarks.attention import AttentionBenchmarkConfig
 from lib.core.settings import check, check_fields, from_json, to_json, with_flags
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig
-from lib.training.config import OptimizerConfig, SampleConfig, TrainConfig
+from lib.training.config import GenerateConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +213,28 @@ def test_a_list_takes_several_values():
 
 
 @pytest.mark.parametrize(
+    ("cls", "line"),
+    [
+        # text that looks like a number or like JSON
+        (TokenizeConfig, "--corpus=1984 --data_dir 2024 --special_tokens 42 null"),
+        (TokenizeConfig, "--corpus true --output 1e3"),
+        (GenerateConfig, "--sample.prompts 42 [] 007 --checkpoint 10"),
+        (GenerateConfig, "--sample.prompts= --checkpoint None --sample.top_k 5"),
+        (NotebooksConfig, "--notebooks 01 1 10"),
+        (AttentionBenchmarkConfig, "--heads 8 --tokens None --kernels sdpa --head_dims 64 128"),
+    ],
+)
+def test_a_word_is_read_as_its_field_has_it(cls, line):
+    by_tyro = tyro.cli(cls, args=line.split(), use_underscores=True)
+    assert with_flags(cls(), line.split()) == by_tyro
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--compile yes", "compile must be true or false"),
+        ("--no_compile true", "compile must be true or false"),
+        ("--no_steps 5", "unknown flag '--no_steps'"),
         ("--stepz 3", "unknown flag '--stepz'; known without tyro: .*--steps"),
         ("steps 3", "unknown flag 'steps'"),
         ("--nothing.steps 3", "unknown flag '--nothing.steps'"),

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import http.server
 import json
+import os
 import re
 import threading
 import tracemalloc
@@ -184,14 +185,29 @@ def test_a_byte_order_mark_is_dropped_from_each_file(tmp_path):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 1 << 20])
-def test_invalid_bytes_are_replaced_and_counted(tmp_path, monkeypatch, block_bytes):
+def test_invalid_bytes_are_replaced_and_counted(tmp_path, monkeypatch, block_bytes, caplog):
     monkeypatch.setattr(corpus_module, "BLOCK_BYTES", block_bytes)
     path = tmp_path / "bad.txt"
     path.write_bytes("Fine: é€😀\ufffd.\n".encode() + b"Bad: \xff and \xe2\x82.\nCut: \xf0\x9f")
-    with pytest.warns(UserWarning, match=r"bad\.txt: 3 invalid UTF-8 sequences became U\+FFFD"):
+    with caplog.at_level("WARNING"):
         train, validation = prepare(path, tmp_path)
     text = (train + validation).decode()
     assert text == "Fine: é€😀\ufffd.\nBad: \ufffd and \ufffd.\nCut: \ufffd"
+    assert "bad.txt: 3 invalid UTF-8 sequences became U+FFFD" in caplog.text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_text_in_another_encoding_is_refused_with_its_path(tmp_path, encoding):
+    path = tmp_path / "windows.txt"
+    path.write_text("Once upon a time.\n" * 99, encoding=encoding)
+    with pytest.raises(ValueError, match=r"windows\.txt must be UTF-8, got UTF-16 or UTF-32"):
+        prepare_corpus(str(path), tmp_path / "data")
+
+
+def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text("Once upon a time.\n" * 99)
+    assert prepare_corpus(str(path), tmp_path / "data").train.read_text().startswith("Once")
 
 
 @pytest.mark.parametrize("block_bytes", [1, 5, 64])

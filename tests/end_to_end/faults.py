@@ -7,8 +7,8 @@ MAIN = "tests/end_to_end/test_main.py"
 FAULTS = [
     Fault(
         "lib/__main__.py",
-        "outermost = min((path.count",
-        "outermost = max((path.count",
+        "outermost = min(path.count",
+        "outermost = max(path.count",
         f"{MAIN}::test_a_flag_needs_no_more_of_its_path_than_tells_it_apart",
     ),
     Fault(

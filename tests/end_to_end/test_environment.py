@@ -4,8 +4,10 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,8 @@ def test_an_environment_whose_python_was_removed_is_made_anew(tmp_path):
     python.unlink()
     python.symlink_to(tmp_path / "removed")
     again = make("-n", "run", folder=tmp_path).stdout
-    assert f'python3 .ci/environment.py --own --stamp "{stamp}"' in again
+    assert 'sh .ci/python.sh --own "python3"' in again
+    assert f'.venv/bin/python .ci/environment.py --own --stamp "{stamp}"' in again
 
 
 def test_make_run_passes_its_settings_on():
@@ -82,25 +85,110 @@ def test_make_lab_asks_for_no_news(tmp_path):
     assert done.stdout.strip() == "false"
 
 
-@pytest.mark.parametrize("version", ["3.9", "3.14"])
-def test_another_python_is_refused_with_what_to_do(tmp_path, version):
-    fake = tmp_path / "python3"
-    major, minor = version.split(".")
-    changed = f"import sys; sys.version_info = ({major}, {minor}); exec(sys.argv[1])"
-    fake.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && echo "Python {version}.1" && exit\n'
-        f"exec {sys.executable} -c '{changed}' \"$2\"\n"
+def fake(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def fake_python(path: Path, version: str, *, can_make: bool = True) -> None:
+    """A program like Python `version`, which makes environments with itself in them."""
+    made = f'mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo {path.name} >.venv/maker'
+    fits = 0 if (3, 11) <= tuple(map(int, version.split("."))) <= (3, 14) else 1
+    fake(
+        path,
+        f"""case "$*" in
+          *version_info*) exit {fits} ;;
+          *ensurepip*) exit {0 if can_make else 1} ;;
+          --version) echo "Python {version}.1" ;;
+          "-m venv --clear .venv") {made} ;;
+          *) echo "no module $2" >&2; exit 1 ;;
+        esac""",
     )
-    fake.chmod(0o755)
-    done = make("run", KAGGLE_KERNEL_RUN_TYPE="Batch", PYTHON=str(fake), TMPDIR=str(tmp_path))
-    assert done.returncode != 0
-    assert f"is Python {version}.1, and Python 3.10 to 3.13 is needed" in done.stderr
-    assert "make run PYTHON=python3.12" in done.stderr
 
 
-def test_a_missing_python_is_named():
-    done = make("run", KAGGLE_KERNEL_RUN_TYPE="Batch", PYTHON="python-none", TMPDIR="/nowhere")
-    assert "no python-none here" in done.stderr
+# what uv does where it can reach a Python, and where it cannot
+FETCHES = 'echo "$*" >uv; mkdir -p .venv/bin && echo uv >.venv/maker'
+OFFLINE = "echo 'error: failed to look up address' >&2; exit 1"
+NEEDED = "Python 3.11 to 3.14 is needed"
+
+
+@pytest.mark.parametrize(
+    ("pythons", "uv", "maker", "said"),
+    [
+        ({"python3": "3.11"}, "", "python3", "Making .venv with Python 3.11.1\n"),
+        ({"python3": "3.14"}, "", "python3", "Making .venv with Python 3.14.1\n"),
+        (
+            {"python3": "3.9", "python3.12": "3.12"},
+            "",
+            "python3.12",
+            f"python3 is Python 3.9.1, and {NEEDED}: taking python3.12\n",
+        ),
+        ({"python3": "3.15"}, FETCHES, "uv", "python3 is Python 3.15.1"),
+        ({"python3": "3.12 without venv"}, FETCHES, "uv", "that can make environments is needed"),
+        ({}, FETCHES, "uv", "there is no python3 that runs"),
+        ({"python3": "3.10"}, OFFLINE, "", "failed to look up address\nerror: uv could not fetch"),
+        ({"python3": "3.10"}, "", "", "no module pip\nerror: uv could not fetch one. Install"),
+        ({}, "", "", "name it: make run PYTHON=python3.13"),
+    ],
+)
+def test_whatever_python_there_is_one_that_fits_is_taken_or_fetched(
+    tmp_path, pythons, uv, maker, said
+):
+    for name, version in pythons.items():
+        can_make = "without" not in version
+        fake_python(tmp_path / "bin" / name, version.split()[0], can_make=can_make)
+    if uv:
+        fake(tmp_path / "bin/uv", uv)
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    for tool in ("sh", "tail", "mktemp", "rm", "mkdir", "cp"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    command = [tmp_path / "bin/sh", ROOT / ".ci/python.sh", "--own", "python3"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True
+    )
+    assert said in done.stdout + done.stderr
+    assert (done.returncode == 0) == bool(maker)
+    made = tmp_path / ".venv/maker"
+    assert (made.read_text().strip() if made.exists() else "") == maker
+    if maker == "uv":
+        assert "--python cpython>=3.11,<3.15 .venv" in (tmp_path / "uv").read_text()
+
+
+def test_an_environment_with_another_python_is_made_anew_if_it_is_our_own(tmp_path):
+    fake_python(tmp_path / "bin/python3", "3.12")
+    (tmp_path / ".venv").mkdir()
+    fake_python(tmp_path / ".venv/bin/python", "3.10")
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    script = ["sh", ROOT / ".ci/python.sh"]
+    options = {"cwd": tmp_path, "env": path, "capture_output": True, "text": True}
+    given = subprocess.run([*script, tmp_path / ".venv/bin/python"], **options)
+    assert given.returncode == 1
+    assert f".venv/bin/python is Python 3.10.1, and {NEEDED}. Activate another" in given.stderr
+    own = subprocess.run([*script, "--own", "python3"], **options)
+    assert own.stdout == "Making .venv with Python 3.12.1\n"
+    # and stays from then on
+    assert not subprocess.run([*script, "--own", "python3"], **options).stdout
+
+
+def test_the_pins_have_wheels_for_each_python():
+    uv = [sys.executable, "-m", "uv"]
+    if subprocess.run([*uv, "--version"], capture_output=True).returncode:
+        pytest.skip("uv is not installed here")
+    command = [*uv, "pip", "compile", "--only-binary", ":all:", "--no-python-downloads"]
+    command += ["-c", ".ci/constraints.txt", "requirements.txt", ".ci/requirements-dev.txt"]
+    options = {"env": os.environ | {"UV_HTTP_RETRIES": "0"}, "text": True, "cwd": ROOT}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    asked = {
+        version: subprocess.Popen([*command, "--python-version", version], **options)
+        for version in ("3.11", "3.12", "3.13", "3.14")
+    }
+    answers = {version: (*run.communicate(), run.returncode) for version, run in asked.items()}
+    if any("error sending request" in error for _, error, _ in answers.values()):
+        pytest.skip("the package index cannot be reached")
+    for version, (pins, error, code) in answers.items():
+        assert code == 0, f"{version}: {error}"
+        assert "torch==2" in pins
 
 
 def names(file: str) -> set[str]:
@@ -116,7 +204,6 @@ def test_every_requirement_has_a_tested_version():
 
 
 def test_uv_takes_the_tested_versions():
-    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
     lines = (ROOT / ".ci/constraints.txt").read_text().splitlines()
     wanted = names("requirements.txt")

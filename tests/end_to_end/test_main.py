@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import importlib.util
 import io
 import json
 import logging
@@ -51,6 +52,64 @@ def raising(error):
         raise error
 
     return function
+
+
+# Streams
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        # encodings that lack what is printed, of a terminal's or of a file's
+        ("PYTHONIOENCODING=cp1252 python benchmark --help", 0, "\\u2713 ×"),
+        ("PYTHONIOENCODING=ascii python benchmark --help", 0, "\\u2713 \\xd7"),
+        ("PYTHONIOENCODING=ascii:strict python nonsense", 2, "unknown command 'nonsense\\u2713'"),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 python benchmark --help", 0, "\\u2713 \\xd7"),
+        ("PYTHONUTF8=1 python benchmark --help", 0, "✓ ×"),
+        # of the processes that it starts
+        ("PYTHONIOENCODING=cp1252 python started", 0, "\\u2713 child"),
+        # streams that are closed, full, or that nobody reads
+        ("python benchmark --help >&-", 0, ""),
+        ("python nonsense >&- 2>&- <&-", 2, ""),
+        ("python started >&-", 0, ""),
+        ("python benchmark --help >/dev/full", 2, "error: No space left on device\n"),
+        ("set -o pipefail; python long | head -1", 141, "line 0\n"),
+        ("set -o pipefail; python train --help | true", 141, ""),
+    ],
+)
+def test_any_standard_stream_takes_any_text(tmp_path, redirection, code, said):
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""\
+import subprocess, sys
+sys.path.insert(0, {str(ROOT)!r})
+from lib import __main__ as command_line
+def started(config):
+    print("parent", flush=True)
+    subprocess.run([sys.executable, "-c", "print('\\u2713 child')"], check=True)
+def long(config):
+    for number in range(100_000):
+        print("line", number)
+Command, NoConfig = command_line.Command, command_line.NoConfig
+command_line.COMMANDS["benchmark x"] = Command("\u2713 \u00d7", NoConfig, print)
+for function in (started, long):
+    command_line.COMMANDS[function.__name__] = Command("", NoConfig, function)
+words = [word.replace("nonsense", "nonsense\u2713") for word in sys.argv[1:]]
+sys.exit(command_line.main(words))
+""",
+        encoding="utf-8",
+    )
+    line = redirection.replace("python", f"'{sys.executable}' '{program}'")
+    environment = {name: text for name, text in os.environ.items() if name[:4] != "LC_A"}
+    environment.pop("PYTHONIOENCODING", None)
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True)
+    output = (done.stdout + done.stderr).decode("cp1252" if "cp1252" in line else "utf-8")
+    assert done.returncode == code, output
+    assert said in output
+    assert "Traceback" not in output
+    assert "Exception ignored" not in output
+    if not said:
+        assert not output
 
 
 # Commands
@@ -278,7 +337,6 @@ def test_a_flag_that_can_be_several_is_refused_with_all_of_them(capsys):
     [
         (["--corpus.vocab_size", "3"], "vocab_size must be"),
         (["--corpus.vocab_size", "many"], "--corpus.vocab_size"),
-        (["--vocab_sise", "300"], "--vocab_sise"),
         (["--implementation", "best"], "best"),
         (["--d_model", "30", "--num_heads", "4"], "num_heads"),
     ],
@@ -288,6 +346,24 @@ def test_wrong_flags_are_named(flags, message, capsys):
         parse(PipelineConfig, "pipeline", flags)
     assert caught.value.code == 2
     assert message in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --step 50", "train has no flag --step; did you mean --steps?"),
+        ("train --model.d_modell=3", "did you mean --model.d_model?"),
+        ("train --modle.d_model=3", "did you mean --model.d_model?"),
+        ("train --config shakespeare --corpus a.txt", "--corpus; pipeline and tokenize have it"),
+        ("tokenize --ddp_wrapper flat", "--ddp_wrapper; pipeline and train have it"),
+        ("generate --run X", "generate has no flag --run; it has --checkpoint, --prompts, "),
+        ("runs --all", "runs has no flag --all; it has --runs_dir"),
+        ("notebooks copy --force", "notebooks copy has no flag --force; it has none"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_what_was_meant(line, said, capsys):
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 # Errors and exit codes
@@ -317,6 +393,24 @@ def test_errors_that_a_user_can_fix_are_one_line_and_exit_code_2(
     monkeypatch.setenv("WORKBOOK_DEBUG", "1")
     assert main(["try"]) == 2
     assert capsys.readouterr().err.count("Traceback") == 2
+
+
+def test_a_python_without_the_packages_is_told_which_one_has_them(tmp_path, monkeypatch):
+    # -S: without installed packages
+    command = [sys.executable, "-S", "-m", "lib", "train", "--config", "my file.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"No module named 'lazy_loader'. {sys.executable} lacks the workbook's" in done.stderr
+    assert done.stderr.endswith("run .venv/bin/python -m lib train --config 'my file.json'\n")
+    # with an environment or before there is one; nothing of packages that are extras
+    monkeypatch.setattr(command_line, "PRESETS", tmp_path / "lib/presets")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for first in ("`make run` installs them; then run", "packages: run"):
+        assert first in command_line.where_to_run(ModuleNotFoundError(name="torch"))
+        (tmp_path / ".venv/bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv/bin/python").touch()
+    monkeypatch.undo()
+    assert command_line.where_to_run(ModuleNotFoundError(name="gigatoken")) == ""
 
 
 def test_errors_of_the_program_keep_their_traceback(command):

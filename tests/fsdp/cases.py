@@ -1,6 +1,7 @@
 """Properties of FSDP, each a function that all ranks of a group run."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,11 @@ from lib.ddp.process_group import (
     world_size,
 )
 from lib.ddp.simulated_network import simulated_group
+from lib.ddp.wrappers import wrap
 from lib.fsdp import FSDP, checkpoint_activations
-from lib.fsdp.language_model import FSDPShards
+from lib.fsdp.language_model import FSDPShards, ShardedLoss
+from lib.model.config import ModelConfig
+from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
@@ -43,14 +47,14 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied embedding and head, blocks, a buffer, a matrix that is never used."""
+    """Tied embedding and head, blocks, a norm, a buffer, a matrix that is never used."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding = nn.Embedding(11, WIDTH)
         self.layers = nn.ModuleList(Part() for _ in range(3))
-        self.never = nn.Linear(3, 3)
+        self.norm, self.never = nn.LayerNorm(WIDTH), nn.Linear(3, 3)
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.zeros(1))
@@ -64,7 +68,7 @@ class Net(nn.Module):
         for index, layer in enumerate(self.layers):
             run = self.around or (lambda index, layer, *args: layer(*args))
             x = run(index, layer, x, uses_all)
-        return self.head(x * self.scale)
+        return self.head(self.norm(x) * self.scale)
 
 
 def reference(
@@ -94,6 +98,7 @@ MODES: dict[str, tuple[dict[str, Any], str, int]] = {
     "accumulation": ({}, "adamw", 3),
     "no prefetch": ({"prefetch": False}, "sgd", 2),
     "all in one": ({"blocks": []}, "adamw", 2),
+    "other order": ({"blocks": lambda net: [net.layers[i] for i in (1, 0, 2)]}, "sgd", 1),
     "pairs": ({"blocks": lambda net: [[net.layers[0], net.layers[1]], net.layers[2]]}, "sgd", 1),
     "checkpointing": ({"around": checkpoint_activations()}, "sgd", 2),
     "every other": ({"around": checkpoint_activations(every=2)}, "sgd", 1),
@@ -180,7 +185,8 @@ def check_two_blocks_are_gathered_at_most_and_none_between_steps() -> None:
 
 def check_matrices_are_divided_evenly_and_shards_are_what_the_optimizer_sees() -> None:
     model = FSDP(Net())
-    total = sum(param.numel() for param in Net().parameters() if param.ndim >= 2)
+    # biases belong to their matrices, norms are whole
+    total = sum(p.numel() for name, p in Net().named_parameters() if "norm" not in name)
     own = sum(shard.numel() for flat in model.flats for shard in flat.shards)
     assert sum(gather_objects(own)) == total
     backward(model)
@@ -253,6 +259,8 @@ def check_state_is_whole_and_loads_elsewhere() -> None:
     expected = Net(seed=3).state_dict()
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    around = nn.ModuleDict({"inside": model}).state_dict()
+    assert all(torch.equal(around[f"inside.{name}"], whole[name]) for name in whole)
     other = FSDP(Net(seed=4), blocks=[])
     other.load_state_dict(whole)
     assert all(torch.equal(value, expected[n]) for n, value in other.state_dict().items())
@@ -306,12 +314,6 @@ def check_what_goes_wrong_is_named() -> None:
     model.finish_gradient_synchronization()
     backward(model)
 
-    # the gradient of a block that was taken for finished
-    net = Net()
-    model = FSDP(net, blocks=[net.layers[1], net.layers[0], net.layers[2]])
-    message = message_of(lambda: backward(model))
-    assert "must be given in the order in which forward uses them first" in message, message
-
 
 class Named(nn.Module):
     def __init__(self, width: int) -> None:
@@ -334,3 +336,148 @@ def check_training_goes_on_after_an_exception_that_all_ranks_have() -> None:
     backward(model)
     mean_loss(alone).backward()
     torch.testing.assert_close(model.grad_norm(), clip_grad_norm(alone.parameters(), 1e9))
+
+
+# Refusals
+
+
+class Indexed(nn.Module):
+    """A matrix outside of blocks, a block, and an embedding."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, sparse=sparse)
+        self.last = nn.Linear(4, 4)
+        self.to(current_device())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.embedding(tokens))
+
+
+def check_what_cannot_be_divided_is_refused_by_name() -> None:
+    graded, hooked, lazy = Indexed(), Indexed(), nn.Sequential(nn.LazyLinear(3))
+    graded.last.weight.grad = torch.zeros_like(graded.last.weight)
+    hooked.last.weight.register_post_accumulate_grad_hook(lambda param: None)
+    stranger, net = nn.Linear(2, 2), Indexed()
+    divided = FSDP(Indexed())
+    cases: dict[str, Callable[[], Any]] = {
+        "last.weight must have no gradient before it is divided": lambda: FSDP(graded),
+        "last.weight must have no gradient hook": lambda: FSDP(hooked),
+        "0.weight must have a shape, but is lazy": lambda: FSDP(lazy),
+        "blocks must be modules inside the wrapped one, got a Linear": lambda: FSDP(
+            net, blocks=[stranger]
+        ),
+        "full_precision must be modules inside": lambda: FSDP(net, full_precision=[stranger]),
+        "compute_dtype must be a floating-point dtype, got torch.int8": lambda: FSDP(
+            net, torch.int8
+        ),
+        "embedding.weight is divided among the ranks already": lambda: FSDP(divided),
+        "embedding.weight must be whole, but is divided": lambda: wrap("flashddp", divided),
+        "parameter 0 must be whole, but is divided": lambda: ShardedOptimizer(
+            divided.parameters(), AdamW, strategy="flat"
+        ),
+    }
+    for words, make in cases.items():
+        message = message_of(make)
+        assert message.startswith("ValueError: "), message
+        assert words in message, message
+    # nothing was divided by what was refused
+    assert net.last.weight.shape == (4, 4)
+
+
+def check_misuse_is_refused_by_name() -> None:
+    tokens = torch.tensor([0, 3], device=current_device())
+    net = Indexed()
+    model = FSDP(net)
+    cases: dict[str, Callable[[], Any]] = {
+        "must be called through its FSDP": lambda: net(tokens),
+        "state_dict must be that of the FSDP": net.state_dict,
+    }
+    for words, act in cases.items():
+        assert words in message_of(act), message_of(act)
+    # a part is refused too, and another function than forward has a door
+    assert "must be called through its FSDP" in message_of(lambda: net.last(torch.ones(1, 4)))
+    whole = model.full_parameters()
+    found = model.run(lambda: net.last.weight.sum() + net.embedding.weight[tokens].sum())
+    expected = whole["last.weight"].sum() + whole["embedding.weight"][tokens].sum()
+    torch.testing.assert_close(found, expected)
+
+    sparse = FSDP(Indexed(sparse=True))
+    message = message_of(lambda: sparse(tokens).sum().backward())
+    assert "the gradient of embedding.weight must be dense (sparse=False)" in message, message
+    model = FSDP(Indexed())
+    with model.no_sync():
+        model(tokens).sum().backward()
+    for param in model.parameters():
+        param.grad.mul_(2)
+    message = message_of(lambda: model(tokens).sum().backward())
+    assert "was changed before it was averaged" in message, message
+    model = FSDP(Indexed())
+    model(tokens).sum().backward()
+    message = message_of(lambda: model.clip_grad_norm(1.0))
+    assert "gradients were not averaged" in message, message
+    model.finish_gradient_synchronization()
+    net = model.module
+    net.last.weight = nn.Parameter(torch.zeros(4, 4, device=current_device()))
+    message = message_of(lambda: model(tokens))
+    assert "weight of a Linear was replaced after FSDP had divided it" in message, message
+
+
+def check_biases_and_integers_have_the_dtype_that_their_matrix_is_computed_in() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+            self.steps = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.steps.dtype == torch.int8
+            return self.linear(self.norm(x.float()).to(x.dtype)) * self.steps[0]
+
+    module = Scaled().to(current_device())
+    whole = nn.Linear(4, 4).to(current_device())
+    whole.load_state_dict(module.linear.state_dict())
+    model = FSDP(module, torch.bfloat16)
+    x = torch.randn(3, 4, device=current_device()).bfloat16()
+    model(x).float().sum().backward()
+    model.finish_gradient_synchronization()
+    grads = {name: param.grad for name, param in module.named_parameters()}
+    assert grads["linear.bias"].dtype == grads["linear.weight"].dtype == torch.float32
+    # vectors without a matrix are whole and the same on all ranks
+    assert grads["norm.weight"].shape == (4,)
+    assert len({tuple(g) for g in gather_objects(grads["norm.weight"].tolist())}) == 1
+
+
+def check_gradients_of_float64_keep_their_digits() -> None:
+    module = nn.Linear(3, 5, bias=False, dtype=torch.float64).to(current_device())
+    model = FSDP(module)
+    x = torch.full((1, 3), 1 / 3, dtype=torch.float64, device=current_device())
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    assert module.weight.grad.dtype == torch.float64
+    assert (module.weight.grad - 1 / 3).abs().sum() == 0
+
+
+def check_two_passes_of_a_language_model_share_a_backward() -> None:
+    """The head's matrix is read without calling it, last in each pass."""
+    for tied in (False, True):
+        config = ModelConfig(
+            vocab_size=11, context_length=4, d_model=8, num_layers=2, num_heads=2, d_ff=8
+        )
+        config = dataclasses.replace(config, tied_embeddings=tied)
+        device = current_device()
+        losses = []
+        for _ in range(2):
+            generator = torch.Generator(device).manual_seed(0)
+            model = TransformerLM(config, device=device, generator=generator)
+            losses.append(MeanLoss(model, device, None, 0.0))
+        alone, divided = losses[0], ShardedLoss(losses[1], None)
+        tokens = torch.arange(8, device=device).view(2, 1, 4)
+        for call in (alone, divided):
+            (call(tokens[0], tokens[1]) + call(tokens[1], tokens[0])).backward()
+        divided.finish_gradient_synchronization()
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (alone, divided)]
+        update(*optimizers)
+        full = divided.full_parameters()
+        for name, param in alone.named_parameters():
+            torch.testing.assert_close(full[name], param.detach())

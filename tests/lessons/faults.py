@@ -3,6 +3,8 @@
 from tests.fault import Fault
 
 EXERCISE = "lib/lessons/exercise.py"
+CALLS = "lib/lessons/calls.py"
+RANKS = "lib/lessons/ranks.py"
 EXPLORER = "lib/lessons/explorer.py"
 SHOW = "lib/lessons/show.py"
 GUARDS = "lib/lessons/guards.py"
@@ -22,7 +24,7 @@ FAULTS = [
     ),
     # the reader's function may change its argument
     Fault(
-        EXERCISE,
+        CALLS,
         "arguments = copy.deepcopy(arguments)",
         "arguments = tuple(arguments)",
         "tests/lessons/test_exercise.py::test_a_function_may_change_its_argument",
@@ -36,10 +38,17 @@ FAULTS = [
     ),
     # the time limit of a check stays on
     Fault(
-        EXERCISE,
-        "        signal.signal(signal.SIGPROF, handler)\n",
+        CALLS,
+        "        signal.signal(signal.SIGALRM, handler)\n",
         "        pass\n",
         "tests/lessons/test_exercise.py::test_an_endless_loop_is_stopped",
+    ),
+    # ranks go on after the verdict
+    Fault(
+        RANKS,
+        "ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(error))",
+        "pass",
+        "tests/lessons/test_ranks.py::test_ranks_that_never_end_are_stopped_and_take_no_more_time",
     ),
     # several sliders redraw at every step of the hand
     Fault(

@@ -1,5 +1,6 @@
 """Each exercise of each notebook both ways, each named mistake, and how a check reports."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -122,7 +123,7 @@ def says_which(exercise, name, mistake, seed):
     # edits of kernels leave them valid Python
     if "flash_attention" in exercise.solve.__module__:
         assert not re.search("TypeError|NameError|AttributeError", text), text
-    return text.startswith(f"not yet: {mistake.__name__}(") and f"It looks as if {name}." in text
+    return re.match(rf"not yet: {mistake.__name__}[(,]", text) and f"It looks as if {name}." in text
 
 
 @functools.lru_cache(maxsize=1)
@@ -314,13 +315,26 @@ NEEDS_TIMER = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no ti
 @NEEDS_TIMER
 def test_an_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.2)
-    handler, start = signal.getsignal(signal.SIGPROF), time.monotonic()
+    handler, start = signal.getsignal(signal.SIGALRM), time.monotonic()
     text = verdict(MERGE_PAIR, merge_forever)
     assert "it did not finish in time; is there a loop that never ends?" in text
     assert "It looks as if" not in text
     assert time.monotonic() - start < 5
-    assert signal.getsignal(signal.SIGPROF) is handler
-    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def catch_everything(ids, pair, new_id):
+    while True:
+        with contextlib.suppress(BaseException):
+            while True:
+                pass
+
+
+@NEEDS_TIMER
+def test_a_loop_that_catches_everything_is_stopped(monkeypatch):
+    monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.1)
+    assert "it did not finish in time" in verdict(MERGE_PAIR, catch_everything)
 
 
 @NEEDS_TIMER
@@ -363,6 +377,48 @@ def test_what_an_open_exercise_measures_is_shown_beside_solution_and_baseline():
     assert "ms" not in verdict(exercise, lambda n: n)
     figures = verdict(dataclasses.replace(exercise, baseline=sum), twice).splitlines()[1]
     assert figures == "  yours 3 ms, the solution 19,800 ms, `sum` 40 ms"
+
+
+def test_a_right_answer_at_too_high_a_cost_or_that_fails_where_it_is_measured_is_not_right():
+    def fails(n):
+        return 2 * n
+
+    def measure(function):
+        return {double: 2.0, twice: 9.0}[function]
+
+    exercise = Exercise(
+        double, lambda _, size: (size,), {}, trials=2, measure=measure, unit="ms", at_most=4
+    )
+    assert verdict(exercise, double).startswith("right")
+    assert verdict(exercise, twice).splitlines() == [
+        "not yet: as expected on 2 random inputs, but at too high a cost",
+        "  yours 9 ms, the solution 2 ms; 8 ms will do",
+    ]
+    text = verdict(exercise, fails)
+    assert "but not where it is measured\n" in text
+    assert "raised KeyError" in text
+
+
+def test_an_error_of_pytorch_is_no_stub():
+    text = verdict(MERGE_PAIR, lambda *given: torch.ones(2, device="meta").tolist())
+    assert "raised NotImplementedError: " in text
+
+
+@NEEDS_TIMER
+def test_what_only_sleeps_is_stopped_by_the_clock(monkeypatch):
+    monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.05)
+    text = verdict(MERGE_PAIR, lambda *given: time.sleep(1e9))
+    assert "it did not finish in time" in text
+
+
+def test_a_call_that_the_check_makes_is_told_by_the_names_of_what_it_was_run_with():
+    @functools.wraps(double)
+    def run(numbers):
+        return [double(number) for number in numbers]
+
+    exercise = Exercise(run, lambda _, size: ([1, size],), {})
+    wrong = functools.wraps(sum)(lambda numbers: numbers)
+    assert verdict(exercise, wrong).startswith("not yet: sum, run with numbers=[1, 1]\n")
 
 
 def test_a_secret_answer_is_not_told():

@@ -30,6 +30,19 @@ def test_a_guess_is_compared_with_what_was_measured(guess, unit, answer, said, c
     assert capsys.readouterr().out.splitlines() == [f"How much? You say: {said}.", compared]
 
 
+def test_an_answer_that_nobody_measured_says_where_it_came_from(capsys):
+    formula, model = predict("How much?", 5, "ms"), predict("How many?")
+    formula.computed(8)
+    model.simulated(3)
+    said = capsys.readouterr().out.splitlines()
+    assert said[2:] == ["computed: 8 ms; you said 5 ms: off by 1.6×", "simulated: 3"]
+    with mock.patch("IPython.display.display") as display:
+        score_predictions(formula, model)
+    table = display.call_args[0][0].data
+    assert "| 8 ms (computed) |" in table
+    assert "| 3 (simulated)   |" in table
+
+
 @pytest.mark.parametrize(
     ("guess", "answer", "factor"),
     [(5, 5, 1), (2, 8, 4), (8, 2, 4), (0, 0, 1), (0, 3, math.inf), (-1, 1, math.inf), (-2, -1, 2)],

@@ -1,20 +1,26 @@
 """Ranks of checks: threads give what processes give, and name a deadlock at once."""
 
+import contextlib
+import functools
+import linecache
 import math
+import pickle
+import signal
+import threading
 import time
 
 import pytest
 import torch
 
 from lib.ddp.launcher import launch
+from lib.lessons.calls import TimeLimitError, time_limit
 from lib.lessons.ranks import (
     Processes,
     compared_with,
-    function_of,
     run_on_threads,
-    source_with_helpers,
     tried_on_processes,
 )
+from lib.lessons.sending import Parcel, function_of, parcel_of
 
 
 def messages(ranks) -> list[torch.Tensor]:
@@ -119,6 +125,55 @@ def test_messages_that_do_not_fit_are_named(job, words):
         run_on_threads(job, 2)
 
 
+def never_ends(ranks):
+    while True:
+        pass
+
+
+def catches_everything(ranks):
+    while True:
+        with contextlib.suppress(BaseException):
+            never_ends(ranks)
+
+
+def sleeps_or_waits(ranks):
+    if ranks.number:
+        time.sleep(1e9)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def asks_again(ranks):
+    while True:
+        with contextlib.suppress(Exception):
+            ranks.receive(1 - ranks.number, like=torch.ones(2))
+
+
+def one_never_ends(ranks):
+    if ranks.number:
+        never_ends(ranks)
+    return ranks.all_reduce(torch.ones(2))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer on Windows")
+@pytest.mark.parametrize(
+    "job",
+    [one_never_ends, catches_everything, sleeps_or_waits, asks_again],
+)
+def test_ranks_that_never_end_are_stopped_and_take_no_more_time(job):
+    started = time.monotonic()
+    with pytest.raises(TimeLimitError), time_limit(0.1):
+        run_on_threads(job, 2)
+    time.sleep(0.5)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+    # and what comes next works
+    assert run_on_threads(lambda ranks: ranks.number, 2) == [0, 1]
+    assert time.monotonic() - started < 10
+
+
 def helper(x):
     return math.sqrt(x)
 
@@ -127,12 +182,65 @@ def attempt(x):
     return helper(x) + 1
 
 
-def test_processes_get_helpers_and_modules_with_a_function():
-    assert function_of(source_with_helpers(attempt), "attempt")(4) == 3
+CELL = """
+import dataclasses, functools, math
+import torch.nn.functional as F
+from math import sqrt as root
+SCALE, TABLE = 3.0, {"a": [1.0, 2.0]}
+half = functools.partial(max, 0.5)
+twice = lambda x: 2 * x
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = SCALE
+
+class Counter:
+    def __init__(self):
+        self.total = 0.0
+    def add(self, x):
+        self.total += helper(x)
+
+class Empty:
+    pass
+
+SETTINGS = Settings(lr=5.0)
+
+def remember(function):
+    return functools.cache(function)
+
+@remember
+def helper(x):
+    return root(x) + math.floor(SCALE)
+
+def attempt(x):
+    # not `model`, which can't be sent
+    counter = Counter()
+    counter.add(x)
+    Empty()
+    return counter.total + twice(TABLE["a"][1]) + half(0.1) + SETTINGS.lr + len(F.relu.__name__)
+"""
 
 
-def rooted(source: str, name: str, x: float) -> float:
-    return function_of(source, name)(x)
+def test_processes_get_all_that_a_function_uses_of_its_notebook():
+    # as the cells of a kernel are
+    linecache.cache["<cell 7>"] = (len(CELL), None, CELL.splitlines(keepends=True), "<cell 7>")
+    names: dict = {"__name__": "a notebook", "model": threading.Lock()}
+    exec(compile(CELL, "<cell 7>", "exec"), names)
+    parcel = pickle.loads(pickle.dumps(parcel_of(names["attempt"])))
+    assert not parcel.left_out
+    assert function_of(parcel, "attempt")(4) == names["attempt"](4) == 2 + 3 + 4 + 0.5 + 5 + 4
+
+
+LOCK = threading.Lock()
+
+
+def uses_a_lock(x):
+    with LOCK:
+        return x
+
+
+def rooted(parcel: Parcel, name: str, x: float) -> float:
+    return function_of(parcel, name)(x)
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -145,9 +253,13 @@ def test_what_processes_find_decides():
 
     assert verdict(4) == "right: as expected\n  found [3.0, 3.0]"
     assert verdict(9) == "not yet: as expected; found [4.0, 4.0]"
-    failed = verdict(-1)
+    failed = verdict(4, uses_a_lock)
     assert failed.startswith("not yet: as expected; on processes rank")
-    assert "belongs inside it" in failed
+    assert "The processes get this function, and what it uses of the notebook" in failed
+    assert "`LOCK` can't be sent: TypeError" in failed
+    assert "a function written with `def` is needed, got functools.partial" in verdict(
+        4, functools.partial(attempt)
+    )
 
 
 def test_weights_of_any_rank_that_are_off_are_not_right():

@@ -55,8 +55,8 @@ FAULTS = [
     # frequencies of the wrong width
     Fault(
         "lib/model/transformer.py",
-        "theta ** (-pairs / head_dim)",
-        "theta ** (-pairs / (2 * head_dim))",
+        "theta ** (-pairs / self.head_dim)",
+        "theta ** (-pairs / (2 * self.head_dim))",
         "tests/model/test_transformer.py",
     ),
     # a fused block no longer announces the norm that it ends with
@@ -171,23 +171,38 @@ FAULTS = [
         '            len(f"{length}")\n            if length > longest:\n',
         "tests/model/test_transformer.py::test_a_compiled_model_takes_any_length_once_it_has_seen_two",
     ),
-    # the slowest kernel is picked, it is measured each time, or a failure is never tried again
+    # auto stays with PyTorch's on Hopper, or takes ours where it lacks its compiler
     Fault(
         "lib/model/fastest_attention.py",
-        "best = min(times",
-        "best = max(times",
+        "if capability[0] == 9 and dtype in SHORT",
+        "if capability[0] == 8 and dtype in SHORT",
         "tests/model/test_fastest_attention.py",
     ),
     Fault(
         "lib/model/fastest_attention.py",
-        "if len(times) == len(CANDIDATES):",
-        "if False:",
+        "        if not _has_hopper_kernels(device):",
+        "        if False:",
         "tests/model/test_fastest_attention.py",
     ),
+    # float64 rounded to float32 in norms
     Fault(
-        "lib/model/fastest_attention.py",
-        "if len(times) == len(CANDIDATES):",
-        "if True:",
-        "tests/model/test_fastest_attention.py",
+        "lib/model/elementwise.py",
+        "wide = x.to(torch.promote_types(x.dtype, torch.float32))",
+        "wide = x.float()",
+        "tests/model/test_transformer.py::test_a_model_in_float64_never_computes_in_less",
+    ),
+    # angles rounded with the model
+    Fault(
+        "lib/model/transformer.py",
+        "        if self.cos is not before:",
+        "        if False:",
+        "tests/model/test_transformer.py::test_rope_keeps_its_angles_whatever_becomes_of_the_model",
+    ),
+    # a kernel reads rows with gaps as if there were none
+    Fault(
+        "lib/model/elementwise_triton.py",
+        "return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps)",
+        "return _RMSNorm.apply(x, weight, eps)",
+        "tests/model/test_elementwise_triton.py",
     ),
 ]

@@ -151,8 +151,8 @@ def test_gpu_kernels_on_a_cpu_are_refused_but_masks_run_there_by_sdpa(kernel):
     ("head_dim", "changes", "message"),
     [
         (4, {"mask": top_left(3, 3)}, "is_causal must be False"),
-        (4, {"scale": 0.0}, "scale must be more than 0"),
-        (4, {"scale": math.nan}, "scale must be more than 0"),
+        (4, {"scale": 0.0}, "scale must be more than 0 and finite"),
+        (4, {"scale": math.nan}, "scale must be more than 0 and finite"),
         (0, {}, "head_dim of q must be at least 1"),
     ],
 )
@@ -282,10 +282,49 @@ def test_a_cache_rewound_takes_other_tokens():
 
 def test_a_length_that_a_cache_cannot_have_is_refused():
     cache, k = KVCache(CONFIG, 1), torch.ones(1, 2, 13, 8)
-    for call in (lambda: cache.reset(-1), lambda: cache.advance(13), lambda: cache.append(0, k, k)):
-        with pytest.raises(ValueError, match=r"holds 0 to 12 tokens, got (-1|13)"):
+    for call in (lambda: cache.advance(13), lambda: cache.append(0, k, k)):
+        with pytest.raises(ValueError, match="holds 0 to 12 tokens, got 13"):
             call()
+    # nor tokens that it has not seen
+    for length in (-1, 1):
+        with pytest.raises(ValueError, match=f"length must be from 0 to 0, got {length}"):
+            cache.reset(length)
     assert cache.length == 0
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize(("dtype", "other"), [("float64", "float32"), ("float32", "bfloat16")])
+def test_a_cache_of_another_dtype_is_refused_without_autocast(kernel, dtype, other):
+    model = make_model(attention_kernel=kernel).to(getattr(torch, dtype))
+    cache = KVCache(CONFIG, 2, dtype=getattr(torch, other))
+    with pytest.raises(ValueError, match=f"dtype of keys torch.{dtype}, got torch.{other}"):
+        model(make_token_ids(2, 4), cache=cache)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("shape", [(4, 5), (1, 1, 1, 5, 5), (3, 1, 5, 5), (2, 5), (1, 3, 5, 5)])
+def test_a_mask_that_would_widen_the_scores_is_refused(kernel, shape):
+    q, mask = torch.ones(1, 2, 5, 4), torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"mask must broadcast to .*, got .* for \(1, 2, 5, 5\)"):
+        attention(q, q, q, kernel=kernel, is_causal=False, mask=mask)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_a_mask_may_have_less_than_two_dimensions(kernel):
+    q, k, v = make_inputs((1, 2, 3, 5, 4))
+    keys = torch.tensor([True, True, False, True, False])
+    right = F.scaled_dot_product_attention(q, k, v, keys.expand(3, 5))
+    ours = attention(q, k, v, kernel=kernel, is_causal=False, mask=keys)
+    torch.testing.assert_close(ours, right)
+    ours = attention(q, k, v, kernel=kernel, is_causal=False, mask=torch.tensor(True))
+    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_whole_numbers_are_refused(kernel):
+    q = torch.ones(1, 1, 2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="must be floating-point numbers"):
+        attention(q, q, q, kernel=kernel)
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 3}, {"num_heads": 4}, {"d_model": 32}])

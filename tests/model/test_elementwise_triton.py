@@ -103,14 +103,97 @@ def test_the_kernel_of_rotated_attention_is_the_module_and_attention(device, dty
 
 
 @ON_KERNEL_DEVICES
+def test_eager_calls_of_rotated_attention_give_the_bits_of_its_operator(device):
+    from lib.model import elementwise_triton
+
+    rope = RotaryEmbedding(16, 40, device=device)
+    qkv = make_qkv((2, 33, 2, 16), torch.float16, device)
+    upstream = draw(2, 33, 2, 16, seed=1).to(qkv)
+    eager = elementwise_triton.rotated_attention(qkv, rope.cos, rope.sin)
+    assert "Eager" in type(eager.grad_fn).__name__
+    traced = elementwise_triton._rotated_attention(qkv, rope.cos, rope.sin)[0]
+    grads = [torch.autograd.grad(out, qkv, upstream)[0] for out in (eager, traced)]
+    assert eager.equal(traced)
+    assert grads[0].equal(grads[1])
+
+
+@ON_KERNEL_DEVICES
 @pytest.mark.parametrize("name", ["rotated_qkv", "rotated_attention"])
-def test_the_rope_kernels_refuse_more_tokens_than_they_have_angles_for(device, name):
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((1, 6, 3, 2, 4), torch.float32, "length of qkv must be at most 5, got 6"),
+        ((1, 5, 3, 2, 4), torch.float64, "one of torch.bfloat16, .*got .* torch.float64"),
+        ((1, 5, 2, 2, 4), torch.float32, r"qkv must be \(batch, length, 3, heads, even head_dim"),
+        ((5, 3, 2, 4), torch.float32, r"qkv must be \(batch, length, 3, heads, even head_dim"),
+        (
+            (1, 5, 3, 2, 6),
+            torch.float32,
+            r"cos and sin must be \(tokens, 3\) float32, got \(5, 2\)",
+        ),
+    ],
+    ids=str,
+)
+def test_the_rope_kernels_refuse_what_they_would_read_wrongly(device, name, shape, dtype, message):
     from lib.model import elementwise_triton
 
     rope = RotaryEmbedding(4, 5, device=device)
-    qkv = make_qkv((1, 6, 2, 4), torch.float32, device)
-    with pytest.raises(ValueError, match="length of qkv must be at most 5, got 6"):
+    qkv = torch.zeros(shape, dtype=dtype, device=device)
+    with pytest.raises(ValueError, match=message):
         getattr(elementwise_triton, name)(qkv, rope.cos, rope.sin)
+
+
+@ON_KERNEL_DEVICES
+def test_rotated_attention_refuses_heads_that_its_kernels_are_too_narrow_for(device):
+    from lib.model.elementwise_triton import rotated_attention
+
+    rope = RotaryEmbedding(260, 2, device=device)
+    with pytest.raises(ValueError, match="head_dim must be from 1 to 256, got 260"):
+        rotated_attention(torch.zeros(1, 2, 3, 1, 260, device=device), rope.cos, rope.sin)
+
+
+# Ways to lay out the same numbers, (3, 4, 8), that are not contiguous.
+STRIDED = {
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "every other column": lambda x: torch.stack([x, -x], -1).flatten(-2)[..., ::2],
+    "every other row": lambda x: torch.cat([x, -x], 1)[:, :4],
+    "expanded": lambda x: x[:1].expand(3, 4, 8),
+}
+
+
+@ON_KERNEL_DEVICES
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize(
+    "name", ["swiglu", "rms_norm", "add_rms_norm", "rotated_qkv", "rotated_attention"]
+)
+def test_kernels_take_any_strides(device, name, layout):
+    from lib.model import elementwise_triton
+
+    function = getattr(elementwise_triton, name)
+    lay_out = STRIDED[layout]
+    x, other = (draw(3, 4, 8, seed=i).to(device) for i in range(2))
+    weight = torch.cat([draw(8, seed=3), draw(8, seed=4)]).to(device)[::2]
+    arguments = {
+        "swiglu": lambda x, other: (x,),
+        "rms_norm": lambda x, other: (x, weight, 1e-5),
+        "add_rms_norm": lambda x, other: (x, other, weight, 1e-5),
+        "rotated_qkv": lambda x, other: (x[:, :, None, None].expand(3, 4, 3, 1, 8), *tables),
+        "rotated_attention": lambda x, other: (x[:, :, None, None].expand(3, 4, 3, 1, 8), *tables),
+    }[name]
+    tables = [lay_out(draw(3, 4, 8, seed=5).to(device))[0, :, :4] for _ in range(2)]
+
+    def results(lay_out) -> list[Tensor]:
+        leaves = [lay_out(tensor).detach().requires_grad_() for tensor in (x, other)]
+        out = function(*arguments(*leaves))
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        upstream = [draw(*tensor.shape, seed=6 + i).to(device) for i, tensor in enumerate(outs)]
+        grads = torch.autograd.grad(outs, leaves, upstream, allow_unused=True)
+        return [tensor for tensor in (*outs, *grads) if tensor is not None]
+
+    right = results(lambda tensor: lay_out(tensor).contiguous())
+    for a, b in zip(results(lay_out), right):
+        torch.testing.assert_close(a, b)
 
 
 @ON_KERNEL_DEVICES

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib.model.loss import cross_entropy, linear_cross_entropy, softmax
+from lib.model.loss import cross_entropy, linear_cross_entropy, log_sum_exp, softmax
 
 
 def make_inputs(tokens=13, d_model=8, vocab=11, dtype=torch.float64, device="cpu", scale=1.0):
@@ -150,16 +150,26 @@ def test_low_precision_error_is_at_most_twice_pytorchs(dtype, chunk_tokens, devi
         assert (a.double() - c).norm() <= 2 * (b.double() - c).norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_autocast_runs_the_matmul_in_bfloat16_and_the_loss_in_float32(dtype):
-    hidden, weight, targets = make_inputs(dtype=dtype)
+def test_autocast_runs_the_matmul_in_bfloat16_and_the_loss_in_float32():
+    hidden, weight, targets = make_inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(hidden, weight, targets)
     loss.backward()
     assert loss.dtype == torch.float32
-    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
     rounded = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
     assert loss.equal(rounded)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float64_stays_float64_under_autocast_and_on_a_gpu(device):
+    hidden, weight, targets = make_inputs(device=device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets) * 3
+    right = with_gradients(reference(hidden, weight, targets) * 3, hidden, weight)
+    for a, b in zip(with_gradients(loss, hidden, weight), right):
+        assert a.dtype == torch.float64
+        torch.testing.assert_close(a, b)
 
 
 def test_no_gradient_is_computed_when_none_is_wanted():
@@ -212,9 +222,28 @@ def test_a_target_outside_the_vocabulary_is_an_error_on_a_cpu(bad, function):
         function(*inputs, targets)
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1,), (2, 2), (3, 2)])
+def test_targets_of_another_shape_than_the_rows_are_refused(shape):
+    with pytest.raises(ValueError, match=r"targets must have shape \(2, 3\) .*, got"):
+        cross_entropy(torch.zeros(2, 3, 5), torch.zeros(shape, dtype=torch.int64))
+
+
+def test_infinite_logits_are_as_in_pytorch():
+    rows = torch.tensor([[-math.inf, -math.inf], [0.0, -math.inf], [math.inf, 0.0]])
+    assert log_sum_exp(rows).equal(rows.logsumexp(-1))
+
+
+def test_transforms_of_torch_func_are_refused_by_name():
+    hidden, weight, targets = make_inputs()
+    with pytest.raises(NotImplementedError, match=r"take cross_entropy\(hidden"):
+        torch.func.grad(lambda w: linear_cross_entropy(hidden, w, targets))(weight)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_targets", "options", "message"),
     [
+        (13, 13, {"z_loss": -1.0}, "z_loss must be at least 0, got -1.0"),
+        (13, 13, {"z_loss": math.nan}, "z_loss must be at least 0, got nan"),
         (13, 12, {}, r"at least one token, got \(12,\) and \(13, 8\)"),
         (0, 0, {}, "at least one token"),
         (13, 13, {"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),

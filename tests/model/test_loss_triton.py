@@ -58,6 +58,15 @@ def test_the_loss_kernel_takes_rows_with_gaps_and_leaves_the_gaps(device):
 
 
 @ON_KERNEL_DEVICES
+def test_the_loss_kernel_takes_every_other_target(device):
+    from lib.model.loss_triton import loss_and_grad
+
+    logits, targets = draw(4, 13).to(device), torch.arange(8, device=device)
+    right = F.cross_entropy(logits, targets[::2], reduction="none")
+    torch.testing.assert_close(loss_and_grad(logits, targets[::2], 0.0, None), right)
+
+
+@ON_KERNEL_DEVICES
 def test_the_loss_kernel_leaves_logits_whose_gradient_is_not_wanted(device):
     from lib.model.loss_triton import loss_and_grad
 

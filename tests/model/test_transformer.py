@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.transformer import (
     CausalSelfAttention,
+    Linear,
     MeanLoss,
     RMSNorm,
     RotaryEmbedding,
     SiLUFeedForward,
     TransformerBlock,
     TransformerLM,
+    swiglu,
     truncated_normal_,
 )
 
@@ -80,11 +82,15 @@ def test_the_feed_forward_layer_without_a_gate_is_its_formula():
     torch.testing.assert_close(layer(x), right)
 
 
-@pytest.mark.parametrize(("head_dim", "theta"), [(2, 100.0), (20, 10000.0)])
-def test_rope_multiplies_complex_numbers(head_dim, theta):
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "dtype"),
+    [(2, 100.0, torch.float32), (20, 10000.0, torch.float32), (6, 100.0, torch.float64)],
+)
+def test_rope_multiplies_complex_numbers(head_dim, theta, dtype):
     rope = RotaryEmbedding(head_dim, 300, theta)
-    x = torch.randn(2, 300, head_dim, generator=seeded())
+    x = torch.randn(2, 300, head_dim, generator=seeded(), dtype=dtype)
     rotated = rope(x)
+    assert rotated.dtype == dtype
     for position in (0, 1, 7, 299):
         for pair in range(head_dim // 2):
             turn = cmath.exp(1j * position * theta ** (-2 * pair / head_dim))
@@ -92,8 +98,8 @@ def test_rope_multiplies_complex_numbers(head_dim, theta):
             for batch in range(2):
                 number = complex(x[batch, position, even], x[batch, position, odd]) * turn
                 ours = complex(rotated[batch, position, even], rotated[batch, position, odd])
-                assert abs(ours - number) < 1e-6 * max(1, abs(number))
-    with pytest.raises(ValueError, match="head_dim must be even, got 7"):
+                assert abs(ours - number) < 9 * torch.finfo(dtype).eps * max(1, abs(number))
+    with pytest.raises(ValueError, match="head_dim must be even, and at least 2, got 7"):
         RotaryEmbedding(7, 300, theta)
 
 
@@ -106,6 +112,37 @@ def test_rope_rotates_at_the_positions_given():
         positions[4] = wrong
         with pytest.raises(IndexError, match="index out of range"):
             rope(x, positions)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda rope: rope.half(),
+        lambda rope: rope.to(torch.bfloat16).float(),
+        lambda rope: rope.double(),
+        lambda rope: rope.to("meta").to_empty(device="cpu"),
+    ],
+    ids=["half", "bfloat16 and back", "double", "meta and back"],
+)
+def test_rope_keeps_its_angles_whatever_becomes_of_the_model(move):
+    rope, moved = RotaryEmbedding(8, 300), move(RotaryEmbedding(8, 300))
+    assert moved.cos.equal(rope.cos)
+    assert moved.sin.equal(rope.sin)
+
+
+STRIDED = {
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "every other column": lambda x: torch.stack([x, -x], -1).flatten(-2)[..., ::2],
+    "rows of odd length": lambda x: torch.cat([x, -x[..., :1]], -1)[..., :-1],
+    "from the second number on": lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],
+    "expanded": lambda x: x[..., :1].expand(2, 3, 8),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+def test_rope_takes_any_strides(layout):
+    rope, x = RotaryEmbedding(8, 3), STRIDED[layout](torch.randn(2, 3, 8, generator=seeded()))
+    assert rope(x).equal(rope(x.contiguous()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -159,6 +196,100 @@ def test_other_shapes_than_those_of_the_formula_are_refused():
     # a single row of cosines would serve any length
     with pytest.raises(ValueError, match="x must have at most max_length 1, got 5"):
         RotaryEmbedding(8, 1)(torch.ones(2, 5, 8))
+    for wrong in (torch.ones(2, 5, 6), torch.ones(2, 5, 8, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"x must be \(\.\.\., length, 8\) floating-point"):
+            RotaryEmbedding(8, 5)(wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RMSNorm(8)(torch.ones(3, 7)), r"x must be \(\.\.\., 8\) floating-point .*, got"),
+        # one number would be multiplied by all weights
+        (lambda: RMSNorm(8)(torch.ones(3, 1)), r"got \(3, 1\) torch.float32"),
+        (lambda: RMSNorm(2)(torch.ones(3, 2, dtype=torch.int64)), "torch.int64"),
+        (lambda: swiglu(torch.ones(3, 7)), "an even number of columns, got 7"),
+        (lambda: Linear(4, 4, stacked=3), "stacked must be a divisor of d_out 4, got 3"),
+        (lambda: Linear(4, 4, stacked=0), "stacked must be a divisor of d_out 4, got 0"),
+        (lambda: RotaryEmbedding(0, 4), "head_dim must be even, and at least 2, got 0"),
+        (lambda: RotaryEmbedding(2, 0), "max_length must be at least 1"),
+        (lambda: RotaryEmbedding(2, 4, 0.0), "theta more than 0, got 4 and 0.0"),
+        (
+            lambda: RotaryEmbedding(8, 9)(torch.ones(2, 3, 8), torch.arange(1)),
+            r"positions must be \(\.\.\., length\), got \(1,\) for x \(2, 3, 8\)",
+        ),
+    ],
+)
+def test_parts_refuse_by_name_what_they_would_compute_wrongly(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_head_with_a_bias_is_refused():
+    model, token_ids = make_model(), make_token_ids(2, 8)
+    model.lm_head = nn.Linear(32, 61)
+    for call in (model, lambda ids: model.loss(ids, ids)):
+        with pytest.raises(ValueError, match="lm_head must have no bias"):
+            call(token_ids)
+    model.lm_head = nn.Linear(32, 61, bias=False)
+    torch.testing.assert_close(model(token_ids), model.lm_head(model.hidden(token_ids)))
+
+
+@pytest.mark.parametrize("tied_embeddings", [False, True])
+def test_a_model_on_the_meta_device_becomes_real_by_loading(tied_embeddings):
+    right, token_ids = make_model(tied_embeddings=tied_embeddings), make_token_ids(2, 8)
+    with torch.device("meta"):
+        filled, assigned = TransformerLM(right.config), TransformerLM(right.config)
+    assert filled(token_ids.to("meta")).shape == (2, 8, 61)
+    filled.to_empty(device="cpu").load_state_dict(right.state_dict())
+    assigned.load_state_dict(right.state_dict(), assign=True)
+    assert filled(token_ids).equal(right(token_ids))
+    assert assigned(token_ids).equal(right(token_ids))
+
+
+def test_gradients_of_each_sequence_and_of_several_models_come_from_torch_func():
+    models, token_ids = [make_model(), make_model()], make_token_ids(3, 6)
+    models[1].reset_parameters(seeded(5))
+    weights, _ = torch.func.stack_module_state(models)
+
+    def loss(weights, ids):
+        logits = torch.func.functional_call(models[0], weights, (ids[None],))
+        return logits.square().mean()
+
+    of_each = torch.vmap(torch.func.grad(loss), (None, 0))
+    grads = torch.vmap(of_each, (0, None))(weights, token_ids)  # (models, sequences, …)
+    for index, model in enumerate(models):
+        for row, ids in enumerate(token_ids):
+            model.zero_grad()
+            model(ids[None]).square().mean().backward()
+            for name, right in gradients(model).items():
+                torch.testing.assert_close(grads[name][index, row], right, rtol=1e-4, atol=1e-5)
+
+
+class DtypesMade(TorchDispatchMode):
+    """Notes the dtypes of floating-point results of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        results = (x for x in tree_leaves(out) if torch.is_tensor(x))
+        self.found |= {x.dtype for x in results if x.is_floating_point()}
+        return out
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@ON_VARIANTS
+def test_a_model_in_float64_never_computes_in_less(settings, device):
+    model, token_ids = make_model(**settings).double().to(device), make_token_ids(2, 9).to(device)
+    positions_of_blocks = torch.arange(9, device=device)
+    with DtypesMade() as made:
+        model.loss(token_ids, token_ids, z_loss=0.01).backward()
+        x = torch.ones(2, 9, 32, dtype=torch.float64, device=device)
+        model.layers[0](x, model.rope, positions_of_blocks)
+    assert made.found == {torch.float64}
 
 
 @pytest.mark.parametrize("norm", ["post", "none"])

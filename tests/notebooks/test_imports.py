@@ -13,6 +13,7 @@ from lib.publish.run_notebooks import find_notebooks
 def imported(source: str):
     """Yield (module, name) of each import from `lib` in a cell; name None for a whole module."""
     # cell magics are no Python, and the set-up cell is checked by the linter
+    source = source.replace("\\\n", "")
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(("%", "!"))]
     for node in ast.walk(ast.parse("\n".join(lines) or "pass")):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lib":

@@ -224,6 +224,9 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned():
         ({"betas": (0.9, 1.0)}, "betas must be"),
         ({"betas": (-0.1, 0.9)}, "betas must be"),
         ({"betas": (0.9,)}, "betas must be"),
+        ({"betas": 0.9}, "betas must be"),
+        ({"betas": (torch.tensor(0.9), 0.99)}, "betas must be"),
+        ({"lr": "0.1"}, "lr must be at least 0, or a 0-dim tensor, got '0.1'"),
         ({"eps": -1e-8}, "eps must be"),
         ({"weight_decay": -1}, "weight_decay must be"),
     ],
@@ -233,6 +236,49 @@ def test_wrong_settings_are_refused_also_those_of_a_group(changes, complaint):
         AdamW(make_params(), **changes)
     with pytest.raises(ValueError, match=re.escape(complaint)):
         AdamW([{"params": make_params(), **changes}])
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ({"amsgrad": True}, "amsgrad must be False for AdamW here, got True"),
+        ({"maximize": True}, "maximize must be False for AdamW here, got True"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay must be True for AdamW here"),
+    ],
+)
+def test_options_of_other_algorithms_are_refused_also_when_loaded(option, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        AdamW([{"params": make_params(), **option}])
+    ours, state = AdamW(make_params()), AdamW(make_params()).state_dict()
+    state["param_groups"][0] |= option
+    with pytest.raises(ValueError, match=complaint):
+        ours.load_state_dict(state)
+    assert not option.keys() & ours.param_groups[0].keys()
+
+
+@pytest.mark.parametrize("peer", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_state_of_pytorchs_goes_on_where_the_algorithm_is_the_same(peer):
+    ours, theirs = make_params(), make_params()
+    loaded, saved = AdamW(ours), peer(theirs, weight_decay=0.0)
+    for step in range(3):
+        set_gradients(ours, theirs, seed=step)
+        saved.step()
+        if step:
+            loaded.step()
+            torch.testing.assert_close(ours, theirs)
+            continue
+        with torch.no_grad():
+            torch._foreach_copy_(ours, theirs)
+        loaded.load_state_dict(saved.state_dict())
+
+
+def test_a_parameter_that_is_there_twice_is_refused():
+    params = make_params()
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ValueError, match="each parameter once, got 6 in a list of 7"),
+    ):
+        AdamW([*params, params[0]])
 
 
 def test_an_unknown_implementation_and_an_empty_list_are_refused():

@@ -31,11 +31,12 @@ def test_cosine_lr_names_what_is_out_of_order(name, value):
         cosine_lr(**(settings | {name: value}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("max_norm", "scale"), [(0.0, 1.0), (1.0, 1.0), (100.0, 1.0), (math.inf, 1.0), (1e-6, 1e-7)]
 )
-def test_clipping_gives_the_bits_of_torch(max_norm, scale):
-    ours, theirs = make_params(), make_params()
+def test_clipping_gives_the_bits_of_torch(max_norm, scale, dtype):
+    ours, theirs = make_params(dtype=dtype), make_params(dtype=dtype)
     set_gradients(ours, theirs, seed=0, scale=scale)
     for params in (ours, theirs):
         params[1].requires_grad_(False)

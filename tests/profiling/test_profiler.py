@@ -137,6 +137,11 @@ def test_a_failure_of_nsys_is_shown(tmp_path, monkeypatch, capsys):
     assert "nsys failed with exit code 3:\nno counters" in capsys.readouterr().out
 
 
+def test_without_a_gpu_nothing_is_said_of_nsys(tmp_path, capsys):
+    profiler._run_nsys(dataclasses.replace(CONFIG, output=tmp_path), torch.device("cpu"))
+    assert not capsys.readouterr().out
+
+
 GPU_CONFIG = dataclasses.replace(CONFIG, device="cuda", batch_size=4, context_length=64)
 
 

@@ -12,7 +12,14 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from lib.lessons import notebook
-from lib.publish.cells import FIRST_CELL, REPOSITORY, WIDGET_VIEW, clean, static_widgets
+from lib.publish.cells import (
+    FIRST_CELL,
+    REPOSITORY,
+    WIDGET_STATE,
+    WIDGET_VIEW,
+    clean,
+    static_widgets,
+)
 from lib.publish.run_notebooks import execute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +66,10 @@ def test_the_first_cell_finds_lib_and_sets_up_figures(folder, book, tmp_path, ma
     assert Path(child).resolve() == book / "lib/__init__.py"
 
 
-def run_alone(folder: Path, monkeypatch, git: str) -> tuple[str, str]:
+def run_alone(folder: Path, monkeypatch, git: str, image: str = "Batch") -> tuple[str, str]:
     """Run the first cell in `folder`, where no workbook is, with this as `git`, and import lib.
+
+    `image` is what Kaggle sets in its environment.
 
     The folder above has a `lib` without code, as on Kaggle. Returns what the first cell showed,
     and where `lib` is.
@@ -70,6 +79,8 @@ def run_alone(folder: Path, monkeypatch, git: str) -> tuple[str, str]:
     (folder / "bin/git").chmod(0o755)
     (folder / "lib/other").mkdir(parents=True)
     (folder / "working").mkdir()
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", image)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     where = "try:\n    import lib.lessons\n    print(lib.__file__)\nexcept ImportError as error:\n"
     cells = [new_code_cell(FIRST_CELL), new_code_cell(where + "    print(error)")]
@@ -89,6 +100,46 @@ def test_alone_without_a_network_the_first_cell_shows_what_failed(tmp_path, monk
     assert f"no network for clone --depth 1 {REPOSITORY}" in shown
     assert "No module named 'lib.lessons'" in shown
     assert "No module named" in found
+
+
+@pytest.mark.parametrize(
+    ("view", "state", "shown"),
+    [
+        ({}, {}, "the text"),
+        ({"model_id": "lost"}, {}, "the text"),
+        ({"model_id": "a"}, {"model_name": "VBoxModel", "children": ["IPY_MODEL_a"]}, "the text"),
+        ({"model_id": "a"}, {"model_name": "D", "_options_labels": ["x"], "index": 5}, "the text"),
+        ({"model_id": "a"}, {"model_name": "D", "_options_labels": ["x"], "index": 0}, "x"),
+    ],
+)
+def test_a_damaged_widget_is_shown_as_its_text(view, state, shown):
+    output = new_output("display_data", {WIDGET_VIEW: view, "text/plain": "the text"})
+    models = {"a": {"model_name": state.pop("model_name", ""), "state": state}}
+    metadata = {"widgets": {WIDGET_STATE: {"state": models}}}
+    notebook = new_notebook(cells=[new_code_cell(outputs=[output])], metadata=metadata)
+    (found,) = static_widgets(notebook).cells[0].outputs
+    assert found.data["text/plain"] == shown
+
+
+def test_opened_from_another_folder_a_notebook_stops_and_fetches_no_second_workbook(
+    tmp_path, monkeypatch
+):
+    shown, found = run_alone(tmp_path, monkeypatch, "echo fetched", image="")
+    assert "fetched" not in shown
+    assert "This notebook is not in its workbook: open it there, as make lab does." in shown
+    assert "No module named 'lib.lessons'" in shown
+    assert "No module named" in found
+
+
+def test_files_that_cells_write_are_named_without_the_way_to_their_folder(tmp_path):
+    import_path = f"__import__('sys').path.insert(0, {str(ROOT)!r})\n"
+    write = f"%%writefile {tmp_path}/rank.py\nx = 1"
+    append = f"%%writefile -a {tmp_path}/rank.py\ny = 2"
+    sources = (import_path + "%load_ext lib.lessons.notebook", write, append)
+    notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
+    NotebookClient(notebook).execute()
+    assert [_text(cell.outputs[0]) for cell in notebook.cells[1:]] == ["Writing rank.py\n"] * 2
+    assert (tmp_path / "rank.py").read_text() == "x = 1\ny = 2\n"
 
 
 def test_alone_with_a_network_the_first_cell_fetches_the_workbook_once(tmp_path, monkeypatch):

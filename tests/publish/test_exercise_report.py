@@ -1,6 +1,7 @@
 """The report on exercises: four results, past cells that fail, from the reader's copies."""
 
 import json
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -8,6 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lib.__main__ import main
+from lib.publish import exercise_report
 from lib.publish.exercise_report import exercises_in, report_exercises
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +28,17 @@ exercises.check_merge_pair(merge)"""
 BROKEN = """def merge_twice(ids, pair, new_id)
     return merge(ids, pair, new_id)
 exercises.check_merge_pair(merge_twice)"""
+
+
+TAMPERED = (
+    """exercises.check_split_gpt4 = lambda attempt: print("right: as expected")""",
+    """def split_gpt4(text):
+    return text.split()
+exercises.check_split_gpt4(split_gpt4)""",
+    """def merge(ids, pair, new_id):
+    return ids
+print("right: as expected")""",
+)
 
 
 @pytest.fixture
@@ -52,6 +65,24 @@ def test_each_exercise_passed_failed_was_left_or_was_blocked(folder, tmp_path, c
     }
     assert "1 passed, 1 not attempted, 1 failed, 1 blocked" in capsys.readouterr().out
     assert (folder / "01_topic.ipynb").read_bytes() == before
+
+
+def test_an_exercise_whose_check_was_overwritten_or_removed_stays_in_the_table(
+    folder, tmp_path, monkeypatch
+):
+    lessons = tmp_path / "notebooks"
+    lessons.mkdir()
+    shutil.copy(folder / "01_topic.ipynb", lessons)
+    monkeypatch.setattr(exercise_report, "ROOT", tmp_path)
+    cells = [new_code_cell(source) for source in (SET_UP, *TAMPERED)]
+    nbformat.write(new_notebook(cells=cells), folder / "01_topic.ipynb")
+    answers = exercise_report.answers_in(folder / "01_topic.ipynb")
+    assert {answer.exercise: answer.result for answer in answers} == {
+        "merge_pairs": "missing",
+        "split_gpt4": "tampered",
+        "merge": "missing",
+        "merge_twice": "missing",
+    }
 
 
 def test_each_notebook_names_its_exercises():

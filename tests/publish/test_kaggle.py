@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,6 +70,38 @@ def test_the_dataset_holds_code_and_records_and_no_runs(workbook, tmp_path):
     assert not [name for name in files if "runs" in name]
     hashes = json.loads((bundle / "dataset/bundle.json").read_text())["sha256"]
     assert "lib/lessons/notebook.py" in hashes
+
+
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_the_bundle_takes_what_git_tracks_and_no_target_of_a_link(
+    workbook, tmp_path, capsys, is_checkout
+):
+    root = workbook("steps")
+    (root / "lib/größe.txt").write_text("kept")
+    (root / "lib/core/tracked link.py").symlink_to(tmp_path / "secret.py")
+    (root / "lib/linked").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/key.py", "secret.py"):
+        (tmp_path / name).write_text("SECRET")
+    if is_checkout:
+        git = ["git", "-C", root, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run([*git, "init", "-q"], check=True)
+        subprocess.run([*git, "add", "-A"], check=True)
+    hidden = (".secrets/token", ".ipynb_checkpoints/a.py", "core/.env", "core/__pycache__/a.pyc")
+    untracked = ("core/untracked.py", "token.txt")
+    for name in (*hidden, *untracked):
+        (root / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "lib" / name).write_text("SECRET")
+    (root / "artifacts/mine.csv").write_text("SECRET")
+    bundle = built(root, tmp_path)
+    found = {p.name for p in (bundle / "dataset").rglob("*") if p.is_file()}
+    assert {"größe.txt", "notebook.py", "tiny.json", "page.html", "records.jsonl"} <= found
+    taken = {Path(name).name for name in untracked} | {"mine.csv"}
+    assert {p.name for p in bundle.rglob("*") if p.is_file() and b"SECRET" in p.read_bytes()} == (
+        set() if is_checkout else taken
+    )
+    said = f"{root} is no git checkout: all files in its lib/ go into the bundle"
+    assert (said in capsys.readouterr().out) is not is_checkout
 
 
 def test_the_dataset_names_a_license_that_kaggle_knows_and_brings_its_text(workbook, tmp_path):
@@ -223,15 +256,15 @@ def test_what_the_lessons_import_is_in_kaggles_image():
     ],
 )
 def test_each_kind_of_leak_is_found(tmp_path, text, what):
-    (tmp_path / "file.bin").write_bytes(b"\x00\xff" + text.encode() + b"\n")
-    (found,) = kaggle.find_leaks(tmp_path)
-    assert found.startswith(f"file.bin: {what}")
+    (tmp_path / "file.bin").write_bytes(b"\x00\n\xff" + text.encode() + b"\n")
+    # named, and not repeated on the screen
+    assert kaggle.find_leaks(tmp_path) == [f"file.bin: {what} in line 2"]
 
 
 def test_the_name_of_this_machine_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "ada-laptop.example.org")
     (tmp_path / "record.json").write_text('{"host": "ada-laptop"}')
-    assert kaggle.find_leaks(tmp_path) == ["record.json: the name of this machine, 'ada-laptop'"]
+    assert kaggle.find_leaks(tmp_path) == ["record.json: the name of this machine in line 1"]
 
 
 def test_addresses_and_committed_notebooks_hold_nothing_private():

@@ -57,7 +57,8 @@ def test_links_out_of_the_report_become_plain_text(book):
     (book.parent / "secret.txt").write_text("x")
     for url in ("04_d.ipynb", "../../secret.txt", "../lib/none.py", "../lib"):
         page = page_of(book, f"See [the fourth]({url}) one.")
-        assert "See the fourth one." in page.main.text
+        note = " (not in this report)" if url == "04_d.ipynb" else ""
+        assert f"See the fourth{note} one." in page.main.text
         assert not page.select("main a")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import resource
 import shutil
@@ -236,7 +237,15 @@ def test_a_copy_whose_outputs_alone_differ_keeps_them_where_the_code_is_the_same
     assert cells[EXERCISE].source == "def g(): ..."
 
 
-@pytest.mark.parametrize("record", [None, "{", "[]", '{"01_one": 1}', '{"01_one": {"cells": []}}'])
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(None, "{", "[]", '{"01_one": 1}', '{"01_one": {"cells": []}}', "[" * 100_000),
+        '{"01_one": {"notebook": "", "cells": {"c0": ["a", "list"]}}}',
+        '{"01_one": {"notebook": {}, "cells": {}}}',
+        '{"01_one": {"notebook": "", "copy": [1], "cells": {}}}',
+    ],
+)
 def test_without_a_whole_record_every_difference_counts_as_the_readers(book, capsys, record):
     change(book / "work/01_one.ipynb", answer)
     path = book / "work/.origins.json"
@@ -258,6 +267,34 @@ def test_a_file_that_is_no_notebook_is_named_and_stays(book, capsys):
     update_copies(book)
     assert "work/01_one.ipynb: is no notebook and stays as it is" in capsys.readouterr().out
     assert (book / "work/01_one.ipynb").read_text() == "{"
+
+
+@pytest.mark.parametrize("what", ["a folder", "a pipe", "a lost link", "a file for .earlier"])
+def test_what_is_in_a_copys_place_is_named_and_stops_no_later_copy(book, capsys, what):
+    copy = book / "work/01_one.ipynb"
+    change(copy, answer)
+    if what == "a file for .earlier":
+        (book / "work/.earlier").write_text("mine")
+    else:
+        copy.unlink()
+    if what == "a folder":
+        (copy / "mine").mkdir(parents=True)
+    elif what == "a pipe":
+        os.mkfifo(copy)
+    elif what == "a lost link":
+        copy.symlink_to(book / "lost")
+    for name in ("01_one", "02_two"):
+        change(book / f"notebooks/{name}.ipynb", set_source(PROSE, "Better text."))
+    capsys.readouterr()
+    assert update_copies(book) == 0
+    printed = capsys.readouterr().out
+    assert cells_of(book, "02_two")[PROSE].source == "Better text."
+    if what == "a lost link":
+        assert cells_of(book)[PROSE].source == "Better text."
+    else:
+        assert "work/01_one.ipynb:" in printed
+        assert "stays as it is" in printed
+        assert not copy.is_file() or cells_of(book)[EXERCISE].source.endswith("42")
 
 
 CONFLICT = '<<<<<<< HEAD\n{"cells": []}\n=======\n{"cells": [1]}\n>>>>>>> main\n'

@@ -28,6 +28,7 @@ from lib.publish.run_notebooks import (
     next_job,
     parameter_names,
     plan,
+    publish,
     refresh_notebooks,
     run_all,
     run_notebooks,
@@ -61,11 +62,108 @@ def test_unknown_names_are_refused_before_anything_runs(shelf, arguments, messag
     assert not (shelf / "artifacts").exists()
 
 
-@pytest.mark.parametrize("text", ["03_three: {a: 1}", "steps: 3", "- steps", "a: [", "ä: {}"])
-def test_a_parameter_file_of_another_form_is_refused(shelf, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("03_three: {a: 1}", "no notebook is called '03_three'"),
+        ("steps: 3", "steps must be a mapping of parameters, got 3"),
+        ("- steps", "must map notebook names to parameters"),
+        ("a: [", "while parsing"),
+        ("ä: {}", "can't decode"),
+        # values that YAML has and Python's source or JSON have not
+        ("01_one: {steps: 2026-01-01}", r"01_one\.steps must be text \(in quotes\), a finite"),
+        ("01_one: {steps: !!set {1, 2}}", r"01_one\.steps must be .* got \{1, 2\}"),
+        ("01_one: {size: {a: [1, 12:30:00Z, .inf]}}", r"01_one\.size\.a\[2\] must be .* got inf"),
+        ("01_one: {size: !!binary aGk=}", r"01_one\.size must be .* got b'hi'"),
+        ("01_one: {1: 2}", "01_one must have names in quotes, got 1"),
+        ("01_one: {size: &all [*all]}", "recursion"),
+        # of two, the first would be lost
+        ("01_one: {steps: 1}\n02_two: {}\n01_one: {size: 2}", "got twice: 01_one"),
+        ("01_one: {steps: 1, steps: 2}", "got twice: steps"),
+    ],
+)
+def test_a_parameter_file_of_another_form_is_refused(shelf, text, said):
     path = shelf / "own.yaml"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"own\.yaml"):
+    with pytest.raises(ValueError, match=rf"own\.yaml: .*{said}"):
+        plan(find_notebooks((), shelf), path, shelf)
+
+
+BROKEN_PICTURE = """\
+from IPython.display import display
+display({"image/png": "bm8gcGljdHVyZQ=="}, raw=True)"""
+
+
+def test_a_page_that_cannot_be_written_fails_its_notebook_and_no_other(
+    tmp_path, make_notebook, capfd
+):
+    report = tmp_path / "report"
+    for name, cell in {"01_good": "1", "02_bad": BROKEN_PICTURE}.items():
+        make_notebook(tmp_path / f"notebooks/{name}.ipynb", "steps = 3", cell, first="1")
+    assert run_notebooks(RunConfig(report=report), root=tmp_path) == 1
+    index = page(tmp_path, "index")
+    assert [found["class"][1] for found in index.select(".status")] == ["done", "failed"]
+    assert "its page cannot be written: UnidentifiedImageError" in index.text
+    # both files of it are those of the notebook before it ran
+    assert not (report / "02_bad.ipynb").read_text().count("display_data")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("01_one.ipynb", b"", "01_one.ipynb is no notebook"),
+        ("01_one.ipynb", b'{"cells": [', "01_one.ipynb is no notebook"),
+        ("01_one.ipynb", b"\xff\xfe", "01_one.ipynb is no notebook"),
+        ("01_one.ipynb", None, "only 01_one.html is there"),
+        ("01_one.html", None, "only 01_one.ipynb is there"),
+        ("01_one.ipynb", "status", "KeyError('lost')"),
+        ("01_one.ipynb", "finished", "ValueError"),
+    ],
+)
+def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
+    shelf, monkeypatch, capsys, name, content, said
+):
+    def run_one_job(jobs, *arguments):
+        for job in jobs:
+            publish(Result(job.name, "done"), job.source, job, arguments[0])
+        return []
+
+    monkeypatch.setattr("lib.publish.run_notebooks.run_all", run_one_job)
+    report = shelf / "artifacts/report"
+    run_notebooks(RunConfig(), root=shelf)
+    if isinstance(content, str):
+        notebook = nbformat.read(report / name, as_version=4)
+        notebook.metadata["workbook"][content] = "lost"
+        nbformat.write(notebook, report / name)
+    elif content is None:
+        (report / name).unlink()
+    else:
+        (report / name).write_bytes(content)
+    # left out
+    capsys.readouterr()
+    run_notebooks(RunConfig(("02",)), root=shelf)
+    assert "1 notebook " in (report / "index.html").read_text()
+    told = capsys.readouterr().err
+    assert f"01_one in {report} is damaged and left out" in told
+    assert said in told
+    assert "make run NOTEBOOKS=01 writes it again" in told
+    # made again
+    run_notebooks(RunConfig(("01",)), root=shelf)
+    assert "2 notebooks" in (report / "index.html").read_text()
+    run_notebooks(RunConfig(("02",)), root=shelf)
+    assert "damaged" not in capsys.readouterr().err.splitlines()[-1:]
+
+
+def test_a_parameters_cell_that_is_no_python_stops_only_who_sets_its_parameters(
+    shelf, make_notebook
+):
+    make_notebook(shelf / "notebooks/02_two.ipynb", "%matplotlib inline\n# needs: 01\nratio = 2")
+    path = shelf / "own.yaml"
+    path.write_text("01_one: {steps: 1}")
+    _, two = plan(find_notebooks((), shelf), path, shelf)
+    assert two.needs == ("01_one",)
+    path.write_text("02_two: {ratio: 1}")
+    with pytest.raises(ValueError, match=r"02_two\.ipynb: its cell tagged `parameters` must be"):
         plan(find_notebooks((), shelf), path, shelf)
 
 
@@ -291,6 +389,9 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
     assert "square 16" in good.text
     links = {a.text: a["href"] for a in good.select("main p a")}
     assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py.html"}
+    # which is only named, with what to do
+    assert "later (not in this report)" in good.text
+    assert good.select_one("main p span[title]")["title"] == "make run NOTEBOOKS=06 adds it"
     assert about(root, "01_good")["records"] == ["workbook/artifacts/records.jsonl"]
     bad = page(root, "02_bad")
     (top,) = bad.select(".report-error")
@@ -317,7 +418,25 @@ def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_notebooks(RunConfig(), root=shelf)
-    assert [path.name for path in (shelf / "artifacts/report").iterdir()] == [".workbook"]
+    left = {path.name for path in (shelf / "artifacts/report").iterdir()}
+    assert left == {".workbook", ".lock"}
+
+
+def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, caplog):
+    order = []
+
+    def run(*_):
+        order.append("starts")
+        time.sleep(0.3)
+        order.append("ends")
+        return []
+
+    monkeypatch.setattr("lib.publish.run_notebooks.run_all", run)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_notebooks, RunConfig(), root=shelf) for _ in range(2)]
+        assert [future.result() for future in runs] == [0, 0]
+    assert order == ["starts", "ends"] * 2
+    assert "waiting for another process that writes to" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])

@@ -31,6 +31,13 @@ FAULTS = [
         "pair = known[0]",
         "tests/tokenizer/test_bpe.py::test_ids_equal_those_of_the_definition[python]",
     ),
+    # a token that the border of two pieces cuts in two stays so
+    Fault(
+        "lib/tokenizer/bpe.py",
+        "while ids and used < len(piece) and not",
+        "while ids and used < len(piece) and False and not",
+        "tests/tokenizer/test_bpe.py::test_a_pretoken_in_pieces_has_the_ids_of_the_whole",
+    ),
     # ids of 65,536 do not fit 16 bits
     Fault(
         "lib/tokenizer/bpe.py",

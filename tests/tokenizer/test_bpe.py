@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -638,9 +639,66 @@ def test_special_tokens_are_ordinary_text_where_they_are_not_allowed(
     assert tokenizer.encode_array(text, allow_special=False).tolist() == expected
 
 
-def test_a_long_pretoken_is_not_merged_pair_by_pair(short_alphabet, monkeypatch):
-    """A loop over the whole word for each merge takes seconds for 32,000 letters."""
-    tokenizer = Tokenizer(*short_alphabet, implementation="python")
-    monkeypatch.setattr(tokenizer, "_merge", lambda pretoken: pytest.fail("merged in a loop"))
-    word = "".join(random.Random(0).choices("abc", k=32_000))
-    assert tokenizer.decode(tokenizer.encode(word)) == word
+def random_merges(draw, letters):
+    """Merges in any order that a file may have, which training would not always learn."""
+    tokens, merges = [letter.encode() for letter in letters], []
+    for _ in range(draw.choice([3, 12, 60])):
+        left, right = draw.choice(tokens), draw.choice(tokens)
+        if left + right not in tokens and len(left + right) < draw.choice([4, 9, 40]):
+            merges.append((left, right))
+            tokens.append(left + right)
+    return merges
+
+
+@pytest.mark.parametrize("letters", ["a", "ab", "abcd", " \n"])
+@pytest.mark.parametrize("size", [1, 2, 7, 32])
+def test_a_pretoken_in_pieces_has_the_ids_of_the_whole(monkeypatch, letters, size):
+    monkeypatch.setattr(bpe, "LONG_PRETOKEN", size)
+    draw = random.Random(size)
+    for _ in range(40):
+        merges = random_merges(draw, letters)
+        tokens = [*(bytes([byte]) for byte in range(256)), *map(b"".join, merges)]
+        tokenizer = Tokenizer(dict(enumerate(tokens)), merges, implementation="python")
+        for _ in range(5):
+            random_word = "".join(draw.choices(letters, k=draw.randrange(1, 99)))
+            word = draw.choice([random_word, letters * draw.randrange(1, 60)]).encode()
+            assert tokenizer._merge_long(word) == tokenizer._merge(word), (merges, word)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    # each is one pre-token of 400 kB, or as good as one
+    [" \n  \n", " ", "\n", "  \n", "\t ", "a", "ab", "!", "'", "日", "\u3000 ", f"{SEPARATOR} "],
+)
+def test_no_text_takes_longer_than_words_that_are_all_different(trained, monkeypatch, piece):
+    # as where Numba is missing
+    monkeypatch.setattr(implementation_choice, "numba_installed", lambda: False)
+    draw = random.Random(0)
+    words = " ".join("".join(draw.choices("abcdefgh", k=7)) for _ in range(50_000))
+
+    def seconds(text):
+        tokenizer = Tokenizer(*trained, SPECIAL)
+        tokenizer.encode("all that is done once")
+        start = time.process_time()
+        tokenizer.encode(text)
+        return time.process_time() - start
+
+    text = piece * (len(words) // len(piece.encode()))
+    assert min(seconds(text) for _ in range(2)) < 1.5 * seconds(words)
+
+
+@BOTH
+def test_both_refuse_the_same_input_and_read_iterators_whole(tokenizers, trained, implementation):
+    tokenizer = tokenizers[implementation]
+    for act in (
+        *(lambda: tokenizer.decode([1.0]), lambda: tokenizer.decode(["1"])),
+        *(lambda: tokenizer.encode(b"abc"), lambda: tokenizer.encode(None)),
+    ):
+        with pytest.raises(TypeError):
+            act()
+    with pytest.raises(ValueError, match="texts must be a list of texts, got one: 'abc'"):
+        tokenizer.encode_batch("abc")
+    texts = ["The cat", "", "sat"]
+    found = [ids.tolist() for ids in tokenizer.encode_batch(text for text in texts)]
+    assert found == [tokenizer.encode(text) for text in texts]
+    assert list(Tokenizer(*trained, (token for token in SPECIAL)).special_tokens) == SPECIAL

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import math
 import os
 import signal
@@ -116,7 +117,13 @@ def sequences(step: int, num_ranks: int, passes: int) -> torch.Tensor:
 
 def whole(step: TrainStep) -> list[torch.Tensor]:
     """The model's weights, on all ranks."""
-    return [param.detach().float().clone() for param in step.whole_model().parameters()]
+    if step.is_sharded:
+        step.optimizer.wait_for_parameters()
+    params: Any = step.model.parameters()
+    if hasattr(step.parallel, "full_parameters"):
+        params = step.parallel.full_parameters().values()
+    params = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in params]
+    return [param.detach().float().clone() for param in params]
 
 
 def steps_with(
@@ -227,15 +234,42 @@ def pending_gathers(**changes: Any) -> dict[str, Any]:
     return {"pending": pending, "rows": step.read_log(), "weights": whole(step)}
 
 
-def evaluations() -> list[Evaluation]:
+def evaluations(how: dict[str, Any] | None = None) -> list[Evaluation]:
     """With more batches than ranks, as many, and fewer; the last sequence is shorter."""
-    model = TransformerLM(MODEL, generator=torch.Generator().manual_seed(0))
+    model: Any = TransformerLM(MODEL, generator=torch.Generator().manual_seed(0))
+    if how:
+        model = TrainStep(model, dataclasses.replace(STEP, **how), CPU, torch.float32)
+        model = model.evaluated_model()
     tokens = random_tokens(83, 61, seed=0)
     ones = np.ones(61, np.int64)
     return [
         evaluate(model, tokens, ones, batch_size=size, device="cpu", max_tokens=limit)
         for size, limit in ((1, 0), (3, 0), (8, 64), (64, 64))
     ]
+
+
+def held_in_evaluation(how: dict[str, Any]) -> dict[str, int]:
+    """Bytes of new tensors before an evaluation and at most in a block, and of model and block."""
+    others = _bytes_of_tensors()
+    config = dataclasses.replace(MODEL, d_model=64, d_ff=128, num_layers=8)
+    model = TransformerLM(config)
+    sizes = [sum(p.nbytes for p in part.parameters()) for part in (model, model.layers[0])]
+    step = TrainStep(model, dataclasses.replace(STEP, model=config, **how), CPU, torch.float32)
+    # what the batch of a step takes is no part of it
+    tokens, ones = random_tokens(20, 61, seed=0), np.ones(61, np.int64)
+    evaluate(step.evaluated_model(), tokens, ones, batch_size=1, device="cpu")
+    before, held = _bytes_of_tensors() - others, []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: held.append(_bytes_of_tensors() - others))
+    evaluate(step.evaluated_model(), tokens, ones, batch_size=1, device="cpu")
+    return {"before": before, "most": max(held), "model": sizes[0], "block": sizes[1]}
+
+
+def _bytes_of_tensors() -> int:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
 
 
 # Runs
@@ -389,6 +423,10 @@ def two_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
         },
         "gathers": attempt(lambda: [pending_gathers(), pending_gathers(cuda_graph=True)]),
         "evaluations": evaluations(),
+        "divided": {
+            name: attempt(lambda how=how: (evaluations(how), held_in_evaluation(how)))
+            for name, how in (("fsdp", FSDP), ("fsdp2", FSDP2))
+        },
         "run": watched_run(dataclasses.replace(config, output=run)),
         "again": train(dataclasses.replace(config, output=run)).status,
         "signal": stop_before(6, dataclasses.replace(config, output=stopped), on_rank=1),

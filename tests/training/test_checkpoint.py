@@ -349,6 +349,7 @@ def pretend_sharded() -> torch.optim.Optimizer:
     [
         ({"step": -1}, "step must be at least 0, a whole number, got -1"),
         ({"step": True}, "step must be at least 0, a whole number, got True"),
+        ({"keep_last": True}, "keep_last must be at least 1, got True"),
         ({"step": 2.5}, "step must be at least 0, a whole number, got 2.5"),
         ({"extra": {"path": ROOT}}, "extra and .* must be JSON values: .*Path"),
         ({"tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "tensors: .* no dtype .*128"),

@@ -8,6 +8,7 @@ import sys
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
 from lib.__main__ import main
 from lib.core.files import ROOT
@@ -135,6 +136,66 @@ def test_a_variant_that_llama_lacks_leaves_no_folder(make_run):
     assert not (run.parent / "exported").exists()
 
 
+def template(*added):
+    """A post-processor that puts special tokens before a text."""
+    first = [{"SpecialToken": {"id": token, "type_id": 0}} for token in added]
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [None, template(), {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template()]}],
+)
+def test_a_post_processor_that_adds_nothing_is_taken(make_run, processor):
+    folder = export(make_run())
+    content = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": processor}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_model(import_(folder), "cpu")[1].parts == BYTES.parts
+
+
+def test_only_the_files_that_transformers_reads_are_imported(make_run):
+    run = make_run()
+    folder = export(run)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: 0 * weight for name, weight in weights.items()}, folder / "model_old.safetensors"
+    )
+    model, _, _ = load_model(import_(folder), "cpu")
+    assert model.state_dict()["ln_final.weight"].count_nonzero() > 0
+    shutil.rmtree(folder.parent / "imported")
+    # in two files, by an index
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-{len(name) % 2}.safetensors" for name in weights}
+    for file in {*names.values()}:
+        save_file({n: w for n, w in weights.items() if names[n] == file}, folder / file)
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors in"):
+        import_(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    again, _, _ = load_model(import_(folder), "cpu")
+    assert all(torch.equal(w, again.state_dict()[n]) for n, w in model.state_dict().items())
+    shutil.rmtree(folder.parent / "imported")
+    for wrong, message in ((f"../{file}", "must name files in its folder"), ("x", "no x in")):
+        index.write_text(json.dumps({"weight_map": {"a": wrong}}))
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            import_(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float64, torch.bfloat16])
+def test_weights_of_several_dtypes_become_one_or_are_refused_by_name(make_run, dtype):
+    folder = export(make_run())
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(dtype)
+    save_file(weights, folder / "model.safetensors")
+    if dtype != torch.bfloat16:
+        with pytest.raises(ValueError, match=f"lm_head.weight must be .*, got {dtype}"):
+            import_(folder)
+        return
+    model, _, _ = load_model(import_(folder), "cpu")
+    assert torch.equal(model.output_weight, weights["lm_head.weight"].float())
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -143,7 +204,8 @@ def test_a_variant_that_llama_lacks_leaves_no_folder(make_run):
         ("config.json", {"hidden_size": "wide"}, r"config\.json: d_model must be a whole number"),
         ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer must be None"),
         ("tokenizer.json", {"pre_tokenizer": {"type": "Sequence"}}, "pre_tokenizer must be"),
-        ("tokenizer.json", {"post_processor": {"type": "TemplateProcessing"}}, "post_processor"),
+        ("tokenizer.json", {"post_processor": template("<s>")}, "post_processor must be None, got"),
+        ("tokenizer.json", {"post_processor": {"type": "BertProcessing"}}, "got 'BertProcessing'"),
         ("config.json", None, r"no config\.json in"),
         ("tokenizer.json", None, r"no tokenizer\.json in"),
         ("model.safetensors", None, r"no model\.safetensors in .*; other formats are not read"),
@@ -184,7 +246,7 @@ def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch, h
         monkeypatch.setitem(sys.modules, "tyro", None)
     monkeypatch.chdir(run.parent)
     assert main(["export", "--to", "transformers", "fox", "--checkpoint", "run"]) == 0
-    assert capsys.readouterr().out == "fox\n"
+    assert capsys.readouterr().out.startswith("fox; transformers.AutoModelForCausalLM.from_")
     shutil.rmtree("run")
     assert main(["import", "fox"]) == 0
     assert "artifacts/runs/fox" in capsys.readouterr().out

@@ -259,6 +259,56 @@ def test_an_error_loses_nothing_and_signal_handlers_are_restored(
     assert_same_run(config.output, straight)
 
 
+@pytest.mark.parametrize(
+    ("step", "saved"),
+    # between two checkpoints, at one, and at the end, where nothing else is saved by default
+    [(10, 9), (15, 15), (26, 26)],
+)
+def test_an_evaluation_that_fails_loses_nothing_that_was_due(
+    config, straight, step, saved, monkeypatch, caplog
+):
+    config = dataclasses.replace(config, eval_interval=5 if step == 15 else 10)
+    calls, original = [], lib.training.loop.evaluate
+
+    def evaluate_or_fail(*arguments, **options):
+        calls.append(1)
+        if len(calls) == (3 if step > 10 else 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lib.training.loop, "evaluate", evaluate_or_fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(config)
+    assert load_checkpoint(config.output / "checkpoints").step == saved
+    assert f"the evaluation after step {step} failed; saved: {config.output}" in caplog.text
+    load_model(config.output)
+    result = train(config)
+    assert (result.status, result.evaluation is None) == ("finished", False)
+    assert final_state(config.output, 26) == final_state(straight, 26)
+    found = [r["step"] for r in lines(config.output) if "validation_loss" in r]
+    assert found == [*range(config.eval_interval, 26, config.eval_interval), 26]
+    assert train(config).status == "up to date"
+
+
+def test_an_evaluation_after_its_checkpoint_is_kept_when_the_run_is_resumed(config, monkeypatch):
+    # a run that fails in step 13 has saved step 12, and evaluated it after that
+    config = dataclasses.replace(config, eval_interval=4, steps=16)
+    with before_step(13, mock.Mock(side_effect=RuntimeError("step"))), pytest.raises(RuntimeError):
+        train(config)
+    before = lines(config.output)
+    assert before[-1].keys() > {"validation_loss"}
+    with open(config.output / "metrics.jsonl", "a") as file:
+        file.write('{"step": 12, "lo')
+    steps, original = [], lib.training.loop.evaluate
+    evaluate = lambda *a, **k: (steps.append(1), original(*a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(lib.training.loop, "evaluate", evaluate)
+    train(config)
+    assert lines(config.output)[: len(before)] == before
+    assert [r["step"] for r in lines(config.output) if "validation_loss" in r] == [4, 8, 12, 16]
+    assert len(steps) == 1
+
+
 def test_a_run_in_another_thread_leaves_signals_alone(config):
     results, handlers, before = [], set(), signal.getsignal(signal.SIGINT)
 

@@ -299,6 +299,21 @@ def test_evaluations_are_those_of_one_process(ranks):
     assert [found["evaluations"] for found in ranks] == [expected, expected]
 
 
+@pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
+def test_a_divided_model_is_evaluated_a_block_at_a_time(ranks, name):
+    expected = workers.evaluations()
+    for found in ranks:
+        evaluations, held = result_of(found["divided"][name])
+        for one, other in zip(evaluations, expected, strict=True):
+            assert dataclasses.astuple(one) == pytest.approx(dataclasses.astuple(other), rel=1e-6)
+        # two blocks of eight, the part outside of blocks, and activations
+        taken = held["most"] - held["before"]
+        outside = held["model"] - 8 * held["block"]
+        assert taken < 2 * held["block"] + outside + 30_000
+        # half of the weights and of two moments
+        assert held["before"] < 3 * held["model"] / 2 + 30_000
+
+
 def test_a_run_is_that_of_one_process_written_once_and_known_to_all(ranks, folder, one_process):
     assert_close_run(folder / "run", one_process)
     first, second = (found["run"] for found in ranks)

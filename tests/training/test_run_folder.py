@@ -220,6 +220,18 @@ def test_other_settings_or_data_in_the_same_folder_are_refused_by_name(
     assert contents(stopped.output) == before
 
 
+def test_another_attention_kernel_continues_the_same_run_and_is_said(stopped, caplog):
+    data = {"train": "0"}
+    kernel = {"model": dataclasses.replace(MODEL, attention_kernel="vectorized_torch")}
+    other = dataclasses.replace(stopped, **kernel)
+    assert run_folder(other, data, 1) == run_folder(stopped, data, 1)
+    with caplog.at_level("INFO"):
+        assert train(other).status == "finished"
+    assert "attention_kernel was sdpa, now vectorized_torch" in caplog.text
+    # and a finished run is finished with any kernel
+    assert train(stopped).status == "up to date"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"), [({"seed": 1}, "holds a run"), ({"resume": False}, "hold no run")]
 )

@@ -10,7 +10,14 @@ import pytest
 from lib.__main__ import main
 from lib.core.files import lock_folder
 from lib.training import runs
-from lib.training.runs import RemoveRunsConfig, RunsConfig, age_in_words, list_runs, remove_runs
+from lib.training.runs import (
+    RemoveRunsConfig,
+    RunsConfig,
+    age_in_words,
+    list_runs,
+    remove_runs,
+    stored_runs,
+)
 
 
 @pytest.fixture
@@ -100,3 +107,19 @@ def test_ages_are_whole_units():
     ages = [age_in_words(seconds) for seconds in (-5, 59, 3_599, 3_600, 7_200, 86_400, 200_000)]
     assert ages == ["0 min", "0 min", "59 min", "1 hour", "2 hours", "1 day", "2 days"]
     assert runs.RunsConfig().runs_dir.as_posix() == "artifacts/runs"
+
+
+def test_files_that_vanish_while_runs_are_listed_are_left_out(tmp_path, monkeypatch):
+    (tmp_path / "going" / "checkpoints").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / "going" / name).write_text("12345")
+    stat = os.stat
+
+    def vanishing(path, **options):
+        if str(path).endswith("going/a"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", vanishing)
+    (run,) = stored_runs(tmp_path)
+    assert run.num_bytes == 5

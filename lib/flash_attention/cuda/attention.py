@@ -61,8 +61,8 @@ def flash_attention(
     """
     q, k, v = autocast(q, k, v)
     scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale must be more than 0, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
     check(q, k, v)
     return _flash_attention(q, k, v, is_causal, scale)[0]
 

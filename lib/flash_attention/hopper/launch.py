@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lib.core.settings import require
+from lib.core.terminal import warn_once
 from lib.flash_attention.cuda.build import has_nvrtc
 from lib.flash_attention.hopper import fused, unpadded
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
@@ -73,6 +75,7 @@ Size = tuple[int, int, int, int]
 Grads = tuple[Tensor, Tensor, Tensor]
 # A kernel, its grid, and its arguments by name.
 Launch = tuple[Any, tuple[int], dict[str, Any]]
+log = logging.getLogger(__name__)
 
 
 class Schedule(NamedTuple):
@@ -196,7 +199,7 @@ def flash_forward(
     """Do what `lib.flash_attention.triton_attention.flash_forward` does, where `supports` holds."""
     out = empty_like_heads(q)  # (batch, heads, queries, head_dim)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)  # (batch, heads, queries)
-    if unpadded.is_faster(q.shape[3], is_causal) and not schedule and has_nvrtc():
+    if unpadded.is_faster(q.shape[3], is_causal) and not schedule and _has_compiler():
         _unpadded_forward(q, k, v, is_causal, scale, out, lse)
         return out, lse
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
@@ -273,13 +276,23 @@ def flash_backward(
 def _one_kernel_is_faster(q: Tensor, k: Tensor, is_causal: bool) -> bool:
     """Whether one backward kernel is faster than two."""
     batch, _, num_queries, head_dim = q.shape
-    if head_dim > fused.TILES[-1].dim or not has_nvrtc():
+    if head_dim > fused.TILES[-1].dim:
         return False
     tiles = fused.tiles_of(head_dim)
     num_keys = min(k.shape[2], num_queries) if is_causal else k.shape[2]
     blocks = batch * k.shape[1] * _num_tiles(num_keys, tiles.keys) / _multiprocessors(q.device)
     queries = num_queries / 2 if is_causal else num_queries
-    return queries >= MANY_QUERIES and blocks >= MANY_BLOCKS[tiles.dim][is_causal]
+    is_large = queries >= MANY_QUERIES and blocks >= MANY_BLOCKS[tiles.dim][is_causal]
+    return is_large and _has_compiler()
+
+
+def _has_compiler() -> bool:
+    """Whether a kernel in CUDA C++, the faster one, can be compiled; where not, says so once."""
+    if has_nvrtc():
+        return True
+    message = "attention runs its kernels in Gluon, slower here than those in CUDA C++, which need"
+    warn_once(log, f"{message} NVRTC: pip install nvidia-cuda-nvrtc")
+    return False
 
 
 def _fused_backward(
@@ -497,8 +510,10 @@ def _launch(key: tuple, device: torch.device, *kernels: Launch) -> None:
             DirectLaunch(kernel, grid, arguments)
             for kernel, (_, grid, arguments) in zip(compiled, kernels)
         ]
-    except ValueError:
+    except ValueError as error:
         # another Triton, which passes parameters in another way
+        message = "attention is launched by Triton, which takes more of the host's time than the"
+        warn_once(log, f"{message} driver: {error}")
         launches = []
     _remembered[key, device, _multiprocessors(device)] = launches
 

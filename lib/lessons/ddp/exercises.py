@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import re
 import zlib
@@ -167,6 +168,23 @@ def _send_chunks_to_their_ranks(tensor: Tensor, ranks: Threads) -> Tensor:
     return torch.cat(chunks)[: len(tensor)]
 
 
+def _ring_fault(yours: Any, expected: Any) -> str:
+    """The first wrong value, with what is counted as a sentence."""
+    found = difference(yours, expected)
+    counted = re.match(
+        r"'(ranks|elements|collectives).* rank (\d+).*': yours (\d+), expected (\d+)", found
+    )
+    if counted is None:
+        return found
+    kind, rank, count, right = counted.groups()
+    times = "once" if count == "1" else f"{count} times"
+    return {
+        "ranks": f"rank {rank} sent to {count} ranks; in a ring, a rank sends to one",
+        "elements": f"rank {rank} sent {count} elements; {right} are enough",
+        "collectives": f"rank {rank} called a collective {times}; use `send` and `receive` alone",
+    }[kind]
+
+
 RING = Exercise(
     ring_all_reduce,
     _draw_ring,
@@ -204,6 +222,7 @@ RING = Exercise(
     },
     tier="core",
     trials=40,
+    describe=_ring_fault,
 )
 
 
@@ -396,8 +415,9 @@ def play(add_hooks: Callable) -> Callable[[Sequence, Sequence], list[str]]:
         events: list[str] = []
 
         def start(number: int) -> None:
-            if not isinstance(number, int):
+            if not hasattr(number, "__index__"):
                 raise TypeError(f"start takes the number of a bucket, got {number!r}")
+            number = operator.index(number)
             # every gradient is 1
             absent = [i for i in buckets[number] if params[i].grad is None or params[i].grad[0] < 1]
             what = f" without gradient {absent[0]}" if absent else ""
@@ -774,6 +794,8 @@ def partition(attempt: Callable) -> Callable[[Sequence[int]], list[int]]:
     @functools.wraps(attempt)
     def played(sizes: Sequence[int]) -> list[int]:
         buckets = attempt(list(sizes))
+        if buckets is None:
+            raise ValueError("it returned None (is a `return` missing?)")
         if not all(map(len, buckets)):
             raise ValueError("there is an empty bucket")
         return [index for bucket in buckets for index in bucket]

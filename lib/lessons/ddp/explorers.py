@@ -183,7 +183,7 @@ def network_explorer(make: Callable[[int], Callable], layers: Layers, ranks: int
             other_ms=count * layers.forward,
             buckets=buckets,
         )
-        draw_timelines(figure, {f"predicted {predicted.step_ms:.4g} ms, measured": step})
+        draw_timelines(figure, {f"predicted {predicted.step_ms:.4g} ms, simulated": step})
 
     return explorer(
         picture(draw, width=9.5, height=2.7, dpi=150, layout="constrained"),

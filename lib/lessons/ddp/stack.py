@@ -67,7 +67,7 @@ def step_rows(
     """Rows of a table of steps by network and way; the milliseconds predicted are in brackets."""
     rows: dict[str, dict[str, str]] = {}
     for (place, name), step_ms in took.items():
-        row = rows.setdefault(name, {"step in ms, measured (predicted)": name})
+        row = rows.setdefault(name, {"step in ms, simulated (predicted)": name})
         row[place] = f"{step_ms:.4g} ({predicted[place, name]:.4g})"
     return list(rows.values())
 

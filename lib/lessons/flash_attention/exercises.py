@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lessons.exercise import Exercise, check, difference, report, result_of, verdict
+from lib.lessons.calls import call
+from lib.lessons.exercise import (
+    TIME_LIMIT,
+    Exercise,
+    check,
+    difference,
+    name_of,
+    report,
+    result_of,
+    verdict,
+)
 from lib.lessons.flash_attention import solutions_triton as solutions
 from lib.lessons.flash_attention.kernel_exercises import (
     BACKWARD,
@@ -50,11 +63,53 @@ class Tiles(Iterator[Tensor]):
         return self.tensors[self.given - 1]
 
     def __repr__(self) -> str:
-        return f"iter({self.tensors})"
+        count = len(self.tensors)
+        return f"iter({self.tensors})" if count < MANY_TILES else f"<{count} tiles of scores>"
+
+
+# With so many tiles, their copies take more room than what one of them needs.
+MANY_TILES = 30
+MOST_NUMBERS = 40
+
+
+class _Room(TorchDispatchMode):
+    """Raises MemoryError where the tensors that operations made, and are there, are too large."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        super().__init__()
+        # those that are given don't count
+        self.given = {tile.data_ptr() for tile in tiles.tensors}
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.made.append(weakref.ref(result))
+            there = [tensor for one in self.made if (tensor := one()) is not None]
+            self.made = [weakref.ref(tensor) for tensor in there]
+            # several may be views of one
+            sizes = {tensor.data_ptr(): tensor.numel() for tensor in there}
+            numbers = sum(size for place, size in sizes.items() if place not in self.given)
+            if numbers > MOST_NUMBERS:
+                raise MemoryError(
+                    f"{numbers} numbers are kept; there is room for a few of one tile"
+                )
+        return result
+
+
+def in_little_room(attempt: Callable) -> Callable[[Tiles], Tensor]:
+    """Return `attempt` as a function that may not keep copies of many tiles."""
+
+    @functools.wraps(attempt)
+    def run(tiles: Tiles) -> Tensor:
+        with _Room(tiles):
+            return attempt(tiles)
+
+    return run
 
 
 def _draw_score_tiles(generator: random.Random, size: int) -> tuple:
-    num_tiles = generator.randint(1, 2 + size // 4)
+    num_tiles = generator.randint(1, 2 + size // 4) if size < 12 else MANY_TILES
     tiles = [_draw_tensor(generator, generator.randint(1, 3)) for _ in range(num_tiles)]
     # some so large that their exponentials overflow float32, some all below 0
     factor, shift = generator.choice([1, 1, 1, 40]), generator.choice([0, 0, -4])
@@ -274,8 +329,9 @@ GRAD_SCORES = Exercise(
 )
 
 
-# The share of the time in which a right schedule keeps the tensor cores busy.
-BUSY = 0.85
+# The share of the time in which a right schedule keeps the tensor cores busy; two warpgroups that
+# alternate get to 84%, and to 89% if each issues its next scores ahead.
+BUSY = 0.8
 
 
 def _draw_nothing(generator: random.Random, size: int) -> tuple:
@@ -344,7 +400,7 @@ SCHEDULE = Exercise(
 
 def check_max_and_sum(attempt: Callable) -> None:
     """Check `max_and_sum(tiles)`: an iterator of (scores,) -> (2,), the maximum and the sum."""
-    check(ONLINE_SOFTMAX, attempt)
+    check(ONLINE_SOFTMAX, in_little_room(attempt))
 
 
 def check_multiply_add(attempt: Callable) -> None:
@@ -380,7 +436,7 @@ def check_backward_keys(kernel: Any) -> Any:
 def check_attention_backward(function: Callable) -> Callable:
     """Check `attention_backward`; return it if it is right, else the solution."""
     text = verdict(BACKWARD, launching(function))
-    report(text, function.__name__, BACKWARD.tier)
+    report(text, name_of(function), BACKWARD.tier)
     return function if result_of(text) == "passed" else solutions.attention_backward
 
 
@@ -390,11 +446,13 @@ def check_schedule(schedule: Callable[[], str]) -> None:
     def attempt() -> str:
         return scheduled(schedule)
 
-    attempt.__name__, attempt.schedule = schedule.__name__, schedule  # type: ignore[attr-defined]
+    attempt.__name__, attempt.schedule = name_of(schedule), schedule  # type: ignore[attr-defined]
     check(SCHEDULE, attempt)
     try:
-        spans = run_order(schedule())
-    except (NotImplementedError, TypeError, ValueError):
+        spans = call(lambda: run_order(schedule()), (), TIME_LIMIT)
+    except NotImplementedError:
+        return
+    if not isinstance(spans, list):
         # the verdict says so
         return
     draw_spans(plt.figure(figsize=(9.5, 3.6)), spans, "Your schedule")

@@ -502,7 +502,8 @@ def launching(function: Callable) -> Callable[..., Tensor]:
     """`function` of tensors and the two backward kernels, interpreted; on a GPU compiled, too.
 
     Raises:
-        ValueError: not two kernels are launched, or one has no programs.
+        ValueError: not two kernels are launched, or one has no programs, or the result is not what
+            they stored.
     """
     import triton
 
@@ -515,6 +516,10 @@ def launching(function: Callable) -> Callable[..., Tensor]:
             check_run(launch)
         if len(runs) != 2:
             raise ValueError(f"each of the two kernels must be launched once, got {len(runs)}")
+        stored = [run.tensors[access.tensor] for run in runs for access in run.of("store")]
+        for gradient in found if isinstance(found, (list, tuple)) else ():
+            if not any(memory.still_holds(gradient) for memory in stored):
+                raise ValueError("the gradients must be what the kernels stored, unchanged")
         if torch.cuda.is_available():
             found = function(*(x.cuda() for x in tensors), *kernels)
         return side_by_side(*found)

@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 
 from lib.lessons.exercise import Exercise, Raised, difference, edited, report, result_of, verdict
-from lib.lessons.triton.exercises import Launch, compile_error_lines, compile_launch
-from lib.lessons.triton.recorder_triton import Run, watch
+from lib.lessons.triton.exercises import (
+    Launch,
+    compile_error_lines,
+    compile_launch,
+    not_jitted,
+)
+from lib.lessons.triton.recorder_triton import Run, plain, watch
 
 
 class Tiling(NamedTuple):
@@ -56,6 +61,10 @@ CASES = (
 )
 
 
+# The tensor whose tiles pass by -> all tensors that pass by with it.
+PASSING = {"k": ("k", "v"), "q": ("q", "grad_out")}
+
+
 @dataclass(frozen=True)
 class KernelTask:
     """A kernel to write, and how it is launched and checked."""
@@ -86,25 +95,27 @@ class KernelTask:
 
     def tiles_seen(self, tile: int, n: int, tiling: Tiling) -> int:
         """How many tiles that pass by have a visible pair with the `tile`-th one that is kept."""
+        if not self.is_causal:
+            return -(-n // tiling.BK)
         if self.passing == "k":
             last = min((tile + 1) * tiling.BQ, n) - 1
             return sum(key <= last for key in range(0, n, tiling.BK))
         first = tile * tiling.BK
         return sum(min(query + tiling.BQ, n) > first for query in range(0, n, tiling.BQ))
 
-    def refuse_hidden_tiles(self, run: Run, n: int, tiling: Tiling) -> None:
-        """ValueError if a program loads more tiles than have a visible pair."""
-        if not self.is_causal:
-            return
-        heads, name = run.grid[1], self.passing
-        loaded = Counter(access.program for access in run.of("load", name))
-        for program, count in sorted(loaded.items()):
-            seen = self.tiles_seen(program // heads, n, tiling)
-            if count > seen:
-                raise ValueError(
-                    f"program {divmod(program, heads)} loads {count} tiles of {name}; only {seen} "
-                    f"{'has' if seen == 1 else 'have'} a pair that is visible"
-                )
+    def refuse_more_tiles(self, run: Run, n: int, tiling: Tiling) -> None:
+        """ValueError if a program loads more tiles than have a visible pair, or one twice."""
+        heads = run.grid[1]
+        for name in PASSING[self.passing]:
+            loaded = Counter(access.program for access in run.of("load", name))
+            for program, count in sorted(loaded.items()):
+                seen = self.tiles_seen(program // heads, n, tiling)
+                if count > seen:
+                    have = "has" if seen == 1 else "have"
+                    raise ValueError(
+                        f"program {divmod(program, heads)} loads {count} tiles of {name}; only "
+                        f"{seen} {have} a pair that is visible, to be loaded once"
+                    )
 
     def run(self, kernel: Any, *given: Any) -> Tensor:
         """The results side by side, (heads, n, all their columns); `given` ends with a Tiling.
@@ -119,7 +130,7 @@ class KernelTask:
         for name in self.results:
             if not run.of("store", name):
                 raise ValueError(f"nothing is stored in {name}")
-        self.refuse_hidden_tiles(run, tensors[0].shape[1], tiling)
+        self.refuse_more_tiles(run, tensors[0].shape[1], tiling)
         if torch.cuda.is_available() and hasattr(kernel, "fn"):
             launch, stored = self.plan(tiling, *(x.cuda() for x in tensors))
             kernel[launch.grid](*launch.arguments, **launch.options)
@@ -187,8 +198,11 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
     """
     import triton
 
+    if not_jitted(kernel, exercise.tier):
+        return triton.jit(task.solution)
+
     # an error names its line in the kernel
-    @functools.wraps(kernel.fn)
+    @functools.wraps(plain(kernel))
     def attempt(*given: Any) -> Tensor:
         return task.run(kernel, *given)
 
@@ -200,7 +214,7 @@ def check_kernel(exercise: Exercise, task: KernelTask, kernel: Any) -> Any:
     if result_of(text) == "failed":
         cures = [cure for sign, cure in CURES.items() if sign in text]
         text = "\n  ".join([text, *cures, *([ROUNDS] if rounds_float32(kernel) else [])])
-    report(text, kernel.__name__, exercise.tier)
+    report(text, plain(kernel).__name__, exercise.tier)
     return kernel if result_of(text) == "passed" else triton.jit(task.solution)
 
 
@@ -239,7 +253,7 @@ ROUNDS = 'on a GPU, and here too, `tl.dot` rounds float32 unless it has input_pr
 
 def rounds_float32(kernel: Any) -> bool:
     """Whether a kernel's source has a `tl.dot` without a precision."""
-    source = inspect.getsource(kernel.fn)
+    source = inspect.getsource(plain(kernel))
     return source.count("tl.dot(") > source.count("input_precision")
 
 

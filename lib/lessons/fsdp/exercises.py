@@ -5,16 +5,31 @@ orders of a step, checkpoints.
 from __future__ import annotations
 
 import functools
-import inspect
+import gc
 import math
+import operator
 import random
+import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lessons.exercise import Exercise, check, difference, report, result_of, verdict
+from lib.lessons.calls import call
+from lib.lessons.differences import is_array
+from lib.lessons.exercise import (
+    TIME_LIMIT,
+    Exercise,
+    check,
+    difference,
+    name_of,
+    report,
+    result_of,
+    verdict,
+)
 from lib.lessons.fsdp.orders import Costs, Event, play
 from lib.lessons.fsdp.ranks import mlp_alone, run_mlp_attempt, train_alone, train_attempt
 from lib.lessons.ranks import (
@@ -113,9 +128,9 @@ def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dic
             ranks.poison()
             # or a copy: no other tensor is as large as one matrix or both
             is_kept = ranks.forget_gathered() or any(
-                tensor.numel() in (len(whole) // 2, len(whole))
-                and tensor.data_ptr() not in (shard.data_ptr(), own_x.data_ptr())
-                for tensor in _tensors_of(backward)
+                size in (len(whole) // 2, len(whole))
+                and place not in (shard.data_ptr(), own_x.data_ptr())
+                for size, place in _sizes_held(backward)
             )
             found = {"y": _listed(y.tolist()), "whole matrices held until backward": is_kept}
             grad_x, grad_shard = _returned(_run_backward(backward, grad_y[ranks.number]))
@@ -130,6 +145,26 @@ def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dic
     return played
 
 
+# What is counted on a rank -> a sentence about a wrong count.
+COUNTED = {
+    "whole matrices held until backward of rank (\\d+)": (
+        "rank {} still holds a whole matrix, or a copy of one, when backward begins"
+    ),
+    "matmuls are those of a part of rank (\\d+)": (
+        "rank {} computes with more than its parts of the matrices"
+    ),
+}
+
+
+def _words(yours: Any, expected: Any) -> str:
+    """The first wrong value, or a sentence about what a rank should not do."""
+    found = difference(yours, expected)
+    for pattern, sentence in COUNTED.items():
+        if match := re.match(f"'{pattern}'", found):
+            return sentence.format(match[1])
+    return found
+
+
 def _run_backward(backward: Callable, grad_y: Tensor) -> Any:
     try:
         return backward(grad_y)
@@ -141,29 +176,44 @@ def _run_backward(backward: Callable, grad_y: Tensor) -> Any:
         raise RuntimeError(told) from error
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors that a function or a container holds."""
+def _sizes_held(value: Any, seen: set[int] | None = None) -> Iterator[tuple[int, Any]]:
+    """How many numbers each tensor, array or list has that a function or an object holds.
+
+    With each its address, if it has one. Not what is global, as modules and classes are.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, HELD_BY_ALL):
+        return
+    seen.add(id(value))
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors_of(item)
-    elif isinstance(value, dict):
-        yield from _tensors_of([*value.values()])
-    elif isinstance(value, functools.partial):
-        yield from _tensors_of([*value.args, value.keywords])
-    elif inspect.isfunction(value):
-        held = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
-        yield from _tensors_of([*held, *(value.__defaults__ or ())])
+        yield value.numel(), value.data_ptr()
+        return
+    if is_array(value):
+        yield value.size, value.__array_interface__["data"][0]
+        return
+    if isinstance(value, (bytes, bytearray)):
+        yield len(value) // 4, None
+        return
+    if isinstance(value, (list, tuple)):
+        yield _count(value), None
+    if isinstance(value, types.FunctionType):
+        # not its globals
+        inside = [*(value.__closure__ or ()), *(value.__defaults__ or ())]
+    else:
+        inside = gc.get_referents(value)
+    for item in inside:
+        yield from _sizes_held(item, seen)
 
 
-def _is_set(cell: Any) -> bool:
-    # a name that was deleted leaves an empty cell
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+# What many hold, and no attempt as its own.
+HELD_BY_ALL = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType, Threads)
+
+
+def _count(values: Any) -> int:
+    """The numbers in a list of lists."""
+    if isinstance(values, (list, tuple)):
+        return sum(map(_count, values))
+    return isinstance(values, (int, float))
 
 
 def _listed(values: Any) -> Any:
@@ -266,7 +316,7 @@ SHARDED_MLP = Exercise(
     },
     tier="core",
     trials=40,
-    describe=difference,
+    describe=_words,
 )
 
 
@@ -609,8 +659,9 @@ def weighing(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
             return math.ceil(layers / size) * boundary + size * inside
 
         size = _returned(attempt(layers, boundary, inside))
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
             raise TypeError(f"the size must be an int, got {size!r}")
+        size = operator.index(size)
         if not 1 <= size <= layers:
             raise ValueError(f"the size must be between 1 and {layers}, got {size}")
         return {"bytes kept": kept(size)}
@@ -688,8 +739,27 @@ def _draw_whole_mlp(generator: random.Random, size: int) -> tuple:
     return *(whole_numbers(generator, *shape) for shape in shapes), ranks
 
 
+# A rank may compute so many times its share, as where backward computes h again.
+MOST_SHARES = 1.5
+
+
+class _Matmuls(TorchDispatchMode):
+    """Counts the multiply-adds of matmuls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if op.overloadpacket.__name__ in ("mm", "addmm", "bmm", "mv"):
+            left = args[1] if op.overloadpacket.__name__ == "addmm" else args[0]
+            self.count += result.numel() * left.shape[-1]
+        return result
+
+
 def on_all_ranks(attempt: Callable) -> Callable[..., dict[str, Any]]:
     """A function that runs `attempt` on ranks with the same input, and counts their all-reduces.
+
+    And it tells whether a rank computes with no more than its parts of the matrices.
 
     Args:
         attempt: `attempt(x, w1, w2, ranks)` -> output, backward.
@@ -697,10 +767,15 @@ def on_all_ranks(attempt: Callable) -> Callable[..., dict[str, Any]]:
 
     @functools.wraps(attempt)
     def played(x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, count: int) -> dict[str, Any]:
+        # forward has two matmuls, backward four
+        share = 6 * len(x) * w1.numel() / count
+
         def job(ranks: Threads) -> dict[str, Any]:
-            y, backward = _returned(attempt(x.clone(), w1.clone(), w2.clone(), ranks))
-            found = {"y": y.tolist(), "all-reduces in forward": ranks.calls["all-reduces"]}
-            grad_x, grad_w1, grad_w2 = _returned(backward(grad_y.clone()))
+            with _Matmuls() as matmuls:
+                y, backward = _returned(attempt(x.clone(), w1.clone(), w2.clone(), ranks))
+                found = {"y": y.tolist(), "all-reduces in forward": ranks.calls["all-reduces"]}
+                grad_x, grad_w1, grad_w2 = _returned(backward(grad_y.clone()))
+            found["matmuls are those of a part"] = matmuls.count <= MOST_SHARES * share
             found |= {"grad_x": grad_x.tolist(), "all-reduces in both": ranks.calls["all-reduces"]}
             return found | {"grad_w1": grad_w1.tolist(), "grad_w2": grad_w2.tolist()}
 
@@ -730,10 +805,28 @@ def tensor_parallel_mlp(
     return y, backward
 
 
+@on_all_ranks
+def _compute_with_the_whole(
+    x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads
+) -> tuple[Tensor, Callable]:
+    h = x @ w1.T
+    y = ranks.all_reduce(h.relu() @ w2.T / ranks.count)
+
+    def backward(grad_y):
+        grad_h = (grad_y @ w2) * (h > 0)
+        grad_w1 = (grad_h.T @ x).chunk(ranks.count, dim=0)[ranks.number]
+        grad_w2 = (grad_y.T @ h.relu()).chunk(ranks.count, dim=1)[ranks.number]
+        return ranks.all_reduce(grad_h @ w1 / ranks.count), grad_w1, grad_w2
+
+    return y, backward
+
+
 TENSOR_PARALLEL_MLP = Exercise(
     tensor_parallel_mlp,
     _draw_whole_mlp,
     {
+        "every rank computes with the whole matrices, and a share of the result is added up; a "
+        "rank has room for its own parts alone": _compute_with_the_whole,
         "nothing is sent; y and the gradient of x are sums over the ranks": (
             "    y = ranks.all_reduce(h.relu() @ w2.T)\n\n"
             "    def backward(grad_y):\n"
@@ -803,7 +896,7 @@ TENSOR_PARALLEL_MLP = Exercise(
     },
     tier="core",
     trials=40,
-    describe=difference,
+    describe=_words,
 )
 
 
@@ -834,9 +927,9 @@ def check_best_size(attempt: Callable) -> None:
     """Check `best_size(layers, boundary, inside)` -> layers in a checkpoint."""
     text = verdict(BEST_SIZE, weighing(attempt))
     if result_of(text) == "passed":
-        size = attempt(34, 1, 20)
+        size = call(attempt, (34, 1, 20), TIME_LIMIT)
         text += f"\n  34 blocks that keep 20 times their input each: {size} in a checkpoint"
-    report(text, attempt.__name__, BEST_SIZE.tier)
+    report(text, name_of(attempt), BEST_SIZE.tier)
 
 
 def check_fast_order(attempt: Callable) -> None:

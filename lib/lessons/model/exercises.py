@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.lessons.exercise import Exercise, check, edited
@@ -169,17 +170,24 @@ def _backward_without_leaves(
 
 
 class _Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operation makes."""
+    """Notes the largest tensor that an operation makes whose rows or columns are `width` long."""
 
-    numbers = 0
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.numbers, self.words = width, 0, ""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numbers = max(self.numbers, result.numel())
+        is_wide = isinstance(result, Tensor) and self.width in result.shape
+        if is_wide and result.numel() > self.numbers:
+            self.numbers, shape = result.numel(), tuple(result.shape)
+            name = op.overloadpacket.__name__
+            self.words = f"logits of shape {shape}" if name in MATMULS else f"a {shape} tensor"
         return result
 
 
+# PyTorch's own operations behind `@`.
+MATMULS = ("mm", "addmm", "bmm", "matmul", "mv")
 # With as many chunks, what autograd keeps for one of them is less than the logits of all.
 MANY_CHUNKS = 12
 
@@ -209,26 +217,32 @@ class _Kept:
 @functools.cache
 def _load_dispatch() -> None:
     """Have PyTorch import what a first operation under a mode needs, before calls are timed."""
-    with _Largest():
+    with _Largest(1):
         torch.zeros(1)
 
 
 def frugal(attempt: Callable) -> Callable[..., Tensor]:
     """Return `attempt` with its three results as rows of one tensor: the loss, then the gradients.
 
-    The function returned raises ValueError where the attempt makes the logits of all tokens, has
-    autograd keep those of all chunks, or returns gradients of other shapes.
+    The function returned raises ValueError where the attempt makes more logits than those of a
+    chunk, or another tensor as large, has autograd keep those of all chunks, or returns gradients
+    of other shapes.
     """
 
     @functools.wraps(attempt)
     def run(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-        num_logits = len(hidden) * len(weight)
+        num_logits, of_chunk = len(hidden) * len(weight), chunk_tokens * len(weight)
         kept = _Kept(len(weight))
         hooks = saved_tensors_hooks(kept.pack, lambda holder: holder.tensor)
-        with _Largest() as largest, hooks:
+        with _Largest(len(weight)) as largest, hooks:
             loss, d_hidden, d_weight = attempt(hidden, weight, targets, chunk_tokens)
-        if largest.numbers >= num_logits:
-            raise ValueError("it holds the logits of all tokens at once")
+        # the gradient of `weight` is as wide
+        if largest.numbers > max(of_chunk, weight.numel()):
+            whose = "all tokens" if largest.numbers >= num_logits else "several chunks"
+            raise ValueError(
+                f"it makes {largest.words}, as many numbers as the logits of {whose}; "
+                f"chunk_tokens={chunk_tokens} allows {(chunk_tokens, len(weight))}"
+            )
         if kept.numbers >= num_logits and len(hidden) >= MANY_CHUNKS * chunk_tokens:
             raise ValueError("autograd keeps the logits of all chunks at once")
         shapes = tuple(d_hidden.shape), tuple(d_weight.shape)
@@ -308,11 +322,12 @@ def _draw_attention(generator: random.Random, size: int) -> tuple:
     head_dim, num_kv_heads = generator.randint(2, 3), generator.randint(1, 2)
     num_heads = num_kv_heads * generator.randint(1, 2 + size // 8)
     batch, length = generator.randint(1, 2), generator.randint(1, 2 + size // 2)
-    d_model = num_heads * head_dim
+    # mostly not as wide as all heads together
+    d_model = num_heads * head_dim + generator.randint(0, 2)
     x = _draw_tensor(generator, batch, length, d_model)
     rows = (num_heads, num_kv_heads, num_kv_heads)
     w_q, w_k, w_v = (_draw_tensor(generator, n * head_dim, d_model) / d_model for n in rows)
-    return x, w_q, w_k, w_v, _draw_tensor(generator, d_model, d_model), num_heads
+    return x, w_q, w_k, w_v, _draw_tensor(generator, d_model, num_heads * head_dim), num_heads
 
 
 def attention(
@@ -331,6 +346,30 @@ def attention(
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
     out = (weights @ v).transpose(1, 2).flatten(-2)  # (batch, length, d_model)
     return out @ w_out.T
+
+
+class _Without(TorchFunctionMode):
+    """Raises ValueError where one of these functions of PyTorch is called."""
+
+    def __init__(self, *functions: Callable) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in self.functions:
+            raise ValueError(f"{function.__name__} does all of it; write it out")
+        return function(*args, **(kwargs or {}))
+
+
+def by_hand(attempt: Callable, *functions: Callable) -> Callable:
+    """Return `attempt` as a function that must not call these functions of PyTorch."""
+
+    @functools.wraps(attempt)
+    def run(*arguments: Any) -> Any:
+        with _Without(*functions):
+            return attempt(*arguments)
+
+    return run
 
 
 ATTENTION = Exercise(
@@ -472,6 +511,15 @@ ROTATE = Exercise(
             "torch.arange(length)[:, None]",
             "torch.arange(1, length + 1)[:, None]",
         ),
+        "in `pairs` the angles come in halves, as of `torch.cat((angles, angles), -1)`; both "
+        "coordinates of a pair have the same angle, so use repeat_interleave": (
+            "    a, b = (x[:, 0::2]",
+            '    if layout == "pairs":\n'
+            "        both = torch.cat((angles, angles), -1)\n"
+            "        turned = torch.stack((-x[:, 1::2], x[:, 0::2]), -1).flatten(-2)\n"
+            "        return x * both.cos() + turned * both.sin()\n"
+            "    a, b = (x[:, 0::2]",
+        ),
         "theta is 10,000 whatever is given; take the argument": ("theta **", "10_000.0 **"),
         "all pairs rotate at the speed of the first one": (
             "[:, None] * frequencies",
@@ -578,6 +626,10 @@ BILL = Exercise(
         "the cache holds keys and values of every query head; it holds kv_heads of them": (
             "2 * layers * kv_width * context * 2",
             "2 * layers * d_model * context * 2",
+        ),
+        "the cache counts heads; each key and each value has head_dim numbers": (
+            "2 * layers * kv_width * context * 2",
+            "2 * layers * kv_heads * context * 2",
         ),
         "the cache holds one layer; every layer has keys and values": (
             "2 * layers * kv_width * context * 2",
@@ -714,7 +766,7 @@ PREVIOUS_TOKEN_HEAD = Exercise(
 
 def check_cross_entropy(attempt: Callable) -> None:
     """Check `cross_entropy(logits, targets)`: (tokens, vocab), (tokens,) -> a scalar."""
-    check(CROSS_ENTROPY, attempt)
+    check(CROSS_ENTROPY, by_hand(attempt, F.cross_entropy))
 
 
 def check_loss_in_chunks(attempt: Callable) -> None:
@@ -724,7 +776,8 @@ def check_loss_in_chunks(attempt: Callable) -> None:
 
 def check_attention(attempt: Callable) -> None:
     """Check `attention(x, w_q, w_k, w_v, w_out, num_heads)` -> (batch, length, d_model)."""
-    check(ATTENTION, attempt)
+    whole = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    check(ATTENTION, by_hand(attempt, *whole))
 
 
 def check_rotate(attempt: Callable) -> None:

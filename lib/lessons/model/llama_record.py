@@ -135,7 +135,7 @@ def save_logits() -> Path:
     ids = Tokenizer.load(TRAINED).encode(PROMPT)
     record = {
         "made by": "python -m lib lessons llama",
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
         "trained": _record_of(trained, ids, EVERY["trained"], STORY_TOKENS),

@@ -90,6 +90,8 @@ TIME_RUNS = Exercise(
         ),
         "no time passes between the two readings of the clock; the run and the wait for it belong "
         "between them": ("gpu.clock() - start", "0"),
+        "the lower of the two middle times is returned, as torch.median does; for an even number "
+        "of samples the median is their mean": ("statistics.median", "statistics.median_low"),
         "one of the two middle times is returned; for an even number of samples the median is "
         "their mean": ("statistics.median", "statistics.median_high"),
     },
@@ -531,10 +533,18 @@ def _draw_update(generator: random.Random, size: int) -> tuple:
     return p, g, m, v, generator.choice([0.1, 0.5])
 
 
+def _new_moments(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+    m = 0.9 * m + 0.1 * g
+    v = 0.95 * v + 0.05 * g * g
+    p -= lr * (m / (v.sqrt() + 1e-8) + 0.01 * p)
+
+
 ADAMW = Exercise(
     updated(adamw),
     _draw_update,
     {
+        "m and v become other tensors, and those that are given stay as they are; change them in "
+        "place": updated(_new_moments),
         "the weight decay is missing": updated(edited(adamw, "mul_(1 - 0.01 * lr).", "")),
         "the second moment takes the gradient, not its square": updated(
             edited(adamw, "addcmul_(b, b, value=0.05)", "add_(b.abs(), alpha=0.05)")

@@ -37,13 +37,18 @@ ANONYMOUS = {"A": "eager_textbook", "B": "matrix_eager", "C": "eager"}
 IDENTITY = ("task", "model", "candidate", "name", "size", "numbers", "tokens")
 
 
-def place_of(record: Record) -> str:
-    """The device and the date of a record.
+def place_of(*records: Record) -> str:
+    """The devices and the dates of records, or of their rows: of all those that are shown.
 
-    >>> place_of({"device": "NVIDIA H200", "date": "2026-11-21T18:32:57+00:00"})
+    >>> first = {"device": "NVIDIA H200", "date": "2026-11-21T18:32:57+00:00"}
+    >>> place_of(first)
     'NVIDIA H200, 2026-11-21'
+    >>> place_of({**first, "date": "2026-11-27T09:00:00+00:00"}, first)
+    'NVIDIA H200, 2026-11-21 to 2026-11-27'
     """
-    return f"{record['device']}, {record['date']:.10}"
+    devices = " and ".join(sorted({record["device"] for record in records}))
+    dates = sorted({f"{record['date']:.10}" for record in records})
+    return f"{devices}, {' to '.join([dates[0], *dates[1:][-1:]])}"
 
 
 def newest_records(path: str | os.PathLike) -> list[Record]:
@@ -166,7 +171,7 @@ def block_on_gpu() -> tuple[Limits, list[MeasuredOperation], str]:
     records = newest_records(ARTIFACTS / "roofline.jsonl")
     asked = records[-1]["config"]
     sizes = f"{asked['dtype']}, {asked['batch_size']} × {asked['context_length']:,} tokens"
-    return *points_of(records), f"a block of {asked['model']}, {sizes}, {place_of(records[-1])}"
+    return *points_of(records), f"a block of {asked['model']}, {sizes}, {place_of(*records)}"
 
 
 def anonymous_traces() -> dict[str, list[Kernel]]:
@@ -245,6 +250,6 @@ def predicted_steps(launch_ms: float) -> list[dict[str, Any]]:
 
 
 def _placed(rows: list[dict[str, Any]], records: list[Record], words: str = "") -> list[dict]:
-    """Return the rows of a table, and print the device and the date of the newest record."""
-    print(", ".join(filter(None, (words, place_of(records[-1])))))
+    """Return the rows of a table, and print the device and the dates of the records."""
+    print(", ".join(filter(None, (words, place_of(*records)))))
     return rows

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import math
+import numbers
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from lib.core.records import append_record
 from lib.core.settings import require
-from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, report
+from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, name_of, report
 from lib.lessons.speedrun.race import (
     FEWEST_SEEDS,
     Race,
@@ -21,6 +24,8 @@ from lib.lessons.speedrun.race import (
     board_file,
     entry_of,
     faults,
+    reference_entries,
+    source_of,
 )
 from lib.model import TransformerLM
 
@@ -329,7 +334,7 @@ def watched(
     for step in steps:
         model, tokens = step if isinstance(step, tuple) and len(step) == 2 else (step, None)
         kinds = f"{type(model).__name__} and {type(tokens).__name__}"
-        is_legal = isinstance(model, TransformerLM) and isinstance(tokens, int)
+        is_legal = isinstance(model, TransformerLM) and isinstance(tokens, numbers.Integral)
         require(is_legal, f"a recipe yields a TransformerLM and an int, got {kinds}; {advice}")
         said += tokens
         is_new = all(model is not other for other in earlier)
@@ -363,11 +368,43 @@ def inspected(recipe: Recipe, race: Race, seed: int, earlier: Sequence[Transform
     return model
 
 
+def copied_from(attempt: Recipe) -> str | None:
+    """The name of a recipe of the lesson that `attempt` is a copy of, or calls; or None."""
+    known = {
+        program_of(entry["figures"]["source"]): name for name, entry in reference_entries().items()
+    }
+    known_here = getattr(attempt, "__globals__", {})
+    names = attempt.__code__.co_names if known_here else ()  # type: ignore[attr-defined]
+    used = [known_here.get(name) for name in names]
+    inside = [one for value in used if isinstance(value, dict) for one in value.values()]
+    for function in (attempt, *used, *inside):
+        if isinstance(function, types.FunctionType):
+            try:
+                program = program_of(source_of(function))
+            except (OSError, SyntaxError, TypeError):
+                continue
+            if program in known:
+                return known[program]
+    return None
+
+
+def program_of(source: str) -> str:
+    """What the source of a function does, whatever its name, its comments and its spaces."""
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    body = function.body
+    if ast.get_docstring(function):
+        body = body[1:]
+    return ast.dump(ast.Module([*body], []))
+
+
 def race_verdict(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> str:
     """Return the verdict on a recipe that must be faster than `start`; a right one is entered.
 
     What `start` would take is its tokens to the target over its speed, measured beside each run.
     """
+    if name := copied_from(attempt):
+        return f'not yet: this is the recipe "{name}" as it is; change something of it'
     curves, speeds = {}, []
     models: list[TransformerLM] = []
     rules = race.rules()
@@ -385,7 +422,7 @@ def race_verdict(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> s
         if at_target(curves[seed], race.target) is None:
             bits = curves[seed][-1][2]
             return f"not yet: seed {seed} ended at {bits:.3f} bits per byte, not {race.target}"
-    entry = entry_of(race, attempt.__name__, attempt, curves)
+    entry = entry_of(race, name_of(attempt), attempt, curves)
     if wrong := faults(entry, race):
         return f"not yet: {'; '.join(wrong)}"
     yours = median(run["seconds"] for run in entry["figures"]["runs"])
@@ -410,4 +447,4 @@ def check_run_to_target(attempt: Callable) -> Callable:
 
 def check_faster(attempt: Recipe, start: Recipe, tokens: float, race: Race) -> None:
     """Race `attempt(race, seed)` against `start`, which reaches the target after `tokens`."""
-    report(race_verdict(attempt, start, tokens, race), attempt.__name__, "open")
+    report(race_verdict(attempt, start, tokens, race), name_of(attempt), "open")

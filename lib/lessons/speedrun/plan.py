@@ -252,8 +252,8 @@ def _low_precision_weights(machine: Machine, model: ModelConfig, dtype: str) -> 
 def _attention(machine: Machine, times: Mapping[str, float]) -> Setting:
     """The fastest kernel where they were measured on the machine itself, else a rule of thumb.
 
-    For Hopper the rule comes from the records in artifacts/attention_sweep.jsonl. A T4 (sm_75) has
-    no record, so that the training itself measures: `auto`.
+    For Hopper the rule comes from the records in artifacts/attention_sweep.jsonl. On an older chip
+    than Ampere the training itself picks: `auto`.
     """
     name = "attention_kernel"
     if times:
@@ -262,7 +262,7 @@ def _attention(machine: Machine, times: Mapping[str, float]) -> Setting:
     if machine.capability[0] == 9:
         return Setting(name, "flash_attention_triton", "faster than PyTorch's on Hopper")
     if machine.capability < (8, 0):
-        return Setting(name, "auto", "the fastest, measured when training starts")
+        return Setting(name, "auto", "the fastest known, named when training starts")
     return Setting(name, "sdpa", "ours was not measured on this chip")
 
 

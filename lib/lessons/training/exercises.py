@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -11,11 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lib.lessons.exercise import NOT_ATTEMPTED, Exercise, check, edited, report
+from lib.lessons.calls import call
+from lib.lessons.exercise import (
+    NOT_ATTEMPTED,
+    TIME_LIMIT,
+    Exercise,
+    check,
+    edited,
+    name_of,
+    report,
+    trouble_of,
+)
 from lib.lessons.training.broken import FAULTS
 from lib.lessons.training.toys import (
     BUDGET,
+    TRAINED,
     Batches,
     MakeRun,
     ToyDecoder,
@@ -110,6 +123,10 @@ ADAMW_STEPS = Exercise(
             "square_hat.sqrt() + eps",
             "(square_hat + eps).sqrt()",
         ),
+        "eps is added to a root that is not corrected yet; correct the mean of squares first": (
+            "mean_hat / (square_hat.sqrt() + eps)",
+            "mean_hat * (1 - beta2**step) ** 0.5 / (square.sqrt() + eps)",
+        ),
         "the root is missing; divide by the root of the mean of squares": (".sqrt()", ""),
         "this is the square of the mean; take the mean of the squares": (
             "square_hat = square",
@@ -127,16 +144,16 @@ ADAMW_STEPS = Exercise(
 
 
 def _draw_training(generator: random.Random, size: int) -> tuple:
-    def numbers(count: int) -> list[float]:
+    def draws(count: int) -> list[float]:
         return [round(generator.gauss(0, 1), 1) for _ in range(count)]
 
     steps, accumulate, width = 2 + size // 3, generator.randint(1, 3), 1 + size // 5
     batches = Batches()
     for _ in range(steps * accumulate):
-        x = torch.tensor([numbers(width) for _ in range(3)], dtype=torch.float64)
-        batches.append((x, torch.tensor(numbers(3), dtype=torch.float64)))
+        x = torch.tensor([draws(width) for _ in range(3)], dtype=torch.float64)
+        batches.append((x, torch.tensor(draws(3), dtype=torch.float64)))
     rates = [round(generator.uniform(0.02, 0.3), 2) for _ in range(steps)]
-    return ToyModel(numbers(width)), batches, rates, accumulate, generator.choice([0.5, 2.0, 9.0])
+    return ToyModel(draws(width)), batches, rates, accumulate, generator.choice([0.5, 2.0, 9.0])
 
 
 def train(
@@ -169,9 +186,11 @@ def rounded(train: Callable) -> Callable:
     @functools.wraps(train)
     def run(*arguments: Any) -> Any:
         losses = train(*arguments)
-        if isinstance(losses, list) and any(map(torch.is_tensor, losses)):
+        if not isinstance(losses, (list, tuple)):
+            return losses
+        if any(map(torch.is_tensor, losses)):
             raise TypeError("a loss in the list is a tensor; make it a number with .item()")
-        return torch.tensor(losses) if isinstance(losses, list) else losses
+        return torch.tensor(losses)
 
     return run
 
@@ -196,6 +215,10 @@ LOOP_MISTAKES = {
     "nothing is clipped": (
         "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
         "pass",
+    ),
+    "each number of the gradient is clipped by itself; clip their norm, with clip_grad_norm_": (
+        "clip_grad_norm_",
+        "clip_grad_value_",
     ),
     "each small batch is clipped by itself; clip once, when all gradients are there": (
         "total += loss.item()\n        torch",
@@ -411,13 +434,21 @@ def _resume_by_reference(make_run: Callable[[], ToyRun], before: int, after: int
 
 
 def interrupted(resume: Callable) -> Callable:
-    """Return `resume`, refused where it did not make a second run to go on with."""
+    """Return `resume`, refused where no second run goes on from where the first one was."""
 
     @functools.wraps(resume)
     def run(make_run: MakeRun, before: int, after: int) -> Any:
         weights = resume(make_run, before, after)
-        if make_run.calls < 2:
+        if len(make_run.made) < 2:
             raise ValueError("call make_run() twice; the second run goes on from what was saved")
+        first, *others = (TRAINED.get(run, 0) for run in make_run.made)
+        if first > before + 1:
+            raise ValueError(f"the first run was trained for {first} steps; it gets {before} + 1")
+        if max(others) > after:
+            raise ValueError(
+                f"the second run was trained for {max(others)} steps; the first {before} are saved "
+                f"already, and it goes on for {after}"
+            )
         return weights
 
     return run
@@ -552,6 +583,10 @@ TOP_P = Exercise(
             "ranked[1:][before[:-1] >= top_p]",
         ),
         "the probabilities kept do not sum to 1; divide them by their sum": (" / ranked.sum()", ""),
+        "the probabilities kept go through another softmax; divide them by their sum": (
+            "result[ids] = ranked / ranked.sum()",
+            "result[ids] = torch.where(ranked > 0, ranked.exp(), 0.0)\n    result /= result.sum()",
+        ),
         "the result is left in sorted order; each probability belongs to its own id": (
             "result[ids] =",
             "result =",
@@ -676,16 +711,22 @@ PLAIN_SETTINGS = {
     "weight_decay": 0.1,
 }
 BUDGET_GOAL = 2.5
+BUDGET_SECONDS = 120
 
 
 def settings_verdict(attempt: Callable[[], Mapping[str, float]]) -> str:
     """Return the verdict on settings: the held-out loss they reach must be below BUDGET_GOAL."""
     try:
-        settings = attempt()
+        settings = call(attempt, (), TIME_LIMIT)
     except NotImplementedError:
         return NOT_ATTEMPTED
+    if trouble := trouble_of(settings):
+        return f"not yet: {trouble}"
     if not isinstance(settings, Mapping) or settings.keys() != PLAIN_SETTINGS.keys():
         return f"not yet: return a dict with the keys {', '.join(PLAIN_SETTINGS)}"
+    for name, value in settings.items():
+        if not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            return f"not yet: {name} must be a number, got {value!r}"
     if not 1 <= settings["batch_size"] <= BUDGET:
         return f"not yet: batch_size must be between 1 and {BUDGET}, got {settings['batch_size']}"
     steps = BUDGET // int(settings["batch_size"])
@@ -694,7 +735,9 @@ def settings_verdict(attempt: Callable[[], Mapping[str, float]]) -> str:
             f"not yet: {BUDGET} sequences are {steps} steps at this batch size; "
             f"warmup_steps must be fewer, got {settings['warmup_steps']}"
         )
-    loss = loss_on_budget(settings)
+    loss = call(loss_on_budget, (settings,), BUDGET_SECONDS)
+    if trouble := trouble_of(loss):
+        return f"not yet: {trouble}"
     if not loss < BUDGET_GOAL:
         return (
             f"not yet: held-out loss {loss:.3f} after {BUDGET} sequences; get below {BUDGET_GOAL}"
@@ -702,9 +745,26 @@ def settings_verdict(attempt: Callable[[], Mapping[str, float]]) -> str:
     return f"right: held-out loss {loss:.3f}, below {BUDGET_GOAL}; how low can you get?"
 
 
+def without_optimizers(attempt: Callable) -> Callable:
+    """Return `attempt` as a function in which no optimizer of PyTorch may take a step."""
+
+    @functools.wraps(attempt)
+    def run(*arguments: Any) -> Any:
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            raise ValueError(f"{type(optimizer).__name__} does all of it; write the update out")
+
+        hook = register_optimizer_step_pre_hook(refuse)
+        try:
+            return attempt(*arguments)
+        finally:
+            hook.remove()
+
+    return run
+
+
 def check_adamw(attempt: Callable) -> None:
     """Check `adamw(weight (n,), gradients (steps, n), lr, weight_decay)` -> weight (n,)."""
-    check(ADAMW_STEPS, attempt)
+    check(ADAMW_STEPS, without_optimizers(attempt))
 
 
 def check_top_p(attempt: Callable) -> Callable:
@@ -739,4 +799,4 @@ def check_decode(attempt: Callable) -> None:
 
 def check_settings(attempt: Callable) -> None:
     """Show the held-out loss that `settings()` -> dict reaches on a budget of tokens."""
-    report(settings_verdict(attempt), attempt.__name__, "open")
+    report(settings_verdict(attempt), name_of(attempt), "open")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+import weakref
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lib.data import get_batch
 from lib.data.stories import generate_stories
@@ -19,15 +21,45 @@ from lib.model import ModelConfig, TransformerLM
 from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
 
 
+class Kept:
+    """A tensor that autograd keeps; backward lets go of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class ToyModel(nn.Module):
-    """A line through points, with the `loss(x, y)` of a language model."""
+    """A line through points, with the `loss(x, y)` of a language model.
+
+    It is so large, in its story, that the activations of one batch alone fit into memory.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(weights, dtype=torch.float64))
+        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return (x @ self.weight - y).square().mean()
+        """Return the mean loss of a batch.
+
+        Raises:
+            MemoryError: autograd still keeps what it needs for another batch.
+        """
+        if self.kept:
+            raise MemoryError(
+                "autograd still keeps the activations of another batch; call backward for each "
+                "batch before the next one's loss"
+            )
+        with saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
+            return (x @ self.weight - y).square().mean()
+
+    def _pack(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        self.kept.add(kept)
+        return kept
+
+    def __deepcopy__(self, memo: dict) -> ToyModel:
+        return ToyModel(self.weight.tolist())
 
     def __repr__(self) -> str:
         return "model"
@@ -38,6 +70,10 @@ class Batches(list):
 
     def __repr__(self) -> str:
         return f"<{len(self)} batches>"
+
+
+# How many steps a run took by itself; no attribute, since those are copied from run to run.
+TRAINED: weakref.WeakKeyDictionary[ToyRun, int] = weakref.WeakKeyDictionary()
 
 
 class ToyRun:
@@ -62,6 +98,7 @@ class ToyRun:
 
     def train(self, steps: int) -> None:
         """Take `steps` steps; weights and moments change in place."""
+        TRAINED[self] = TRAINED.get(self, 0) + steps
         for _ in range(steps):
             if not self.order:
                 self.order.extend(range(self.EXAMPLES))
@@ -85,11 +122,14 @@ class MakeRun:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.calls = 0
+        self.made: list[ToyRun] = []
 
     def __call__(self) -> ToyRun:
-        self.calls += 1
-        return ToyRun(self.seed)
+        self.made.append(ToyRun(self.seed))
+        return self.made[-1]
+
+    def __deepcopy__(self, memo: dict) -> MakeRun:
+        return MakeRun(self.seed)
 
     def __repr__(self) -> str:
         return "make_run"

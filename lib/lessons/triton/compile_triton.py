@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from lib.lessons.triton.recorder_triton import restore_language
+from lib.lessons.triton.recorder_triton import plain, restore_language
 
 KERNELS = (JITFunction, InterpretedFunction)
 
@@ -68,11 +68,10 @@ def compile_for(
         constants: values of the arguments that are `tl.constexpr`.
     """
     types, fixed, facts = {}, {}, {}
-    function = getattr(kernel, "fn", kernel)
     # what was interpreted without `watch` may have changed it
     restore_language()
     with _language_of(JITFunction):
-        jitted = JITFunction(function)
+        jitted = JITFunction(plain(kernel))
         for index, name in enumerate(jitted.arg_names):
             if name in constants:
                 types[name], fixed[(index,)] = "constexpr", constants[name]

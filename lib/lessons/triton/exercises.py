@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lib.lessons.exercise import Exercise, check, edited, report, result_of, verdict
+from lib.lessons.differences import shown
+from lib.lessons.exercise import Exercise, check, edited, name_of, report, result_of, verdict
 from lib.lessons.triton import solutions_triton as solutions
 from lib.lessons.triton.compile_triton import Compiled, compile_for
 from lib.lessons.triton.figures import show_run
-from lib.lessons.triton.recorder_triton import Run, watch, watched
+from lib.lessons.triton.recorder_triton import Run, plain, watch, watched
 
 TRIALS = 5
 # Numbers that fit one tile of the last puzzle.
@@ -43,16 +44,21 @@ class Launch:
     most_numbers: int | None = None
     """In a tile, if the puzzle limits that."""
 
+    by_hand: str = ""
+    """The function of Triton that does all of it, which a kernel must not call."""
+
 
 def runner(kernel: Any, plan: Callable[..., Launch]) -> Callable[..., Tensor]:
     """A function of tensors that launches `kernel` as `plan` says, and returns the output."""
 
     # an error names its line in the kernel
-    @functools.wraps(getattr(kernel, "fn", kernel))
+    @functools.wraps(plain(kernel))
     def run(*tensors: Tensor) -> Tensor:
         launch = plan(*tensors)
         run = watch(kernel, launch.grid, *launch.arguments, strict=True, **launch.options)
         check_run(run, launch.most_numbers)
+        if launch.by_hand in run.called:
+            raise ValueError(f"tl.{launch.by_hand} does all of it; write it out")
         if torch.cuda.is_available() and hasattr(kernel, "fn"):
             return on_gpu(kernel, plan, tensors)
         return launch.output
@@ -103,7 +109,21 @@ def puzzle(
         return run
 
     wrong = {sentence: made(edit) for sentence, edit in mistakes.items()}
-    return Exercise(solve, draw, wrong, tier, trials=TRIALS, seconds=20)
+    names = inspect.signature(solve).parameters
+
+    def show(*given: Any) -> str:
+        return ", ".join(f"{name} = {shown(value)}" for name, value in zip(names, given))
+
+    return Exercise(solve, draw, wrong, tier, trials=TRIALS, seconds=20, show=show)
+
+
+def not_jitted(kernel: Any, tier: str) -> bool:
+    """Whether `kernel` is a plain function, which nothing can launch; if so, report that."""
+    if hasattr(kernel, "fn"):
+        return False
+    name = name_of(kernel)
+    report(f"not yet: `{name}` can't be launched; put `@triton.jit` above it", name, tier)
+    return True
 
 
 def check_kernel(
@@ -114,8 +134,10 @@ def check_kernel(
     What the interpreter runs need not compile: a tile of 10 elements does not, nor does an `if` on
     a tile.
     """
-    text = verdict(exercise, runner(kernel, plan))
-    report(text, kernel.__name__, exercise.tier)
+    if not_jitted(kernel, exercise.tier):
+        return
+    text, name = verdict(exercise, runner(kernel, plan)), plain(kernel).__name__
+    report(text, name, exercise.tier)
     launch = plan(*tensors)
     if result_of(text) == "passed":
         print(compiled_words(kernel, launch))
@@ -125,7 +147,7 @@ def check_kernel(
         # not attempted, or an error that the verdict names
         return
     shape = " × ".join(map(str, tensors[0].shape))
-    show_run(run, title=f"What each program of {kernel.__name__} touches in an input of {shape}")
+    show_run(run, title=f"What each program of {name} touches in an input of {shape}")
 
 
 def compiled_words(kernel: Any, launch: Launch) -> str:
@@ -149,7 +171,9 @@ def compile_error_lines(error: Exception) -> list[str]:
 def compile_launch(kernel: Any, launch: Launch) -> Compiled:
     """`kernel` for an A100, for arguments of the types that `launch` has."""
     tensors = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
-    names = [name for name in inspect.signature(kernel.fn).parameters if name not in launch.options]
+    names = [
+        name for name in inspect.signature(plain(kernel)).parameters if name not in launch.options
+    ]
     types = {
         name: tensors[x.dtype] if isinstance(x, Tensor) else "i32" if isinstance(x, int) else "fp32"
         for name, x in zip(names, launch.arguments)
@@ -333,8 +357,9 @@ def check_row_sums(kernel: Any) -> None:
 def _draw_logits(generator: random.Random, size: int) -> tuple:
     shape = generator.randint(1, 5), generator.randint(2, 4 + size)
     x = floats(generator, *shape, scale=3.0)
-    # exp(100) is more than a float32 holds, exp(-120) less; size is 1, 4, 7, 10 or 13
-    x += {4: 100.0, 7: -120.0, 10: -600.0}.get(size, 0.0)
+    # exp(100) is more than a float32 holds, exp(-120) less; size is 1, 4, 7, 10 or 13; only -inf
+    # is below all numbers
+    x += {4: 100.0, 7: -120.0, 10: -3e38}.get(size, 0.0)
     # one number far above the mean
     x[:, generator.randrange(shape[1])] += 200.0 if size > 10 else 0.0
     return (x,)
@@ -346,7 +371,7 @@ def softmax(x: Tensor) -> Tensor:
 
 def launch_softmax(x: Tensor) -> Launch:
     y = empty(*x.shape, like=x)
-    return Launch(y, (len(x),), (x, y, x.shape[1]), {"BLOCK": 32})
+    return Launch(y, (len(x),), (x, y, x.shape[1]), {"BLOCK": 32}, by_hand="softmax")
 
 
 SOFTMAX = puzzle(

@@ -127,6 +127,9 @@ class Run:
     largest_tile: int = 0
     """Numbers in the largest tile that was loaded or multiplied."""
 
+    called: set[str] = field(default_factory=set)
+    """Functions of Triton that are kernels themselves, as `tl.sum`."""
+
     @property
     def num_programs(self) -> int:
         return int(np.prod(self.grid))
@@ -198,6 +201,13 @@ def _races(stores: Sequence[Access], memory: Memory) -> list[str]:
     return []
 
 
+def plain(kernel: Any) -> Any:
+    """The Python function of a kernel, under `triton.jit`, `triton.autotune` and the like."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
 def watch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, strict: bool = False, **options: Any
 ) -> Run:
@@ -214,9 +224,8 @@ def watch(
         KernelError: see `strict`.
         Exception: what the kernel itself raises.
     """
-    function = getattr(kernel, "fn", kernel)
     run = Run(grid)
-    interpreted = InterpretedFunction(function)
+    interpreted = InterpretedFunction(plain(kernel))
     with np.errstate(all="ignore"), _reaching_into_triton(_Recorder(run, strict)):
         # `tl` and `core`, which are globals of `watch`; else each call of `tl.sum` would, in 10 ms
         interpreter._patch_lang(watch)
@@ -244,6 +253,9 @@ def watched() -> Iterator[list[Run]]:
 
     def launcher(kernel, grid):
         def launch(*arguments, **options):
+            # of what `triton.autotune` may choose from, the first
+            for config in getattr(kernel, "configs", ())[:1]:
+                options = config.kwargs | options
             size = grid(options) if callable(grid) else grid
             runs.append(watch(kernel, size, *arguments, strict=True, **options))
 
@@ -298,7 +310,7 @@ class _Recorder:
                 found[name] = partial(self.compute, getattr(self.builder, name))
         return found
 
-    def load(self, pointers, mask, other, *_):
+    def load(self, pointers, mask, other, *_, **__):
         memory, offsets, is_on, is_there = self.note_access("load", pointers, mask)
         index = np.where(is_there, offsets + memory.start, 0)
         kind = memory.cells.dtype
@@ -308,7 +320,7 @@ class _Recorder:
         unread = np.asarray(junk, kind) if other is None else other.data.astype(kind)
         return TensorHandle(np.where(is_on, found, unread), pointers.get_element_ty())
 
-    def store(self, pointers, value, mask, *_):
+    def store(self, pointers, value, mask, *_, **__):
         memory, offsets, is_on, is_there = self.note_access("store", pointers, mask)
         values = np.broadcast_to(value.data, offsets.shape)
         chosen = is_on & is_there
@@ -377,13 +389,21 @@ def _reaching_into_triton(recorder: _Recorder) -> Iterator[None]:
     def reduce(operation, given):
         return recorder.reduce(operation, given)
 
+    def call(function, *arguments, **options):
+        recorder.run.called.add(function.fn.__name__)
+        return InterpretedFunction(function.fn).rewrite()(*arguments, **options)
+
+    def bind(function, owner, kind=None):
+        # `x.sum` for a tile x is `tl.sum` with x as its first argument
+        return function if owner is None else partial(call, function, owner)
+
     with (
         patch.multiple(recorder.builder, **recorder.operations()),
         patch.object(interpreter.ReduceOps, "apply", reduce),
         patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
-        patch.object(JITFunction, "__call__", _call_interpreted),
-        patch.object(JITFunction, "__get__", _bind, create=True),
-        patch.object(InterpretedFunction, "__call__", _call_interpreted),
+        patch.object(JITFunction, "__call__", call),
+        patch.object(JITFunction, "__get__", bind, create=True),
+        patch.object(InterpretedFunction, "__call__", call),
     ):
         yield
 
@@ -407,13 +427,3 @@ def restore_language() -> None:
         for name, value in names.items():
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
-
-
-def _call_interpreted(function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a function that `triton.jit` was applied to, as `tl.sum`, from an interpreted one."""
-    return InterpretedFunction(function.fn).rewrite()(*arguments, **options)
-
-
-def _bind(function: Any, owner: Any, kind: type | None = None) -> Any:
-    """`x.sum` for a tile x is `tl.sum` with x as its first argument."""
-    return function if owner is None else partial(_call_interpreted, function, owner)

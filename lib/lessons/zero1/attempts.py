@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.lessons.ranks import Processes, function_of
+from lib.lessons.ranks import Processes
+from lib.lessons.sending import Parcel, function_of
 
 # Sequences of a rank; 41 weights, which two ranks cannot divide evenly.
 ROWS = 4
 SHAPES = ((6, 5), (6,), (5,))
 
 
-def train_attempt(source: str, name: str, steps: int) -> Tensor:
-    """Train on this rank with the function `name` of `source`; return its weights, flat.
+def train_attempt(parcel: Parcel, name: str, steps: int) -> Tensor:
+    """Train on this rank with the function `name` of `parcel`; return its weights, flat.
 
     The function is an attempt at the step: `name(params, grads, state, ranks)`.
     """
-    attempt, ranks = function_of(source, name), Processes()
+    attempt, ranks = function_of(parcel, name), Processes()
     params, state = first_weights(), dict[str, Any]()
     x, target = (part.chunk(ranks.count)[ranks.number] for part in batch(ranks.count))
     for _ in range(steps):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -280,7 +281,6 @@ def test_the_structure_of_arguments_is_that_of_the_source(tmp_path):
 
 
 def test_sources_travel_with_the_package():
-    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     root = Path(__file__).parents[3]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())
     patterns = patterns["tool"]["setuptools"]["package-data"]["lib"]

@@ -194,6 +194,15 @@ def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
     assert "there is no mask" in wrong("BACKWARD_KEYS", *start, masked, "p = p")
 
 
+def test_gradients_that_pytorch_computes_are_not_those_of_the_kernels():
+    def attempt(q, k, v, out, lse, grad_out, *kernels):
+        solutions_triton.attention_backward(q, k, v, out, lse, grad_out, *kernels)
+        return kernel_exercises.gradients(q, k, v, grad_out)
+
+    text = verdict(kernel_exercises.BACKWARD, kernel_exercises.launching(attempt))
+    assert "the gradients must be what the kernels stored, unchanged" in text
+
+
 def wrong_launches(*texts):
     """The verdict on the solution of BACKWARD with texts replaced."""
     attempt = edited(solutions_triton.attention_backward, *texts)
@@ -240,6 +249,37 @@ def test_a_program_that_loads_too_many_tiles_is_named_even_if_all_together_load_
     # the first skips nothing, and all others load nothing
     text = wrong("CAUSAL", "range(0, end, BK)", "range(0, n if tl.program_id(0) == 0 else 0, BK)")
     assert "program (0, 0) loads 2 tiles of k; only 1 has a pair" in text
+
+
+# Two loops over the keys, the first of them for the maximum alone.
+TWICE = """    out = tl.zeros((BQ, D), tl.float32)
+    for start in range(0, n, BK):
+        key = start + tl.arange(0, BK)
+        k_rows = (head + key[:, None]) * D + channel[None, :]
+        k = tl.load(k_ptr + k_rows, mask=key[:, None] < n, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(key[None, :] < n, scores, float("-inf"))
+        m = tl.maximum(m, tl.max(scores, 1))
+"""
+DESCRIBED = """    out = tl.zeros((BQ, D), tl.float32)
+    keys = tl.make_tensor_descriptor(k_ptr + head * D, [n, D], [D, 1], [BK, D])
+    values = tl.make_tensor_descriptor(v_ptr + head * D, [n, D], [D, 1], [BK, D])
+"""
+
+
+def test_a_forward_pass_that_reads_the_keys_twice_is_refused():
+    start = TWICE.partition("\n")[0] + "\n"
+    text = wrong("FORWARD", start, TWICE)
+    assert "tiles of k; only 1 has a pair that is visible, to be loaded once" in text
+
+
+def test_tensor_descriptors_are_as_right_as_pointers():
+    start = DESCRIBED.partition("\n")[0] + "\n"
+    texts = [start, DESCRIBED]
+    for x, descriptor in (("k", "keys"), ("v", "values")):
+        texts.append(f"{x} = tl.load({x}_ptr + k_rows, mask=key[:, None] < n, other=0.0)\n")
+        texts.append(f"{x} = {descriptor}.load([start, 0])\n")
+    assert wrong("FORWARD", *texts).startswith("right")
 
 
 def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_not(capsys):

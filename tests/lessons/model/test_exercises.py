@@ -1,6 +1,7 @@
 """The exercises of notebook 02 against independent answers; their mistakes: test_exercise.py."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -108,7 +109,7 @@ def test_an_independent_answer_is_right(exercise, independent):
 @pytest.mark.parametrize("exercise", [CROSS_ENTROPY, LOSS_IN_CHUNKS, ATTENTION, ROTATE])
 def test_expected_values_are_finite_and_the_first_inputs_fit_on_a_line(exercise):
     inputs = draw_inputs(exercise, 0)
-    assert all(arguments[0].numel() <= 24 for arguments in inputs[:5])
+    assert all(arguments[0].numel() <= 40 for arguments in inputs[:5])
     assert all(exercise.solve(*arguments).isfinite().all() for arguments in inputs)
 
 
@@ -120,7 +121,9 @@ def chunks_kept_in_a_list(hidden, weight, targets, chunk_tokens):
 
 def test_logits_of_all_tokens_are_noticed_even_if_made_in_chunks():
     text = verdict(LOSS_IN_CHUNKS, frugal(chunks_kept_in_a_list), seed=0)
-    assert "it holds the logits of all tokens at once" in text
+    assert re.search(
+        r"makes a \(\d+, \d+\) tensor, as many numbers as the logits of all tokens", text
+    )
 
 
 def test_a_timed_call_imports_nothing():

@@ -25,6 +25,7 @@ from lib.lessons.speedrun.race import (
     Judged,
     at_target,
     board_rows,
+    compiled,
     digest,
     edit,
     enter,
@@ -219,19 +220,32 @@ def test_a_faster_recipe_wins_and_is_kept_with_its_seeds(notebook, tmp_path, mon
     board = tmp_path / "board.jsonl"
     rules = dataclasses.replace(toy_race(), board=board)
     start = notebook["start"].tokens
-    text = race_verdict(notebook["best"], notebook["recipe"], 3 * start, rules)
+    better = edit(notebook["best"], {"num_layers=2": "num_layers=1"})
+    text = race_verdict(better, notebook["recipe"], 3 * start, rules)
     assert text.startswith("right: ")
     (kept,) = read_records(board)
     assert [run["seed"] for run in kept["figures"]["runs"]] == list(SEEDS)
-    assert kept["figures"]["source"] == source_of(notebook["best"])
+    assert kept["figures"]["source"] == source_of(better)
     assert faults(kept, toy_race()) == []
+
+
+def test_a_copy_of_a_recipe_of_the_lesson_is_none_of_the_reader_s(notebook):
+    best = notebook["best"]
+    source = source_of(best).replace("def recipe(", "def mine(").replace("  # ", "  # my ")
+    calls = "def mine(race, seed):\n    yield from recipes['short sequences'](race, seed)\n"
+    names = best.__globals__ | {"recipes": {"short sequences": best}}
+    for text in (source, calls):
+        attempt = compiled(text, names, "mine")
+        told = race_verdict(attempt, notebook["recipe"], 1e9, toy_race())
+        assert told.startswith('not yet: this is the recipe "short sequences" as it is')
 
 
 def test_a_recipe_that_is_no_faster_is_told_how_far_it_is(notebook, tmp_path, monkeypatch):
     monkeypatch.setattr(exercises, "YARDSTICK_SECONDS", 0.1)
     board = tmp_path / "board.jsonl"
     rules = dataclasses.replace(toy_race(), board=board)
-    text = race_verdict(notebook["best"], notebook["recipe"], 100.0, rules)
+    slow = edit(notebook["best"], {"num_layers=2": "num_layers=3"})
+    text = race_verdict(slow, notebook["recipe"], 100.0, rules)
     assert text.startswith("not yet: ")
     assert "get to" in text
     assert not board.exists()

@@ -36,15 +36,17 @@ def adamw(weight, gradients, lr, weight_decay):
 
 
 def train(model, batches, rates, accumulate, max_norm):
-    """The gradient of all batches of a step at once, by hand."""
+    """The gradients of the batches of a step in a list, by hand."""
     losses = []
     for step, rate in enumerate(rates):
-        pieces = batches[step * accumulate : (step + 1) * accumulate]
-        loss = torch.stack([model.loss(x, y) for x, y in pieces]).mean()
-        (gradient,) = torch.autograd.grad(loss, model.parameters())
+        found, gradients = [], []
+        for x, y in batches[step * accumulate : (step + 1) * accumulate]:
+            found.append(model.loss(x, y))
+            gradients += torch.autograd.grad(found[-1], model.parameters())
+        gradient = torch.stack(gradients).mean(0)
         with torch.no_grad():
             model.weight -= rate * gradient * min(1, max_norm / (gradient.norm().item() + 1e-6))
-        losses.append(loss.item())
+        losses.append(torch.stack(found).mean().item())
     return losses
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lib.lessons.exercise import verdict
+from lib.lessons.exercise import edited, verdict
 from lib.lessons.triton import exercises, solutions_triton
 
 
@@ -45,6 +45,64 @@ def test_other_right_kernels_pass():
     assert verdict(exercises.COPY, attempt).startswith("right")
     attempt = exercises.runner(transpose_in_registers, exercises.launch_transpose)
     assert verdict(exercises.TRANSPOSE, attempt).startswith("right")
+
+
+def softmax_by_one_call(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=float("-inf"))
+    tl.store(y_ptr + row * N + columns, tl.softmax(x), mask=columns < N)
+
+
+def softmax_with_powers_of_two(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=float("-inf"))
+    weights = tl.exp2((x - tl.max(x, axis=0)) * 1.4426950408889634)
+    tl.store(y_ptr + row * N + columns, weights / tl.sum(weights, axis=0), mask=columns < N)
+
+
+def softmax_verdict(kernel):
+    return verdict(exercises.SOFTMAX, exercises.runner(kernel, exercises.launch_softmax))
+
+
+def test_a_softmax_is_written_out_and_masked_by_what_is_below_all_numbers():
+    assert "tl.softmax does all of it; write it out" in softmax_verdict(softmax_by_one_call)
+    masked = edited(solutions_triton.softmax, 'float("-inf")', "-10000.0")
+    assert softmax_verdict(masked).startswith("not yet")
+
+
+def test_an_autotuned_kernel_is_checked_and_a_plain_function_told_to_be_jitted(capsys):
+    configs = [triton.Config({}, num_warps=2), triton.Config({}, num_warps=4)]
+    tuned = triton.autotune(configs=configs, key=["N"])(triton.jit(softmax_with_powers_of_two))
+    exercises.check_softmax(tuned)
+    told = capsys.readouterr().out
+    assert told.startswith("right")
+    assert "compiled for an A100" in told
+    exercises.check_softmax(softmax_with_powers_of_two)
+    told = capsys.readouterr().out
+    assert told == (
+        "not yet: `softmax_with_powers_of_two` can't be launched; put `@triton.jit` above it\n"
+    )
+
+
+def test_a_launch_without_sizes_takes_those_of_the_first_configuration():
+    sizes = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 16}
+    kernel = solutions_triton.linear_relu_kernel
+    tuned = triton.autotune(configs=[triton.Config(sizes)], key=["M", "N", "K"])(kernel)
+
+    def launch(x, w, bias):
+        (M, K), N = x.shape, w.shape[1]
+        y = torch.empty(M, N)
+
+        def grid(meta):
+            return triton.cdiv(M, meta["ROWS"]), triton.cdiv(N, meta["COLUMNS"])
+
+        tuned[grid](x, w, bias, y, M, N, K)
+        return y
+
+    x, w, bias = torch.randn(20, 8), torch.randn(8, 40), torch.randn(40)
+    result, (run,) = exercises.recorded(launch, x, w, bias)
+    torch.testing.assert_close(result, exercises.linear_relu(x, w, bias))
+    assert run.grid == (2, 2)
 
 
 def test_a_race_is_a_fault_though_the_result_is_right():

@@ -1,0 +1,216 @@
+"""Dividing a module into blocks, whose parameters are gathered together."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lib.core.settings import require
+from lib.ddp.process_group import describe_tensor, is_sharded
+from lib.fsdp.flat_parameters import FlatParameters, Places
+from lib.fsdp.stand_ins import Gathered
+
+# Modules that are gathered together: one, or several that run one after another.
+BlockOf = nn.Module | Sequence[nn.Module]
+# Modules that hold others, and are not called themselves.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Use:
+    """One call of a block in a forward pass, which lives as long as its graph."""
+
+
+class Block:
+    """Modules whose parameters are gathered together.
+
+    Attributes:
+        stays: gathered until the end of backward, not just while its modules run.
+        open: calls in forward whose backward has not begun.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], flats: list[FlatParameters], index: int, stays: bool
+    ) -> None:
+        self.modules, self.flats, self.index, self.stays = modules, flats, index, stays
+        self.open: weakref.WeakSet[Use] = weakref.WeakSet()
+        self.is_sent = self.is_reached = False
+
+    def each(self, method: Callable[[FlatParameters], None]) -> None:
+        """Call a method of all its flat parameters."""
+        for flat in self.flats:
+            method(flat)
+
+
+def default_blocks(module: nn.Module) -> list[nn.Module]:
+    """Elements of each ModuleList, ModuleDict and Sequential, and other modules with matrices."""
+    found = [part for child in module.children() for part in _blocks_of(child)]
+    blocks = dict.fromkeys(part for part in found if any(p.ndim > 1 for p in part.parameters()))
+    # those inside others are theirs, such as a layer that is used by itself too
+    inside = {child for part in blocks for child in part.modules() if child is not part}
+    return [part for part in blocks if part not in inside]
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, (*CONTAINERS, nn.Sequential)):
+        parts = list(module.children())
+        found = [_blocks_of(part) if isinstance(part, CONTAINERS) else [part] for part in parts]
+        return [part for several in found for part in several]
+    return [module] if _has_matrix(module) else default_blocks(module)
+
+
+def as_list(block: BlockOf) -> list[nn.Module]:
+    """The modules of a block."""
+    return [block] if isinstance(block, nn.Module) else list(block)
+
+
+def make_blocks(
+    module: nn.Module,
+    chosen: list[list[nn.Module]],
+    group: dist.ProcessGroup | None,
+    compute_dtype: torch.dtype | None,
+    full_precision: Iterable[nn.Module],
+) -> tuple[list[Block], dict[str, nn.Parameter]]:
+    """Divide the parameters: blocks, the last for what is outside of all others; and the rest."""
+    named, places = dict(module.named_parameters()), _places_of(module)
+    keeps_dtype = {id(param) for part in full_precision for param in part.parameters()}
+    blocks = []
+    for index, (modules, names) in enumerate(zip([*chosen, []], divide(module, chosen))):
+        flats = []
+        for members in _group_alike({name: named.pop(name) for name in names}, keeps_dtype):
+            at = [places[id(param)] for param in members.values()]
+            keeps = id(next(iter(members.values()))) in keeps_dtype
+            flats.append(FlatParameters(members, at, group, None if keeps else compute_dtype))
+        blocks.append(Block(modules, flats, index, stays=not modules))
+    return blocks, named
+
+
+def divide(module: nn.Module, blocks: list[list[nn.Module]]) -> list[list[str]]:
+    """Names of the parameters of each block, and last of those outside of blocks or in several.
+
+    Vectors belong to the matrices of their module, as a bias does. Modules of vectors alone, such
+    as norms, are left out.
+    """
+    homes: dict[int, set[int]] = {}
+    for number, modules in enumerate(blocks):
+        for part in modules:
+            for param in part.parameters():
+                homes.setdefault(id(param), set()).add(number)
+    divided = {
+        id(param)
+        for part in module.modules()
+        if _has_matrix(part)
+        for param in part.parameters(recurse=False)
+    }
+    names: list[list[str]] = [[] for _ in range(len(blocks) + 1)]
+    for name, param in module.named_parameters():
+        if id(param) in divided:
+            found = sorted(homes.get(id(param), ()))
+            names[found[0] if len(found) == 1 else -1].append(name)
+    return names
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(param.ndim >= 2 for param in module.parameters(recurse=False))
+
+
+def _places_of(module: nn.Module) -> dict[int, Places]:
+    """Where each parameter is found, by its id."""
+    places: dict[int, Places] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((part, name))
+    return places
+
+
+def _group_alike(
+    named: dict[str, nn.Parameter], keeps_dtype: set[int]
+) -> list[dict[str, nn.Parameter]]:
+    """Parameters that share a buffer: of one dtype, trained or frozen, gathered in one dtype."""
+    groups: dict[Any, dict[str, nn.Parameter]] = {}
+    for name, param in named.items():
+        kind = (param.dtype, param.device, param.requires_grad, id(param) in keeps_dtype)
+        groups.setdefault(kind, {})[name] = param
+    return list(groups.values())
+
+
+def checked_facts(
+    module: nn.Module,
+    blocks: list[list[nn.Module]],
+    full_precision: list[nn.Module],
+    options: dict[str, Any],
+) -> dict[str, str]:
+    """Check module and blocks; return what must be the same on all ranks."""
+    dtype = options["compute_dtype"]
+    require(
+        dtype is None or dtype.is_floating_point,
+        f"compute_dtype must be a floating-point dtype, got {dtype}",
+    )
+    known, parts = set(module.modules()), [part for modules in blocks for part in modules]
+    for argument, given in (("blocks", parts), ("full_precision", full_precision)):
+        for part in given:
+            require(
+                part in known,
+                f"{argument} must be modules inside the wrapped one, got a {type(part).__name__} "
+                "that is not",
+            )
+    inside = [child for part in parts for child in part.modules() if child is not part]
+    for part in parts:
+        require(
+            part not in inside and parts.count(part) == 1,
+            f"blocks must not overlap, got a {type(part).__name__} that is in two of them",
+        )
+    for name, param in module.named_parameters():
+        _check_parameter(name, param)
+    facts = {name: str(value) for name, value in options.items()}
+    facts |= {name: describe_tensor(param) for name, param in module.named_parameters()}
+    names = divide(module, blocks)
+    return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    require(
+        not is_sharded(param),
+        f"module must hold whole parameters, but {name} is divided among the ranks already; wrap "
+        "the whole module once, and name its parts in blocks=",
+    )
+    require(
+        not nn.parameter.is_lazy(param),
+        f"{name} must have a shape, but is lazy; run a forward pass before wrapping",
+    )
+    has_hooks = bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+    require(
+        not has_hooks,
+        f"{name} must have no gradient hook, which would see no gradient, such as that of another "
+        "wrapper; wrap the module itself",
+    )
+    require(param.grad is None, f"{name} must have no gradient before it is divided")
+
+
+# A module's output
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in lists, dicts, dataclasses, and what else PyTorch can take apart."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for item in value.values() for tensor in tensors_in(item))
+    elif isinstance(value, (list, tuple, set)):
+        yield from (tensor for item in value for tensor in tensors_in(item))
+    elif dataclasses.is_dataclass(value):
+        fields = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+        yield from (tensor for item in fields for tensor in tensors_in(item))
+    elif type(value) in torch.utils._pytree.SUPPORTED_NODES:
+        yield from tensors_in(torch.utils._pytree.tree_leaves(value))
+
+
+def is_gathered_weight(tensor: Tensor) -> bool:
+    """Whether it is a gathered parameter, or a view of one."""
+    return isinstance(tensor._base if tensor._is_view() else tensor, Gathered)

@@ -1,0 +1,356 @@
+"""Answers to exercises as readers write them: right in another way, wrong in an unforeseen one.
+
+Each is a cell; its verdict is that of the wrapper that the lesson's check uses.
+"""
+
+import functools
+import importlib
+import importlib.util
+import linecache
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lib.lessons import exercise
+from lib.lessons.exercise import verdict
+from tests.lessons.test_exercise import KERNELS, TOPICS
+
+NEEDS_TRITON = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="Triton is for Linux"
+)
+
+
+def room_of(lesson: str) -> dict[str, Any]:
+    """The names that a cell of a lesson may use."""
+    names = dict(vars(TOPICS[lesson]))
+    names |= {"np": np, "torch": torch, "F": F, "math": math, "verdict": verdict}
+    return names | {"functools": functools, "__name__": "a notebook"}
+
+
+def cell(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a cell, whose source can be found as that of a kernel's cell can."""
+    file = f"<cell {hash(code)}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    exec(compile(code, file, "exec"), names)
+    return names
+
+
+# (lesson, the verdict on `f`, the cell)
+RIGHT = {
+    "model: autograd, a chunk at a time": (
+        "model",
+        "verdict(LOSS_IN_CHUNKS, frugal(f))",
+        """
+def f(hidden, weight, targets, chunk_tokens):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total = 0.0
+    for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens)):
+        loss = F.cross_entropy(F.linear(h, weight), t, reduction="sum") / len(targets)
+        loss.backward()
+        total += loss.item()
+    return total, hidden.grad, weight.grad""",
+    ),
+    "training: losses in a tuple": (
+        "training",
+        "verdict(LOOP, rounded(lambda *given: tuple(train(*given))))",
+        "",
+    ),
+    "training: a run's state, pickled": (
+        "training",
+        "verdict(RESUME, interrupted(f))",
+        """
+import pickle
+def f(make_run, before, after):
+    run = make_run()
+    run.train(before)
+    saved = pickle.dumps(vars(run))
+    run.train(1)
+    new = make_run()
+    vars(new).update(pickle.loads(saved))
+    new.train(after)
+    return new.weights""",
+    ),
+    "profiling: a running mean, rounded otherwise": (
+        "profiling",
+        "verdict(TRAIN, watched(f))",
+        """
+def f(gpu, batches):
+    losses, mean = [gpu.step(gpu.load(batch)) for batch in batches], 0.0
+    for count, loss in enumerate(losses, 1):
+        mean += (loss.item() - mean) / count
+    return [mean, max(loss.item() for loss in losses)]""",
+    ),
+    "flash_attention: maximum and sum joined with each tile": (
+        "flash_attention",
+        "verdict(ONLINE_SOFTMAX, in_little_room(f))",
+        """
+def f(tiles):
+    m, l = torch.full((1,), -torch.inf), torch.zeros(1)
+    for scores in tiles:
+        new = torch.cat([m, scores]).max(0, keepdim=True).values
+        l = torch.cat([l * (m - new).exp(), (scores - new).exp()]).sum(0, keepdim=True)
+        m = new
+    return torch.cat([m, l])""",
+    ),
+    "flash_attention: two warpgroups that alternate, nothing ahead": (
+        "flash_attention",
+        "verdict(SCHEDULE, lambda: scheduled(f))",
+        """
+def f():
+    words = ["A.S0", "B.S0"]
+    for tile in range(4):
+        for group in "AB":
+            words += [f"{group}.PV{tile}"] + [f"{group}.S{tile + 1}"] * (tile < 3)
+    return " ".join(words)""",
+    ),
+    "zero1: owners in a tensor": (
+        "zero1",
+        "verdict(BALANCED_OWNERS, weighed(f))",
+        """
+def f(sizes, ranks):
+    loads, owners = torch.zeros(ranks), torch.zeros(len(sizes), dtype=torch.long)
+    for index in torch.tensor(sizes).argsort(descending=True):
+        owners[index] = loads.argmin()
+        loads[owners[index]] += sizes[index]
+    return owners""",
+    ),
+    "zero1: boundaries in a tensor": (
+        "zero1",
+        "verdict(SHARD_BOUNDARIES, in_whole_numbers(f))",
+        """
+def f(num_elements, ranks, alignment):
+    length = math.ceil(num_elements / (ranks * alignment)) * alignment
+    starts = torch.arange(ranks) * length
+    return torch.stack([starts, starts + length], 1)""",
+    ),
+    "fsdp: a size from NumPy": (
+        "fsdp",
+        "verdict(BEST_SIZE, weighing(f))",
+        """
+def f(layers, boundary, inside):
+    sizes = np.arange(1, layers + 1)
+    return sizes[np.argmin(np.ceil(layers / sizes) * boundary + sizes * inside)]""",
+    ),
+    "fsdp: parts of the matrices, by autograd": (
+        "fsdp",
+        "verdict(TENSOR_PARALLEL_MLP, on_all_ranks(f))",
+        """
+def f(x, w1, w2, ranks):
+    w1 = w1.tensor_split(ranks.count)[ranks.number].clone().requires_grad_()
+    w2 = w2.tensor_split(ranks.count, 1)[ranks.number].clone().requires_grad_()
+    part = F.linear(F.relu(F.linear(x.requires_grad_(), w1)), w2)
+    def backward(grad_y):
+        grad_x, grad_w1, grad_w2 = torch.autograd.grad(part, (x, w1, w2), grad_y)
+        return ranks.all_reduce(grad_x), grad_w1, grad_w2
+    return ranks.all_reduce(part), backward""",
+    ),
+}
+# ... and words of the verdict
+WRONG = {
+    "model: the loss as a number": (
+        "model",
+        "verdict(CROSS_ENTROPY, lambda *given: cross_entropy_loss(*given).item())",
+        "",
+        ", of type float; expected tensor(",
+    ),
+    "model: the loss by one call of PyTorch's": (
+        "model",
+        "verdict(CROSS_ENTROPY, by_hand(lambda *given: F.cross_entropy(*given), F.cross_entropy))",
+        "",
+        "cross_entropy does all of it; write it out",
+    ),
+    "model: chunks that are twice as long": (
+        "model",
+        "verdict(LOSS_IN_CHUNKS, frugal(f))",
+        "def f(hidden, weight, targets, chunk_tokens):\n"
+        "    return loss_in_chunks(hidden, weight, targets, 2 * chunk_tokens)",
+        "as many numbers as the logits of several chunks",
+    ),
+    "model: one-hot rows of all tokens": (
+        "model",
+        "verdict(LOSS_IN_CHUNKS, frugal(f))",
+        "def f(hidden, weight, targets, chunk_tokens):\n"
+        "    F.one_hot(targets, len(weight))\n"
+        "    return loss_in_chunks(hidden, weight, targets, chunk_tokens)",
+        "tensor, as many numbers as the logits of all tokens",
+    ),
+    "model: attention by one call of PyTorch's": (
+        "model",
+        "verdict(ATTENTION, by_hand(f, F.scaled_dot_product_attention))",
+        """
+def f(x, w_q, w_k, w_v, w_out, num_heads):
+    batch, length, _ = x.shape
+    head_dim = len(w_q) // num_heads
+    q, k, v = (
+        (x @ w.T).view(batch, length, -1, head_dim).transpose(1, 2) for w in (w_q, w_k, w_v)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(-2) @ w_out.T""",
+        "scaled_dot_product_attention does all of it; write it out",
+    ),
+    "model: heads as wide as d_model allows": (
+        "model",
+        'verdict(ATTENTION, edited(attention, "len(w_q) //", "x.shape[-1] //"))',
+        "",
+        "not yet",
+    ),
+    "training: PyTorch's own AdamW": (
+        "training",
+        "verdict(ADAMW_STEPS, without_optimizers(f))",
+        """
+def f(weight, gradients, lr, weight_decay):
+    weight = torch.nn.Parameter(weight.clone())
+    options = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+    optimizer = torch.optim.AdamW([weight], lr=lr, **options)
+    for weight.grad in gradients:
+        optimizer.step()
+    return weight.detach()""",
+        "AdamW does all of it; write the update out",
+    ),
+    "training: one backward for all batches of a step": (
+        "training",
+        "verdict(LOOP, rounded(f))",
+        """
+def f(model, batches, rates, accumulate, max_norm):
+    return [sum(model.loss(*batch) for batch in batches[:2]).backward()]""",
+        "call backward for each batch before the next one's loss",
+    ),
+    "training: a second run that begins anew": (
+        "training",
+        "verdict(RESUME, interrupted(f))",
+        """
+def f(make_run, before, after):
+    make_run()
+    run = make_run()
+    run.train(before + after)
+    return run.weights""",
+        "are saved already, and it goes on for",
+    ),
+    "training: a first run that does it all": (
+        "training",
+        "verdict(RESUME, interrupted(f))",
+        """
+def f(make_run, before, after):
+    run, _ = make_run(), make_run()
+    run.train(before + after)
+    return run.weights""",
+        "the first run was trained for",
+    ),
+    "flash_attention: copies of all tiles": (
+        "flash_attention",
+        "verdict(ONLINE_SOFTMAX, in_little_room(f))",
+        """
+def f(tiles):
+    kept = [tile.clone() for tile in tiles]
+    m = torch.stack([tile.max() for tile in kept]).max()
+    return torch.stack([m, sum((tile - m).exp().sum() for tile in kept)])""",
+        "numbers are kept; there is room for a few of one tile",
+    ),
+    "ddp: all to rank 0, and back": (
+        "ddp",
+        "verdict(RING, on_ring(f), seed=0)",
+        """
+def f(tensor, ranks):
+    if ranks.number:
+        ranks.send(tensor, 0)
+        return ranks.receive(0, like=tensor)
+    others = range(1, ranks.count)
+    total = sum((ranks.receive(other, like=tensor) for other in others), tensor)
+    for other in others:
+        ranks.send(total, other)
+    return total""",
+        "rank 0 sent to 4 ranks; in a ring, a rank sends to one",
+    ),
+    "fsdp: the whole MLP on every rank": (
+        "fsdp",
+        "verdict(TENSOR_PARALLEL_MLP, _compute_with_the_whole)",
+        "",
+        "rank 0 computes with more than its parts of the matrices",
+    ),
+}
+
+
+def verdict_in(lesson: str, expression: str, code: str) -> str:
+    return eval(expression, cell(code, room_of(lesson)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(answer, id=name, marks=NEEDS_TRITON if answer[0] in KERNELS else ())
+        for name, answer in RIGHT.items()
+    ],
+)
+def test_a_right_answer_passes_however_it_is_written(answer):
+    assert verdict_in(*answer).startswith("right")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(answer, id=name, marks=NEEDS_TRITON if answer[0] in KERNELS else ())
+        for name, answer in WRONG.items()
+    ],
+)
+def test_a_wrong_answer_fails_for_its_own_reason(answer):
+    *given, words = answer
+    text = verdict_in(*given)
+    assert text.startswith("not yet")
+    assert words in text
+
+
+class Strange:
+    """What can be neither compared nor shown."""
+
+    def __eq__(self, other):
+        raise ValueError("no comparison")
+
+    __hash__ = None
+
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+def fails_strangely(*given):
+    raise Exception(Strange())
+
+
+STRANGE = {
+    "an object": lambda *given: Strange(),
+    "objects in a list": lambda *given: [Strange(), {"a": Strange()}],
+    "complex numbers": lambda *given: torch.zeros(3, dtype=torch.cfloat),
+    "a sparse tensor": lambda *given: torch.eye(3).to_sparse(),
+    "a tensor without numbers": lambda *given: torch.zeros(3, device="meta"),
+    "a dict of tensors": lambda *given: {"a": torch.ones(2), "b": [torch.ones(3)]},
+    "a generator": lambda *given: (value for value in given),
+    "a function": lambda *given: len,
+    "three of them": lambda *given: (torch.ones(2), None, Strange()),
+    "an error without text": fails_strangely,
+    "the end of the kernel": lambda *given: exit(),
+    "another number of arguments": lambda: None,
+    "no function at all": 42,
+    "a partial function": functools.partial(max, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("lesson", "name"),
+    [
+        pytest.param(lesson, name, id=f"{lesson}.{name}")
+        for lesson, topic in TOPICS.items()
+        for name in vars(topic)
+        if name.startswith("check_")
+        and getattr(topic, name).__module__ == topic.__name__
+        and name not in ("check_run", "check_faster", "check_kernel")
+    ],
+)
+def test_a_check_never_raises(lesson, name, capsys, monkeypatch):
+    # the first input will do
+    monkeypatch.setattr(exercise, "_recognize", lambda *given: None)
+    for what, attempt in STRANGE.items():
+        getattr(TOPICS[lesson], name)(attempt)
+        assert capsys.readouterr().out.startswith("not yet"), what
