@@ -117,6 +117,8 @@ class _EagerAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = (is_causal, scale, precision, deterministic)
         with torch.cuda.device_of(q):
+            if any(ctx.needs_input_grad):
+                prepare(q, k, v, is_causal)
             out, lse = flash_forward(q, k, v, is_causal, scale, precision=precision)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -146,6 +148,8 @@ def _flash_attention(
 ) -> tuple[Tensor, Tensor]:
     # only the backward pass looks at `deterministic`
     with torch.cuda.device_of(q):
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            prepare(q, k, v, is_causal)
         return flash_forward(q, k, v, is_causal, scale, precision=precision)
 
 
@@ -193,6 +197,17 @@ def _gradients(ctx, grad_out, grad_lse):
 
 
 _flash_attention.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, has_rope: bool = False) -> None:
+    """Start to compile the kernels of both passes side by side, on a Hopper GPU.
+
+    Args:
+        q, k, v, is_causal: of the `flash_forward` that follows.
+        has_rope: whether `flash_backward` will get `angles`.
+    """
+    if hopper is not None:
+        hopper.prepare(q, k, v, is_causal, has_rope=has_rope)
 
 
 def flash_forward(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper.direct import MAP_BYTES, make_map
@@ -215,12 +216,12 @@ def load_kernels(tiles: Tiles, q: Tensor, is_causal: bool, has_rope: bool) -> li
     """The three kernels for the GPU and dtype of q, to launch on its current stream."""
     stream = torch.cuda.current_stream(q.device).cuda_stream
     is_bfloat16 = q.dtype == torch.bfloat16
-    functions = _functions(tiles, q.device.index, is_bfloat16, is_causal, has_rope)
+    functions = functions_of(tiles, q.device.index, is_bfloat16, is_causal, has_rope)
     return [functools.partial(function.launch, stream=stream) for function in functions]
 
 
-@functools.cache
-def _functions(
+@Once
+def functions_of(
     tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool, has_rope: bool
 ) -> tuple[Function, Function, Function]:
     constants = tiles.constants(is_bfloat16, is_causal, has_rope)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper import fused
@@ -161,12 +162,12 @@ def flash_forward(
 def load_kernel(tiles: Tiles, q: Tensor, is_causal: bool) -> Launch:
     """The kernel for the GPU and dtype of q, to launch on its current stream."""
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    function = _function(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
+    function = function_of(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
     return functools.partial(function.launch, stream=stream)
 
 
-@functools.cache
-def _function(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
+@Once
+def function_of(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
     image = build("hopper_forward", tiles.constants(is_bfloat16, is_causal), fused.ARCHITECTURE)
     threads = (tiles.warpgroups + 1) * fused.WARPGROUP
     return Function(
