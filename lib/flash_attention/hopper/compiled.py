@@ -112,18 +112,24 @@ def type_of(name: str, argument: Any) -> str:
     return "i64" if name in LARGE else "i32"
 
 
-@Once
+@functools.cache
 def load(device: int, *kind: Any) -> tuple[Binary, Function]:
-    """A kernel of this kind (`kind_of`), compiled if need be, on a GPU."""
+    """A kernel of this kind (`kind_of`), on a GPU."""
+    binary = binary_of(*kind)
+    settings = {"device": device, "threads": binary.threads, "shared_bytes": binary.shared_bytes}
+    return binary, Function(binary.image, binary.name, **settings)
+
+
+@Once
+def binary_of(*kind: Any) -> Binary:
+    """A kernel of this kind, from the cache, or compiled."""
     function, types, config, options = kind
     found = repr((function.__name__, types, config, options, triton.__version__)).encode()
     key = hashlib.sha256(found + _sources()).hexdigest()
     file = f"{function.__name__}-sm_90a-{key[:24]}.bin"
-    binary = Binary.unpack(
+    return Binary.unpack(
         find_or_make(file, lambda: Binary.of(types, *compile_with_triton(*kind)).pack())
     )
-    settings = {"device": device, "threads": binary.threads, "shared_bytes": binary.shared_bytes}
-    return binary, Function(binary.image, binary.name, **settings)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from lib.flash_attention.cuda.driver import Function, driver, use_context
 from lib.flash_attention.hopper.compiled import MAP_BYTES, Binary
 
-# CUDA driver API: CUtensorMapDataType, CUtensorMapL2promotion (128 bytes), and the alignment of a map
+# CUDA driver API: CUtensorMapDataType, CUtensorMapL2promotion (128 bytes), a map's alignment
 MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 PROMOTE_128 = 2
 MAP_ALIGNMENT = 64

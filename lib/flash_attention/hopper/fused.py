@@ -216,21 +216,27 @@ def load_kernels(tiles: Tiles, q: Tensor, is_causal: bool, has_rope: bool) -> li
     """The three kernels for the GPU and dtype of q, to launch on its current stream."""
     stream = torch.cuda.current_stream(q.device).cuda_stream
     is_bfloat16 = q.dtype == torch.bfloat16
-    functions = functions_of(tiles, q.device.index, is_bfloat16, is_causal, has_rope)
+    functions = _functions(tiles, q.device.index, is_bfloat16, is_causal, has_rope)
     return [functools.partial(function.launch, stream=stream) for function in functions]
 
 
-@Once
-def functions_of(
+@functools.cache
+def _functions(
     tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool, has_rope: bool
 ) -> tuple[Function, Function, Function]:
-    constants = tiles.constants(is_bfloat16, is_causal, has_rope)
-    load = functools.partial(Function, build(tiles.source, constants, ARCHITECTURE), device=device)
+    image = image_of(tiles, is_bfloat16, is_causal, has_rope)
+    load = functools.partial(Function, image, device=device)
     return (
         load("prepare", threads=WARPGROUP, shared_bytes=0),
         load("backward", threads=tiles.threads, shared_bytes=tiles.shared_bytes),
         load("finish", threads=WARPGROUP, shared_bytes=2 * ROWS * COLUMNS),
     )
+
+
+@Once
+def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> bytes:
+    """The machine code of the three kernels."""
+    return build(tiles.source, tiles.constants(is_bfloat16, is_causal, has_rope), ARCHITECTURE)
 
 
 def tensor_map(x: Tensor, rows: int) -> bytes:

@@ -33,7 +33,7 @@ from lib.flash_attention.cuda.build import has_nvrtc
 from lib.flash_attention.hopper import fused, unpadded
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
-from lib.flash_attention.hopper.compiled import kind_of, load
+from lib.flash_attention.hopper.compiled import binary_of, kind_of, load
 from lib.flash_attention.hopper.direct import DirectLaunch
 from lib.flash_attention.hopper.forward import forward_kernel
 from lib.flash_attention.inputs import empty_like_heads, strides
@@ -190,7 +190,7 @@ def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, has_rope: bool = False) -> None:
-    """Start to compile the kernels of both passes in other threads, first those that this call takes.
+    """Start to compile the kernels of both passes in other threads, those of this call first.
 
     Args:
         q, k, v, is_causal: of the `flash_forward` that follows; later ones may have other lengths,
@@ -213,8 +213,8 @@ def _start_forward(q: Tensor, k: Tensor, is_causal: bool) -> None:
     """Start the forward kernel; a spare one is for other lengths."""
     head_dim = q.shape[3]
     if unpadded.is_faster(head_dim, is_causal) and has_nvrtc():
-        settings = (q.device.index, q.dtype == torch.bfloat16, is_causal)
-        unpadded.function_of.start(unpadded.pick_tiles(head_dim), *settings)
+        tiles = unpadded.pick_tiles(head_dim)
+        unpadded.image_of.start(tiles, q.dtype == torch.bfloat16, is_causal)
         return
     schedule = forward_schedule(head_dim)
     for x, lse in _small_calls(q):
@@ -228,9 +228,8 @@ def _start_backward(
     """Start all backward kernels; spare ones are for other lengths."""
     head_dim = q.shape[3]
     if head_dim <= fused.TILES[-1].dim and has_nvrtc():
-        settings = (q.device.index, q.dtype == torch.bfloat16, is_causal, has_rope)
-        tiles = fused.tiles_of(head_dim)
-        fused.functions_of.start(tiles, *settings, is_spare=not takes_one_kernel)
+        settings = (fused.tiles_of(head_dim), q.dtype == torch.bfloat16, is_causal, has_rope)
+        fused.image_of.start(*settings, is_spare=not takes_one_kernel)
     for_queries, for_keys = backward_schedules(head_dim)
     for x, lse in _small_calls(q):
         angles = (lse, lse) if has_rope else None
@@ -250,9 +249,8 @@ def _small_calls(like: Tensor) -> list[tuple[Tensor, Tensor]]:
 def _start(launch: Launch, needs_even: bool | None) -> None:
     """Start to compile a kernel, as a spare one unless the call needs it (`Config.IS_EVEN`)."""
     function, _, arguments = launch
-    is_spare = arguments["CONFIG"].IS_EVEN != needs_even
-    device = arguments["q_desc"].base.device
-    load.start(device.index, *kind_of(function, arguments), is_spare=is_spare)
+    is_spare = needs_even != arguments["CONFIG"].IS_EVEN
+    binary_of.start(*kind_of(function, arguments), is_spare=is_spare)
 
 
 def flash_forward(
@@ -272,13 +270,12 @@ def flash_forward(
         return out, lse
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
     addresses = _addresses(q_desc=q, k_desc=k, v_desc=v, out_desc=out, lse_ptr=lse)
-    schedule = schedule or forward_schedule(q.shape[3])
-    _launch(
-        key,
-        q.device,
-        addresses,
-        lambda: [_forward_launch(q, k, v, out, lse, is_causal, scale, schedule)],
-    )
+
+    def make() -> list[Launch]:
+        tiles = schedule or forward_schedule(q.shape[3])
+        return [_forward_launch(q, k, v, out, lse, is_causal, scale, tiles)]
+
+    _launch(key, q.device, addresses, make)
     return out, lse
 
 
@@ -351,13 +348,12 @@ def flash_backward(
         tensors = (grad_out, q, k, v, out, lse)
         return _fused_backward(*tensors, is_causal, scale, grads, angles, deterministic)
     call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
-    for_queries, for_keys = schedules or backward_schedules(q.shape[3])
-    _launch(
-        ("backward", schedules, *call.key()),
-        q.device,
-        call.addresses(),
-        lambda: [_queries_launch(call, for_queries), _keys_launch(call, for_keys)],
-    )
+
+    def make() -> list[Launch]:
+        for_queries, for_keys = schedules or backward_schedules(q.shape[3])
+        return [_queries_launch(call, for_queries), _keys_launch(call, for_keys)]
+
+    _launch(("backward", schedules, *call.key()), q.device, call.addresses(), make)
     return call.grads
 
 
@@ -488,7 +484,8 @@ def _backward_call(
     """A backward pass, with copies of what the kernels cannot address, and memory for results."""
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     out, grad_out = map(_to_copy, (out, grad_out))
-    angles = angles and tuple(x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in angles)
+    if angles and any(x.data_ptr() % ALIGNMENT for x in angles):
+        angles = (angles[0].clone(), angles[1].clone())
     # whole tiles of these are read, so rows past the last query are written too
     rows = q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS
     for_rows = lse.new_empty(2 * rows)
@@ -569,11 +566,13 @@ def _launch(
     launches = _remembered.get(key)
     if launches is None:
         kernels = make()
+        kinds = [kind_of(function, arguments) for function, _, arguments in kernels]
         # so that they are compiled side by side
-        started = [load.start(device.index, *kind_of(f, arguments)) for f, _, arguments in kernels]
+        for kind in kinds:
+            binary_of.start(*kind)
         launches = [
-            DirectLaunch(*kernel.result(), grid, arguments)
-            for kernel, (_, grid, arguments) in zip(started, kernels)
+            DirectLaunch(*load(device.index, *kind), grid, arguments)
+            for kind, (_, grid, arguments) in zip(kinds, kernels)
         ]
         if len(_remembered) >= MAX_REMEMBERED:
             _remembered.clear()

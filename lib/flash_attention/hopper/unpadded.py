@@ -162,14 +162,20 @@ def flash_forward(
 def load_kernel(tiles: Tiles, q: Tensor, is_causal: bool) -> Launch:
     """The kernel for the GPU and dtype of q, to launch on its current stream."""
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    function = function_of(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
+    function = _function(tiles, q.device.index, q.dtype == torch.bfloat16, is_causal)
     return functools.partial(function.launch, stream=stream)
 
 
-@Once
-def function_of(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
-    image = build("hopper_forward", tiles.constants(is_bfloat16, is_causal), fused.ARCHITECTURE)
+@functools.cache
+def _function(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
+    image = image_of(tiles, is_bfloat16, is_causal)
     threads = (tiles.warpgroups + 1) * fused.WARPGROUP
     return Function(
         image, "forward", device=device, threads=threads, shared_bytes=tiles.shared_bytes
     )
+
+
+@Once
+def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool) -> bytes:
+    """The machine code of the kernel."""
+    return build("hopper_forward", tiles.constants(is_bfloat16, is_causal), fused.ARCHITECTURE)
