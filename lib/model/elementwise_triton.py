@@ -91,8 +91,8 @@ def _rotated_attention(
         q, k = _rotate(qkv, cos, sin)
         # (batch, heads, length, head_dim) each
         q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
-        if qkv.requires_grad:
-            prepare(q_heads, k_heads, v_heads, True, has_rope=True)
+        settings = {"has_gradients": qkv.requires_grad, "has_rope": True}
+        prepare(q_heads, k_heads, v_heads, True, **settings)
         out, lse = flash_forward(q_heads, k_heads, v_heads, True, qkv.shape[-1] ** -0.5)
     return out.transpose(1, 2), lse, q, k
 

@@ -417,7 +417,10 @@ def test_what_is_prepared_serves_every_length_number_of_heads_and_layout(
         launch.binary_of, "start", lambda *kind, is_spare=False: started.append((kind, is_spare))
     )
     q = heads(2, 4, 128, head_dim)
-    launch.prepare(q, q, q, is_causal, has_rope=has_rope)
+    launch.prepare(q, q, q, is_causal, has_gradients=False)
+    assert {kernel.__name__ for (kernel, *_), _ in started} == {"forward_kernel"}
+    started.clear()
+    launch.prepare(q, q, q, is_causal, has_gradients=True, has_rope=has_rope)
     # this call's kernels, the forward one first, and those for tiles in parts where there are any
     mine = [kind for kind, is_spare in started if not is_spare]
     assert [kernel.__name__ for kernel, *_ in dict.fromkeys(mine)] == [
@@ -440,5 +443,5 @@ def test_what_is_prepared_serves_every_length_number_of_heads_and_layout(
         assert kinds_of_call(monkeypatch, tokens_first, x, is_causal, has_rope) <= every
     # once is enough
     before = len(started)
-    launch.prepare(x, x, x, is_causal, has_rope=has_rope)
+    launch.prepare(x, x, x, is_causal, has_gradients=True, has_rope=has_rope)
     assert len(started) == before

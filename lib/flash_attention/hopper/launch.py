@@ -189,20 +189,29 @@ def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
     )
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, has_rope: bool = False) -> None:
-    """Start to compile the kernels of both passes in other threads, those of this call first.
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    *,
+    has_gradients: bool,
+    has_rope: bool = False,
+) -> None:
+    """Start to compile kernels in other threads, those of this call first.
 
     Args:
         q, k, v, is_causal: of the `flash_forward` that follows; later ones may have other lengths,
             batch sizes and numbers of heads.
-        has_rope: whether `flash_backward` will get `angles`.
+        has_gradients: whether `flash_backward` will follow, and `has_rope`, whether with `angles`.
     """
-    key = (q.device, q.dtype, q.shape[3], is_causal, has_rope)
+    key = (q.device, q.dtype, q.shape[3], is_causal, has_gradients, has_rope)
     if key in _prepared or not supports(q, k, v) or torch.cuda.is_current_stream_capturing():
         return
     _prepared.add(key)
     _start_forward(q, k, is_causal)
-    _start_backward(q, k, is_causal, has_rope, _one_kernel_is_faster(q, k, is_causal))
+    if has_gradients:
+        _start_backward(q, k, is_causal, has_rope, _one_kernel_is_faster(q, k, is_causal))
 
 
 # What `prepare` has been called for.
