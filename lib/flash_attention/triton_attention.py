@@ -60,6 +60,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         check_qkv(*heads)
         check_device(q.device)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0], True)
+        q, k, v = heads
+        prepare(q, k, v, is_causal, has_gradients=any(ctx.needs_input_grad))
         out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
         ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
         return out
@@ -126,6 +128,7 @@ class _EagerAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = (is_causal, scale, precision, deterministic)
         with torch.cuda.device_of(q):
+            prepare(q, k, v, is_causal, has_gradients=any(ctx.needs_input_grad))
             out, lse = flash_forward(q, k, v, is_causal, scale, precision=precision)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -155,6 +158,8 @@ def _flash_attention(
 ) -> tuple[Tensor, Tensor]:
     # only the backward pass looks at `deterministic`
     with torch.cuda.device_of(q):
+        has_gradients = q.requires_grad or k.requires_grad or v.requires_grad
+        prepare(q, k, v, is_causal, has_gradients=has_gradients)
         return flash_forward(q, k, v, is_causal, scale, precision=precision)
 
 
@@ -202,6 +207,26 @@ def _gradients(ctx, grad_out, grad_lse):
 
 
 _flash_attention.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    *,
+    has_gradients: bool,
+    has_rope: bool = False,
+) -> None:
+    """Start to compile the kernels of both passes side by side, on a Hopper GPU.
+
+    Args:
+        q, k, v, is_causal: of the `flash_forward` that follows.
+        has_gradients: whether `flash_backward` will follow, and `has_rope`, whether with `angles`.
+    """
+    if hopper is not None:
+        settings = {"has_gradients": has_gradients, "has_rope": has_rope}
+        hopper.prepare(q, k, v, is_causal, **settings)
 
 
 def flash_forward(

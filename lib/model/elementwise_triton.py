@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lib.core.ranges import annotate
 from lib.flash_attention.inputs import DTYPES, check_device, check_qkv, is_called_eagerly
-from lib.flash_attention.triton_attention import flash_backward, flash_forward
+from lib.flash_attention.triton_attention import flash_backward, flash_forward, prepare
 
 # In the norm's backward pass: the number of programs, two for each multiprocessor of a large GPU,
 # and the number of elements in the tile that each works on.
@@ -107,6 +107,8 @@ def _rotated_forward(
         q, k = _rotate(qkv, cos, sin)
         # (batch, heads, length, head_dim) each
         q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, qkv[:, :, 2]))
+        settings = {"has_gradients": qkv.requires_grad, "has_rope": True}
+        prepare(q_heads, k_heads, v_heads, True, **settings)
         out, lse = flash_forward(q_heads, k_heads, v_heads, True, qkv.shape[-1] ** -0.5)
     return out.transpose(1, 2), lse, q, k
 

@@ -72,6 +72,19 @@ FAULTS = [
     # launching: heads left out, a check skipped
     Fault(LAUNCH, "for s in starts for t in order", "for t in order for s in starts", TEST_LAUNCH),
     Fault(LAUNCH, "stride % 8 == 0 for", "stride % 4 == 0 for", TEST_LAUNCH),
+    # compiling: what a call needs waits like what it does not, and the other way round
+    Fault(
+        LAUNCH,
+        'is_spare = needs_even != arguments["CONFIG"].IS_EVEN',
+        "is_spare = True",
+        TEST_LAUNCH,
+    ),
+    Fault(
+        "lib/flash_attention/background.py",
+        "return not _running[False] and _running[True] < SPARE",
+        "return True",
+        "tests/flash_attention/test_background.py",
+    ),
     # direct launches: another tensor's address, a map of the wrong place
     Fault(DIRECT, "            place += 8\n", "", TEST_DIRECT),
     Fault(DIRECT, "known(addresses[name])", "known(addresses[self.maps[0][1]])", TEST_DIRECT),

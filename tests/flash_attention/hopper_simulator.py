@@ -79,6 +79,12 @@ def simulated(
     names["_work_list"] = lambda work, programs, _: torch.from_numpy(
         schedule_tiles(*work, programs=programs)
     )
+    names["_one_item_each"] = lambda num_items, _: torch.from_numpy(
+        schedule_tiles([1], num_items, 1, False, programs=num_items)
+    )
+    names["_launch"] = lambda key, device, addresses, make: [
+        kernel[grid](**arguments) for kernel, grid, arguments in make()
+    ]
     return SimpleNamespace(**names)
 
 

@@ -37,7 +37,7 @@ MAX_SPILLED = {True: 120, False: 16}
 MAX_SPILLED_FURTHER = 24
 # with head_dim 256; True: where a tile's gradients are rotated back, after its loop
 MAX_SPILLED_WIDE = {True: 304, False: 24}
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture(scope="module")
@@ -57,26 +57,17 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
 
     found = {}
 
-    class Recorder:
-        def __init__(self, name: str):
-            self.name = name
+    def record(key, device, addresses, make: Callable) -> None:
+        found.update({kernel.__name__: arguments for kernel, _, arguments in make()})
 
-        def __getitem__(self, grid):
-            return lambda **arguments: found.update({self.name: arguments})
-
-    for name in KERNELS:
-        replace(hopper, name, Recorder(name))
+    replace(hopper, "_launch", record)
+    replace(torch.cuda, "is_current_stream_capturing", lambda: False)
     # fewer than there are items of work
     replace(hopper, "_multiprocessors", lambda device: 2)
-    replace(hopper, "_work_list", lambda *work: torch.zeros(2, dtype=torch.int32))
-    dtype = {name: dtype for dtype, name in DTYPES.items()}[job["dtype"]]
+    replace(hopper, "_work_list", lambda *work: torch.zeros(1, 2, dtype=torch.int32))
     head_dim, length = job["head_dim"], 384 + job.get("is_uneven", False)
-    is_persistent = job.get("is_persistent", True)
-    first, *others = (
-        schedule._replace(is_persistent=is_persistent)
-        for schedule in (hopper.forward_schedule(head_dim), *hopper.backward_schedules(head_dim))
-    )
-    q = torch.zeros(1, 2, length, head_dim, dtype=dtype)
+    first, *others = hopper.forward_schedule(head_dim), *hopper.backward_schedules(head_dim)
+    q = torch.zeros(1, 2, length, head_dim, dtype=DTYPES[job["dtype"]])
     angles = (torch.zeros(length, head_dim // 2),) * 2 if job.get("has_rope") else None
     mask_and_scale = (job.get("is_causal", True), 0.1)
     out, lse = hopper.flash_forward(q, q, q, *mask_and_scale, schedule=first)
@@ -86,52 +77,20 @@ def launches(job: dict, replace: Callable) -> dict[str, dict]:
     return found
 
 
-def type_of(argument) -> str:
-    """The type of an argument as Triton writes it."""
-    if isinstance(argument, Tensor):
-        return f"*{DTYPES[argument.dtype]}"
-    if isinstance(argument, (int, float)):
-        return "i32" if isinstance(argument, int) else "fp32"
-    block = f"{DTYPES[argument.base.dtype]}{list(argument.block_shape)}"
-    return f"tensordesc<{block},{argument.layout!r}>"
-
-
 def compile_one(job: dict) -> dict:
     """`job` with the resources of the compiled kernel."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+    from lib.flash_attention.hopper import compiled as hopper_compiled
     from lib.flash_attention.hopper import launch as hopper
-    from lib.flash_attention.hopper.direct import DirectLaunch
 
     function = getattr(hopper, job["kernel"])
     with pytest.MonkeyPatch.context() as patch:
         arguments = launches(job, patch.setattr)[job["kernel"]]
-    names = function.arg_names
-    signature = {name: type_of(arguments[name]) for name in names if name != "CONFIG"}
-    signature["CONFIG"] = "constexpr"
-    constants = {(names.index("CONFIG"),): arguments["CONFIG"]}
-    divisible = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name.startswith("out_") or signature[name].startswith("*")
-    }
-    compiled = triton.compile(
-        GluonASTSource(function, signature, constants, divisible),
-        target=GPUTarget("cuda", 90, 32),
-        options={key: arguments[key] for key in ("num_warps", "maxnreg")},
-    )
+    kind = hopper_compiled.kind_of(function, arguments)
+    code, about = hopper_compiled.compile_with_triton(*kind)
     # raises if this Triton passes parameters in another way
-    DirectLaunch(
-        SimpleNamespace(
-            src=compiled.src, asm=compiled.asm, metadata=compiled.metadata, function=None
-        ),
-        (1,),
-        arguments,
-    )
-    matmuls = compiled.asm["ptx"].count("wgmma.mma_async")
-    return job | resources(compiled) | {"matmuls": matmuls}
+    binary = hopper_compiled.Binary.of(kind[1], code, about)
+    found = SimpleNamespace(asm=code, metadata=SimpleNamespace(shared=binary.shared_bytes))
+    return job | resources(found) | {"matmuls": code["ptx"].count("wgmma.mma_async")}
 
 
 def jobs(**variant) -> list[dict]:
@@ -179,7 +138,6 @@ def test_the_tightest_kernels_fit_the_chip(quiet_environment):
         {"is_causal": False, "is_uneven": True},
         {"has_rope": True},
         {"has_rope": True, "is_causal": False},
-        {"is_persistent": False},
         {"dtype": "fp16"},
     ],
     ids=str,
@@ -192,13 +150,6 @@ def test_every_form_of_the_kernels_fits_the_chip(variant, quiet_environment):
 def launched(hopper, monkeypatch):
     """The arguments of each kernel, as they would be launched."""
     return lambda **job: launches({"dtype": "bf16", "head_dim": 64} | job, monkeypatch.setattr)
-
-
-def test_a_program_for_each_item_when_not_persistent(launched):
-    for is_persistent in (True, False):
-        arguments = launched(is_persistent=is_persistent)
-        lists = {arguments[kernel]["CONFIG"].HAS_WORK_LIST for kernel in KERNELS}
-        assert lists == {is_persistent}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -374,7 +325,7 @@ def test_calls_of_one_layout_launch_again_what_the_first_launched(hopper, kernel
     first = with_gradients(attention, inputs)
     known = dict(hopper._remembered)
     assert [len(launches) for launches in known.values()] == [1, 2]
-    monkeypatch.setattr(hopper, "_launch", None)
+    monkeypatch.setattr(hopper, "load", None)
     # elsewhere in memory
     again = with_gradients(attention, [x.detach().clone().requires_grad_() for x in inputs])
     assert all(a.equal(b) for a, b in zip(first, again))

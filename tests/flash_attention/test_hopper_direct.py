@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 try:
-    from lib.flash_attention.hopper import direct, launch
+    from lib.flash_attention.hopper import compiled, direct, launch
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -25,23 +25,31 @@ ARGUMENTS = {
     "scale": 0.25,
     "CONFIG": None,
 }
-KINDS = ("tensordesc<a>", "tensordesc<b>", "*fp32", "*bf16", "*i32", "i32", "fp32", "constexpr")
+MAP = "tensordesc<bf16[1, 1, 64, 64],layout>"
+KINDS = (MAP, MAP, "*fp32", "*bf16", "*i32", "i32", "fp32", None)
 DESCRIPTOR = [".align 64 .b8 x[128]", *[".u32 x"] * 4, *[".u64 x"] * 4]
 PARAMETERS = [*DESCRIPTOR, *DESCRIPTOR, *[".u64 .ptr .global .align 1 x"] * 3]
 PARAMETERS += [".u32 x", ".f32 x", *[".u64 .ptr .global .align 1 x"] * 2]
 ADDRESSES = {"q_desc": 0x1000, "k_desc": 0x2000, "lse_ptr": 0x3000, "out_ptr": 0x4000}
 
 
-def kernel_of(parameters: list[str]) -> SimpleNamespace:
-    """A stand-in for what Triton returns of a launch, with these parameters in its PTX."""
+def binary_of(parameters: list[str]) -> compiled.Binary:
+    """A binary of what Triton could have made, with these parameters in its PTX."""
     metas = [{"block_size": [1, 1, rows, 64], "swizzle": 3, "elem_type": 10} for rows in (64, 128)]
+    about = {"name": "kernel", "num_warps": 12, "shared": 999, "tensordesc_meta": metas}
+    code = {"ptx": ptx_of(parameters), "cubin": b"code\n\0"}
+    types = tuple((name, kind) for name, kind in zip(ARGUMENTS, KINDS) if name != "CONFIG")
+    return compiled.Binary.of(types, code, about)
+
+
+def ptx_of(parameters: list[str]) -> str:
     lines = ", ".join(f".param {x}" for x in parameters)
-    return SimpleNamespace(
-        function=77,
-        src=SimpleNamespace(signature=dict(zip(ARGUMENTS, KINDS))),
-        asm={"ptx": f".visible .entry kernel({lines}) {{ }}"},
-        metadata=SimpleNamespace(name="kernel", num_warps=12, shared=999, tensordesc_meta=metas),
-    )
+    return f".visible .entry kernel({lines}) {{ }}"
+
+
+def launch_of(grid: int, arguments: dict = ARGUMENTS) -> direct.DirectLaunch:
+    function = SimpleNamespace(handle=77, device=ROWS.device.index)
+    return direct.DirectLaunch(binary_of(PARAMETERS), function, (grid,), arguments)
 
 
 def read(address: int, kind: type):
@@ -67,7 +75,7 @@ def calls(monkeypatch):
 
     def run(*arguments):
         *settings, parameters, _ = arguments
-        sizes = direct.parameter_bytes(kernel_of(PARAMETERS).asm["ptx"])
+        sizes = compiled.parameter_bytes(ptx_of(PARAMETERS))
         kinds = {128: ctypes.c_uint64, 8: ctypes.c_uint64, 4: ctypes.c_int32}
         values = [read(at, kinds[size]) for at, size in zip(parameters, sizes)]
         boxes = [read(parameters[i] + 8, ctypes.c_uint64) for i in (0, 9)]
@@ -81,7 +89,7 @@ def calls(monkeypatch):
 
 
 def test_the_driver_gets_every_parameter_at_the_addresses_of_the_call(calls):
-    again = direct.DirectLaunch(kernel_of(PARAMETERS), (40,), ARGUMENTS)
+    again = launch_of(40)
     again(5, ADDRESSES)
     again(6, ADDRESSES | {"k_desc": 0x9000, "out_ptr": 0x8000})
     shape = [2, 3, 70, 64, 13440, 4480, 64, 1]
@@ -96,7 +104,7 @@ def test_the_driver_gets_every_parameter_at_the_addresses_of_the_call(calls):
 
 
 def test_a_tensor_that_comes_back_to_its_address_has_its_map_already(calls, monkeypatch):
-    again = direct.DirectLaunch(kernel_of(PARAMETERS), (40,), ARGUMENTS)
+    again = launch_of(40)
     again(5, ADDRESSES)
     monkeypatch.setattr(direct, "make_map", None)
     monkeypatch.setattr(direct.driver(), "cuTensorMapEncodeTiled", None)
@@ -109,7 +117,7 @@ def test_it_keeps_no_tensor_in_memory():
     tensors = [torch.zeros_like(X) for _ in range(3)]
     descriptors = {f"{x}_desc": launch._descriptor(tensors[i], 64) for i, x in enumerate("qk")}
     arguments = ARGUMENTS | descriptors | {"out_ptr": tensors[2]}
-    again = direct.DirectLaunch(kernel_of(PARAMETERS), (40,), arguments)
+    again = launch_of(40, arguments)
     again(5, ADDRESSES)
     left = [weakref.ref(x) for x in tensors]
     del tensors, descriptors, arguments
@@ -121,12 +129,18 @@ def test_it_keeps_no_tensor_in_memory():
     "parameters", [PARAMETERS[:-1], [*PARAMETERS, ".u32 x"], [".u64 x", *PARAMETERS[1:]]]
 )
 def test_other_parameters_than_expected_are_refused(parameters):
-    with pytest.raises(ValueError, match="parameters of kernel are not as expected"):
-        direct.DirectLaunch(kernel_of(parameters), (1,), ARGUMENTS)
+    with pytest.raises(RuntimeError, match="passes the parameters of kernel in another way"):
+        binary_of(parameters)
+
+
+def test_a_binary_comes_back_from_its_file_whole():
+    binary = binary_of(PARAMETERS)
+    assert binary.image == b"code\n\0"
+    assert compiled.Binary.unpack(binary.pack()) == binary
 
 
 def test_a_refused_launch_is_an_error_and_one_without_a_context_is_tried_again(calls, monkeypatch):
-    again = direct.DirectLaunch(kernel_of(PARAMETERS), (1,), ARGUMENTS)
+    again = launch_of(1)
     codes, entered = [direct.NO_CONTEXT, 0, 700], []
     monkeypatch.setattr(direct.driver(), "cuLaunchKernel", lambda *arguments: codes.pop(0))
     monkeypatch.setattr(direct, "use_context", entered.append)

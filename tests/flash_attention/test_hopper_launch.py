@@ -109,7 +109,7 @@ def sizes_of(num_tiles=0, section=0, num_items=0, num_queries=0):
 
 
 def config_of(is_causal: bool, warpgroups: int = 2, keys: int = 64):
-    return blocks.Config(warpgroups, keys, 2, 0, is_causal, False, 0, False)
+    return blocks.Config(warpgroups, keys, 2, 0, is_causal, False, 0)
 
 
 def meta_heads(*shape: int):
@@ -352,6 +352,20 @@ def test_a_work_list_is_made_once_and_not_while_a_graph_is_captured(monkeypatch)
     assert launch._work_list(work, 6, device) is None
 
 
+def test_a_program_for_each_item_has_a_list_of_one_also_in_a_graph(monkeypatch):
+    monkeypatch.setattr(launch, "_work_lists", functools.cache(lambda device: {}))
+    tables = []
+    for is_capturing in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda x=is_capturing: x)
+        tables.append(launch._one_item_each(3, torch.device("cpu")))
+    for table in tables:
+        assert table.dtype == torch.int32
+        assert table.tolist() == [[1, 1, 1], [0, 1, 2], [0, 0, 0]]
+    # what a graph makes is its own, unless there is one already
+    assert tables[0] is not tables[1]
+    assert tables[1] is tables[2]
+
+
 @pytest.mark.parametrize(
     ("shape", "is_causal", "is_faster"),
     [
@@ -373,3 +387,61 @@ def test_one_backward_kernel_takes_many_queries_and_many_blocks(
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: PROGRAMS)
     x = torch.empty(shape, device="meta")
     assert launch._one_kernel_is_faster(x, x, is_causal) == is_faster
+
+
+def kinds_of_call(monkeypatch, q, k, is_causal: bool, has_rope: bool) -> set:
+    """The kinds of kernels that a call of both passes launches."""
+    found = set()
+
+    def record(key, device, addresses, make) -> None:
+        found.update(launch.kind_of(kernel, arguments) for kernel, _, arguments in make())
+
+    monkeypatch.setattr(launch, "_launch", record)
+    angles = (torch.zeros(q.shape[2], q.shape[3] // 2),) * 2 if has_rope else None
+    out, lse = launch.flash_forward(q, k, k, is_causal, 1)
+    launch.flash_backward(out, q, k, k, out, lse, is_causal, 0.5, angles=angles)
+    return found
+
+
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False), (256, True)])
+@pytest.mark.parametrize("has_rope", [False, True])
+def test_what_is_prepared_serves_every_length_number_of_heads_and_layout(
+    on_hopper, monkeypatch, head_dim, is_causal, has_rope
+):
+    started = []
+    monkeypatch.setattr(launch, "has_nvrtc", lambda: False)
+    monkeypatch.setattr(launch, "_prepared", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_work_list", lambda *work: torch.zeros(1, 2, dtype=torch.int32))
+    monkeypatch.setattr(
+        launch.binary_of, "start", lambda *kind, is_spare=False: started.append((kind, is_spare))
+    )
+    q = heads(2, 4, 128, head_dim)
+    launch.prepare(q, q, q, is_causal, has_gradients=False)
+    assert {kernel.__name__ for (kernel, *_), _ in started} == {"forward_kernel"}
+    started.clear()
+    launch.prepare(q, q, q, is_causal, has_gradients=True, has_rope=has_rope)
+    # this call's kernels, the forward one first, and those for tiles in parts where there are any
+    mine = [kind for kind, is_spare in started if not is_spare]
+    assert [kernel.__name__ for kernel, *_ in dict.fromkeys(mine)] == [
+        "forward_kernel",
+        "backward_queries_kernel",
+        "backward_keys_kernel",
+    ]
+    assert set(mine) == kinds_of_call(monkeypatch, q, q, is_causal, has_rope)
+    every = {kind for kind, _ in started}
+    assert len(every) == {(64, True): 4, (128, False): 6, (256, True): 3}[head_dim, is_causal]
+    for shape, key_heads in [
+        ((1, 1, 1), 1),
+        ((3, 12, 1000), 4),
+        ((1, 7, 64), 7),
+        ((64, 16, 80), 1),
+    ]:
+        x = heads(*shape, head_dim)
+        assert kinds_of_call(monkeypatch, x, x[:, :key_heads], is_causal, has_rope) <= every
+        tokens_first = heads(shape[0], shape[2], shape[1], head_dim).transpose(1, 2)
+        assert kinds_of_call(monkeypatch, tokens_first, x, is_causal, has_rope) <= every
+    # once is enough
+    before = len(started)
+    launch.prepare(x, x, x, is_causal, has_gradients=True, has_rope=has_rope)
+    assert len(started) == before

@@ -1,7 +1,9 @@
 """Kernels from source to machine code at first use, by NVRTC, the compiler that PyTorch brings.
 
 No toolkit and no C++ compiler is needed. What is compiled stays in the user's cache folder, under a
-hash of sources, options and compiler, so that the next process loads it in milliseconds.
+hash of sources, options and compiler, so that the next process loads it in milliseconds. Where the
+environment variable WORKBOOK_KERNELS names a folder, it stays there; and such a folder put at
+SHIPPED travels with the package, whose users then compile nothing.
 """
 
 import contextlib
@@ -11,7 +13,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from lib.core.files import user_cache, write_atomically
 
 SOURCES = Path(__file__).parent
+SHIPPED = SOURCES / "compiled"
 
 
 def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
@@ -38,32 +41,33 @@ def build(name: str, constants: Mapping[str, int], architecture: str) -> bytes:
     options += [f"-D{key}={value}" for key, value in sorted(constants.items())]
     found = repr((name, options, nvrtc_version())).encode()
     key = hashlib.sha256(b"\0".join([found, *(file.read_bytes() for file in files)])).hexdigest()
-    file = f"{name}-{architecture}-{key[:24]}.bin"
-    if image := _read_cache(file):
-        return image
-    image = _compile(files[0], [*options, f"-I{SOURCES}"], architecture)
+    return find_or_make(
+        f"{name}-{architecture}-{key[:24]}.bin",
+        lambda: _compile(files[0], [*options, f"-I{SOURCES}"], architecture),
+    )
+
+
+def find_or_make(file: str, make: Callable[[], bytes]) -> bytes:
+    """Return a compiled kernel from the package or the cache, or make it and keep it there.
+
+    A file that is damaged is made again: it begins with the SHA-256 hash of what follows.
+    """
+    for folder in (lambda: SHIPPED, cache_folder):
+        with contextlib.suppress(OSError):
+            content = (folder() / file).read_bytes()
+            digest, image = content[:32], content[32:]
+            if hashlib.sha256(image).digest() == digest:
+                return image
+    image = make()
     # where nothing can be written, the next process compiles again
     with contextlib.suppress(OSError):
         write_atomically(cache_folder() / file, hashlib.sha256(image).digest() + image)
     return image
 
 
-def _read_cache(file: str) -> bytes | None:
-    """Return the compiled kernel, or None if it is missing or damaged.
-
-    A file begins with the SHA-256 hash of what follows.
-    """
-    with contextlib.suppress(OSError):
-        content = (cache_folder() / file).read_bytes()
-        digest, image = content[:32], content[32:]
-        if hashlib.sha256(image).digest() == digest:
-            return image
-    return None
-
-
 def cache_folder() -> Path:
-    """The folder of compiled kernels."""
-    return user_cache() / "cuda"
+    """The folder where compiled kernels are kept."""
+    return Path(os.environ.get("WORKBOOK_KERNELS") or user_cache() / "cuda")
 
 
 def pick_architecture(capability: tuple[int, int]) -> str:

@@ -210,11 +210,11 @@ def _load_for_queries(args, CONFIG: gl.constexpr):
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     sizes = args.sizes
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         tile, batch_head = tile_and_head(item, sizes, CONFIG.IS_CAUSAL)
         batch = batch_head // sizes.heads
         head = batch_head % sizes.heads
@@ -246,11 +246,11 @@ def _load_for_queries(args, CONFIG: gl.constexpr):
 def _grad_queries_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     """Compute dQ of 64 queries at a time, in one of the warpgroups."""
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         tile, batch_head = tile_and_head(item, args.sizes, CONFIG.IS_CAUSAL)
         batch = batch_head // args.sizes.heads
         head = batch_head % args.sizes.heads
@@ -296,8 +296,10 @@ def _grad_queries(
     # read the output and the log-sum-exp before the wait for q and dO
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
     column = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
+    # strides in 8 numbers, which a thread loads at once
     start = gl.cast(batch, gl.int64) * args.out_batch + gl.cast(head, gl.int64) * args.out_head
-    offsets = gl.expand_dims(gl.cast(row, gl.int64) * args.out_token, 1)
+    start = start * 8
+    offsets = gl.expand_dims(gl.cast(row, gl.int64) * args.out_token * 8, 1)
     offsets = offsets + gl.expand_dims(column, 0)
     is_inside = gl.expand_dims(row < num_queries, 1)
     if CONFIG.HEAD_DIM < DIM:
@@ -499,11 +501,11 @@ def _load_for_keys(args, CONFIG: gl.constexpr):
     sizes = args.sizes
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         # first tiles first: most queries see the first keys
         tile, batch_head = tile_and_head(item, sizes, False)
         key_heads = sizes.heads // sizes.group
@@ -539,11 +541,11 @@ def _grad_keys_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     grad_tile = args.grad_tiles.index(PART)
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         tile, batch_head = tile_and_head(item, sizes, False)
         key_heads = sizes.heads // sizes.group
         first = tile * (CONFIG.WARPGROUPS * ROWS)
@@ -704,11 +706,11 @@ def _one_gradient_partition(args, IS_VALUES: gl.constexpr, CONFIG: gl.constexpr)
     num_query_tiles = (sizes.num_queries + ROWS - 1) // ROWS
     key_heads = sizes.heads // sizes.group
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         tile, batch_head = tile_and_head(item, sizes, False)
         first = tile * ROWS
         seen_from = first_query_tile(first, num_query_tiles, CONFIG)
@@ -755,7 +757,7 @@ def _grad_values_step(args, acc, first, first_query, step, CONFIG: gl.constexpr)
     if CONFIG.IS_CAUSAL:
         key = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), 1)
         p = gl.where(query >= key, p, 0.0)
-    if not CONFIG.IS_EVEN:
+    if first_query + ROWS > args.sizes.num_queries:
         # past the last query q is 0, and 0 times a key of -inf is NaN
         p = gl.where(query < args.sizes.num_queries, p, 0.0)
 

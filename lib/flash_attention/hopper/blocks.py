@@ -49,13 +49,10 @@ class Config(NamedTuple):
     IS_CAUSAL: bool
 
     IS_EVEN: bool
-    """The last tile in the ring is a whole one and needs no mask."""
+    """The last tile in the ring is a whole one, or needs the causal mask alone."""
 
     IN_REGISTERS: int
     """How many of the operands that stay (q and dO, or k and v) are held in registers."""
-
-    HAS_WORK_LIST: bool
-    """A program does the items of its work list, and one item otherwise."""
 
     IS_ORDERED: bool = False
     """Warpgroups issue their matmuls one after the other (ping-pong)."""
@@ -106,21 +103,15 @@ SIZES = list(Sizes._fields)
 
 
 @gluon.jit
-def num_own_items(work_list_ptr, CONFIG: gl.constexpr):
+def num_own_items(work_list_ptr):
     """How many items this program does (row 0 of `launch.schedule_tiles`)."""
-    count = 1
-    if CONFIG.HAS_WORK_LIST:
-        count = gl.load(work_list_ptr + gl.program_id(0))
-    return count
+    return gl.load(work_list_ptr + gl.program_id(0))
 
 
 @gluon.jit
-def own_item(work_list_ptr, index, CONFIG: gl.constexpr):
+def own_item(work_list_ptr, index):
     """The item that this program does as number `index`."""
-    item = gl.program_id(0)
-    if CONFIG.HAS_WORK_LIST:
-        item = gl.load(work_list_ptr + (index + 1) * gl.num_programs(0) + item)
-    return item
+    return gl.load(work_list_ptr + (index + 1) * gl.num_programs(0) + gl.program_id(0))
 
 
 @gluon.jit

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from lib.flash_attention.cuda.driver import driver, use_context
+from lib.flash_attention.cuda.driver import Function, driver, use_context
+from lib.flash_attention.hopper.compiled import MAP_BYTES, Binary
 
-# CUDA driver API: CUtensorMapDataType, CUtensorMapL2promotion (128 bytes), and the bytes of a map
+# CUDA driver API: CUtensorMapDataType, CUtensorMapL2promotion (128 bytes), a map's alignment
 MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 PROMOTE_128 = 2
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MAP_ALIGNMENT = 64
 # CUresult: this thread has not used the GPU yet
 NO_CONTEXT = 201
 # Maps that are kept of each argument; tensors come back to the same addresses in a training loop.
@@ -29,8 +29,6 @@ NUMBERS: dict[str, Any] = {
     "i64": ctypes.c_int64,
     "fp32": ctypes.c_float,
 }
-# The types of `.param` in PTX, and their bytes.
-PTX_BYTES = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
 
 
 class TensorMap(NamedTuple):
@@ -84,47 +82,39 @@ def make_map(
 
 
 class DirectLaunch:
-    """A kernel that Triton has compiled and launched, to be launched again at other addresses.
+    """A kernel with the arguments of one call, to be launched at the addresses of any such call.
 
     Args:
-        kernel: what the launch by Triton returned.
-        grid: of that launch.
-        arguments: of that launch, by name. Tensors and descriptors, except `work_list_ptr`, may lie
-            elsewhere the next time, with the same strides and dtype, at multiples of 16 bytes.
-
-    Raises:
-        ValueError: the kernel takes other parameters than expected of this Triton.
+        binary: the kernel.
+        function: the same in the memory of a GPU.
+        grid: how many programs.
+        arguments: by name. Tensors and descriptors, except `work_list_ptr`, may lie elsewhere in
+            each launch, with the same strides and dtype, at multiples of 16 bytes.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int], arguments: Mapping[str, Any]):
+    def __init__(
+        self, binary: Binary, function: Function, grid: tuple[int], arguments: Mapping[str, Any]
+    ):
         self.maps: list[tuple[int, str, Callable[[int], TensorMap]]] = []
         self.pointers: list[tuple[int, str]] = []
         # memory that parameters are read from, and its addresses
         self.fixed: list[Any] = []
-        compiled = iter(kernel.metadata.tensordesc_meta or ())
-        for name, kind in kernel.src.signature.items():
+        compiled = iter(binary.maps)
+        for name, kind in binary.signature.items():
             self._add(name, kind, arguments[name], compiled)
         # Triton's scratch memory, of which these kernels need none
         self.fixed += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        sizes = [MAP_BYTES if x is None else ctypes.sizeof(x) for x in self.fixed]
-        if sizes != parameter_bytes(kernel.asm["ptx"]):
-            raise ValueError(f"parameters of {kernel.metadata.name} are not as expected")
         self.pointers_type = ctypes.c_uint64 * len(self.pointers)
-        self.addresses_type = ctypes.c_void_p * len(sizes)
+        self.addresses_type = ctypes.c_void_p * len(self.fixed)
         self.addresses = self.addresses_type(
             *(0 if x is None else ctypes.addressof(x) for x in self.fixed)
         )
-        tensor = next(x for x in arguments.values() if isinstance(x, torch.Tensor))
-        self.device = tensor.device.index
-        threads = 32 * kernel.metadata.num_warps
-        self.settings = (kernel.function, grid[0], 1, 1, threads, 1, 1, kernel.metadata.shared)
-        # keeps the loaded code
-        self.kernel = kernel
+        self.device = function.device
+        block = (binary.threads, 1, 1)
+        self.settings = (function.handle, grid[0], 1, 1, *block, binary.shared_bytes)
 
     def _add(self, name: str, kind: str, argument: Any, compiled: Iterator[Mapping]) -> None:
         """Add the parameters of one argument; `compiled` goes through the descriptors."""
-        if kind == "constexpr":
-            return
         if kind.startswith("tensordesc"):
             shape, strides = list(argument.shape), list(argument.strides)
             # without the tensor itself, whose memory would stay in use
@@ -162,13 +152,3 @@ class DirectLaunch:
             code = driver().cuLaunchKernel(*self.settings, stream, parameters, None)
         if code:
             raise RuntimeError(f"cuLaunchKernel failed with code {code}")
-
-
-def parameter_bytes(ptx: str) -> list[int]:
-    """The bytes of each parameter of the kernel in PTX."""
-    (declared,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)
-    found = []
-    for line in declared.split(","):
-        array = re.search(r"\.b8 \w+\[(\d+)\]", line)
-        found.append(int(array[1]) if array else PTX_BYTES[re.search(r"\.param \.(\w+)", line)[1]])
-    return found

@@ -145,11 +145,11 @@ def _load_partition(args, CONFIG: gl.constexpr):
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     sizes = args.sizes
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         tile, batch_head = tile_and_head(item, sizes, CONFIG.IS_CAUSAL)
         batch = batch_head // sizes.heads
         head = batch_head % sizes.heads
@@ -181,11 +181,11 @@ def _load_partition(args, CONFIG: gl.constexpr):
 def _attend_partition(args, PART: gl.constexpr, CONFIG: gl.constexpr):
     """Compute the output of 64 queries at a time, in one of the warpgroups."""
     step = 0
-    next_item = own_item(args.work_list_ptr, 0, CONFIG)
-    for index in range(num_own_items(args.work_list_ptr, CONFIG)):
+    next_item = own_item(args.work_list_ptr, 0)
+    for index in range(num_own_items(args.work_list_ptr)):
         item = next_item
         # issued long before it is needed
-        next_item = own_item(args.work_list_ptr, index + 1, CONFIG)
+        next_item = own_item(args.work_list_ptr, index + 1)
         tile, batch_head = tile_and_head(item, args.sizes, CONFIG.IS_CAUSAL)
         first, seen, loaded = part_of_queries(tile, args.sizes, PART, CONFIG)
         # skip the tiles of keys that only other warpgroups see

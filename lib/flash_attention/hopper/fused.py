@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper.direct import MAP_BYTES, make_map
@@ -223,13 +224,19 @@ def load_kernels(tiles: Tiles, q: Tensor, is_causal: bool, has_rope: bool) -> li
 def _functions(
     tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool, has_rope: bool
 ) -> tuple[Function, Function, Function]:
-    constants = tiles.constants(is_bfloat16, is_causal, has_rope)
-    load = functools.partial(Function, build(tiles.source, constants, ARCHITECTURE), device=device)
+    image = image_of(tiles, is_bfloat16, is_causal, has_rope)
+    load = functools.partial(Function, image, device=device)
     return (
         load("prepare", threads=WARPGROUP, shared_bytes=0),
         load("backward", threads=tiles.threads, shared_bytes=tiles.shared_bytes),
         load("finish", threads=WARPGROUP, shared_bytes=2 * ROWS * COLUMNS),
     )
+
+
+@Once
+def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool, has_rope: bool) -> bytes:
+    """The machine code of the three kernels."""
+    return build(tiles.source, tiles.constants(is_bfloat16, is_causal, has_rope), ARCHITECTURE)
 
 
 def tensor_map(x: Tensor, rows: int) -> bytes:

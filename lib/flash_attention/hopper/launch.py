@@ -20,12 +20,11 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -36,6 +35,7 @@ from lib.flash_attention.cuda.build import has_nvrtc
 from lib.flash_attention.hopper import fused, unpadded
 from lib.flash_attention.hopper.backward import backward_keys_kernel, backward_queries_kernel
 from lib.flash_attention.hopper.blocks import LOAD_REGISTERS, Config, Sizes
+from lib.flash_attention.hopper.compiled import binary_of, kind_of, load
 from lib.flash_attention.hopper.direct import DirectLaunch
 from lib.flash_attention.hopper.forward import forward_kernel
 from lib.flash_attention.inputs import empty_like_heads, strides
@@ -177,6 +177,11 @@ def can_be_copied(x: Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT == 0 and _strides_fit(x.shape, x.stride())
 
 
+def _to_copy(x: Tensor) -> Tensor:
+    """x, or a copy that a tensor map can describe."""
+    return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor map can describe a tensor of 2-byte numbers at an aligned address."""
     used = [stride for stride, size in zip(strides, shape) if size > 1]
@@ -185,6 +190,79 @@ def _strides_fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
         and all(0 < stride < 2**38 for stride in used)
         and all(stride % 8 == 0 for stride in used[:-1])
     )
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    *,
+    has_gradients: bool,
+    has_rope: bool = False,
+) -> None:
+    """Start to compile kernels in other threads, those of this call first.
+
+    Args:
+        q, k, v, is_causal: of the `flash_forward` that follows; later ones may have other lengths,
+            batch sizes and numbers of heads.
+        has_gradients: whether `flash_backward` will follow, and `has_rope`, whether with `angles`.
+    """
+    key = (q.device, q.dtype, q.shape[3], is_causal, has_gradients, has_rope)
+    if key in _prepared or not supports(q, k, v) or torch.cuda.is_current_stream_capturing():
+        return
+    _prepared.add(key)
+    _start_forward(q, k, is_causal)
+    if has_gradients:
+        _start_backward(q, k, is_causal, has_rope, _one_kernel_is_faster(q, k, is_causal))
+
+
+# What `prepare` has been called for.
+_prepared: set[tuple] = set()
+
+
+def _start_forward(q: Tensor, k: Tensor, is_causal: bool) -> None:
+    """Start the forward kernel; a spare one is for other lengths."""
+    head_dim = q.shape[3]
+    if unpadded.is_faster(head_dim, is_causal) and has_nvrtc():
+        tiles = unpadded.pick_tiles(head_dim)
+        unpadded.image_of.start(tiles, q.dtype == torch.bfloat16, is_causal)
+        return
+    schedule = forward_schedule(head_dim)
+    for x, lse in _small_calls(q):
+        launch = _forward_launch(x, x, x, x, lse, is_causal, 1.0, schedule)
+        _start(launch, needs_even=_has_whole_keys(k, schedule, is_causal))
+
+
+def _start_backward(
+    q: Tensor, k: Tensor, is_causal: bool, has_rope: bool, takes_one_kernel: bool
+) -> None:
+    """Start all backward kernels; spare ones are for other lengths."""
+    head_dim = q.shape[3]
+    if head_dim <= fused.TILES[-1].dim and has_nvrtc():
+        settings = (fused.tiles_of(head_dim), q.dtype == torch.bfloat16, is_causal, has_rope)
+        fused.image_of.start(*settings, is_spare=not takes_one_kernel)
+    for_queries, for_keys = backward_schedules(head_dim)
+    for x, lse in _small_calls(q):
+        angles = (lse, lse) if has_rope else None
+        call = _backward_call(x, x, x, x, x, lse, is_causal, 1.0, (x, x, x), angles)
+        needs_even = None if takes_one_kernel else _has_whole_keys(k, for_queries, is_causal)
+        _start(_queries_launch(call, for_queries), needs_even)
+        needs_even = None if takes_one_kernel else _has_whole_queries(q, for_keys)
+        _start(_keys_launch(call, for_keys), needs_even)
+
+
+def _small_calls(like: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A head and its log-sum-exp in whole tiles, and in parts: their kernels are those of all."""
+    heads = [like.new_empty(1, 1, length, like.shape[3]) for length in (2 * ROWS, 1)]
+    return [(x, x.new_empty(1, 1, x.shape[2], dtype=torch.float32)) for x in heads]
+
+
+def _start(launch: Launch, needs_even: bool | None) -> None:
+    """Start to compile a kernel, as a spare one unless the call needs it (`Config.IS_EVEN`)."""
+    function, _, arguments = launch
+    is_spare = needs_even != arguments["CONFIG"].IS_EVEN
+    binary_of.start(*kind_of(function, arguments), is_spare=is_spare)
 
 
 def flash_forward(
@@ -204,11 +282,28 @@ def flash_forward(
         return out, lse
     key = ("forward", is_causal, scale, schedule, _layouts(q, k, v))
     addresses = _addresses(q_desc=q, k_desc=k, v_desc=v, out_desc=out, lse_ptr=lse)
-    if _repeat(key, q.device, addresses):
-        return out, lse
-    schedule = schedule or forward_schedule(q.shape[3])
+
+    def make() -> list[Launch]:
+        tiles = schedule or forward_schedule(q.shape[3])
+        return [_forward_launch(q, k, v, out, lse, is_causal, scale, tiles)]
+
+    _launch(key, q.device, addresses, make)
+    return out, lse
+
+
+def _forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    schedule: Schedule,
+) -> Launch:
+    """The forward kernel."""
     work = _queries_work(q.shape, k.shape, schedule, is_causal)
-    is_even = k.shape[2] % schedule.keys == 0
+    is_even = _has_whole_keys(k, schedule, is_causal)
     grid, settings = _launch_settings(q, k, work, schedule, is_causal, is_even, min_stages=2)
     arguments = {
         "q_desc": _descriptor(q, ROWS),
@@ -216,11 +311,10 @@ def flash_forward(
         "v_desc": _descriptor(v, schedule.keys),
         "out_desc": _descriptor(out, ROWS),
         "lse_ptr": lse,
-        "scale": scale,
+        "scale": float(scale),
         **settings,
     }
-    _launch(key, q.device, (forward_kernel, grid, arguments))
-    return out, lse
+    return forward_kernel, grid, arguments
 
 
 def _unpadded_forward(
@@ -266,10 +360,12 @@ def flash_backward(
         tensors = (grad_out, q, k, v, out, lse)
         return _fused_backward(*tensors, is_causal, scale, grads, angles, deterministic)
     call = _backward_call(grad_out, q, k, v, out, lse, is_causal, scale, grads, angles)
-    key = ("backward", schedules, *call.key())
-    if not _repeat(key, q.device, call.addresses()):
+
+    def make() -> list[Launch]:
         for_queries, for_keys = schedules or backward_schedules(q.shape[3])
-        _launch(key, q.device, _queries_launch(call, for_queries), _keys_launch(call, for_keys))
+        return [_queries_launch(call, for_queries), _keys_launch(call, for_keys)]
+
+    _launch(("backward", schedules, *call.key()), q.device, call.addresses(), make)
     return call.grads
 
 
@@ -317,10 +413,7 @@ def _fused_backward(
     batch, num_heads, num_queries, head_dim = q.shape
     # the sums of dQ take the cache too
     section = _queries_section(batch, num_heads, k.shape[1], 2 * num_queries, head_dim)
-    out, grad_out = (
-        x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
-        for x in (out, grad_out)
-    )
+    out, grad_out = map(_to_copy, (out, grad_out))
     fused.flash_backward(
         *(grad_out, q, k, v, out, lse, is_causal, scale),
         grads=(grads[0], grad_k, grad_v),
@@ -389,7 +482,7 @@ class BackwardCall(NamedTuple):
             "grad_out_desc": _descriptor(self.grad_out, ROWS),
             **dict(zip(("cos_ptr", "sin_ptr"), self.angles)),
             "padded": _num_tiles(self.q.shape[2], ROWS) * ROWS,
-            "scale": self.scale,
+            "scale": float(self.scale),
         }
 
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -412,9 +505,9 @@ def _backward_call(
 ) -> BackwardCall:
     """A backward pass, with copies of what the kernels cannot address, and memory for results."""
     grads = grads or (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
-    out = out if out.stride(3) == 1 else out.contiguous()
-    if not can_be_copied(grad_out):
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
+    out, grad_out = map(_to_copy, (out, grad_out))
+    if angles and any(x.data_ptr() % ALIGNMENT for x in angles):
+        angles = (angles[0].clone(), angles[1].clone())
     # whole tiles of these are read, so rows past the last query are written too
     rows = q.shape[0] * q.shape[1] * _num_tiles(q.shape[2], ROWS) * ROWS
     for_rows = lse.new_empty(2 * rows)
@@ -427,7 +520,7 @@ def _queries_launch(call: BackwardCall, schedule: Schedule) -> Launch:
     """The kernel for dQ, -delta and the log-sum-exp in base 2."""
     q, k, out = call.q, call.k, call.out
     work = _queries_work(q.shape, k.shape, schedule, call.is_causal)
-    is_even = k.shape[2] % schedule.keys == 0
+    is_even = _has_whole_keys(k, schedule, call.is_causal)
     grid, settings = _launch_settings(
         q, k, work, schedule, call.is_causal, is_even, has_rope=call.has_rope, min_stages=3
     )
@@ -441,7 +534,8 @@ def _queries_launch(call: BackwardCall, schedule: Schedule) -> Launch:
         "lse_ptr": call.lse,
         "lse_log2_ptr": lse_log2,
         "minus_delta_ptr": minus_delta,
-        **strides(out=out),
+        # in steps of 8 numbers, which a thread loads at once
+        **{name: stride // 8 for name, stride in strides(out=out).items()},
         **settings,
     }
     return backward_queries_kernel, grid, arguments
@@ -451,7 +545,7 @@ def _keys_launch(call: BackwardCall, schedule: Schedule) -> Launch:
     """The kernel for dK and dV."""
     q, k = call.q, call.k
     work = _keys_work(q.shape, k.shape, schedule, call.is_causal)
-    is_even = q.shape[2] % ROWS == 0
+    is_even = _has_whole_queries(q, schedule)
     grid, settings = _launch_settings(
         q, k, work, schedule, call.is_causal, is_even, has_rope=call.has_rope, min_stages=2
     )
@@ -482,40 +576,34 @@ def _addresses(**tensors: Tensor) -> dict[str, int]:
     return {name: x.data_ptr() for name, x in tensors.items()}
 
 
-def _repeat(key: tuple, device: torch.device, addresses: dict[str, int]) -> bool:
-    """Launch again what a call with this `key` launched, at other addresses; False at first.
+def _launch(
+    key: tuple, device: torch.device, addresses: dict[str, int], make: Callable[[], list[Launch]]
+) -> None:
+    """Launch the kernels of `make`; those of a call with an earlier `key` are known already.
 
     Args:
-        addresses: of the tensors, by the names of the kernels' arguments.
+        addresses: of the tensors of this call, by the names of the kernels' arguments.
     """
-    launches = _remembered.get((key, device, _multiprocessors(device)))
-    if not launches or any(address % ALIGNMENT for address in addresses.values()):
-        return False
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    key = (key, device, _multiprocessors(device))
+    launches = _remembered.get(key)
+    if launches is None:
+        kernels = make()
+        kinds = [kind_of(function, arguments) for function, _, arguments in kernels]
+        # so that they are compiled side by side
+        for kind in kinds:
+            binary_of.start(*kind)
+        launches = [
+            DirectLaunch(*load(device.index, *kind), grid, arguments)
+            for kind, (_, grid, arguments) in zip(kinds, kernels)
+        ]
+        if len(_remembered) >= MAX_REMEMBERED:
+            _remembered.clear()
+        # while a CUDA graph is recorded there may be no work list yet
+        if not torch.cuda.is_current_stream_capturing():
+            _remembered[key] = launches
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     for launch in launches:
         launch(stream, addresses)
-    return True
-
-
-def _launch(key: tuple, device: torch.device, *kernels: Launch) -> None:
-    """Launch kernels by way of Triton, which compiles them first; remember how for `_repeat`."""
-    compiled = [function[grid](**arguments) for function, grid, arguments in kernels]
-    # while a CUDA graph is recorded there may be no work list yet
-    if None in compiled or torch.cuda.is_current_stream_capturing():
-        return
-    if len(_remembered) >= MAX_REMEMBERED:
-        _remembered.clear()
-    try:
-        launches = [
-            DirectLaunch(kernel, grid, arguments)
-            for kernel, (_, grid, arguments) in zip(compiled, kernels)
-        ]
-    except ValueError as error:
-        # another Triton, which passes parameters in another way
-        message = "attention is launched by Triton, which takes more of the host's time than the"
-        warn_once(log, f"{message} driver: {error}")
-        launches = []
-    _remembered[key, device, _multiprocessors(device)] = launches
 
 
 def _launch_settings(
@@ -541,6 +629,8 @@ def _launch_settings(
     work_list = None
     if schedule.is_persistent and programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, q.device)
+    if work_list is None:
+        work_list = _one_item_each(num_items, q.device)
     sizes = Sizes(
         len(work.steps), num_heads, group, work.section, num_items, q.shape[2], k.shape[2]
     )
@@ -553,20 +643,27 @@ def _launch_settings(
         IS_CAUSAL=is_causal,
         IS_EVEN=is_even,
         IN_REGISTERS=schedule.kept,
-        HAS_WORK_LIST=work_list is not None,
         IS_ORDERED=schedule.is_ordered,
         HAS_ROPE=has_rope,
         HEAD_DIM=q.shape[3],
     )
-    grid = (num_items if work_list is None else programs,)
-    return grid, {
-        # without a list the kernel does not read this pointer
-        "work_list_ptr": q if work_list is None else work_list,
+    return (work_list.shape[1],), {
+        "work_list_ptr": work_list,
         **sizes._asdict(),
         "CONFIG": config,
         "num_warps": 4,
         "maxnreg": registers,
     }
+
+
+def _has_whole_keys(k: Tensor, schedule: Schedule, is_causal: bool) -> bool:
+    """Whether the last tile of keys needs no mask but the causal one."""
+    return is_causal or k.shape[2] % schedule.keys == 0
+
+
+def _has_whole_queries(q: Tensor, schedule: Schedule) -> bool:
+    """Whether the last tile of queries needs no mask; where two share the keys all have one."""
+    return schedule.warpgroups > 1 and q.shape[2] % ROWS == 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -670,8 +767,24 @@ def _work_list(work: Work, programs: int, device: torch.device) -> Tensor | None
 
 
 @functools.cache
-def _work_lists(device: torch.device) -> dict[tuple[Work, int], Tensor]:
+def _work_lists(device: torch.device) -> dict[tuple[Work, int] | int, Tensor]:
     return {}
+
+
+def _one_item_each(num_items: int, device: torch.device) -> Tensor:
+    """The table for a program for each item, as `_work_list` makes it for several items each."""
+    known = _work_lists(device)
+    if torch.cuda.is_current_stream_capturing() and num_items not in known:
+        # made on the GPU, in each replay
+        table = torch.zeros(3, num_items, dtype=torch.int32, device=device)
+        table[0] = 1
+        torch.arange(num_items, out=table[1])
+        return table
+    if num_items not in known:
+        table = np.zeros((3, num_items), np.int32)
+        table[0], table[1] = 1, np.arange(num_items)
+        known.setdefault(num_items, torch.from_numpy(table).to(device))
+    return known[num_items]
 
 
 def schedule_tiles(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lib.flash_attention.background import Once
 from lib.flash_attention.cuda.build import build
 from lib.flash_attention.cuda.driver import Function
 from lib.flash_attention.hopper import fused
@@ -167,8 +168,14 @@ def load_kernel(tiles: Tiles, q: Tensor, is_causal: bool) -> Launch:
 
 @functools.cache
 def _function(tiles: Tiles, device: int, is_bfloat16: bool, is_causal: bool) -> Function:
-    image = build("hopper_forward", tiles.constants(is_bfloat16, is_causal), fused.ARCHITECTURE)
+    image = image_of(tiles, is_bfloat16, is_causal)
     threads = (tiles.warpgroups + 1) * fused.WARPGROUP
     return Function(
         image, "forward", device=device, threads=threads, shared_bytes=tiles.shared_bytes
     )
+
+
+@Once
+def image_of(tiles: Tiles, is_bfloat16: bool, is_causal: bool) -> bytes:
+    """The machine code of the kernel."""
+    return build("hopper_forward", tiles.constants(is_bfloat16, is_causal), fused.ARCHITECTURE)
