@@ -136,20 +136,6 @@ def test_hoppers_kernels_without_nvrtc(on_hopper):
     assert "which need NVRTC: pip install nvidia-cuda-nvrtc" in line
 
 
-def test_launches_that_triton_must_make(on_hopper):
-    def refuse(*arguments):
-        raise ValueError("parameters of x are not as expected")
-
-    on_hopper.patch.setattr(on_hopper.launch, "DirectLaunch", refuse)
-    on_hopper.patch.setattr(on_hopper.launch, "_remembered", {})
-    on_hopper.patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for key in ("forward", "backward"):
-        kernel = {(1,): lambda **arguments: "compiled"}
-        on_hopper.launch._launch((key,), GPU, (kernel, (1,), {}))
-    (line,) = on_hopper.said()
-    assert line.endswith("than the driver: parameters of x are not as expected")
-
-
 def test_the_loss_without_gluon(on_hopper):
     loss_triton = pytest.importorskip("lib.model.loss_triton")
     on_hopper.patch.setattr(loss_triton, "loss_gluon", None)
