@@ -85,7 +85,9 @@ def _start_all_reduce(
     # as dist.all_reduce_coalesced, which warns that it is deprecated
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = op  # type: ignore[assignment]  # PyTorch's stub asks for the wrapper
-    return [(group or dist.group.WORLD).allreduce_coalesced(tensors, options)]
+    # NCCL has no complex numbers
+    real = [torch.view_as_real(part) if part.is_complex() else part for part in tensors]
+    return [(group or dist.group.WORLD).allreduce_coalesced(real, options)]
 
 
 class Bucket:
