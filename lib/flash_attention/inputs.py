@@ -1,5 +1,7 @@
 """Inputs of the attention kernels: checks of q, k and v, autocast, and memory layouts."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -20,10 +22,38 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast)]
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ValueError on a device where Triton cannot run."""
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor of the scores, 1 / sqrt(head_dim) for None.
+
+    Raises:
+        ValueError: it is a tensor, which would get no gradient, or not more than 0 and finite.
+    """
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    check_is_no_tensor(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
+    return scale
+
+
+def check_is_no_tensor(scale: object) -> None:
+    """Raise ValueError for a scale that is a tensor: it would get no gradient."""
+    if isinstance(scale, Tensor):
+        raise ValueError(
+            "scale must be a number, got a tensor, which would get no gradient; multiply q by it"
+        )
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError on a device where Triton cannot run, or not on tensors of this dtype."""
     if not runs_triton(device):
         raise ValueError(f"q must be on a CUDA device, which Triton needs, got {device}")
+    # Triton's interpreter keeps bfloat16 as integers, which a matmul then multiplies
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        raise ValueError(
+            f"q must be float16 or float32 in Triton's interpreter, whose matmuls are wrong in "
+            f"bfloat16, got {dtype}"
+        )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

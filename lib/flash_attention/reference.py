@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lib.flash_attention.inputs import autocast
+from lib.flash_attention.inputs import autocast, check_is_no_tensor
 
 # Rows of a tile of Q, and of a tile of K and V (B_q and B_k; the paper's B_r and B_c).
 QUERY_TILE = 128
@@ -36,14 +36,14 @@ def flash_attention(
         k, v: (batch, key_heads, keys, head_dim); `heads` is a multiple of `key_heads`, and
             neighboring heads of q share one of k and v (grouped-query attention).
         is_causal: whether query i sees only the keys up to i (top-left aligned).
-        scale: factor of the scores; 1 / sqrt(head_dim) by default.
+        scale: factor of the scores, a number; 1 / sqrt(head_dim) by default.
         query_tile, key_tile: queries and keys of a tile.
 
     Returns:
         (batch, heads, queries, head_dim) in the dtype of q; zeros where there are no keys.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together, or `scale` is a tensor.
     """
     _check_heads(q, k, v)
     if q.shape[1] == k.shape[1]:
@@ -71,6 +71,7 @@ class FlashAttention(torch.autograd.Function):
         for name, tile in (("query_tile", query_tile), ("key_tile", key_tile)):
             if tile < 1:
                 raise ValueError(f"{name} must be at least 1, got {tile}")
+        check_is_no_tensor(scale)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
         ctx.settings = (is_causal, scale, query_tile, key_tile)
         out, lse = _forward_operator(q, k, v, *ctx.settings)

@@ -19,6 +19,7 @@ from lib.flash_attention.inputs import (
     autocast,
     check_device,
     check_qkv,
+    check_scale,
     empty_like_heads,
     is_called_eagerly,
     strides,
@@ -58,7 +59,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
         check_qkv(*heads)
-        check_device(q.device)
+        check_device(q.device, heads[0].dtype)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0], True)
         q, k, v = heads
         prepare(q, k, v, is_causal, has_gradients=any(ctx.needs_input_grad))
@@ -110,10 +111,8 @@ def flash_attention(
         raise ValueError(f"precision must be {', '.join(PRECISIONS)}, got {precision!r}")
     q, k, v = autocast(q, k, v)
     check_qkv(q, k, v)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
-    check_device(q.device)
+    scale = check_scale(scale, q.shape[-1])
+    check_device(q.device, q.dtype)
     if is_called_eagerly(q, k, v):
         return _EagerAttention.apply(q, k, v, is_causal, scale, precision, deterministic)
     return _flash_attention(q, k, v, is_causal, scale, precision, deterministic)[0]

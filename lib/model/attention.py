@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lib.core.hardware import runs_triton
 from lib.core.ranges import annotate
 from lib.core.terminal import warn_once
+from lib.flash_attention.inputs import check_scale
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.elementwise import takes_triton
 from lib.model.loss import softmax
@@ -260,9 +261,7 @@ def _check(
         if mask.ndim > 4 or any(size not in (1, whole) for size, whole in sizes):
             found = f"got {tuple(mask.shape)} for {scores}"
             raise ValueError(f"mask must broadcast to (batch, heads, queries, keys), {found}")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
+    scale = check_scale(scale, q.shape[-1])
     heads, shared = q.shape[1], k.shape[1]
     if heads != shared and (0 in (heads, shared) or heads % shared):
         raise ValueError(f"k must have the {heads} heads of q or a divisor of them, got {shared}")
@@ -307,7 +306,7 @@ class KVCache:
 
         Raises:
             ValueError: k has another batch size than the cache, or without autocast another dtype,
-                or is of another model, or does not fit behind its tokens.
+                or is of another model, or does not fit behind its tokens; or v is not like k.
         """
         layers, batch_size, heads, _, head_dim = self.keys.shape
         end = self.length + k.shape[-2]
@@ -318,6 +317,9 @@ class KVCache:
                 f"the cache must be of the same model, got one of {layers} layers and {heads} "
                 f"heads of {head_dim} for layer {layer} of {k.shape[1]} heads of {k.shape[-1]}"
             )
+        if v.shape != k.shape or v.dtype != k.dtype:
+            expected, found = (f"{tuple(x.shape)} {x.dtype}" for x in (k, v))
+            raise ValueError(f"v must have the shape and dtype of k, {expected}, got {found}")
         # rounded to the cache's dtype, they could not be multiplied with the queries
         if k.dtype != self.keys.dtype and not torch.is_autocast_enabled(k.device.type):
             raise ValueError(f"cache must have the dtype of keys {k.dtype}, got {self.keys.dtype}")

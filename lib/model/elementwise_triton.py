@@ -62,7 +62,7 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _checked(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The arguments, contiguous, if the kernels can address them and read no table past its end."""
-    check_device(qkv.device)
+    check_device(qkv.device, qkv.dtype)
     fits = qkv.ndim == 5 and qkv.shape[2] == 3 and qkv.shape[4] % 2 == 0 and qkv.dtype in DTYPES
     if not fits:
         found = f"{tuple(qkv.shape)} {qkv.dtype}"

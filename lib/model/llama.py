@@ -73,11 +73,15 @@ def to_llama(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     The tensors returned are views of `weights` where possible.
 
     Raises:
-        ValueError: `config` has a variant that Llama lacks.
+        ValueError: `config` has a variant that Llama lacks, or is not that of `weights`.
     """
     check_is_llama(config)
+    names = _names(config)
+    # those of a layer that `config` lacks would be lost
+    others = sorted({*weights} ^ {*names})
+    require(not others, f"weights must be those of config, which differ in {', '.join(others[:3])}")
     converted = {}
-    for ours, theirs in _names(config).items():
+    for ours, theirs in names.items():
         for name, part in zip(theirs, weights[ours].chunk(len(theirs))):
             is_rotated = name.endswith(ROTATED)
             part = pairs_to_halves(part, config.num_heads) if is_rotated else part
@@ -95,8 +99,10 @@ def from_llama(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Ten
         weights: as in a Llama folder; tables of RoPE and, with tied embeddings, a head are ignored.
 
     Raises:
-        ValueError: a weight is missing, unknown, or of another shape than `config` says.
+        ValueError: a weight is missing, unknown, or of another shape than `config` says; or
+            `config` has a variant that Llama lacks, which would compute another function.
     """
+    check_is_llama(config)
     names = _names(config)
     known = {name for theirs in names.values() for name in theirs}
     unknown = sorted(
@@ -120,7 +126,7 @@ def _our_part(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
     shape = _shape(name, config)
     if name.endswith(("k_proj.weight", "v_proj.weight")) and len(weight) % config.head_dim == 0:
         heads = weight.unflatten(0, (-1, config.head_dim))  # (key heads, head_dim, d_model)
-        repeats = max(config.num_heads // len(heads), 1)
+        repeats = max(config.num_heads // max(len(heads), 1), 1)
         weight = heads.repeat_interleave(repeats, dim=0).flatten(0, 1)
     require(tuple(weight.shape) == shape, f"{name} must be {shape}, got {tuple(weight.shape)}")
     return halves_to_pairs(weight, config.num_heads) if name.endswith(ROTATED) else weight
@@ -161,7 +167,7 @@ def check_is_llama(config: ModelConfig) -> None:
         "qk_norm": False,
     }.items():
         is_same = getattr(config, field) == value
-        check(config, field, is_same, f"{value!r} to be written in Llama's layout")
+        check(config, field, is_same, f"{value!r} in Llama's layout")
 
 
 def to_llama_config(config: ModelConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ IMPLEMENTATIONS = ("auto", "reference", "foreach", "triton")
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Options of PyTorch's Adam and AdamW that change the result, and the value that is supported.
 OPTIONS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 log = logging.getLogger(__name__)
 
 
@@ -199,8 +200,11 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for key, params, group in self._batches():
+        # all are checked before any is updated
+        batches = list(self._batches())
+        for _, params, group in batches:
             _check_batch(params, lr=group["lr"], grad_scale=grad_scale, skip=skip)
+        for key, params, group in batches:
             self._update(key, params, group, grad_scale, skip)
         return loss
 
@@ -224,12 +228,14 @@ class AdamW(Optimizer):
         graphs captured before become invalid.
 
         Raises:
-            ValueError: the saved groups, names, shapes or options, such as AMSGrad, do not fit;
-                nothing has changed then.
+            ValueError: it is no optimizer's state, or the saved groups, names, shapes or options,
+                such as AMSGrad, do not fit; nothing has changed then.
         """
-        for group in state_dict["param_groups"]:
-            _check_options(group)
+        is_state = isinstance(state_dict, dict) and {"state", "param_groups"} <= {*state_dict}
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict)
+        require(is_state, f"state_dict must have state and param_groups, got {found}")
         own_lrs = [group["lr"] for group in self.param_groups]
+        _check_saved_groups(state_dict["param_groups"], own_lrs)
         params = [param for group in self.param_groups for param in group["params"]]
         saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
         loaded = {
@@ -267,7 +273,7 @@ class AdamW(Optimizer):
         # what an update needs; the first step makes the state
         states = [self._state(param) for param in params]
         grads = [param.grad for param in params]
-        settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        settings = {name: group[name] for name in HYPERPARAMETERS}
 
         # in one kernel, which casts and scales by itself
         if implementation == "triton":
@@ -312,6 +318,9 @@ class AdamW(Optimizer):
     def _state(self, param: Tensor) -> dict[str, Tensor]:
         """The state of `param`, made at its first step."""
         state = self.state[param]
+        if param.dtype == torch.float32:
+            # made float32 after a step, as by `model.float()`, a parameter is its own master
+            state.pop("master", None)
         names = ["step", "exp_avg", "exp_avg_sq"] + ["master"] * (param.dtype != torch.float32)
         missing = [name for name in names if name not in state]
         if missing and param.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -328,7 +337,9 @@ class AdamW(Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Reject hyperparameters that are out of range."""
+    """Reject hyperparameters that are missing or out of range."""
+    missing = [name for name in HYPERPARAMETERS if name not in group]
+    require(not missing, f"a group must have {', '.join(HYPERPARAMETERS)}, got {sorted(group)}")
     lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
     lr_fits = lr.dim() == 0 if isinstance(lr, Tensor) else _is_number(lr) and lr >= 0
     require(lr_fits, f"lr must be at least 0, or a 0-dim tensor, got {lr!r}")
@@ -338,6 +349,21 @@ def _check_group(group: dict[str, Any]) -> None:
     require(_is_number(eps) and eps >= 0, f"eps must be at least 0, got {eps!r}")
     require(_is_number(decay) and decay >= 0, f"weight_decay must be at least 0, got {decay!r}")
     _check_options(group)
+
+
+def _check_saved_groups(groups: list[dict[str, Any]], own_lrs: list[Any]) -> None:
+    """Reject saved groups that are not AdamW's, or whose learning rates have no place."""
+    loaded: dict[int, float] = {}
+    for group, own in zip(groups, own_lrs):
+        _check_group(group)
+        if isinstance(own, Tensor):
+            lr = float(group["lr"])
+            other = loaded.setdefault(id(own), lr)
+            require(
+                lr == other,
+                "lr must be a tensor of its own in each group to take different saved values, got "
+                f"one tensor for {other} and {lr}",
+            )
 
 
 def _is_number(value: Any) -> bool:

@@ -172,6 +172,7 @@ def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
         ({"q": zeros(4, 5, 8)}, r"q must be \(batch, heads, tokens, .* got shape \(4, 5, 8\)"),
         (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim of q must be at least 1"),
         (dict.fromkeys("qkv", zeros(1, 1, 2, 4, dtype=torch.int64)), "q must have dtype"),
+        ({"scale": torch.ones(())}, "scale must be a number, got a tensor, which would get no"),
         ({"query_tile": 0}, "query_tile must be at least 1, got 0"),
         ({"key_tile": -1}, "key_tile must be at least 1, got -1"),
     ],

@@ -284,6 +284,7 @@ def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
         (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be from 1 to 256, got 0"),
         ({"scale": 0.0}, "scale must be more than 0 and finite, got 0.0"),
         ({"scale": float("nan")}, "scale must be more than 0 and finite, got nan"),
+        ({"scale": torch.ones(())}, "scale must be a number, got a tensor"),
         ({"precision": "tf16"}, "precision must be tf32x3, ieee, tf32, got 'tf16'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -298,6 +299,15 @@ def test_a_token_stride_beyond_32_bits_within_a_tile_is_copied(kernels):
     x = torch.empty_strided((1, 1, 3, 16), (0, 0, 2**24, 1), dtype=torch.half)
     assert kernels.with_unit_stride(x).is_contiguous()
     assert kernels.with_unit_stride(x[:, :, :1].contiguous()).stride(-1) == 1
+
+
+def test_the_interpreter_refuses_bfloat16_which_it_would_multiply_as_integers(kernels, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = zeros(1, 1, 3, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"q must be float16 or float32 .*, got torch\.bfloat16"):
+        kernels.flash_attention(x, x, x)
+    with pytest.raises(ValueError, match=r"q must be float16 or float32 .*, got torch\.bfloat16"):
+        kernels.FlashAttentionTriton.apply(x[0], x[0], x[0])
 
 
 def test_a_cpu_without_the_interpreter_is_refused(kernels, monkeypatch):

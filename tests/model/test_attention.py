@@ -153,6 +153,7 @@ def test_gpu_kernels_on_a_cpu_are_refused_but_masks_run_there_by_sdpa(kernel):
         (4, {"mask": top_left(3, 3)}, "is_causal must be False"),
         (4, {"scale": 0.0}, "scale must be more than 0 and finite"),
         (4, {"scale": math.nan}, "scale must be more than 0 and finite"),
+        (4, {"scale": torch.ones(())}, "scale must be a number, got a tensor"),
         (0, {}, "head_dim of q must be at least 1"),
     ],
 )
@@ -285,6 +286,10 @@ def test_a_length_that_a_cache_cannot_have_is_refused():
     for call in (lambda: cache.advance(13), lambda: cache.append(0, k, k)):
         with pytest.raises(ValueError, match="holds 0 to 12 tokens, got 13"):
             call()
+    # values that would be broadcast over its tokens, or rounded
+    for v in (k[:, :, :1], k.double()):
+        with pytest.raises(ValueError, match="v must have the shape and dtype of k"):
+            cache.append(0, k, v)
     # nor tokens that it has not seen
     for length in (-1, 1):
         with pytest.raises(ValueError, match=f"length must be from 0 to 0, got {length}"):

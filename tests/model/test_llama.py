@@ -122,6 +122,8 @@ def test_variants_that_llama_lacks_are_refused_by_name(field, value):
         to_llama_config(config)
     with pytest.raises(ValueError, match=f"^{field} must be"):
         to_llama(TransformerLM(config).state_dict(), config)
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        from_llama(to_llama(make_model().state_dict(), SHAPE), config)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +159,12 @@ def test_missing_unknown_and_misshapen_weights_are_named():
     for name in weights:
         with pytest.raises(ValueError, match=rf"{name} must be \("):
             from_llama(weights | {name: weights[name][1:]}, SHAPE)
+        with pytest.raises(ValueError, match=rf"{name} must be \("):
+            from_llama(weights | {name: weights[name][:0]}, SHAPE)
+
+
+@pytest.mark.parametrize("layers", [-1, 1])
+def test_weights_of_another_number_of_layers_are_not_written_in_part(layers):
+    other = dataclasses.replace(SHAPE, num_layers=SHAPE.num_layers + layers)
+    with pytest.raises(ValueError, match=r"those of config, which differ in layers\.\d"):
+        to_llama(make_model().state_dict(), other)

@@ -158,6 +158,58 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, complai
     assert_equal(bits(params, optimizer), before)
 
 
+@pytest.mark.parametrize(
+    ("saved", "complaint"),
+    [
+        ([1], "state_dict must have state and param_groups, got <class 'list'>"),
+        ({"model": 1}, "state_dict must have state and param_groups, got ['model']"),
+        ("sgd", "a group must have lr, betas, eps, weight_decay, got ["),
+        ({"lr": -1.0}, "lr must be at least 0"),
+        ({"betas": (1.0, 0.9)}, "betas must be two numbers"),
+    ],
+    ids=str,
+)
+def test_the_state_of_something_else_is_refused_and_changes_nothing(saved, complaint):
+    params = make_params()
+    optimizer = AdamW(params)
+    before = copy.deepcopy(optimizer.state_dict())
+    if saved == "sgd":
+        saved = torch.optim.SGD(params).state_dict()
+    elif isinstance(saved, dict) and "model" not in saved:
+        groups = [before["param_groups"][0] | saved]
+        saved = {"state": {}, "param_groups": groups}
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict() == before
+
+
+def test_one_tensor_for_two_groups_takes_no_two_learning_rates():
+    params = make_params()
+    two = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = AdamW([dict(group) for group in two], lr=torch.tensor(0.5))
+    saved = AdamW([group | {"lr": lr} for group, lr in zip(two, (0.25, 0.125))]).state_dict()
+    with pytest.raises(ValueError, match=r"one tensor for 0\.25 and 0\.125"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    saved["param_groups"][1]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@ON_IMPLEMENTATIONS
+def test_a_parameter_made_float32_after_a_step_goes_on_from_its_own_value(implementation):
+    narrow, wide = Parameter(torch.ones(2, dtype=torch.bfloat16)), Parameter(torch.ones(2))
+    optimizer = AdamW([wide, narrow], lr=0.25, implementation=implementation)
+    for param in (wide, narrow):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with torch.no_grad():
+        narrow.data = wide.clone()
+    narrow.grad = torch.ones(2)
+    optimizer.step()
+    assert narrow.equal(wide)
+
+
 def test_loading_keeps_the_learning_rate_a_tensor_and_the_same_one():
     lr = torch.tensor(0.5)
     by_tensor, by_number = AdamW(make_params(), lr=lr), AdamW(make_params(), lr=0.25)
@@ -293,8 +345,12 @@ def test_an_unknown_implementation_and_an_empty_list_are_refused():
 def test_parameters_without_an_update_are_refused(dtype):
     param = Parameter(torch.ones(2, dtype=dtype))
     param.grad = torch.ones_like(param)
+    first = Parameter(torch.ones(2))
+    first.grad = torch.ones(2)
     with pytest.raises(ValueError, match="parameters must be float32, bfloat16 or float16"):
-        AdamW([param]).step()
+        AdamW([first, param]).step()
+    # nor is another one updated before the error
+    assert first.equal(torch.ones(2))
 
 
 def test_sparse_gradients_are_refused():

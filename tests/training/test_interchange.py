@@ -131,7 +131,7 @@ def test_an_export_can_be_repeated_after_it_failed(make_run, monkeypatch):
 
 def test_a_variant_that_llama_lacks_leaves_no_folder(make_run):
     run = make_run(qk_norm=True)
-    with pytest.raises(ValueError, match="qk_norm must be False to be written"):
+    with pytest.raises(ValueError, match="qk_norm must be False in Llama"):
         export(run)
     assert not (run.parent / "exported").exists()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lib.flash_attention.cuda.launch import DIMS, flash_backward, flash_forward
-from lib.flash_attention.inputs import autocast, check_qkv, empty_like_heads
+from lib.flash_attention.inputs import autocast, check_qkv, check_scale, empty_like_heads
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -60,9 +60,7 @@ def flash_attention(
         RuntimeError: there is no compiler for the kernels.
     """
     q, k, v = autocast(q, k, v)
-    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be more than 0 and finite, got {scale}")
+    scale = check_scale(scale, max(1, q.shape[-1]))
     check(q, k, v)
     return _flash_attention(q, k, v, is_causal, scale)[0]
 
