@@ -168,7 +168,7 @@ WRONG = {
         "verdict(LOSS_IN_CHUNKS, frugal(f))",
         "def f(hidden, weight, targets, chunk_tokens):\n"
         "    return loss_in_chunks(hidden, weight, targets, 2 * chunk_tokens)",
-        "as many numbers as the logits of several chunks",
+        "as many numbers as the logits of",
     ),
     "model: one-hot rows of all tokens": (
         "model",
