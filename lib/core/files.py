@@ -146,18 +146,20 @@ def lock_folder(folder: str | os.PathLike) -> Iterator[None]:
         yield
 
 
-def is_locked(folder: str | os.PathLike) -> bool:
-    """Whether someone holds the lock of `folder` now."""
-    path = Path(folder) / ".lock"
-    if not path.exists():
-        return False
-    lock = FileLock(path)
+@contextlib.contextmanager
+def try_lock_folder(folder: str | os.PathLike) -> Iterator[bool]:
+    """Lock `folder` like `lock_folder`, without waiting; yield whether it could be locked."""
+    make_folder(folder)
+    lock = FileLock(Path(folder) / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        return True
-    lock.release()
-    return False
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

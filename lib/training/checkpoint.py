@@ -20,11 +20,11 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,9 @@ from lib.sharded_optimizer.saved_state import SHARDS, load_unsharded
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
 PARTS = ("model", "optimizer", "tensors")
+# How often a folder is listed again because a checkpoint was deleted before it was read.
+MAX_LISTINGS = 5
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -222,7 +225,9 @@ def _load_here(
     path: str | os.PathLike, model: nn.Module | None, optimizer: Optimizer | None, verify: bool
 ) -> Checkpoint:
     """`load_checkpoint` of this rank, whatever happens on others."""
-    path = find_checkpoint(path) if verify else Path(path)
+    if verify:
+        return read_checkpoint(path, lambda found: _load_here(found, model, optimizer, False))
+    path = Path(path)
     model = None if model is None else inner_module(model)
     state = _read_state(path)
     # clones, since tensors from safetensors stay mapped to the file
@@ -273,18 +278,44 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
 def newest_checkpoint(folder: str | os.PathLike) -> Path | None:
     """The whole checkpoint of the highest step in `folder`; None if there are no checkpoints.
 
-    A warning names each damaged one with a higher step; if all are damaged, a ValueError does.
+    A warning names each damaged one with a higher step; if all are damaged, a ValueError does. One
+    that a training deletes meanwhile is not damaged: the folder is listed again.
     """
-    checkpoints = list_checkpoints(Path(folder))
-    for path in checkpoints:
+    for _ in range(MAX_LISTINGS):
+        checkpoints = list_checkpoints(Path(folder))
+        for path in checkpoints:
+            try:
+                _verify(path)
+                return path
+            except ValueError as error:
+                if not path.exists():
+                    # newer ones came, and those listed after it may be gone, too
+                    break
+                log.warning("refused: %s", error)
+        else:
+            names = ", ".join(path.name for path in checkpoints)
+            require(not names, f"no checkpoint in {folder} is whole: {names}")
+            return None
+    raise FileNotFoundError(
+        f"each checkpoint in {folder} was deleted before it was read, {MAX_LISTINGS} times"
+    )
+
+
+def read_checkpoint(path: str | os.PathLike, read: Callable[[Path], T]) -> T:
+    """The result of `read` for the checkpoint `path`, or the newest whole one in the folder `path`.
+
+    If a training deletes that one while it is read, `read` gets the one that is the newest then.
+    """
+    for _ in range(MAX_LISTINGS):
+        found = find_checkpoint(path)
         try:
-            _verify(path)
-            return path
-        except ValueError as error:
-            log.warning("refused: %s", error)
-    names = ", ".join(path.name for path in checkpoints)
-    require(not names, f"no checkpoint in {folder} is whole: {names}")
-    return None
+            return read(found)
+        except (OSError, ValueError, SafetensorError):
+            if found == Path(path) or found.exists():
+                raise
+    raise FileNotFoundError(
+        f"each checkpoint in {path} was deleted while it was read, {MAX_LISTINGS} times"
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

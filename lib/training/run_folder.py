@@ -199,8 +199,8 @@ def finished_checkpoint(run: Run) -> Path | None:
         return None
     try:
         find_checkpoint(saved[0])
-    except ValueError:
-        # damaged: `newest_checkpoint` will name it and take the one before
+    except (ValueError, FileNotFoundError):
+        # damaged or gone: `newest_checkpoint` will name it and take the one before
         return None
     extra = read_extra(saved[0])
     check_same_run(run, saved_identity(extra["config"], extra))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.core.files import is_locked
+from lib.core.files import try_lock_folder
 from lib.core.settings import check_fields, require
 from lib.training.metrics import last_evaluation, read_metrics
 
@@ -69,11 +69,11 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
             continue
         try:
             changed = folder.stat().st_mtime
+            numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
         except FileNotFoundError:
             # removed meanwhile
             continue
         files = _stats(folder)
-        numbers = [path.name[5:] for path in folder.glob("checkpoints/step-*")]
         metrics = folder / "metrics.jsonl"
         # one damaged run must not hide the others
         try:
@@ -137,14 +137,24 @@ def remove_runs(config: RemoveRunsConfig) -> int:
         raise ValueError(f"names must be runs in {config.runs_dir}: {known}; got {unknown}")
     chosen = list(dict.fromkeys(runs[name] for name in config.names))
     going = [run for run in chosen if config.yes or _confirmed(f"Remove {run}? [y/N] ")]
-    # after the questions, during which a training may have started
-    busy = [run.folder.name for run in going if is_locked(run.folder)]
-    require(not busy, f"names must be runs that are not in training, got {', '.join(busy)}")
-    for run in chosen:
-        if run in going:
-            shutil.rmtree(run.folder)
-        print(f"{'removed' if run in going else 'kept'}: {run}")
+    with contextlib.ExitStack() as locks:
+        # After the questions, during which a training may have started; held until the runs are
+        # gone, so that none starts in them meanwhile.
+        held = {run: locks.enter_context(try_lock_folder(run.folder)) for run in going}
+        busy = [run.folder.name for run, is_held in held.items() if not is_held]
+        require(not busy, f"names must be runs that are not in training, got {', '.join(busy)}")
+        for run in chosen:
+            if run in going:
+                _remove(run.folder)
+            print(f"{'removed' if run in going else 'kept'}: {run}")
     return int(going != chosen)
+
+
+def _remove(folder: Path) -> None:
+    """Delete `folder` with all that it holds, even if someone else deletes files in it, too."""
+    while folder.exists():
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _confirmed(question: str) -> bool:

@@ -12,7 +12,7 @@ FAULTS = [
     # a run goes while it is being trained
     Fault(
         "lib/training/runs.py",
-        "busy = [run.folder.name for run in going if is_locked(run.folder)]",
+        "busy = [run.folder.name for run, is_held in held.items() if not is_held]",
         "busy = []",
         "tests/training/test_runs.py",
     ),

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -237,6 +238,39 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
     assert str(new) in warning
     # what a flipped byte of the manifest says of another file is believed
     assert file in warning or (file, damage) == ("manifest.json", flip)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_checkpoint_that_is_deleted_before_or_while_it_is_read_gives_the_next(
+    tmp_path, monkeypatch, caplog, is_read
+):
+    save_steps(tmp_path, 1, 2)
+    name = "_load_tensors" if is_read else "list_checkpoints"
+    original, is_training = getattr(lib.training.checkpoint, name), True
+
+    def beside_a_training(folder):
+        # deletes what was listed, or is read, when a newer one is there
+        nonlocal is_training
+        found = [] if is_read else original(folder)
+        if is_training:
+            is_training = False
+            save_steps(tmp_path, 3, keep_last=1)
+        return original(folder) if is_read else found
+
+    monkeypatch.setattr(lib.training.checkpoint, name, beside_a_training)
+    assert load_checkpoint(tmp_path, model=make_model()).step == 3
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("read", [newest_checkpoint, load_checkpoint])
+def test_a_folder_whose_checkpoints_all_vanish_is_an_error_after_a_few_tries(
+    tmp_path, monkeypatch, read
+):
+    listings = mock.Mock(return_value=[tmp_path / "step-00000001"])
+    monkeypatch.setattr(lib.training.checkpoint, "list_checkpoints", listings)
+    with pytest.raises(FileNotFoundError, match="was deleted before it was read, 5 times"):
+        read(tmp_path)
+    assert listings.call_count == 5
 
 
 def test_where_there_are_none_the_newest_is_none(tmp_path):

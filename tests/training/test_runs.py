@@ -3,12 +3,13 @@
 import io
 import json
 import os
+import shutil
 import time
 
 import pytest
 
 from lib.__main__ import main
-from lib.core.files import lock_folder
+from lib.core.files import lock_folder, try_lock_folder
 from lib.training import runs
 from lib.training.runs import (
     RemoveRunsConfig,
@@ -101,6 +102,23 @@ def test_a_run_that_is_being_trained_is_not_removed_and_none_beside_it(folder, m
     assert (folder / "good/metrics.jsonl").exists()
     assert (folder / "started").exists()
     assert remove_runs(config) == 0
+
+
+def test_a_run_is_locked_while_it_is_removed_and_its_files_may_vanish(folder, monkeypatch):
+    rmtree, calls = shutil.rmtree, []
+
+    def vanishing(path):
+        calls.append(path)
+        with try_lock_folder(path) as is_free:
+            assert not is_free
+        if len(calls) == 1:
+            raise FileNotFoundError(2, "No such file or directory", str(path / "metrics.jsonl"))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", vanishing)
+    assert remove_runs(RemoveRunsConfig(folder, ("good",), yes=True)) == 0
+    assert calls == [folder / "good"] * 2
+    assert sorted(path.name for path in folder.iterdir()) == ["speedrun.jsonl", "started"]
 
 
 def test_ages_are_whole_units():
