@@ -86,7 +86,7 @@ def tokenize_file(
 ) -> Manifest:
     """Encode the text file `text_path` into the token array `output_path`, streaming.
 
-    Returns at once if this tokenizer has already made the array from this very text. Likewise, an
+    Only reads the array if this tokenizer has already made it from this very text. Likewise, an
     interrupted call resumes where its journal last recorded the position. `output_path` appears
     only once it is complete and on disk; until then the ids are in `<output_path>.partial`. A
     second process that writes the same array waits for the first.
@@ -180,10 +180,13 @@ def _find_current(output_path: Path, key: dict[str, Any]) -> Manifest | None:
     """Return the manifest of the finished array at `output_path` if made from `key`, else None."""
     try:
         manifest = read_manifest(output_path)
-        _check_size(output_path, manifest)
+        if any(getattr(manifest, k) != v for k, v in key.items()):
+            return None
+        # as a training does, which would refuse an altered array
+        load_token_array(output_path, verify=True)
     except (OSError, ValueError):
         return None
-    return manifest if all(getattr(manifest, k) == v for k, v in key.items()) else None
+    return manifest
 
 
 def _check_size(path: Path, manifest: Manifest) -> None:

@@ -138,7 +138,7 @@ def _open_on_this_rank(config: TrainConfig) -> Run:
     config = dataclasses.replace(config, model=model)
     run = Run(
         config=config,
-        folder=config.output or run_folder(config, hashes, world_size()),
+        folder=config.output or run_folder(config, hashes, world_size(), device),
         device=device,
         dtype=dtype,
         tokenizer=tokenizer,
@@ -325,12 +325,17 @@ def _check_ranks_agree(run: Run) -> None:
 # Which run a folder belongs to
 
 
-def run_folder(config: TrainConfig, data_sha256: dict[str, str], num_ranks: int) -> Path:
+def run_folder(
+    config: TrainConfig, data_sha256: dict[str, str], num_ranks: int, device: torch.device
+) -> Path:
     """The folder of a run without `output`, named after its data and a hash of its identity."""
     fields = _identity(to_dict(config) | {"world_size": num_ranks}, data_sha256)
     settings = {name: fields[name] for name in IDENTITY_FIELDS}
     # one name for all attention kernels, which give the same up to rounding
     settings["model"] = fields["model"] | {"attention_kernel": "sdpa"}
+    # one name for the dtype of this device, whether it was chosen or picked
+    if pick_dtype(device, config.dtype) == pick_dtype(device):
+        settings["dtype"] = "auto"
     # one name for all ways to split the same step
     settings |= {"batch_size": _sequences_per_step(fields), "gradient_accumulation_steps": 1}
     content = json.dumps([settings, data_sha256], sort_keys=True)
@@ -380,7 +385,8 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     """Refuse to resume a run that was trained on other data or with other settings.
 
     More steps are allowed, and what changes losses and gradients by rounding only: another split of
-    the same number of sequences per step among ranks and passes, and another attention kernel.
+    the same number of sequences per step among ranks and passes, and another attention kernel. The
+    dtype `auto` is the one that it picks on this device.
 
     Args:
         before: the saved run's identity.
@@ -391,6 +397,7 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     kernels = [x["model"].get("attention_kernel") for x in (was, is_now)]
     # only how attention is computed, which changes rounding
     is_now = is_now | {"model": is_now["model"] | {"attention_kernel": kernels[0]}}
+    was, is_now = (x | {"dtype": _dtype_in_effect(x["dtype"], run.device)} for x in (was, is_now))
     differences = _differences(was, is_now)
     was, is_now = _sequences_per_step(before), _sequences_per_step(now)
     if was != is_now:
@@ -404,6 +411,11 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
             f"output {run.folder} holds a run with other settings: {'; '.join(differences)}; "
             f"{hint}give another output"
         )
+
+
+def _dtype_in_effect(name: str, device: torch.device) -> str:
+    """The name of the dtype that trains on `device`: for `auto` the one that it picks."""
+    return str(pick_dtype(device)).removeprefix("torch.") if name == "auto" else name
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> list[str]:

@@ -41,8 +41,8 @@ FAULTS = [
     # an array of another text counts as current
     Fault(
         "lib/data/token_array.py",
-        "return manifest if all(getattr(manifest, k) == v for k, v in key.items()) else None",
-        "return manifest",
+        "if any(getattr(manifest, k) != v for k, v in key.items()):",
+        "if False:",
         "tests/data/test_token_array.py",
     ),
     # bytes written after the journal's last entry stay

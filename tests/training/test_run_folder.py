@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import lib.core.files
 import lib.training.checkpoint
@@ -35,6 +36,8 @@ from tests.training.runs import (
     tokenized,
     truncate,
 )
+
+CPU = torch.device("cpu")
 
 # Bad input is named before any work
 
@@ -151,17 +154,18 @@ def test_without_an_output_settings_and_content_of_the_data_name_the_folder(conf
         name,
         folder(seed=1),
         folder(steps=27),
+        folder(dtype="bfloat16"),
         folder(batch_size=2),
         folder(model=dataclasses.replace(MODEL, norm="post")),
         folder(optimizer=dataclasses.replace(OPTIMIZER, beta2=0.9)),
         folder(data=tokenized(tmp_path / "elsewhere", seed=1)),
     }
-    assert len(names) == 7
+    assert len(names) == 8
 
 
 def test_how_a_step_is_split_does_not_change_a_runs_folder(config):
     def name(num_ranks, **changes):
-        return run_folder(dataclasses.replace(config, **changes), {"train": "0"}, num_ranks)
+        return run_folder(dataclasses.replace(config, **changes), {"train": "0"}, num_ranks, CPU)
 
     assert name(2) == name(1, batch_size=8) == name(1, gradient_accumulation_steps=2)
     assert name(2) != name(1)
@@ -194,7 +198,7 @@ def test_a_finished_run_is_up_to_date_and_nothing_is_written(straight, config, m
             "a step was 4 sequences = batch_size 4 × gradient_accumulation_steps 1 × world_size 1, "
             "now 5 = batch_size 5 × .*; batch_size 4 would fit, else give another output",
         ),
-        ({"dtype": "bfloat16"}, "dtype was auto, now bfloat16"),
+        ({"dtype": "bfloat16"}, "dtype was float32, now bfloat16"),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model.d_ff was 32, now 64"),
         (
             {"gradient_accumulation_steps": 2},
@@ -224,12 +228,22 @@ def test_another_attention_kernel_continues_the_same_run_and_is_said(stopped, ca
     data = {"train": "0"}
     kernel = {"model": dataclasses.replace(MODEL, attention_kernel="vectorized_torch")}
     other = dataclasses.replace(stopped, **kernel)
-    assert run_folder(other, data, 1) == run_folder(stopped, data, 1)
+    assert run_folder(other, data, 1, CPU) == run_folder(stopped, data, 1, CPU)
     with caplog.at_level("INFO"):
         assert train(other).status == "finished"
     assert "attention_kernel was sdpa, now vectorized_torch" in caplog.text
     # and a finished run is finished with any kernel
     assert train(stopped).status == "up to date"
+
+
+@pytest.mark.parametrize(("before", "now"), [("auto", "float32"), ("float32", "auto")])
+def test_the_dtype_that_auto_picks_continues_the_same_run_under_its_name(config, before, now):
+    first, second = (dataclasses.replace(config, dtype=name, steps=3) for name in (before, now))
+    assert run_folder(first, {"train": "0"}, 1, CPU) == run_folder(second, {"train": "0"}, 1, CPU)
+    assert train(first).status == "finished"
+    assert train(second).status == "up to date"
+    assert train(dataclasses.replace(second, steps=6)).status == "finished"
+    assert train(dataclasses.replace(first, steps=6)).status == "up to date"
 
 
 @pytest.mark.parametrize(
