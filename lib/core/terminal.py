@@ -8,6 +8,7 @@ import select
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 BOLD, PLAIN = "\033[1m", "\033[0m"
 
@@ -124,11 +125,39 @@ def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[
     """Show a bar in a notebook or on a terminal; yield what takes the bytes just done."""
     from tqdm.auto import tqdm
 
-    # None: no bar where there is no terminal, as in a log file
-    is_off = False if in_notebook() else None
-    options = {"unit": "B", "unit_scale": True, "disable": is_off, "leave": False}
-    with tqdm(desc=description, total=num_bytes, **options) as bar:
-        yield bar.update
+    # a widget in a notebook; None: no bar where there is no terminal, as in a log file
+    is_off, size = (False, {}) if in_notebook() else (None, bar_size())
+    # miniters=1, or tqdm would wait for as many bytes again as the last call reported at once
+    options = {"unit": "B", "unit_scale": True, "disable": is_off, "leave": False, "miniters": 1}
+    with tqdm(desc=description, total=num_bytes, **options, **size) as bar:
+        yield functools.partial(advance_bar, bar)
+
+
+def bar_size() -> dict[str, Any]:
+    """tqdm's options for the size of a bar on stderr, which follows that of the terminal.
+
+    A terminal that does not know its size, as some consoles, gets the size of the environment's
+    COLUMNS and LINES, or 80 x 24; tqdm would show nothing there.
+    """
+    try:
+        is_known = all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        # no terminal: tqdm decides
+        is_known = True
+    if is_known:
+        return {"dynamic_ncols": True}
+    columns, lines = shutil.get_terminal_size()
+    return {"ncols": columns, "nrows": lines}
+
+
+def advance_bar(bar: Any, count: int) -> None:
+    """Show that `count` more is done: ten times a second at most, but the end of it at once.
+
+    What comes after the last call may take long, and would leave the bar short of its end.
+    """
+    bar.update(count)
+    if count and bar.total and bar.n >= bar.total:
+        bar.refresh()
 
 
 def in_notebook() -> bool:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from lib.core.files import NO_SPACE, make_folder, no_space_error, sync_folder
-from lib.core.terminal import in_notebook, one_line
+from lib.core.terminal import advance_bar, bar_size, in_notebook, one_line
 
 # Lines of progress in total where a line can't be overwritten, as in a log file.
 PLAIN_LINES = 10
@@ -261,7 +261,7 @@ class _Progress:
         if in_notebook():
             options |= {"file": _CellText(), "ascii": False, "mininterval": 0.5}
         elif sys.stderr.isatty():
-            options |= {"dynamic_ncols": True}
+            options |= bar_size()
         else:
             # tqdm only counts and measures
             self.is_plain = True
@@ -275,7 +275,7 @@ class _Progress:
             shown = [f.format(float(self.figures[f])) for f in figures if f in self.figures]
             self.bar.set_postfix_str(", ".join(shown), refresh=False)
         lines_before = self.bar.n * PLAIN_LINES // self.bar.total
-        self.bar.update(step - self.bar.n)
+        advance_bar(self.bar, step - self.bar.n)
         if self.is_plain and self.bar.n * PLAIN_LINES // self.bar.total > lines_before:
             print(self.bar, file=sys.stderr, flush=True)
 

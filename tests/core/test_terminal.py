@@ -1,6 +1,13 @@
 """Stories on a terminal: no word is broken, and nothing is lost; bars where somebody sees them."""
 
+import fcntl
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +51,77 @@ def test_progress_counts_bytes_where_there_is_a_terminal(capsys, monkeypatch, is
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     with progress_bar("tokens", 100) as progress:
         progress(60)
-        bar = progress.__self__
+        (bar,) = progress.args
         assert bar.disable != is_terminal
         assert not is_terminal or (bar.n, bar.total, bar.unit) == (60, 100, "B")
     assert bool(capsys.readouterr().err) == is_terminal
+
+
+BAR = """
+from lib.core.terminal import progress_bar
+with progress_bar("text", 1000) as progress:
+    progress(0)
+    progress(1)
+    progress(999)
+"""
+STEPS = """
+import sys
+from lib.training.metrics import MetricsLog
+with MetricsLog(sys.argv[1], total_steps=1000) as metrics:
+    metrics.advance(999)
+    metrics.advance(1000)
+    print("the last checkpoint is written")
+"""
+
+
+def on_terminal(code: str, *words: str, columns: int, lines: int, **variables: str) -> str:
+    """What `code` writes to a terminal of this size."""
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    streams = {"stdin": child, "stdout": child, "stderr": child}
+    command = [sys.executable, "-c", code, *words]
+    text = b""
+    with subprocess.Popen(
+        command, **streams, cwd=Path(__file__).parents[2], env=os.environ | variables
+    ) as process:
+        os.close(child)
+        # the end is an error on Linux, and empty elsewhere
+        try:
+            while block := os.read(parent, 1 << 16):
+                text += block
+        except OSError:
+            pass
+    os.close(parent)
+    assert process.returncode == 0, text
+    return text.decode()
+
+
+@pytest.mark.parametrize(
+    ("size", "variables", "width"),
+    [((60, 24), {}, 60), ((0, 0), {"COLUMNS": "0"}, 80), ((0, 24), {"COLUMNS": "50"}, 50)],
+)
+@pytest.mark.parametrize("code", [BAR, STEPS])
+def test_a_bar_fits_a_terminal_of_any_size_and_shows_its_end(
+    tmp_path, code, size, variables, width
+):
+    columns, lines = size
+    path = str(tmp_path / "metrics.jsonl")
+    text = on_terminal(code, path, columns=columns, lines=lines, **variables)
+    before_close = text.split("the last checkpoint")[0] if code == STEPS else text
+    drawn = [part for part in before_close.split("\r") if part.strip()]
+    assert "1000/1000" in drawn[-1] or "100%" in drawn[-1]
+    assert all(len(part) <= width for part in drawn)
+    # a bar of bytes fills the line
+    assert code == STEPS or len(drawn[-1]) >= width - 1
+
+
+def test_a_bar_moves_on_after_many_bytes_at_once(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress_bar("text", 10**9) as progress:
+        (bar,) = progress.args
+        # done by an earlier call
+        bar.last_print_t = bar.start_t = bar._time() - 1
+        progress(9 * 10**8)
+        bar.last_print_t -= 1
+        progress(5 * 10**7)
+    assert " 95%" in capsys.readouterr().err
