@@ -151,6 +151,14 @@ class MetricsLog:
         }
         self._progress.advance(step, figures)
 
+    def move_bar(self, step: int) -> None:
+        """Move the bar to `step` before its figures are known; a plain line waits for them.
+
+        For the last step, which an evaluation follows that may take long.
+        """
+        if not self._progress.is_plain:
+            advance_bar(self._progress.bar, step - self._progress.bar.n)
+
     @contextlib.contextmanager
     def _wandb_errors_as_warnings(self) -> Iterator[None]:
         try:

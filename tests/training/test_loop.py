@@ -457,3 +457,21 @@ def test_only_consecutive_steps_end_a_run_also_across_an_interruption(config, mo
     assert train(config, on_metrics=signals_at(12, signal.SIGTERM)).step == 12
     with pytest.raises(FloatingPointError, match="step 14"):
         train(config)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_bar_is_at_the_last_step_while_that_is_saved_and_evaluated(
+    config, monkeypatch, capsys, is_terminal
+):
+    shown = []
+    save = lib.training.loop._save
+    monkeypatch.setattr(
+        lib.training.loop, "_save", lambda *a: (shown.append(capsys.readouterr().err), save(*a))
+    )
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    train(dataclasses.replace(config, steps=3, checkpointing_interval=0))
+    assert [text.split("\r")[-1].startswith("step 3/3") for text in shown] == [is_terminal]
+    # a plain line has the figures of its evaluation
+    last = capsys.readouterr().err.strip().splitlines()[-1].split("\r")[-1]
+    assert last.startswith("step 3/3")
+    assert "validation loss" in last or is_terminal
