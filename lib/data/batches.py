@@ -71,7 +71,13 @@ def read_sequences(
             "dataset must be a one-dimensional NumPy array of integers, got "
             f"{type(dataset).__name__} of {kind}, shape {np.shape(dataset)}"
         )
-    indices = starts[:, None] + np.arange(context_length + 1)  # (batch, context_length + 1)
+    # NumPy would count a negative start from the end
+    last = len(dataset) - context_length - 1
+    starts = np.asarray(starts)
+    if starts.dtype.kind not in "iu" or ((starts < 0) | (starts > last)).any():
+        raise ValueError(f"starts must be whole numbers from 0 to {last}, got {starts}")
+    # (batch, context_length + 1)
+    indices = starts.astype(np.int64)[:, None] + np.arange(context_length + 1)
     sequences = torch.from_numpy(dataset[indices].astype(np.int64))
     device = torch.device(device)
     if device.type == "cuda":
@@ -219,6 +225,8 @@ def random_tokens(num_tokens: int, vocab_size: int, seed: int) -> np.ndarray:
     """
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+    if vocab_size > 1 << 32:
+        raise ValueError(f"vocab_size must be at most 2^32, got {vocab_size}")
     tokens = np.empty(num_tokens, np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     (key,) = _keys(f"{seed}", 1)
     block = 1 << 20

@@ -240,6 +240,8 @@ def _gather(texts: Iterable[str]) -> Iterator[list[bytes]]:
     """Gather texts into lists of about CHUNK_BYTES."""
     chunk, size = [], 0
     for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"texts must hold texts (str), got {type(text).__name__}")
         chunk.append(text.encode())
         size += len(chunk[-1])
         if size >= CHUNK_BYTES:
