@@ -1,7 +1,7 @@
 """Tokenizers as files: our own JSON, Hugging Face's `tokenizer.json`, and tiktoken's Encoding.
 
 A tokenizer is three things here: `vocab` (id -> bytes), `merges` (pairs of bytes, in order) and
-`special_tokens` (text -> id).
+`special_tokens` (text -> id), of which some end a text, by default `<|endoftext|>`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core.files import write_atomically
-from lib.tokenizer.pretokenize import GPT2_PATTERN, UNICODE
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, UNICODE
 
 if TYPE_CHECKING:
     import tiktoken
@@ -31,6 +31,13 @@ class Parts(NamedTuple):
     vocab: dict[int, bytes]
     merges: list[tuple[bytes, bytes]]
     special_tokens: dict[str, int]
+    end_tokens: tuple[str, ...] | None = None
+    """Special tokens that end a text; None for `default_end_tokens`."""
+
+
+def default_end_tokens(special_tokens: Iterable[str]) -> tuple[str, ...]:
+    """`<|endoftext|>`, if it is among the special tokens."""
+    return (SEPARATOR,) if SEPARATOR in special_tokens else ()
 
 
 def find(folder: str | os.PathLike) -> Path:
@@ -63,6 +70,8 @@ def load(path: str | os.PathLike) -> Parts:
             raise ValueError(f"{path}: {key} must be {known!r}, got {document.get(key)!r}")
     try:
         parts = _parts(document["vocab"], document["merges"], document["special_tokens"])
+        if "end_tokens" in document:
+            parts = parts._replace(end_tokens=tuple(document["end_tokens"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if (actual := fingerprint(parts)) != document.get("sha256"):
@@ -88,7 +97,9 @@ def _document(parts: Parts) -> dict:
     }
     if len(set(ordinary.values())) < len(ordinary):
         raise ValueError("vocab must have different bytes for each id to be saved, got a duplicate")
-    return {
+    # only where it is not the default, as in files from before there was a choice
+    end = {} if parts.end_tokens is None else {"end_tokens": list(parts.end_tokens)}
+    return end | {
         "format": FORMAT,
         "version": 1,
         "pattern": GPT2_PATTERN,
