@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import tiktoken
 
 FORMAT = "byte-level-bpe"
+# The same pattern as GPT-2's authors wrote it.
+GPT2_PATTERN_SPELLED_OUT = GPT2_PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d")
 # Our file in a folder of token arrays, or of a run. Older folders call it by the second name, which
 # is the one that Hugging Face's tools give to theirs.
 NAMES = ("bpe.json", "tokenizer.json")
@@ -200,9 +202,9 @@ def load_huggingface(path: str | os.PathLike) -> Parts:
 
 def _check_huggingface(document: dict) -> None:
     """Raise ValueError for a setting of Hugging Face's that would give other ids than ours."""
-    model, before = document["model"], document.get("pre_tokenizer") or {}
+    model, before = document["model"], _pre_tokenizer(document.get("pre_tokenizer"))
     for name, value, expected in (
-        ("normalizer", document.get("normalizer"), None),
+        ("normalizer", _steps(document.get("normalizer"), "normalizers") or None, None),
         ("pre_tokenizer", before.get("type"), "ByteLevel"),
         ("pre_tokenizer.add_prefix_space", before.get("add_prefix_space", True), False),
         ("pre_tokenizer.use_regex", before.get("use_regex", True), True),
@@ -217,6 +219,27 @@ def _check_huggingface(document: dict) -> None:
     for token in document.get("added_tokens", []):
         if any(token.get(flag, False) for flag in ("single_word", "lstrip", "rstrip")):
             raise ValueError(f"added_tokens must not take in what is around them, got {token}")
+
+
+def _steps(part: dict | None, items: str) -> list[dict]:
+    """A setting of Hugging Face's step by step, with those of sequences inside."""
+    if not part:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part.get(items, []) for step in _steps(inner, items)]
+
+
+def _pre_tokenizer(part: dict | None) -> dict:
+    """The pre-tokenizer as one ByteLevel step, if its steps have that effect."""
+    steps = _steps(part, "pretokenizers")
+    if len(steps) == 2 and steps[0]["type"] == "Split":
+        split, last = steps
+        is_ours = split["pattern"].get("Regex") in (GPT2_PATTERN, GPT2_PATTERN_SPELLED_OUT)
+        is_ours &= split["behavior"] == "Isolated" and not split["invert"]
+        if is_ours and last["type"] == "ByteLevel" and not last.get("use_regex", True):
+            return last | {"use_regex": True}
+    return steps[0] if len(steps) == 1 else {"type": [step["type"] for step in steps]}
 
 
 def _what_it_adds(processor: dict | None) -> Any:

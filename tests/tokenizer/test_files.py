@@ -171,6 +171,19 @@ def test_a_tokenizer_trained_by_hugging_face_is_imported(tmp_path):
     assert ours.encode(TEXT) == peer.encode(TEXT).ids
 
 
+@pytest.mark.parametrize("pattern", [files.GPT2_PATTERN, files.GPT2_PATTERN_SPELLED_OUT])
+def test_settings_of_the_same_effect_are_taken(plain, path, pattern):
+    files.save_huggingface(path, plain.parts)
+    peer = tokenizers.Tokenizer.from_file(str(path))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    peer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    peer.normalizer = tokenizers.normalizers.Sequence([])
+    peer.save(str(path))
+    ours = Tokenizer.from_parts(files.load_huggingface(path))
+    assert ours.encode(TEXT) == peer.encode(TEXT).ids == plain.encode(TEXT)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [

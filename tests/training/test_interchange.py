@@ -339,6 +339,17 @@ def test_an_imported_llama_gives_the_logits_of_transformers(
     torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), atol=1e-5, rtol=0)
 
 
+def test_a_model_that_transformers_has_saved_again_comes_back(tiny, transformers, tmp_path):
+    again = tmp_path / "again"
+    transformers.AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(again)
+    transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(again)
+    model, tokenizer, _ = load_model(import_(again), "cpu")
+    before, own, _ = load_model(TINY, "cpu")
+    assert tokenizer.parts == own.parts
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], own) for name, own in before.state_dict().items())
+
+
 def test_transformers_tells_the_same_story(tiny, transformers):
     prompts = ("Once upon a time", "One day, a little fox")
     model, tokenizer, _ = load_model(TINY, "cpu")
