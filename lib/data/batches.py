@@ -42,8 +42,13 @@ def get_batch(
         y[i, t] is the token that follows x[i, t] in `dataset`.
 
     Raises:
-        ValueError: `dataset` is shorter than one sequence, or no array of integers.
+        TypeError: a size is no whole number.
+        ValueError: `dataset` is shorter than one sequence, or no array of integers; or a size is
+            less than 1.
     """
+    batch_size, context_length = operator.index(batch_size), operator.index(context_length)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     _check_length(len(dataset), context_length)
     generator = np.random.default_rng(generator)
     starts = generator.integers(len(dataset) - context_length, size=batch_size)

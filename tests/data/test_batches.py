@@ -72,6 +72,14 @@ def test_a_context_longer_than_the_data_is_rejected(make):
         make(np.arange(5), 1, 5, "cpu")
 
 
+def test_a_batch_must_have_whole_sizes():
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        get_batch(np.arange(9), 0, 4, "cpu")
+    for sizes in ((2.0, 4), (None, 4), ((2, 3), 4), (2, 2.5)):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            get_batch(np.arange(9), *sizes, "cpu")
+
+
 @pytest.mark.gpu
 def test_batches_on_a_gpu_are_those_on_the_cpu():
     starts = np.arange(0, 64, 8)
