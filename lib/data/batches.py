@@ -42,8 +42,13 @@ def get_batch(
         y[i, t] is the token that follows x[i, t] in `dataset`.
 
     Raises:
-        ValueError: `dataset` is shorter than one sequence, or no array of integers.
+        TypeError: a size is no whole number.
+        ValueError: `dataset` is shorter than one sequence, or no array of integers; or a size is
+            less than 1.
     """
+    batch_size, context_length = operator.index(batch_size), operator.index(context_length)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     _check_length(len(dataset), context_length)
     generator = np.random.default_rng(generator)
     starts = generator.integers(len(dataset) - context_length, size=batch_size)
@@ -71,7 +76,13 @@ def read_sequences(
             "dataset must be a one-dimensional NumPy array of integers, got "
             f"{type(dataset).__name__} of {kind}, shape {np.shape(dataset)}"
         )
-    indices = starts[:, None] + np.arange(context_length + 1)  # (batch, context_length + 1)
+    # NumPy would count a negative start from the end
+    last = len(dataset) - context_length - 1
+    starts = np.asarray(starts)
+    if starts.dtype.kind not in "iu" or ((starts < 0) | (starts > last)).any():
+        raise ValueError(f"starts must be whole numbers from 0 to {last}, got {starts}")
+    # (batch, context_length + 1)
+    indices = starts.astype(np.int64)[:, None] + np.arange(context_length + 1)
     sequences = torch.from_numpy(dataset[indices].astype(np.int64))
     device = torch.device(device)
     if device.type == "cuda":
@@ -219,6 +230,8 @@ def random_tokens(num_tokens: int, vocab_size: int, seed: int) -> np.ndarray:
     """
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+    if vocab_size > 1 << 32:
+        raise ValueError(f"vocab_size must be at most 2^32, got {vocab_size}")
     tokens = np.empty(num_tokens, np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     (key,) = _keys(f"{seed}", 1)
     block = 1 << 20

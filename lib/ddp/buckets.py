@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lib.core.settings import require
 
 # Fused optimizers read and write gradients this many bytes at a time.
 ALIGNMENT = 16
@@ -40,6 +43,17 @@ def require_finished(must_finish: bool) -> None:
             "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
             "backward passes but the last in no_sync()"
         )
+
+
+def checked_cap(bucket_cap_mb: float) -> str:
+    """The cap of a bucket as text.
+
+    Raises:
+        ValueError: it is not a number more than 0.
+    """
+    is_cap = isinstance(bucket_cap_mb, numbers.Real) and bucket_cap_mb > 0
+    require(is_cap, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb!r}")
+    return str(bucket_cap_mb)
 
 
 class MeanReduction:

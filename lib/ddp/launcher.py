@@ -12,6 +12,7 @@ import io
 import json
 import math
 import multiprocessing.util
+import numbers
 import os
 import signal
 import sys
@@ -92,11 +93,12 @@ def launch(
         WorkerError: a rank raised an error, died or timed out; the others were stopped.
     """
     _check_importable(fn)
-    is_whole = isinstance(world_size, int) and not isinstance(world_size, bool)
+    is_whole = isinstance(world_size, numbers.Integral) and not isinstance(world_size, bool)
     if not is_whole or world_size < 1:
         raise ValueError(f"world_size must be a whole number, at least 1, got {world_size!r}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be more than 0 and finite, got {timeout}")
+    world_size = int(world_size)
+    if not (isinstance(timeout, numbers.Real) and 0 < timeout < math.inf):
+        raise ValueError(f"timeout must be more than 0 and finite, got {timeout!r}")
     if isinstance(backend, Network):
         backend.check_ranks(world_size)
     else:
@@ -158,7 +160,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
     if module and name and module != "__main__":
         with contextlib.suppress(ImportError, AttributeError):
             found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    if found is not target:
+    if found is not target or not callable(target):
         raise ValueError(
             "fn must be a function at the top level of a file, which new processes can import, not "
             f"of a cell, a script or another function; got {name or target!r} of {module}"

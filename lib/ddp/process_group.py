@@ -38,6 +38,8 @@ from lib.core.hardware import available_cpus, pick_device
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKENDS = ("nccl", "gloo")
+# What every backend sends; other dtypes travel as bytes.
+SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Variables that torchrun sets for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,8 +50,18 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """The number of ranks in the group; 1 without one."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    """The number of ranks in the group; 1 without one.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if size < 1:
+        raise ValueError(
+            f"group must be one that this rank is in, but rank {rank()} of {world_size()} is not; "
+            "only the ranks that were given to new_group() may use it"
+        )
+    return size
 
 
 def global_rank(rank: int, group: dist.ProcessGroup | None = None) -> int:
@@ -333,26 +345,50 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Raises:
         ValueError: a parameter or buffer differs between ranks in shape, dtype, kind of device or
-            `requires_grad`, has no memory yet (device "meta"), or is divided among the ranks.
+            `requires_grad`, has no shape or no memory of its own yet, is sparse, or is divided
+            among the ranks.
     """
     if world_size(group) == 1:
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    for name, tensor in tensors.items():
-        if is_sharded(tensor):
-            raise ValueError(
-                f"{name} must be whole, but is divided among the ranks already: one of them would "
-                "overwrite the others' parts; wrap the whole module once"
-            )
-    agree(lambda: {name: describe_tensor(tensor) for name, tensor in tensors.items()}, group)
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
-            raise ValueError(f"{name} must have memory, but is on device meta")
+
+    def checked() -> dict[str, str]:
+        for name, tensor in tensors.items():
+            _check_can_be_sent(name, tensor)
+        return {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+
+    agree(checked, group)
     for tensor in tensors.values():
         # detached: autograd forbids writing to leaves in place
-        dense = tensor.detach().contiguous()
-        dist.broadcast(dense, global_rank(0, group), group=group)
+        dense = tensor.detach().contiguous().resolve_conj()
+        dist.broadcast(as_sent(dense.view(-1)), global_rank(0, group), group=group)
         tensor.detach().copy_(dense)
+
+
+def _check_can_be_sent(name: str, tensor: Tensor) -> None:
+    """Raise a `ValueError` unless a tensor of a module has memory that can be overwritten."""
+    if is_sharded(tensor):
+        raise ValueError(
+            f"{name} must be whole, but is divided among the ranks already: one of them would "
+            "overwrite the others' parts; wrap the whole module once"
+        )
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"{name} must have a shape, but is lazy; run a forward pass before wrapping"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be dense, got {tensor.layout}")
+    if tensor.is_meta:
+        raise ValueError(f"{name} must have memory, but is on device meta")
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(
+            f"{name} must have memory for each element, but is expanded; register its clone()"
+        )
+
+
+def as_sent(flat: Tensor) -> Tensor:
+    """A view of a 1-dim tensor in a dtype that every backend sends."""
+    return flat if flat.dtype in SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
 def mark_sharded(param: Tensor) -> None:

@@ -52,6 +52,7 @@ from lib.ddp.buckets import (
     Bucket,
     GradientSync,
     MeanReduction,
+    checked_cap,
     fill_buckets,
     has_average,
     require_finished,
@@ -117,16 +118,19 @@ class Wrapper(nn.Module):
 
     def _check_parameters(self) -> None:
         """Raise a `RuntimeError` if there are other ones than when the module was wrapped."""
-        for (part, key, name, param), was_trained in zip(self.places, self.was_trained):
+        for part, key, name, param in self.places:
             if part._parameters.get(key) is not param:
                 raise RuntimeError(
                     f"parameter {name} was replaced after the module was wrapped, for example by "
                     "load_state_dict(assign=True); wrap the module again"
                 )
-            if param.requires_grad and not was_trained:
+        noted = {id(param): was for (*_, param), was in zip(self.places, self.was_trained)}
+        for name, param in inner_module(self.module).named_parameters():
+            if param.requires_grad and not noted.get(id(param)):
+                what = "frozen when" if id(param) in noted else "added after"
                 raise RuntimeError(
-                    f"parameter {name} was frozen when the module was wrapped and is trained now; "
-                    "wrap the module again"
+                    f"parameter {name} was {what} the module was wrapped and is trained now; wrap "
+                    "the module again"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,6 +153,14 @@ class Wrapper(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the module; every rank must load the same."""
         return inner_module(self.module).load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as a part of another module, whose state dict has the module's own names."""
+        inner = inner_module(self.module)
+        path = next(name for name, part in self.named_modules() if part is inner)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}{path}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class DataParallel(GradientSync, Wrapper):
@@ -227,8 +239,8 @@ class DataParallel(GradientSync, Wrapper):
         Every rank must call it, even if its backward pass reached no parameter.
 
         Raises:
-            RuntimeError: a parameter was replaced since the module was wrapped, or was frozen then
-                and is trained now.
+            RuntimeError: a parameter was added or replaced since the module was wrapped, or was
+                frozen then and is trained now.
         """
         self._check_parameters()
         if world_size(self.group) > 1 and self.params:
@@ -460,7 +472,7 @@ class BucketedDDP(OverlappedDDP):
             self.packed = not all(has_average(param, self.group) for param in self.params)
 
     def _facts(self) -> dict[str, str]:
-        cap = _checked_cap(self.bucket_cap_mb)
+        cap = checked_cap(self.bucket_cap_mb)
         return super()._facts() | {"bucket_cap_mb": cap, "packed": str(self.packed)}
 
     def _make_buckets(self, params: list[Tensor]) -> list[Bucket]:
@@ -510,7 +522,7 @@ class TorchDDP(Wrapper):
 
     def _facts(self, bucket_cap_mb: float) -> dict[str, str]:
         check_not_wrapped(self.inner)
-        return {"ddp_wrapper": "TorchDDP", "bucket_cap_mb": _checked_cap(bucket_cap_mb)}
+        return {"ddp_wrapper": "TorchDDP", "bucket_cap_mb": checked_cap(bucket_cap_mb)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -585,16 +597,6 @@ class TorchDDP(Wrapper):
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, forward and backward passes only add up gradients on this rank."""
         return self.inner.no_sync() if self._is_wrapped else contextlib.nullcontext()
-
-
-def _checked_cap(bucket_cap_mb: float) -> str:
-    """The cap as text.
-
-    Raises:
-        ValueError: it is not more than 0.
-    """
-    require(bucket_cap_mb > 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
-    return str(bucket_cap_mb)
 
 
 WRAPPERS = {

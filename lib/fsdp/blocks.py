@@ -66,7 +66,14 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
 
 def as_list(block: BlockOf) -> list[nn.Module]:
     """The modules of a block."""
-    return [block] if isinstance(block, nn.Module) else list(block)
+    return [block] if isinstance(block, nn.Module) else listed("blocks", block)
+
+
+def listed(argument: str, given: Any) -> list[Any]:
+    """The elements of an argument that is iterable, which a single layer is not."""
+    is_iterable = isinstance(given, Iterable)
+    require(is_iterable, f"{argument} must be a list of modules, got {type(given).__name__}")
+    return list(given)
 
 
 def make_blocks(
@@ -149,8 +156,8 @@ def checked_facts(
     """Check module and blocks; return what must be the same on all ranks."""
     dtype = options["compute_dtype"]
     require(
-        dtype is None or dtype.is_floating_point,
-        f"compute_dtype must be a floating-point dtype, got {dtype}",
+        dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point),
+        f"compute_dtype must be a floating-point dtype of torch, got {dtype!r}",
     )
     known, parts = set(module.modules()), [part for modules in blocks for part in modules]
     for argument, given in (("blocks", parts), ("full_precision", full_precision)):

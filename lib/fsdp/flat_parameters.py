@@ -28,13 +28,18 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.buckets import ALIGNMENT, has_average
-from lib.ddp.process_group import all_gather, mark_sharded, rank, reduce_scatter, world_size
+from lib.ddp.process_group import (
+    all_gather,
+    as_sent,
+    mark_sharded,
+    rank,
+    reduce_scatter,
+    world_size,
+)
 from lib.fsdp.stand_ins import Gathered, StandIn, stand_in_for
 
 # A parameter's places in the model: tied ones have several.
 Places = list[tuple[nn.Module, str]]
-# What every backend sends; other dtypes travel as bytes.
-SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Unsent(NamedTuple):
@@ -133,8 +138,8 @@ class FlatParameters:
         own = self.slice.dtype
         dtype = self.compute_dtype if own.is_floating_point and self.compute_dtype else own
         # gradients are sums: in float32, or in the parameter's dtype if that has more digits
-        is_number = own.is_floating_point or own.is_complex
-        self.grad_dtype = torch.promote_types(own, torch.float32) if is_number else own
+        is_narrow = own.is_floating_point and own.itemsize < 4
+        self.grad_dtype = torch.float32 if is_narrow else own
         self.buffer = self.slice.new_empty(self.ranks * self.slice_length, dtype=dtype)
         self.whole = [
             Gathered(self._view(self.buffer, i), requires_grad=shard.requires_grad)
@@ -187,12 +192,6 @@ class FlatParameters:
         self._fill_slice([shard.detach() for shard in self.shards])
         if (before.dtype, before.device) != (self.slice.dtype, self.slice.device):
             self._make_whole()
-
-    @torch.no_grad()
-    def set_whole(self, index: int, value: Tensor) -> None:
-        """Keep this rank's part of a whole parameter."""
-        start, stop = self.ranges[index]
-        self.shards[index].copy_(value.reshape(-1)[start:stop])
 
     @torch.no_grad()
     def gathered(self) -> list[Tensor]:
@@ -406,11 +405,6 @@ def _set_recurrent(module: Any, name: str, param: Any) -> None:
     """Set a parameter of a module that holds them twice, and moves those that it finds changed."""
     setattr(module, name, param)
     module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in module._flat_weights]
-
-
-def as_sent(flat: Tensor) -> Tensor:
-    """A view of a 1-dim tensor in a dtype that every backend sends."""
-    return flat if flat.dtype in SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
 def as_real(flat: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from lib.core.settings import require
 from lib.ddp.process_group import rank
@@ -85,11 +86,14 @@ class WholeState:
         return destination
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load a state dict with whole parameters, of which each rank keeps its part.
 
         Args:
             strict: whether names must be the module's; if not, those in both are loaded.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as of any module.
 
         Raises:
             ValueError: names or shapes do not fit.
@@ -100,26 +104,46 @@ class WholeState:
             f"state_dict must have the module's names, but differs in "
             f"{', '.join(sorted(own.keys() ^ state_dict.keys()))}",
         )
+        names = [name for name in own if name in state_dict]
+        parts = self._parts_of({name: state_dict[name] for name in names}, own)
+        for name in names:
+            if isinstance(own[name], Tensor):
+                own[name].copy_(parts[name])
+            else:
+                owner = name.removesuffix("_extra_state").removesuffix(".")
+                self.module.get_submodule(owner).set_extra_state(parts[name])
+        missing = [name for name in own if name not in state_dict]
+        return _IncompatibleKeys(missing, [name for name in state_dict if name not in own])
+
+    def _parts_of(self, state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """What this rank keeps of each whole value.
+
+        Raises:
+            ValueError: a value is no tensor where the module has one, or has another shape.
+        """
         for flat in self.flats:
             flat.follow_shards()
         place_of = {id(s): (flat, i) for flat in self.flats for i, s in enumerate(flat.shards)}
-        names = [name for name in own if name in state_dict]
-        for name in names:
+        parts = dict(state)
+        for name, value in state.items():
+            if not isinstance(own.get(name), Tensor):
+                continue
             flat, index = place_of.get(id(own[name]), (None, 0))
-            if isinstance(own[name], Tensor):
-                shape = tuple(own[name].shape if flat is None else flat.shapes[index])
-                found = tuple(state_dict[name].shape)
-                require(found == shape, f"{name} must have shape {shape}, got {found}")
-        for name in names:
-            flat, index = place_of.get(id(own[name]), (None, 0))
-            value = state_dict[name]
+            shape = tuple(own[name].shape if flat is None else flat.shapes[index])
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            require(found == shape, f"{name} must have shape {shape}, got {found}")
             if flat is not None:
-                flat.set_whole(index, value.to(flat.slice.device))
-            elif isinstance(own[name], Tensor):
-                own[name].copy_(value)
-            else:
-                owner = name.removesuffix("_extra_state").removesuffix(".")
-                self.module.get_submodule(owner).set_extra_state(value)
+                start, stop = flat.ranges[index]
+                parts[name] = value.reshape(-1)[start:stop]
+        return parts
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as a part of another module: leave what this rank keeps, under the names inside."""
+        names = [name for name in state_dict if name.startswith(prefix)]
+        given = {name.removeprefix(prefix): state_dict.pop(name) for name in names}
+        parts = self._parts_of(given, self._own_state())
+        state_dict |= {f"{prefix}module.{name}": part for name, part in parts.items()}
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse_copies()

@@ -59,6 +59,7 @@ from lib.fsdp.blocks import (
     checked_facts,
     default_blocks,
     is_gathered_weight,
+    listed,
     make_blocks,
     tensors_in,
 )
@@ -102,16 +103,22 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.module, self.group, self.ranks = module, group, world_size(group)
-        self.prefetches, full_precision = prefetch, list(full_precision)
-        chosen = list(map(as_list, default_blocks(module) if blocks is None else blocks))
+        self.prefetches = prefetch
         options = {"compute_dtype": compute_dtype, "prefetch": prefetch}
-        agree(lambda: checked_facts(module, chosen, full_precision, options), group)
+        chosen: list[list[nn.Module]] = []
+        kept: list[nn.Module] = []
+
+        def checked() -> dict[str, str]:
+            given = default_blocks(module) if blocks is None else listed("blocks", blocks)
+            chosen.extend(map(as_list, given))
+            kept.extend(listed("full_precision", full_precision))
+            return checked_facts(module, chosen, kept, options)
+
+        agree(checked, group)
         broadcast_module(module, group)
 
         # Divide the parameters; the last block holds what is outside of all others.
-        self.blocks, self.vectors = make_blocks(
-            module, chosen, group, compute_dtype, full_precision
-        )
+        self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
         self.outside = self.blocks.pop()
         self._let_stand_ins_gather()
 
@@ -149,8 +156,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         """Call the module, whose blocks are gathered just before they run.
 
         Raises:
-            RuntimeError: the gradients of the last backward pass were not synchronized; or see
-                `FlatParameters.follow_shards`.
+            RuntimeError: the gradients of the last backward pass were not synchronized; a parameter
+                was added; or see `FlatParameters.follow_shards`.
             TypeError: the output holds no tensor by which backward could be noticed.
         """
         return self.run(self.module, *args, **kwargs)
@@ -182,11 +189,23 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self._release_all()
         for flat in self.flats:
             flat.follow_shards()
+        self._check_parameters()
         self._let_stand_ins_gather()
         self.uses.clear()
         self.is_in_forward = True
         self._show(in_pass=True)
         self.outside.each(FlatParameters.finish_gathering)
+
+    def _check_parameters(self) -> None:
+        """Raise a `RuntimeError` if there are other trained ones than when they were divided."""
+        known = {id(shard) for flat in self.flats for shard in flat.shards}
+        known |= {id(param) for param in self.vectors.values()}
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and id(param) not in known:
+                raise RuntimeError(
+                    f"{name} was added or replaced after FSDP had divided the module, and its "
+                    "gradient would not be averaged; make a new FSDP of a whole module"
+                )
 
     def _watch(self, output: Any) -> None:
         """Notice the backward pass of a module's output."""
@@ -336,7 +355,9 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self._finish_sending()
         self._end_pass()
         self.has_unsent = not self.is_syncing
-        self.must_finish |= self.is_syncing
+        # a frozen module, through which backward went to another one, has nothing to average
+        is_trained = any(param.requires_grad for param in self.parameters())
+        self.must_finish |= self.is_syncing and is_trained
 
     def _check_complete(self, block: Block) -> None:
         for flat in block.flats:
@@ -441,13 +462,18 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The L2 norm of all averaged gradients: 0-dim, float32, the same on all ranks."""
+        """The L2 norm of all averaged gradients: 0-dim, the same on all ranks.
+
+        float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
+        """
         require_finished(self.must_finish)
         square = grad_norm(shard for flat in self.flats for shard in flat.shards).double().square()
         if self.ranks > 1:
             dist.all_reduce(square, group=self.group)
         vectors = grad_norm(self.vectors.values())
-        return (square + vectors.to(square.device).double().square()).sqrt().float()
+        norm = (square + vectors.to(square.device).double().square()).sqrt()
+        wide = (torch.float64, torch.complex128)
+        return norm if any(param.dtype in wide for param in self.parameters()) else norm.float()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:

@@ -214,9 +214,10 @@ def from_llama_config(fields: dict[str, Any]) -> ModelConfig:
     require(isinstance(rope, dict), f"rope_parameters must be an object, got {rope!r}")
     shape["rope_theta"] = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     config = from_dict(ModelConfig, shape)
+    activation = fields.get("hidden_act", "silu")
     for name, value, expected in (
         ("model_type", fields.get("model_type"), "llama"),
-        ("hidden_act", fields.get("hidden_act", "silu"), "silu"),
+        ("hidden_act", "silu" if activation == "swish" else activation, "silu"),
         ("attention_bias", fields.get("attention_bias", False), False),
         ("mlp_bias", fields.get("mlp_bias", False), False),
         ("head_dim", fields.get("head_dim") or config.head_dim, config.head_dim),

@@ -32,7 +32,7 @@ from lib.core.settings import require
 from lib.ddp.buckets import ALIGNMENT, GradientSync, fill_buckets, has_average
 from lib.ddp.process_group import all_gather, global_rank, rank, reduce_scatter, world_size
 from lib.ddp.wrappers import wrapper_of
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
+from lib.sharded_optimizer.shards import Shard, ShardingStrategy, check_is_dense, make_shard
 
 
 class FlatBucket:
@@ -121,11 +121,7 @@ class FlatBucket:
             if grad is None:
                 absent.append(param)
                 grad = torch.zeros_like(param)
-            elif grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(param.shape)} must be dense "
-                    f"(sparse=False), got {grad.layout}"
-                )
+            check_is_dense(grad)
             grads.append(grad.detach())
         self.absent, self.sent = absent, self._pack(grads)  # (ranks · slice_length,)
         # only the packed copy stays

@@ -76,6 +76,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
+from lib.ddp.buckets import checked_cap
 from lib.ddp.process_group import (
     agree,
     checksums,
@@ -287,9 +288,11 @@ class ShardedOptimizer(Optimizer):
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
         if self.strategy.copies:
-            # counted once on each rank
-            copies = grad_norm(shard.leaf for shard in self.strategy.copies).to(device)
-            square -= (world_size(self.group) - 1) * copies.to(torch.float64).square()
+            # counted once on each rank; infinity less infinity would be no number
+            copies = grad_norm(shard.leaf for shard in self.strategy.copies)
+            once = copies.to(device, torch.float64).square()
+            others = (world_size(self.group) - 1) * once
+            square = torch.where(once.isfinite(), square - others, once)
         return square.sqrt().to(torch.float64 if is_double else torch.float32)
 
     @torch.no_grad()
@@ -524,7 +527,7 @@ def _check_arguments(
     )
     message = "overlap must be False without reduces_gradients, got True"
     require(reduces_gradients or not overlap, message)
-    require(bucket_cap_mb > 0, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb}")
+    checked_cap(bucket_cap_mb)
 
 
 def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: Any) -> None:

@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lib.core.settings import require
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +42,17 @@ class Shard:
         """This shard's part of the whole parameter's gradient, a view where possible."""
         if grad is None or grad.shape == self.weight.shape:
             return grad
+        check_is_dense(grad)
         return grad.reshape(-1)[self.start : self.stop]  # (stop - start,)
+
+
+def check_is_dense(grad: Tensor) -> None:
+    """Raise a `ValueError` if a gradient cannot be cut into slices."""
+    require(
+        grad.layout == torch.strided,
+        f"the gradient of a parameter of shape {tuple(grad.shape)} must be dense (sparse=False), "
+        f"got {grad.layout}",
+    )
 
 
 def make_shard(param: nn.Parameter, number: int, start: int, stop: int, weight: Tensor) -> Shard:

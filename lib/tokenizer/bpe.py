@@ -240,6 +240,8 @@ def _gather(texts: Iterable[str]) -> Iterator[list[bytes]]:
     """Gather texts into lists of about CHUNK_BYTES."""
     chunk, size = [], 0
     for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"texts must hold texts (str), got {type(text).__name__}")
         chunk.append(text.encode())
         size += len(chunk[-1])
         if size >= CHUNK_BYTES:
@@ -339,6 +341,7 @@ class Tokenizer:
             index, the longest wins. Those that `vocab` lacks get the next free ids.
         implementation: "python", "numba" (identical results), or "auto": Numba once this tokenizer
             has encoded a megabyte. Its code loads in a thread; the readable code works meanwhile.
+        end_tokens: the special tokens that end a text; by default `<|endoftext|>`, if it is one.
 
     Raises:
         ValueError: `vocab` lacks a byte or the result of a merge or has an id that is negative or
@@ -352,6 +355,7 @@ class Tokenizer:
         special_tokens: Sequence[str] | None = None,
         *,
         implementation: str = "auto",
+        end_tokens: Sequence[str] | None = None,
     ):
         check_implementation(implementation)
         self.implementation = implementation
@@ -384,6 +388,11 @@ class Tokenizer:
             token_id = special_ids.get(token.encode(), max(self.vocab) + 1)
             self.vocab[token_id] = token.encode()
             self.special_tokens[token] = token_id
+        default = tokenizer_files.default_end_tokens(self.special_tokens)
+        self.end_tokens = default if end_tokens is None else tuple(end_tokens)
+        for token in self.end_tokens:
+            if token not in self.special_tokens:
+                raise ValueError(f"end_tokens must be special tokens, got {token!r}")
         self._special_pattern = special_token_pattern(list(self.special_tokens))
         self._special_bytes = [token.encode() for token in self.special_tokens]
         # bytes and ids that this tokenizer was given while it had no compiled code
@@ -411,7 +420,14 @@ class Tokenizer:
     @cached_property
     def parts(self) -> Parts:
         """Vocabulary, merges and special tokens, as `lib.tokenizer.files` reads and writes them."""
-        return Parts(self.vocab, self.merges, self.special_tokens)
+        default = tokenizer_files.default_end_tokens(self.special_tokens)
+        end_tokens = None if self.end_tokens == default else self.end_tokens
+        return Parts(self.vocab, self.merges, self.special_tokens, end_tokens)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids that end a text; the first one also stands before an empty prompt."""
+        return [self.special_tokens[token] for token in self.end_tokens]
 
     @cached_property
     def sha256(self) -> str:
@@ -433,8 +449,9 @@ class Tokenizer:
     @classmethod
     def from_parts(cls, parts: Parts, *, implementation: str = "auto") -> "Tokenizer":
         """Make a tokenizer from parts that `lib.tokenizer.files` has read."""
-        vocab, merges, special_tokens = parts
-        tokenizer = cls(vocab, merges, list(special_tokens), implementation=implementation)
+        vocab, merges, special_tokens, end_tokens = parts
+        options: dict[str, Any] = {"implementation": implementation, "end_tokens": end_tokens}
+        tokenizer = cls(vocab, merges, list(special_tokens), **options)
         if tokenizer.special_tokens != special_tokens:
             raise ValueError(f"special_tokens must have their ids in vocab, got {special_tokens}")
         return tokenizer

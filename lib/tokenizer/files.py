@@ -1,7 +1,7 @@
 """Tokenizers as files: our own JSON, Hugging Face's `tokenizer.json`, and tiktoken's Encoding.
 
 A tokenizer is three things here: `vocab` (id -> bytes), `merges` (pairs of bytes, in order) and
-`special_tokens` (text -> id).
+`special_tokens` (text -> id), of which some end a text, by default `<|endoftext|>`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core.files import write_atomically
-from lib.tokenizer.pretokenize import GPT2_PATTERN, UNICODE
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, UNICODE
 
 if TYPE_CHECKING:
     import tiktoken
 
 FORMAT = "byte-level-bpe"
+# The same pattern as GPT-2's authors wrote it.
+GPT2_PATTERN_SPELLED_OUT = GPT2_PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d")
 # Our file in a folder of token arrays, or of a run. Older folders call it by the second name, which
 # is the one that Hugging Face's tools give to theirs.
 NAMES = ("bpe.json", "tokenizer.json")
@@ -31,6 +33,13 @@ class Parts(NamedTuple):
     vocab: dict[int, bytes]
     merges: list[tuple[bytes, bytes]]
     special_tokens: dict[str, int]
+    end_tokens: tuple[str, ...] | None = None
+    """Special tokens that end a text; None for `default_end_tokens`."""
+
+
+def default_end_tokens(special_tokens: Iterable[str]) -> tuple[str, ...]:
+    """`<|endoftext|>`, if it is among the special tokens."""
+    return (SEPARATOR,) if SEPARATOR in special_tokens else ()
 
 
 def find(folder: str | os.PathLike) -> Path:
@@ -63,6 +72,8 @@ def load(path: str | os.PathLike) -> Parts:
             raise ValueError(f"{path}: {key} must be {known!r}, got {document.get(key)!r}")
     try:
         parts = _parts(document["vocab"], document["merges"], document["special_tokens"])
+        if "end_tokens" in document:
+            parts = parts._replace(end_tokens=tuple(document["end_tokens"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if (actual := fingerprint(parts)) != document.get("sha256"):
@@ -88,7 +99,9 @@ def _document(parts: Parts) -> dict:
     }
     if len(set(ordinary.values())) < len(ordinary):
         raise ValueError("vocab must have different bytes for each id to be saved, got a duplicate")
-    return {
+    # only where it is not the default, as in files from before there was a choice
+    end = {} if parts.end_tokens is None else {"end_tokens": list(parts.end_tokens)}
+    return end | {
         "format": FORMAT,
         "version": 1,
         "pattern": GPT2_PATTERN,
@@ -189,9 +202,9 @@ def load_huggingface(path: str | os.PathLike) -> Parts:
 
 def _check_huggingface(document: dict) -> None:
     """Raise ValueError for a setting of Hugging Face's that would give other ids than ours."""
-    model, before = document["model"], document.get("pre_tokenizer") or {}
+    model, before = document["model"], _pre_tokenizer(document.get("pre_tokenizer"))
     for name, value, expected in (
-        ("normalizer", document.get("normalizer"), None),
+        ("normalizer", _steps(document.get("normalizer"), "normalizers") or None, None),
         ("pre_tokenizer", before.get("type"), "ByteLevel"),
         ("pre_tokenizer.add_prefix_space", before.get("add_prefix_space", True), False),
         ("pre_tokenizer.use_regex", before.get("use_regex", True), True),
@@ -206,6 +219,27 @@ def _check_huggingface(document: dict) -> None:
     for token in document.get("added_tokens", []):
         if any(token.get(flag, False) for flag in ("single_word", "lstrip", "rstrip")):
             raise ValueError(f"added_tokens must not take in what is around them, got {token}")
+
+
+def _steps(part: dict | None, items: str) -> list[dict]:
+    """A setting of Hugging Face's step by step, with those of sequences inside."""
+    if not part:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part.get(items, []) for step in _steps(inner, items)]
+
+
+def _pre_tokenizer(part: dict | None) -> dict:
+    """The pre-tokenizer as one ByteLevel step, if its steps have that effect."""
+    steps = _steps(part, "pretokenizers")
+    if len(steps) == 2 and steps[0]["type"] == "Split":
+        split, last = steps
+        is_ours = split["pattern"].get("Regex") in (GPT2_PATTERN, GPT2_PATTERN_SPELLED_OUT)
+        is_ours &= split["behavior"] == "Isolated" and not split["invert"]
+        if is_ours and last["type"] == "ByteLevel" and not last.get("use_regex", True):
+            return last | {"use_regex": True}
+    return steps[0] if len(steps) == 1 else {"type": [step["type"] for step in steps]}
 
 
 def _what_it_adds(processor: dict | None) -> Any:

@@ -32,7 +32,6 @@ from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.checkpoint import find_checkpoint, load_checkpoint
 from lib.training.config import TrainConfig
 
@@ -47,10 +46,10 @@ def generate_text(
     on_text: Callable[[int, str], None] | None = None,
     **options: Any,
 ) -> list[str]:
-    """The text that continues each prompt, without the prompt, up to the next `<|endoftext|>`.
+    """The text that continues each prompt, without the prompt, up to the next end of a text.
 
-    Special tokens in a prompt are recognized; an empty prompt starts a new document, after an
-    `<|endoftext|>`. Bytes that are not UTF-8 become U+FFFD.
+    Special tokens in a prompt are recognized; an empty prompt starts a new document, after the
+    tokenizer's first end token. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
         on_text: called with row and new text, in whole characters; joined, they are the text
@@ -65,10 +64,7 @@ def generate_text(
         tokenizer.vocab_size <= known,
         f"tokenizer must have at most the model's {known} ids, got {tokenizer.vocab_size}",
     )
-    stop_token = tokenizer.special_tokens.get(SEPARATOR)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    if stop_token is not None:
-        encoded = [ids or [stop_token] for ids in encoded]
+    encoded = [tokenizer.encode(prompt) or tokenizer.end_ids[:1] for prompt in prompts]
     # a token may end inside a character
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
     pieces: list[list[str]] = [[] for _ in prompts]
@@ -83,7 +79,7 @@ def generate_text(
     generate(
         model,
         encoded,
-        stop_token=stop_token,
+        stop_token=tokenizer.end_ids,
         vocab_size=tokenizer.vocab_size,
         on_token=lambda row, token: add(row, tokenizer.decode_bytes([token])),
         **options,
@@ -102,7 +98,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    stop_token: int | None = None,
+    stop_token: int | Sequence[int] | None = None,
     vocab_size: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
@@ -123,6 +119,7 @@ def generate(
     Args:
         model: a `TransformerLM`, or a module with its `config`, `hidden` and `output_weight`.
         temperature, top_k, top_p: as in `next_token_probabilities`.
+        stop_token: one id, several, or None.
         vocab_size: ids from this one on are never sampled: they only pad the embedding. Default:
             the model's own.
         use_cache: keep keys and values of earlier tokens instead of computing them again for each
@@ -132,6 +129,8 @@ def generate(
     # index() takes no fractions
     texts = [[operator.index(token) for token in prompt] for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
+    if not isinstance(stop_token, Sequence):
+        stop_token = [] if stop_token is None else [stop_token]
     _check_arguments(texts, max_new_tokens, stop_token, vocab_size, model.config.vocab_size)
     # refuses bad options before the first step
     next_token_probabilities(torch.zeros(1), temperature, top_k, top_p)
@@ -157,7 +156,7 @@ def _extend(
     probabilities: Callable[[int], Tensor],
     generators: list[random.Random],
     max_new_tokens: int,
-    stop_token: int | None,
+    stops: Sequence[int],
     on_token: Callable[[int, int], None] | None,
 ) -> list[list[int]]:
     """Sample the tokens that `generate` returns, and append them to `texts`.
@@ -177,8 +176,8 @@ def _extend(
                 texts[row].append(token)
             if not samples[row]:
                 continue
-            done[row] = token == stop_token or len(new[row]) + 1 == max_new_tokens
-            if token != stop_token:
+            done[row] = token in stops or len(new[row]) + 1 == max_new_tokens
+            if token not in stops:
                 new[row].append(token)
                 if on_token:
                     on_token(row, token)
@@ -283,7 +282,7 @@ def _generators(seed: int, texts: list[list[int]]) -> list[random.Random]:
 def _check_arguments(
     texts: list[list[int]],
     max_new_tokens: int,
-    stop_token: int | None,
+    stops: Sequence[int],
     vocab_size: int,
     embedded: int,
 ) -> None:
@@ -298,9 +297,9 @@ def _check_arguments(
         for token in text:
             message = f"prompt {row} must have token ids between 0 and {embedded - 1}, got {token}"
             require(0 <= token < embedded, message)
-    is_known = stop_token is None or 0 <= stop_token < vocab_size
-    message = f"stop_token must be None or between 0 and {vocab_size - 1}, got {stop_token}"
-    require(is_known, message)
+    for token in stops:
+        message = f"stop_token must be None or between 0 and {vocab_size - 1}, got {token}"
+        require(0 <= token < vocab_size, message)
 
 
 # Trained models

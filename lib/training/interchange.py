@@ -25,7 +25,6 @@ from lib.model.costs import num_parameters
 from lib.model.llama import from_llama, from_llama_config, to_llama, to_llama_config
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.checkpoint import save_checkpoint
 from lib.training.config import ExportConfig, ImportConfig, TrainConfig
 from lib.training.generation import checkpoint_of, load_model, newest_run, run_of
@@ -52,11 +51,13 @@ def export_run(config: ExportConfig) -> Path:
     claim_folder(folder, "an unfinished export", setting="folder")
 
     tokenizer_files.save_huggingface(folder / "tokenizer.json", tokenizer.parts)
-    # the token that begins and ends a text, if the tokenizer has it
-    end = tokenizer.special_tokens.get(SEPARATOR)
+    # the tokens that end a text; the first one also begins it
+    ends = tokenizer.end_ids
+    first = ends[0] if ends else None
+    marks = {"bos_token_id": first, "eos_token_id": ends if len(ends) > 1 else first}
     for name, content in {
         "tokenizer_config.json": _tokenizer_config(tokenizer, model.config),
-        "generation_config.json": {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end},
+        "generation_config.json": marks | {"pad_token_id": first},
     }.items():
         write_atomically(folder / name, json.dumps(content, indent=2) + "\n")
     run = run_of(source)
@@ -66,7 +67,7 @@ def export_run(config: ExportConfig) -> Path:
     # each weight keeps its dtype; the config, below, names one that holds all of them exactly
     write_atomically(folder / "model.safetensors", save(weights, {"format": "pt"}))
     # last, so that a folder with it is whole
-    fields = to_llama_config(model.config) | {"bos_token_id": end, "eos_token_id": end}
+    fields = to_llama_config(model.config) | marks
     fields["torch_dtype"] = str(_common_dtype(weights)).removeprefix("torch.")
     write_atomically(folder / "config.json", json.dumps(fields, indent=2) + "\n")
     (folder / MARK).unlink()
@@ -80,7 +81,7 @@ def _common_dtype(weights: dict[str, Tensor]) -> torch.dtype:
 
 
 def _tokenizer_config(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, Any]:
-    end = SEPARATOR if SEPARATOR in tokenizer.special_tokens else None
+    end = tokenizer.end_tokens[0] if tokenizer.end_tokens else None
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.context_length,
@@ -170,7 +171,8 @@ def import_model(config: ImportConfig) -> Path:
         model = from_llama_config(json.loads((source / "config.json").read_bytes()))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{source / 'config.json'}: {error}") from error
-    tokenizer = Tokenizer.from_parts(tokenizer_files.load_huggingface(source / "tokenizer.json"))
+    parts = tokenizer_files.load_huggingface(source / "tokenizer.json")
+    tokenizer = Tokenizer.from_parts(parts._replace(end_tokens=_end_tokens(source, parts)))
     require(
         tokenizer.vocab_size <= model.vocab_size,
         f"vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got "
@@ -187,6 +189,31 @@ def import_model(config: ImportConfig) -> Path:
     write_atomically(run / "config.json", to_json(settings) + "\n")
     (run / MARK).unlink()
     return run
+
+
+def _end_tokens(folder: Path, parts: tokenizer_files.Parts) -> tuple[str, ...] | None:
+    """The special tokens that end a text, where `transformers` looks for them; None if unsaid."""
+    texts = {token_id: text for text, token_id in parts.special_tokens.items()}
+    for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
+        path = folder / name
+        try:
+            found = _end_ids(json.loads(path.read_bytes()), parts) if path.is_file() else []
+            known = tuple(texts[token_id] for token_id in found if token_id in texts)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}: eos_token must be a token or several: {error!r}") from error
+        if len(known) < len(found):
+            log.warning("%s: eos_token_id %s has no special token, and ends no text", path, found)
+        if known:
+            return known
+    return None
+
+
+def _end_ids(settings: dict[str, Any], parts: tokenizer_files.Parts) -> list[int]:
+    """What a file of `transformers` says of the ids that end a text, or of the token."""
+    found, token = settings.get("eos_token_id"), settings.get("eos_token")
+    if found is None and token is not None:
+        found = parts.special_tokens.get(token["content"] if isinstance(token, dict) else token)
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,14 +71,16 @@ def _run_pipeline(
 
 
 def _check_prompts(config: PipelineConfig) -> None:
-    """Refuse an empty prompt if the tokenizer will have no `<|endoftext|>` to start from."""
+    """Refuse an empty prompt if the tokenizer will have no token that ends a text to start from."""
     special_tokens, data = config.corpus.special_tokens, config.train.data
     if all(config.sample.prompts):
         return
+    ends: Sequence[str] = tokenizer_files.default_end_tokens(special_tokens)
     if data is not None and tokenizer_files.find(data).exists():
-        special_tokens = tuple(Tokenizer.load(data).special_tokens)
+        tokenizer = Tokenizer.load(data)
+        special_tokens, ends = tuple(tokenizer.special_tokens), tokenizer.end_tokens
     require(
-        SEPARATOR in special_tokens,
+        ends,
         f"prompts must not be empty texts unless {SEPARATOR} is among the special_tokens, got "
         f"{special_tokens}",
     )

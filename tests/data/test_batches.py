@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.data.batches import BatchSampler, get_batch, random_tokens, take_sequences
+from lib.data.batches import BatchSampler, get_batch, random_tokens, read_sequences, take_sequences
 
 
 def test_targets_are_the_inputs_moved_by_one():
@@ -70,6 +70,14 @@ def test_data_of_one_window_gives_that_window():
 def test_a_context_longer_than_the_data_is_rejected(make):
     with pytest.raises(ValueError, match="context_length 5 needs 6 tokens, but the data has 5"):
         make(np.arange(5), 1, 5, "cpu")
+
+
+def test_a_batch_must_have_whole_sizes():
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        get_batch(np.arange(9), 0, 4, "cpu")
+    for sizes in ((2.0, 4), (None, 4), ((2, 3), 4), (2, 2.5)):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            get_batch(np.arange(9), *sizes, "cpu")
 
 
 @pytest.mark.gpu
@@ -248,3 +256,20 @@ def test_random_tokens_depend_on_the_seed_alone():
     assert np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=5))
     assert not np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=6))
     assert np.ptp(np.bincount(tokens)) < 5 * (2_000_000 / 7) ** 0.5
+
+
+@pytest.mark.parametrize("starts", [[-3], [98], [0.0]])
+def test_a_sequence_must_begin_and_end_in_the_array(starts):
+    with pytest.raises(ValueError, match="starts must be whole numbers from 0 to 97"):
+        read_sequences(np.arange(100), np.array(starts), 2, "cpu")
+
+
+def test_starts_of_any_integer_type_are_read():
+    for dtype in (np.uint8, np.uint64):
+        sequences = read_sequences(np.arange(100), np.array([97], dtype), 2, "cpu")
+        assert sequences.tolist() == [[97, 98, 99]]
+
+
+def test_random_ids_that_32_bits_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="vocab_size must be at most 2\\^32"):
+        random_tokens(5, 2**40, 0)

@@ -250,9 +250,49 @@ def check_what_cannot_be_averaged_is_refused_by_name() -> None:
     module[1].requires_grad_(True)
     message = message_of(lambda: step_of(model))
     assert message.startswith("RuntimeError: parameter 1.weight was frozen when"), message
+    for name in (*OURS, "torch_ddp"):
+        module = stack()
+        model = wrap(name, module)
+        module.append(nn.Linear(3, 3))
+        message = message_of(lambda: step_of(model))  # noqa: B023
+        words = "RuntimeError: parameter 3.weight was added after the module was wrapped"
+        assert message.startswith(words), message
     sparse = BucketedDDP(nn.Embedding(5, 4, sparse=True))
     message = message_of(lambda: sparse(torch.tensor([1])).sum().backward())
     assert message.startswith("ValueError: the gradient of weight must be dense"), message
+
+
+def check_buffers_of_every_dtype_are_those_of_rank_0_or_refused_by_name() -> None:
+    dtypes = ("bool", "int8", "int16", "int64", "uint16", "float8_e4m3fn", "bfloat16", "complex64")
+    module = stack()
+    given = torch.tensor([1.0, 0.0, 1.0]) * (1 - rank())
+    for name in dtypes:
+        module.register_buffer(f"in_{name}", given.to(getattr(torch, name)))
+    module.register_buffer("none", torch.empty(0, 3, dtype=torch.int16))
+    module.register_buffer("number", torch.tensor(1 - rank(), dtype=torch.int16))
+    wrap("flat", module)
+    found = [getattr(module, f"in_{name}").to(torch.complex64).real.tolist() for name in dtypes]
+    assert found == [[1.0, 0.0, 1.0]] * len(dtypes), found
+    assert module.number == 1
+    refused = {
+        "b must be dense, got torch.sparse_coo": torch.eye(3).to_sparse(),
+        "b must have memory for each element, but is expanded": torch.ones(1).expand(3),
+        "b must have memory, but is on device meta": torch.empty(3, device="meta"),
+        "b must have a shape, but is lazy": nn.parameter.UninitializedBuffer(),
+    }
+    for words, buffer in refused.items():
+        module = stack()
+        module.register_buffer("b", buffer)
+        message = message_of(lambda: wrap("flat", module))  # noqa: B023
+        assert message.startswith(f"ValueError: {words}"), message
+
+
+def check_a_rank_outside_of_a_group_is_refused() -> None:
+    group = dist.new_group([1])
+    for name in (*OURS, "torch_ddp"):
+        message = message_of(lambda: wrap(name, stack(), group=group))  # noqa: B023
+        words = "ValueError: group must be one that this rank is in, but rank 0 of 2 is not"
+        assert message.startswith(words if rank() == 0 else "no error"), message
 
 
 def check_parameters_in_another_order_on_another_rank_are_refused() -> None:
@@ -440,6 +480,21 @@ def check_the_state_is_that_of_the_module_compiled_or_not() -> None:
         assert list(other.state_dict()) == ["0.weight", "1.weight", "2.weight"], name
         for key, value in model.state_dict().items():
             assert torch.equal(other.state_dict()[key], value), name
+
+
+def check_a_module_around_a_wrapper_loads_what_it_saved() -> None:
+    for name in (*OURS, "torch_ddp"):
+        for module in (stack(), torch.compile(stack(), backend="eager")):
+            around = nn.ModuleDict({"a": wrap(name, module), "b": nn.Linear(2, 2)})
+            saved = {key: value + 1 for key, value in around.state_dict().items()}
+            assert sorted(saved) == ["a.0.weight", "a.1.weight", "a.2.weight", "b.bias", "b.weight"]
+            around.load_state_dict(saved)
+            for key, value in around.state_dict().items():
+                assert torch.equal(value, saved[key]), (name, key)
+            del saved["a.1.weight"]
+            message = message_of(lambda: around.load_state_dict(saved))  # noqa: B023
+            assert message.startswith("RuntimeError: Error(s) in loading state_dict"), message
+            assert "Missing key(s)" in message, message
 
 
 def check_hooks_work_with_compiled_modules() -> None:

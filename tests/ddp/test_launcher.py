@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,8 @@ def test_results_come_in_order_and_each_rank_has_its_own_copy():
 
 
 def test_one_rank_has_a_group():
-    assert launch(workers.inside_init, 1, backend="gloo", timeout=60) == ["cpu"]
+    # a number of NumPy's counts too
+    assert launch(workers.inside_init, np.int64(1), backend="gloo", timeout=60) == ["cpu"]
 
 
 def test_a_rank_never_looks_for_garbage_in_what_was_loaded_before_it_started():
@@ -152,8 +154,8 @@ of_a_cell.__module__ = "__main__"
 
 @pytest.mark.parametrize(
     "fn",
-    [of_a_cell, lambda: 1, functools.partial(of_a_cell), torch.zeros(1).sum],
-    ids=["cell", "lambda", "partial", "method"],
+    [of_a_cell, lambda: 1, functools.partial(of_a_cell), torch.zeros(1).sum, None],
+    ids=["cell", "lambda", "partial", "method", "none"],
 )
 def test_a_function_that_workers_cannot_import_is_refused(fn):
     with pytest.raises(ValueError, match="fn must be a function at the top level of a file"):
@@ -166,6 +168,7 @@ def test_a_function_that_workers_cannot_import_is_refused(fn):
         ({"world_size": 0}, "world_size must be a whole number, at least 1, got 0"),
         ({"world_size": True}, "world_size must be a whole number, at least 1, got True"),
         ({"world_size": "2"}, "world_size must be a whole number, at least 1, got '2'"),
+        ({"world_size": 2, "timeout": "5"}, "timeout must be more than 0 and finite, got '5'"),
         ({"world_size": 2, "timeout": 0}, "timeout must be more than 0"),
         ({"world_size": 2, "backend": "mpi"}, "backend must be None or one of nccl"),
         ({"world_size": 99, "backend": "nccl"}, "'nccl' needs a GPU for each of 99 ranks"),

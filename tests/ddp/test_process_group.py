@@ -30,8 +30,8 @@ def ranks():
 
 
 def test_parameters_and_buffers_become_those_of_rank_0_and_tied_ones_are_sent_once(ranks):
-    # the transposed matrix, the tied one, and the two buffers
-    expected = {"is broadcast": True, "is tied": True, "sent": [8, 9, 1, 2]}
+    # the transposed matrix, the tied one, and the two buffers, of which an integer is sent as bytes
+    expected = {"is broadcast": True, "is tied": True, "sent": [8, 9, 8, 2]}
     assert ranks["broadcast"] == [expected] * 3
 
 

@@ -259,11 +259,24 @@ def check_state_is_whole_and_loads_elsewhere() -> None:
     expected = Net(seed=3).state_dict()
     assert whole.keys() == expected.keys()
     assert all(torch.equal(whole[name], expected[name]) for name in expected)
-    around = nn.ModuleDict({"inside": model}).state_dict()
-    assert all(torch.equal(around[f"inside.{name}"], whole[name]) for name in whole)
     other = FSDP(Net(seed=4), blocks=[])
-    other.load_state_dict(whole)
+    assert other.load_state_dict(whole) == ([], [])
     assert all(torch.equal(value, expected[n]) for n, value in other.state_dict().items())
+    found = other.load_state_dict({"norm.bias": whole["norm.bias"], "more": 1}, strict=False)
+    assert found.unexpected_keys == ["more"]
+    assert found.missing_keys == [name for name in expected if name != "norm.bias"]
+
+    # as a part of another module
+    around = nn.ModuleDict({"inside": model, "beside": nn.Linear(2, 2)})
+    saved = around.state_dict()
+    assert all(torch.equal(saved[f"inside.{name}"], whole[name]) for name in whole)
+    saved = {name: value + 1 for name, value in saved.items()}
+    around.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in around.state_dict().items())
+    saved["inside.head.weight"] = torch.zeros(11, 5)
+    message = message_of(lambda: around.load_state_dict(saved))
+    assert "head.weight must have shape (11, 6), got (11, 5)" in message, message
+
     wrong = whole | {"head.weight": torch.zeros(11, 5)}
     message = message_of(lambda: model.load_state_dict(wrong))
     assert "head.weight must have shape (11, 6), got (11, 5)" in message, message
@@ -288,6 +301,34 @@ def check_sharded_optimizers_train_shards_and_save_them_as_others_do() -> None:
     for name, param in alone.named_parameters():
         torch.testing.assert_close(full[name], param, rtol=0, atol=1e-5)
     assert sum(gather_objects(len(made.state_dict()["ranges"]))) >= len(full)
+
+
+def check_an_infinite_gradient_of_a_vector_has_an_infinite_norm() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(current_device())
+    model = FSDP(module)
+    strategy = FSDPShards(model)
+    made = ShardedOptimizer(strategy.whole_parameters(), AdamW, strategy=strategy, lr=0.1)
+    model(torch.ones(2, 4, device=current_device())).sum().backward()
+    model.finish_gradient_synchronization()
+    module[1].bias.grad[0] = torch.inf
+    assert made.grad_norm() == model.grad_norm() == torch.inf
+
+
+def check_backward_through_a_frozen_module_leaves_nothing_to_finish() -> None:
+    x = torch.ones(2, 4, device=current_device())
+    parts = [nn.Sequential(nn.Linear(4, 4)).to(current_device()) for _ in range(2)]
+    loss = parts[1](parts[0](x)).square().mean()
+    grads = torch.autograd.grad(loss, list(parts[0].parameters()))
+    expected = torch.cat([grad.flatten() for grad in grads]).norm()
+    maker, judge = map(FSDP, parts)
+    judge.requires_grad_(False)
+    judge(maker(x)).square().mean().backward()
+    maker.finish_gradient_synchronization()
+    torch.testing.assert_close(maker.grad_norm(), expected)
+    judge.requires_grad_(True)
+    judge(x).square().mean().backward()
+    message = message_of(lambda: judge(x))
+    assert "gradients were not averaged" in message, message
 
 
 # Errors
@@ -368,8 +409,16 @@ def check_what_cannot_be_divided_is_refused_by_name() -> None:
             net, blocks=[stranger]
         ),
         "full_precision must be modules inside": lambda: FSDP(net, full_precision=[stranger]),
-        "compute_dtype must be a floating-point dtype, got torch.int8": lambda: FSDP(
+        "compute_dtype must be a floating-point dtype of torch, got torch.int8": lambda: FSDP(
             net, torch.int8
+        ),
+        "compute_dtype must be a floating-point dtype of torch, got 'bfloat16'": lambda: FSDP(
+            net, "bfloat16"
+        ),
+        "blocks must be a list of modules, got Linear": lambda: FSDP(net, blocks=net.last),
+        "blocks must be a list of modules, got type": lambda: FSDP(net, blocks=[nn.Linear]),
+        "full_precision must be a list of modules, got Linear": lambda: FSDP(
+            net, full_precision=net.last
         ),
         "embedding.weight is divided among the ranks already": lambda: FSDP(divided),
         "embedding.weight must be whole, but is divided": lambda: wrap("flashddp", divided),
@@ -402,6 +451,11 @@ def check_misuse_is_refused_by_name() -> None:
     expected = whole["last.weight"].sum() + whole["embedding.weight"][tokens].sum()
     torch.testing.assert_close(found, expected)
 
+    grown = nn.Sequential(nn.Linear(4, 4))
+    model = FSDP(grown)
+    grown.append(nn.Linear(4, 4))
+    message = message_of(lambda: model(torch.ones(1, 4)))
+    assert "1.weight was added or replaced after FSDP had divided the module" in message, message
     sparse = FSDP(Indexed(sparse=True))
     message = message_of(lambda: sparse(tokens).sum().backward())
     assert "the gradient of embedding.weight must be dense (sparse=False)" in message, message
@@ -456,6 +510,8 @@ def check_gradients_of_float64_keep_their_digits() -> None:
     model.finish_gradient_synchronization()
     assert module.weight.grad.dtype == torch.float64
     assert (module.weight.grad - 1 / 3).abs().sum() == 0
+    norm = torch.tensor(15**0.5 / 3, dtype=torch.float64, device=current_device())
+    torch.testing.assert_close(model.grad_norm(), norm, rtol=1e-15, atol=0)
 
 
 def check_two_passes_of_a_language_model_share_a_backward() -> None:

@@ -486,11 +486,16 @@ def check_what_cannot_be_trained_is_refused_by_name() -> None:
     sparse = nn.Embedding(5, 4, sparse=True)
     made_sparse = made_of(sparse, SGD, **LOCAL)
     sparse(torch.tensor([1])).sum().backward()
+    # averaged by a wrapper, and cut
+    sparse = nn.Embedding(6, 4, sparse=True)
+    cut_sparse = made_of(sparse, SGD, strategy="flat")
+    sparse(torch.tensor([1])).sum().backward()
     later = made_of(stack(), ADAMW)
     other_shape = {"params": stack((3, 2 + rank())).parameters()}
     wrong: dict[str, Callable[[], Any]] = {
         "RuntimeError: a parameter of shape (3, 8) was moved": made.step,
         "ValueError: the gradient of a parameter of shape (5, 4) must": made_sparse.step,
+        "ValueError: the gradient of a parameter of shape (6, 4) must": cut_sparse.step,
         "ValueError: strategy must be the same on all ranks": lambda: made_of(
             stack(), SGD, strategy=("flat", "parameters")[rank()]
         ),

@@ -121,6 +121,7 @@ class OwnLBFGS(torch.optim.LBFGS):
         ({"reduces_gradients": True}, "strategy must be 'flat' with reduces_gradients"),
         ({"strategy": "flat", "overlap": True}, "overlap must be False without reduces_gradients"),
         ({"strategy": "flat", "bucket_cap_mb": 0}, "bucket_cap_mb must be more than 0, got 0"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be more than 0, got '25'"),
         ({"optimizer_cls": "AdamW"}, "optimizer_cls must be a class"),
         (
             {"strategy": "flat", "optimizer_cls": torch.optim.Adafactor},

@@ -702,3 +702,9 @@ def test_both_refuse_the_same_input_and_read_iterators_whole(tokenizers, trained
     found = [ids.tolist() for ids in tokenizer.encode_batch(text for text in texts)]
     assert found == [tokenizer.encode(text) for text in texts]
     assert list(Tokenizer(*trained, (token for token in SPECIAL)).special_tokens) == SPECIAL
+
+
+@pytest.mark.parametrize("text", [b"aa", None])
+def test_training_names_a_text_that_is_none(text):
+    with pytest.raises(TypeError, match="texts must hold texts"):
+        train_bpe_from_iterator([text], 260)

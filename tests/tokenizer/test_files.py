@@ -171,6 +171,19 @@ def test_a_tokenizer_trained_by_hugging_face_is_imported(tmp_path):
     assert ours.encode(TEXT) == peer.encode(TEXT).ids
 
 
+@pytest.mark.parametrize("pattern", [files.GPT2_PATTERN, files.GPT2_PATTERN_SPELLED_OUT])
+def test_settings_of_the_same_effect_are_taken(plain, path, pattern):
+    files.save_huggingface(path, plain.parts)
+    peer = tokenizers.Tokenizer.from_file(str(path))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    peer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    peer.normalizer = tokenizers.normalizers.Sequence([])
+    peer.save(str(path))
+    ours = Tokenizer.from_parts(files.load_huggingface(path))
+    assert ours.encode(TEXT) == peer.encode(TEXT).ids == plain.encode(TEXT)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
@@ -212,7 +225,7 @@ def test_ids_that_a_file_cannot_tell_apart_are_rejected(tokenizer, path):
 
 
 def test_the_fingerprint_changes_with_anything_that_determines_ids(tokenizer):
-    vocab, merges, special_tokens = tokenizer.parts
+    vocab, merges, special_tokens, _ = tokenizer.parts
     prints = {
         files.fingerprint(parts)
         for parts in [
@@ -223,3 +236,17 @@ def test_the_fingerprint_changes_with_anything_that_determines_ids(tokenizer):
         ]
     }
     assert len(prints) == 4
+
+
+def test_what_ends_a_text_is_kept_and_the_usual_token_needs_no_word(tokenizer, path):
+    tokenizer.save(path)
+    assert "end_tokens" not in json.loads(path.read_text(encoding="utf-8"))
+    assert Tokenizer.load(path).end_tokens == (SEPARATOR,)
+    vocab = {token_id: token for token_id, token in tokenizer.vocab.items() if token_id < 256}
+    other = Tokenizer(vocab, [], [SEPARATOR, "<end>"], end_tokens=["<end>"])
+    other.save(path)
+    loaded = Tokenizer.load(path)
+    assert loaded.end_tokens == ("<end>",)
+    assert loaded.end_ids == [loaded.special_tokens["<end>"]]
+    with pytest.raises(ValueError, match="end_tokens must be special tokens, got 'the'"):
+        Tokenizer(tokenizer.vocab, tokenizer.merges, end_tokens=["the"])

@@ -396,6 +396,14 @@ def test_special_tokens_in_a_prompt_are_tokens_and_an_empty_prompt_is_one():
     assert generate_text(model, BYTES, ["", f"a{SEPARATOR}"], max_new_tokens=5) == ["x", "x"]
 
 
+def test_a_text_ends_at_each_token_that_the_tokenizer_says_ends_it():
+    ends = {"<end>": 256, "<turn>": 257}
+    vocab = BYTES.vocab | {token_id: text.encode() for text, token_id in ends.items()}
+    tokenizer = Tokenizer(vocab, [], list(ends), end_tokens=list(ends))
+    model = scripted({256: ord("x"), ord("x"): 257, ord("a"): 256}, 258)
+    assert generate_text(model, tokenizer, ["", "a"], max_new_tokens=5) == ["x", ""]
+
+
 def test_a_tokenizer_must_fit_the_prompts_and_the_model():
     tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [])
     model = make_model(vocab_size=256)

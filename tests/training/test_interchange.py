@@ -154,6 +154,38 @@ def test_a_post_processor_that_adds_nothing_is_taken(make_run, processor):
     assert load_model(import_(folder), "cpu")[1].parts == BYTES.parts
 
 
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"generation_config": {"eos_token_id": 256}}, ["<end>"]),
+        ({"generation_config": {"eos_token_id": [257, 256]}}, ["<turn>", "<end>"]),
+        ({"generation_config": {}, "config": {"eos_token_id": 257}}, ["<turn>"]),
+        ({"generation_config": {"eos_token_id": 65}, "config": {"eos_token_id": 256}}, ["<end>"]),
+        ({"tokenizer_config": {"eos_token": {"content": "<turn>"}}}, ["<turn>"]),
+        ({}, []),
+    ],
+)
+def test_the_token_that_ends_a_text_is_the_imported_models(make_run, settings, ends):
+    folder = export(make_run(vocab_size=258))
+    tokens = {"<end>": 256, "<turn>": 257}
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [
+        {"id": token_id, "content": text} for text, token_id in tokens.items()
+    ]
+    del content["model"]["vocab"][SEPARATOR]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config | settings.get("config", {})))
+    for name in ("generation_config", "tokenizer_config"):
+        (folder / f"{name}.json").write_text(json.dumps(settings.get(name, {})))
+    run = import_(folder)
+    assert list(load_model(run, "cpu")[1].end_tokens) == ends
+    # and exported again
+    ids = [tokens[text] for text in ends]
+    written = json.loads((export(run, "again") / "generation_config.json").read_text())
+    assert written["eos_token_id"] == (ids if len(ids) > 1 else ids[0] if ids else None)
+
+
 def test_only_the_files_that_transformers_reads_are_imported(make_run):
     run = make_run()
     folder = export(run)
@@ -305,6 +337,17 @@ def test_an_imported_llama_gives_the_logits_of_transformers(
     ids = torch.randint(300, (3, 32))
     assert logits(theirs, ids).std() > 0.1
     torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), atol=1e-5, rtol=0)
+
+
+def test_a_model_that_transformers_has_saved_again_comes_back(tiny, transformers, tmp_path):
+    again = tmp_path / "again"
+    transformers.AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(again)
+    transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(again)
+    model, tokenizer, _ = load_model(import_(again), "cpu")
+    before, own, _ = load_model(TINY, "cpu")
+    assert tokenizer.parts == own.parts
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], own) for name, own in before.state_dict().items())
 
 
 def test_transformers_tells_the_same_story(tiny, transformers):

@@ -21,7 +21,6 @@ from matplotlib.patches import Circle
 from lib.core.figures import BLACK, BLUE, GRID, INK, PAPER, VERMILLION
 from lib.lessons.explorer import SHADES, explorer, picture, png_output
 from lib.lessons.show import visible
-from lib.tokenizer.pretokenize import SEPARATOR
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -262,7 +261,7 @@ def attention_explorer(
     def patterns(sentence: str) -> tuple[np.ndarray, list[str]]:
         ids = tokenizer.encode(sentence)[: min(MOST_TOKENS, config.context_length)]
         # an empty text is the token that starts every document
-        ids = ids or tokenizer.encode(SEPARATOR)
+        ids = ids or tokenizer.end_ids[:1] or tokenizer.encode("\n")
         return attention_patterns(model, ids), [visible(tokenizer.vocab[i]) for i in ids]
 
     def show(text: str, layer: int, head: int) -> dict[str, Any]:
