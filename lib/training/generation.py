@@ -372,4 +372,12 @@ def newest_run(folder: str | os.PathLike = "artifacts/runs") -> Path:
     checkpoints = list(Path(folder).glob("*/checkpoints/step-*"))
     if not checkpoints:
         raise FileNotFoundError(f"no training run in {folder}; `python -m lib pipeline` makes one")
-    return max(checkpoints, key=lambda path: path.stat().st_mtime).parents[1]
+
+    def saved_at(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            # its training has just deleted it
+            return 0.0
+
+    return max(checkpoints, key=saved_at).parents[1]
