@@ -19,6 +19,7 @@ from lib.core.allocator import free_memory, is_out_of_memory
 from lib.core.files import ROOT, lock_file, make_folder
 from lib.core.records import Record, append_record, new_record, read_records, remaining
 from lib.core.settings import to_dict
+from lib.core.terminal import bar_size
 
 log = logging.getLogger(__name__)
 # A record that agrees with this process in all of these need not be measured again.
@@ -72,7 +73,7 @@ def run_sweep(
         log.info("%d of %d rows to measure, into %s", len(left), len(wanted), path)
         progress = {"total": len(wanted), "initial": len(wanted) - len(left), "unit": "row"}
         texts = differences([to_dict(config) for config in left])
-        with tqdm(**progress, disable=None, leave=False) as bar:
+        with tqdm(**progress, **bar_size(), disable=None, leave=False) as bar:
             for config, text in zip(left, texts):
                 bar.set_description_str(text)
                 figures = _figures(config, run_one, expect)

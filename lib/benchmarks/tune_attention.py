@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lib.core.hardware import available_cpus, pick_device, pick_dtype
+from lib.core.terminal import bar_size
 from lib.flash_attention.tiles import (
     Tiles,
     backward_tiles,
@@ -96,7 +97,7 @@ def tune(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
         usable = compile_all(jobs)
 
         rows, best = [], {}
-        for choice in tqdm(choices, desc="measured", disable=None):
+        for choice in tqdm(choices, desc="measured", disable=None, **bar_size()):
             q, _, precision = choice.table(gpu)
             key = tiles_key(choice.kind, q, precision)
             of_table, *_ = tried = candidates(choice, gpu)

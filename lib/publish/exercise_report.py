@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from lib.core.files import ROOT, write_atomically
 from lib.core.records import to_markdown
+from lib.core.terminal import bar_size
 from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
 from lib.publish.run_notebooks import find_notebooks, read_notebook, run_past_errors
@@ -65,7 +66,7 @@ def report_exercises(
     for path in paths:
         # one that is no notebook is named before any is run
         read_notebook(path)
-    for path in tqdm(paths, desc="notebooks", disable=None, leave=False):
+    for path in tqdm(paths, desc="notebooks", disable=None, leave=False, **bar_size()):
         answers += answers_in(path)
     write_atomically(output, json.dumps([asdict(answer) for answer in answers], indent=1))
     columns = ("notebook", "exercise", "tier", "result")

@@ -45,6 +45,7 @@ from lib.core.files import ROOT, claim_folder, folder_for_sockets, lock_folder, 
 from lib.core.hardware import available_cpus
 from lib.core.records import provenance
 from lib.core.settings import check, check_fields, require
+from lib.core.terminal import bar_size
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.publish.cells import clean, read_notebook, save_notebook, static_widgets
@@ -623,7 +624,8 @@ def _update_bar(bars: dict[str, Any], name: str, count: int, total: int) -> None
     if name not in bars:
         form = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}"
         # disable=None: no bars in a log, where the lines of `_print_result` are enough
-        bars[name] = tqdm(total=total, desc=name, bar_format=form, leave=False, disable=None)
+        options = bar_size() | {"leave": False, "disable": None}
+        bars[name] = tqdm(total=total, desc=name, bar_format=form, **options)
     bars[name].update(count - bars[name].n)
 
 
