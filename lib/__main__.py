@@ -767,7 +767,7 @@ def full_flag(cls: type, flag: str, command: str) -> str:
 
 
 def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
-    """What a user may have meant by the flag `name`, given the `field_paths` found in `cls`."""
+    """The flag that a user may have meant by `name`, given the `field_paths` found in `cls`."""
     import difflib
 
     # a step of the pipeline may be given the flag of another one
@@ -809,7 +809,7 @@ def print_error(error: Exception, is_debug: bool) -> None:
 
 
 def where_to_run(error: Exception) -> str:
-    """What to run instead, for an `error` of a Python that lacks the workbook's packages."""
+    """The command to run instead, for an `error` of a Python that lacks the workbook's packages."""
     import importlib.util
     import shlex
 

@@ -88,7 +88,7 @@ def run_sweep(
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What sets each config apart from the others, for a bar: `queries 64, is_causal True`."""
+    """The settings in which configs differ, as text for a bar: `queries 64, is_causal True`."""
     varying = [
         key
         for key in (configs[0] if configs else ())

@@ -332,7 +332,7 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
 
 
 def _stack_of_crash(file: Path) -> str:
-    """What the threads of a rank were doing when it crashed; "" if nothing is known."""
+    """The stacks of a rank's threads when it crashed; "" if unknown."""
     text = file.read_text(errors="replace") if file.exists() else ""
     # a list of all compiled modules follows
     threads = text.partition("\nExtension modules:")[0].strip().split("\n\n")

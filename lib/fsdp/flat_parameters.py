@@ -43,7 +43,7 @@ Places = list[tuple[nn.Module, str]]
 
 
 class Unsent(NamedTuple):
-    """What a shard shows as its gradient while whole gradients wait to be averaged."""
+    """The gradient that a shard shows while whole gradients wait to be averaged."""
 
     grad: Tensor
     version: int
@@ -300,7 +300,7 @@ class FlatParameters:
             self._show_unsent()
 
     def _show_unsent(self) -> None:
-        """Give shards this rank's own gradient, so that whoever clears it clears what waits."""
+        """Give shards this rank's own gradient, so that clearing it clears what waits."""
         own = self.added[self.begin : self.begin + self.slice_length]  # type: ignore[index]
         for index in self.seen:
             shard, before = self.shards[index], self.unsent.get(index)
@@ -394,7 +394,7 @@ class FlatParameters:
 
 
 def _setter(module: nn.Module) -> Callable[[str, Any], Any]:
-    """What sets a parameter of a module, quickly where nothing else depends on it."""
+    """Return a function that sets a module's parameter, quickly where nothing depends on it."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters.__setitem__
     is_recurrent = isinstance(module, nn.RNNBase)

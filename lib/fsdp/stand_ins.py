@@ -1,4 +1,4 @@
-"""What a model has in place of a whole parameter while that is not gathered."""
+"""Stand-ins for whole parameters that are not gathered."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class WholeState:
         return _IncompatibleKeys(missing, [name for name in state_dict if name not in own])
 
     def _parts_of(self, state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        """What this rank keeps of each whole value.
+        """This rank's part of each whole value.
 
         Raises:
             ValueError: a value is no tensor where the module has one, or has another shape.

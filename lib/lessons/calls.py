@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-# A call may take so many times its limit by the clock on the wall, as where other processes work.
+# A call may take this many times its limit by the wall clock, since other processes may be busy.
 PATIENCE = 5
-# A function that catches TimeLimitError gets it so many times in as many seconds again.
+# A function that catches TimeLimitError gets it this many times more, a second apart.
 CAUGHT = 8
 NOT_FINISHED = object()
 # Files that a TimeLimitError comes by on its way out of a call.

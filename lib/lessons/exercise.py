@@ -88,7 +88,7 @@ class Exercise:
     """The function to beat, if that is not the solution; measured as well, and shown by name."""
 
     at_most: float | None = None
-    """Where the figure counts: of a right attempt it is at most so many times the solution's."""
+    """Where the figure counts: a right attempt has at most this many times the solution's."""
 
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
@@ -195,7 +195,7 @@ def _parameters(function: Callable) -> list[str]:
 
 
 def _described(exercise: Exercise, result: Any, expected: Any) -> str:
-    """What is wrong with a result, as a sentence."""
+    """The first difference between a result and the expected one, as a sentence."""
     if exercise.describe is None:
         return difference(result, expected)
     if trouble := trouble_of(result):

@@ -243,7 +243,7 @@ def _pre_tokenizer(part: dict | None) -> dict:
 
 
 def _what_it_adds(processor: dict | None) -> Any:
-    """What a post-processor of Hugging Face's adds to a text's ids; None for nothing."""
+    """The tokens that a post-processor of Hugging Face's adds to a text's; None for none."""
     kind = processor["type"] if processor else "ByteLevel"
     if kind == "ByteLevel":
         # it changes offsets only

@@ -209,7 +209,7 @@ def _end_tokens(folder: Path, parts: tokenizer_files.Parts) -> tuple[str, ...] |
 
 
 def _end_ids(settings: dict[str, Any], parts: tokenizer_files.Parts) -> list[int]:
-    """What a file of `transformers` says of the ids that end a text, or of the token."""
+    """The ids that end a text, by a settings file of `transformers`."""
     found, token = settings.get("eos_token_id"), settings.get("eos_token")
     if found is None and token is not None:
         found = parts.special_tokens.get(token["content"] if isinstance(token, dict) else token)

@@ -211,7 +211,7 @@ def is_evaluated(run: Run, step: int) -> bool:
     """Whether the metrics have the evaluation that is due after `step`, if any is.
 
     A run that was saved at `step` and then failed lacks it. Metrics that are missing or damaged are
-    the concern of whoever writes to them.
+    the concern of the code that writes to them.
     """
     path = run.folder / "metrics.jsonl"
     is_last = step == run.config.steps

@@ -97,7 +97,7 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
 
 
 def _stats(folder: Path) -> list[os.stat_result]:
-    """What the system says of each file in `folder`; those that vanish meanwhile are left out."""
+    """The status of each file in `folder`; files that vanish meanwhile are left out."""
     found = []
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -75,7 +75,7 @@ with MetricsLog(sys.argv[1], total_steps=1000) as metrics:
 
 
 def on_terminal(code: str, *words: str, columns: int, lines: int, **variables: str) -> str:
-    """What `code` writes to a terminal of this size."""
+    """The text that `code` writes to a terminal of this size."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     streams = {"stdin": child, "stdout": child, "stderr": child}

@@ -410,7 +410,7 @@ def _group_of_one() -> Any:
 
 
 def outcome(make: Callable[[], Side], event: Callable[[Side], list[Any]]) -> Any:
-    """What an event sees, or the error that it ends in."""
+    """The outcome of an event: its values, or its error."""
     try:
         return event(make())
     except Exception as error:
@@ -453,7 +453,7 @@ def cell(kind: Kind, event: Callable[[Side], list[Any]]) -> str:
 
 
 def table(kinds: list[str] | None = None) -> dict[tuple[str, str], str]:
-    """What becomes of every event for every kind of module, on this rank."""
+    """The outcome of every event for every kind of module, on this rank."""
     torch.backends.cudnn.allow_tf32 = False
     warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
     logging.getLogger("lib.fsdp").setLevel(logging.ERROR)

@@ -40,7 +40,7 @@ def check(kind: str, found: list[dict[tuple[str, str], str]]) -> None:
 
 @pytest.fixture(scope="module")
 def found():
-    """What becomes of all cells on each of two ranks, in one launch."""
+    """The outcomes of all cells on each of two ranks, from one launch."""
     return launch(table, 2)
 
 

@@ -304,7 +304,7 @@ def test_a_wrong_answer_fails_for_its_own_reason(answer):
 
 
 class Strange:
-    """What can be neither compared nor shown."""
+    """An object that can be neither compared nor shown."""
 
     def __eq__(self, other):
         raise ValueError("no comparison")

@@ -54,11 +54,11 @@ class Binary(NamedTuple):
     """The types of its arguments, by name and in order, without the compile-time constants."""
 
     maps: list[dict[str, Any]]
-    """What Triton made of the layout of each descriptor (`tensordesc_meta`)."""
+    """Triton's layout of each descriptor (`tensordesc_meta`)."""
 
     @classmethod
     def of(cls, types: tuple, code: Mapping[str, Any], about: Mapping[str, Any]) -> Binary:
-        """What Triton made of a kernel with arguments of these types (`compile_with_triton`).
+        """The binary of a kernel that Triton compiled for arguments of these types.
 
         Raises:
             RuntimeError: this Triton passes parameters in another way.
@@ -86,7 +86,7 @@ class Binary(NamedTuple):
 
 
 def kind_of(function: Any, arguments: Mapping[str, Any]) -> tuple:
-    """What determines the code of a kernel: its name, the types of arguments, constants, options.
+    """The key of a kernel's code: its name, the types of arguments, constants, options.
 
     Args:
         function: one of the kernels of `forward.py` and `backward.py`.

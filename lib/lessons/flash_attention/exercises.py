@@ -67,7 +67,7 @@ class Tiles(Iterator[Tensor]):
         return f"iter({self.tensors})" if count < MANY_TILES else f"<{count} tiles of scores>"
 
 
-# With so many tiles, their copies take more room than what one of them needs.
+# With this many tiles, their copies take more room than one tile needs.
 MANY_TILES = 30
 MOST_NUMBERS = 40
 

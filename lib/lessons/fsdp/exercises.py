@@ -739,7 +739,7 @@ def _draw_whole_mlp(generator: random.Random, size: int) -> tuple:
     return *(whole_numbers(generator, *shape) for shape in shapes), ranks
 
 
-# A rank may compute so many times its share, as where backward computes h again.
+# A rank may compute this many times its share, since backward may compute h again.
 MOST_SHARES = 1.5
 
 

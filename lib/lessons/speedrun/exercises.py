@@ -389,7 +389,7 @@ def copied_from(attempt: Recipe) -> str | None:
 
 
 def program_of(source: str) -> str:
-    """What the source of a function does, whatever its name, its comments and its spaces."""
+    """The program of a function, without its name, comments and spaces."""
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     body = function.body
