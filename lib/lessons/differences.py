@@ -42,6 +42,9 @@ def _equal(yours: Any, expected: Any) -> bool:
         )
     if isinstance(yours, (list, tuple)) and isinstance(expected, (list, tuple)):
         return len(yours) == len(expected) and all(map(_equal, yours, expected))
+    if type(yours) is type(expected) and type(yours).__eq__ is object.__eq__:
+        # objects that are equal to themselves alone, such as a toy's losses, by what they show
+        return repr(yours) == repr(expected)
     return bool(yours == expected)
 
 
