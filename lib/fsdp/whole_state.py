@@ -41,7 +41,7 @@ class WholeState:
         whole: dict[str, Tensor] = {}
         for flat in self.flats:
             flat.follow_shards()
-            tensors = flat.gathered()
+            tensors = flat.copies()
             if on_first_only:
                 tensors = [t.cpu() for t in tensors] if rank(self.group) == 0 else []
             whole |= zip(flat.names, tensors)
