@@ -69,7 +69,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -461,6 +461,15 @@ class ShardedOptimizer(Optimizer):
     def load_own_part(self, folder: str | os.PathLike) -> None:
         """`load_shards` for a caller that itself raises an error of one rank on all."""
         self._load(read_shards(folder), folder)
+
+    def _refuse_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer calls no hook of state_dict or load_state_dict, which hold one "
+            "rank's part of the state; change what state_dict() returns"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
 
     def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
         unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)

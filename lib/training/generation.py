@@ -32,7 +32,7 @@ from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.training.checkpoint import find_checkpoint, load_checkpoint
+from lib.training.checkpoint import load_checkpoint, read_checkpoint
 from lib.training.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -317,31 +317,41 @@ def load_model(
         path: a run's folder, whose newest whole checkpoint is taken, or one checkpoint inside it.
         device: as in `lib.core.hardware.pick_device`.
     """
+    return load_model_of(path, device)[1:]
+
+
+def load_model_of(
+    path: str | os.PathLike, device: str = "auto"
+) -> tuple[Path, TransformerLM, Tokenizer, TrainConfig]:
+    """`load_model`, and before what it returns the checkpoint that was read.
+
+    One that a training deletes meanwhile is not missed: its newest is read.
+    """
     path = Path(path)
     run = run_of(path)
     if not tokenizer_files.find(run).is_file():
         raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
-    checkpoint = checkpoint_of(path)
-    config = from_json(TrainConfig, run / "config.json")
-    tokenizer = Tokenizer.load(run)
-    device = pick_device(device)
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
-        dtype = weights.get_tensor("token_embeddings.weight").dtype
-    shape = _with_kernel_for(device, config.model)
-    model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
-    load_checkpoint(checkpoint, model=model, verify=False)
-    return model.eval(), tokenizer, config
-
-
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint `path`, or the newest whole one of the run `path`."""
-    run = run_of(path)
     if not (run / "checkpoints").is_dir() and (run / "model.safetensors").is_file():
         raise ValueError(
             f"{run} holds a model of transformers, not a run; `python -m lib import {run}` makes a "
             "run of it"
         )
-    return find_checkpoint(run / "checkpoints" if run == path else path)
+    checkpoints = run / "checkpoints" if run == path else path
+    return read_checkpoint(checkpoints, lambda found: _load_model(run, found, device))
+
+
+def _load_model(
+    run: Path, checkpoint: Path, device: str
+) -> tuple[Path, TransformerLM, Tokenizer, TrainConfig]:
+    config = from_json(TrainConfig, run / "config.json")
+    tokenizer = Tokenizer.load(run)
+    on = pick_device(device)
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
+        dtype = weights.get_tensor("token_embeddings.weight").dtype
+    shape = _with_kernel_for(on, config.model)
+    model = TransformerLM(shape, device=on, dtype=dtype, draw=False)
+    load_checkpoint(checkpoint, model=model, verify=False)
+    return checkpoint, model.eval(), tokenizer, config
 
 
 def run_of(path: Path) -> Path:

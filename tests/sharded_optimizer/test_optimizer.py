@@ -110,6 +110,14 @@ def test_own_arguments_are_none_of_any_optimizer():
         assert not own & inspect.signature(cls).parameters.keys()
 
 
+@pytest.mark.parametrize("event", ["state_dict", "load_state_dict"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_that_would_not_be_called_is_refused(event, when):
+    made = cases.made_of(cases.stack(), cases.SGD)
+    with pytest.raises(TypeError, match="calls no hook of state_dict or load_state_dict"):
+        getattr(made, f"register_{event}_{when}_hook")(lambda *args: None)
+
+
 class OwnLBFGS(torch.optim.LBFGS):
     pass
 

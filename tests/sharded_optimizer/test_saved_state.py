@@ -33,6 +33,25 @@ def test_a_learning_rate_tensor_stays_one_and_takes_the_saved_value(tmp_path, un
     assert lr.item() == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize(
+    ("stray", "message"),
+    [
+        ("shard-00003-of-00004.pt", "got those of 1 and of 4: .*, shard-00003-of-00004.pt"),
+        ("shard-00001-of-00001.pt", None),
+        ("shard-best-of-all.pt", None),
+    ],
+)
+def test_a_file_that_is_no_shard_of_the_save_is_named_or_left_alone(tmp_path, stray, message):
+    made_of(stack(), SGD).save_shard(tmp_path)
+    (tmp_path / stray).write_bytes(b"from before")
+    plain = torch.optim.SGD(stack().parameters(), lr=0.1)
+    if message is None:
+        load_unsharded(tmp_path, plain)
+        return
+    with pytest.raises(ValueError, match=message):
+        load_unsharded(tmp_path, plain)
+
+
 def test_masters_are_dropped_by_optimizers_that_keep_none(tmp_path):
     module = stack().bfloat16()
     made = made_of(module, ADAMW)

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lib.training.generation
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
+from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from lib.training.config import TrainConfig
 from lib.training.generation import (
     generate,
@@ -20,6 +22,7 @@ from lib.training.generation import (
     load_model,
     next_token_probabilities,
 )
+from lib.training.interchange import ExportConfig, export_run
 from tests.training.runs import BYTES, saved_run
 
 VOCAB, CONTEXT = 23, 12
@@ -457,6 +460,26 @@ def test_a_kernel_that_needs_a_gpu_gives_way_to_sdpa_and_that_is_said_once(
     assert torch.equal(loaded(token_ids), with_sdpa(token_ids))
     for use_cache in (False, True):
         generate(loaded, [[1, 2]], max_new_tokens=3, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("is_export", [False, True])
+def test_a_checkpoint_that_a_training_deletes_meanwhile_gives_the_newest(
+    run, monkeypatch, is_export
+):
+    folder, model = run()
+
+    def beside_a_training(*args, **options):
+        # deletes what was verified, when a newer one is there
+        monkeypatch.undo()
+        save_checkpoint(folder / "checkpoints", step=30, model=model, keep_last=1)
+        return load_checkpoint(*args, **options)
+
+    monkeypatch.setattr(lib.training.generation, "load_checkpoint", beside_a_training)
+    if is_export:
+        export_run(ExportConfig(folder=folder.parent / "exported", checkpoint=folder))
+        assert "30 steps" in (folder.parent / "exported/README.md").read_text()
+    else:
+        assert torch.equal(load_model(folder, "cpu")[0].output_weight, model.output_weight)
 
 
 def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):
