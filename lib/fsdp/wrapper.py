@@ -129,18 +129,17 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # gradients are on their way
         self.reached: Block | None = None
         self.passed: set[Block] = set()
-        self.sending: Block | None = None
+        self.reducing: Block | None = None
         # whether gradients may wait to be sent, and whether some were sent since the last finish
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
         self.saving: Any = None
-        self.block_of = {id(part): block for block in self.blocks for part in block.modules}
-        module.register_forward_pre_hook(functools.partial(_check_pass, self))
-        module.register_state_dict_pre_hook(functools.partial(_check_saving, self))
+        module.register_forward_pre_hook(self._check_pass)
+        module.register_state_dict_pre_hook(self._check_saving)
         for block in self.blocks:
             for part in block.modules:
-                part.register_forward_pre_hook(functools.partial(_before_forward, self))
-                part.register_forward_hook(functools.partial(_after_forward, self, block))
+                part.register_forward_pre_hook(functools.partial(self.before_forward, block))
+                part.register_forward_hook(functools.partial(self.after_forward, block))
 
     @property
     def all_blocks(self) -> list[Block]:
@@ -174,9 +173,9 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             try:
                 output = function(*args, **kwargs)
                 if not torch.is_grad_enabled():
-                    self._drop_all()
+                    self.drop()
             except BaseException:
-                self._drop_all()
+                self.drop()
                 raise
             finally:
                 self.is_in_forward = False
@@ -184,22 +183,89 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self._show(in_pass=False)
             return output
 
-    def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What autograd keeps of a tensor that backward needs: of a gathered one, no memory."""
-        if torch._C._has_storage(tensor):
-            flat = self.flat_at.get(tensor.untyped_storage()._cdata)
-            if flat is not None and not (tensor.is_conj() or tensor.is_neg()):
-                return flat.saved(tensor)
-        if self.saving is not None:
-            pack, unpack = self.saving
-            return functools.partial(unpack, pack(tensor))
-        return functools.partial(_unchanged, tensor.detach(), tensor._version)
+    def gather(self, block: Block, step: int) -> None:
+        """Gather `block`, drop the one before, and prefetch the one that is `step` further."""
+        if block is self.unblocked:
+            block.gather()
+            return
+        before, self.current = self.current, block
+        if before is not None and before is not block:
+            before.drop()
+        block.start_gathering()
+        index = block.index + step
+        if self.prefetches and step and 0 <= index < len(self.blocks):
+            self.blocks[index].start_gathering()
+        block.gather()
+
+    def drop(self) -> None:
+        """Free all that is gathered."""
+        self.current = None
+        for block in self.all_blocks:
+            block.drop()
+
+    # Hooks; torch.compile must not trace into them
+
+    @torch.compiler.disable
+    def before_forward(self, block: Block, *args: Any) -> None:
+        """Gather a block, before its forward pass or before its weights are read."""
+        self._check_pass()
+        self.gather(block, step=0 if self.is_in_backward else 1)
+
+    @torch.compiler.disable
+    def after_forward(self, block: Block, module: Any, args: Any, output: Any) -> None:
+        """Let the block's outputs tell when backward comes to it."""
+        if torch.is_grad_enabled() and not self.is_in_backward:
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(functools.partial(self.before_backward, block))
+
+    def before_backward(self, block: Block, *grads: Tensor) -> None:
+        """Gather a block when backward comes to it, and send the gradients of the one before."""
+        if not self.is_in_backward:
+            self._begin_backward()
+        if block is self.unblocked:
+            return
+        before, self.reached = self.reached, block
+        if before is not None and before is not block:
+            self.after_backward(before)
+        self.gather(block, step=-1)
+
+    def after_backward(self, block: Block) -> None:
+        """Reduce-scatter a block's gradients, or keep them in `no_sync`.
+
+        Whatever was sent before is waited for, so that the gradients of at most one block are held.
+        """
+        self.passed.add(block)
+        self._finish_reducing()
+        for flat in block.flats:
+            if flat.is_trained:
+                flat.take_gradients(send=self.is_syncing)
+        if self.is_syncing:
+            self.reducing = block
+
+    @torch.compiler.disable
+    def _check_pass(self, *args: Any) -> None:
+        if not (self.is_in_forward or self.is_in_backward):
+            raise RuntimeError(
+                "the module must be called through its FSDP, which gathers the weights: call the "
+                "FSDP, or FSDP.run(function, …) for another function than forward"
+            )
+
+    @torch.compiler.disable
+    def _check_saving(self, *args: Any) -> None:
+        if not self.is_saving:
+            raise RuntimeError(
+                "state_dict must be that of the FSDP, not of the module inside, which holds this "
+                "rank's shards alone; all ranks call it"
+            )
+
+    # Passes
 
     def _begin_forward(self) -> None:
         self.settle()
         require_finished(self.must_finish)
         # what a pass without backward left
-        self._drop_all()
+        self.drop()
         for flat in self.flats:
             flat.follow_shards()
         self._check_parameters()
@@ -218,40 +284,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                     "gradient would not be averaged; make a new FSDP of a whole module"
                 )
 
-    def gather(self, block: Block, step: int) -> None:
-        """Gather `block`, drop the one before, and prefetch the one that is `step` further."""
-        if block is self.unblocked:
-            block.gather()
-            return
-        before, self.current = self.current, block
-        if before is not None and before is not block:
-            before.drop()
-        block.start_gathering()
-        index = block.index + step
-        if self.prefetches and step and 0 <= index < len(self.blocks):
-            self.blocks[index].start_gathering()
-        block.gather()
-
-    def before_forward(self, block: Block) -> None:
-        """Gather a block, before its forward pass or before its weights are read."""
-        _check_pass(self)
-        self.gather(block, step=0 if self.is_in_backward else 1)
-
-    def before_part(self, part: nn.Module) -> None:
-        """Gather the block of `part`, before its weights are read without calling it."""
-        block = self.block_of.get(id(part))
-        if block is not None:
-            self.before_forward(block)
-
-    def after_forward(self, block: Block, output: Any) -> None:
-        """Let the block's outputs tell when backward comes to it."""
-        if torch.is_grad_enabled() and not self.is_in_backward:
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(functools.partial(_before_backward, self, block))
-
-    # Backward
-
     def _begin_backward(self) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -265,43 +297,30 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # not called if an exception ends the backward pass
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def before_backward(self, block: Block) -> None:
-        """Gather a block when backward comes to it, and send the gradients of the one before."""
-        if not self.is_in_backward:
-            self._begin_backward()
-        if block is self.unblocked:
-            return
-        before, self.reached = self.reached, block
-        if before is not None and before is not block:
-            self.after_backward(before)
-        self.gather(block, step=-1)
+    def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps of a tensor that backward needs: of a gathered one, no memory."""
+        if torch._C._has_storage(tensor):
+            flat = self.flat_at.get(tensor.untyped_storage()._cdata)
+            if flat is not None and not (tensor.is_conj() or tensor.is_neg()):
+                return flat.saved(tensor)
+        if self.saving is not None:
+            pack, unpack = self.saving
+            return functools.partial(unpack, pack(tensor))
+        return functools.partial(_unchanged, tensor.detach(), tensor._version)
 
-    def after_backward(self, block: Block) -> None:
-        """Reduce-scatter a block's gradients, or keep them in `no_sync`.
-
-        Whatever was sent before is waited for, so that the gradients of at most one block are held.
-        """
-        self.passed.add(block)
-        self._finish_sending()
-        for flat in block.flats:
-            if flat.is_trained:
-                flat.take_gradients(send=self.is_syncing)
-        if self.is_syncing:
-            self.sending = block
-
-    def _finish_sending(self) -> None:
+    def _finish_reducing(self) -> None:
         """Wait for the gradients that were sent last."""
-        if self.sending is not None:
-            for flat in self.sending.flats:
+        if self.reducing is not None:
+            for flat in self.reducing.flats:
                 flat.finish_reducing()
-            self.sending = None
+            self.reducing = None
 
     def _end_backward(self) -> None:
         for block in reversed(self.all_blocks):
             if block not in self.passed or block.has_gradients():
                 self.after_backward(block)
         # then all gradients of matrices are where `zero_grad` finds them
-        self._finish_sending()
+        self._finish_reducing()
         self._end_pass()
         self.has_unsent |= not self.is_syncing
         # a frozen module, through which backward went to another one, has nothing to average
@@ -310,13 +329,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     def _end_pass(self) -> None:
         self.is_in_backward, self.reached = False, None
-        self._drop_all()
+        self.drop()
         self._show(in_pass=False)
-
-    def _drop_all(self) -> None:
-        self.current = None
-        for block in self.all_blocks:
-            block.drop()
 
     def _show(self, *, in_pass: bool) -> None:
         for flat in self.flats:
@@ -325,7 +339,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     def settle(self) -> None:
         """Forget a backward pass that an exception ended, on all ranks alike."""
         if self.is_in_backward and torch._C._current_graph_task_id() < 0:
-            self._finish_sending()
+            self._finish_reducing()
             for flat in self.flats:
                 flat.drop_gradients()
             self._end_pass()
@@ -358,7 +372,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             is_syncing, self.is_syncing = self.is_syncing, True
             for block in reversed(self.all_blocks):
                 self.after_backward(block)
-            self._finish_sending()
+            self._finish_reducing()
             self.is_syncing, self.has_unsent = is_syncing, False
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]
@@ -421,41 +435,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if param.grad is not None:
                 param.grad.mul_(coefficient)
         return norm
-
-
-# Hooks; torch.compile must not trace into them
-
-
-@torch.compiler.disable
-def _check_pass(fsdp: FSDP, *args: Any) -> None:
-    if not (fsdp.is_in_forward or fsdp.is_in_backward):
-        raise RuntimeError(
-            "the module must be called through its FSDP, which gathers the weights: call the FSDP, "
-            "or FSDP.run(function, …) for another function than forward"
-        )
-
-
-@torch.compiler.disable
-def _check_saving(fsdp: FSDP, *args: Any) -> None:
-    if not fsdp.is_saving:
-        raise RuntimeError(
-            "state_dict must be that of the FSDP, not of the module inside, which holds this "
-            "rank's shards alone; all ranks call it"
-        )
-
-
-@torch.compiler.disable
-def _before_forward(fsdp: FSDP, part: nn.Module, args: Any) -> None:
-    fsdp.before_part(part)
-
-
-@torch.compiler.disable
-def _after_forward(fsdp: FSDP, block: Block, part: nn.Module, args: Any, output: Any) -> None:
-    fsdp.after_forward(block, output)
-
-
-def _before_backward(fsdp: FSDP, block: Block, grad: Tensor) -> None:
-    fsdp.before_backward(block)
 
 
 # Tensors that autograd saves
