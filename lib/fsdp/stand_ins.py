@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from lib.fsdp.flat_parameters import FlatParameters
 
 # What may be asked of a whole parameter without gathering.
 PROPERTIES = ("dtype", "device", "shape", "ndim", "is_cuda", "requires_grad", "layout", "grad")
 PROPERTIES += ("is_leaf", "retains_grad")
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
+METHODS += ("untyped_storage",)
 DESCRIPTIONS = {getattr(torch.Tensor, name) for name in METHODS}
 DESCRIPTIONS |= {getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
 DESCRIPTIONS |= {torch.Tensor.grad.__set__, torch.Tensor.__repr__}  # type: ignore[attr-defined]
@@ -22,10 +20,10 @@ DESCRIPTIONS |= {torch.Tensor.grad.__set__, torch.Tensor.__repr__}  # type: igno
 class WholeParameter(nn.Parameter):
     """A parameter without memory: has a shape, takes a gradient, and is gathered to be read."""
 
-    flat: FlatParameters
+    flat: Any
     index: int
 
-    def __new__(cls, flat: FlatParameters, index: int) -> WholeParameter:
+    def __new__(cls, flat: Any, index: int) -> WholeParameter:
         """Stand for parameter `index` of `flat`."""
         shard, shape = flat.shards[index], flat.shapes[index]
         empty = shard.detach().new_empty((), dtype=flat.dtype).expand(shape)
