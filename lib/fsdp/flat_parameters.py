@@ -247,7 +247,8 @@ class FlatParameters:
             self.gathering[0].wait()
             self.gathering = None
         if not self.gathered:
-            views = [self._view(self.buffer.detach(), i) for i in range(len(self.shards))]
+            buffer = self.buffer.detach()
+            views = [self._view(buffer, i) for i in range(len(self.shards))]
             self.gathered = with_gradients_of(self.whole, views)
             self.gathered_version = self.buffer._version
             self.flat_at[self.buffer.untyped_storage()._cdata] = self

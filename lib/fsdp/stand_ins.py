@@ -21,14 +21,14 @@ class WholeParameter(nn.Parameter):
     """A parameter without memory: has a shape, takes a gradient, and is gathered to be read."""
 
     flat: Any
-    index: int
+    number: int
 
     def __new__(cls, flat: Any, index: int) -> WholeParameter:
         """Stand for parameter `index` of `flat`."""
         shard, shape = flat.shards[index], flat.shapes[index]
         empty = shard.detach().new_empty((), dtype=flat.dtype).expand(shape)
         whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
-        whole.flat, whole.index = flat, index
+        whole.flat, whole.number = flat, index
         return whole
 
     @classmethod
@@ -50,14 +50,14 @@ def _gathered(whole: WholeParameter) -> Tensor:
     if not whole.flat.is_gathered:
         whole.flat.before_forward()
     whole.flat.gather()
-    return whole.flat.gathered[whole.index]
+    return whole.flat.gathered[whole.number]
 
 
 class _WithGradients(torch.autograd.Function):
     """Gathered parameters, whose gradients are those of the whole parameters."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: list[Tensor], *whole: Tensor) -> Any:
+    def forward(ctx: Any, gathered: list[Tensor], *whole: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.before_backward = whole[0].flat.before_backward
         return tuple(gathered)
