@@ -10,6 +10,9 @@ from torch.autograd.forward_ad import unpack_dual
 from lib.core.hardware import runs_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The versions of Triton that Hopper's kernels can be launched with: it is known how they pass
+# parameters.
+HOPPER_TRITON = ("3.6", "3.7")
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:

@@ -4,7 +4,7 @@ No tile of scores or probabilities leaves the chip, and no tile that the causal 
 visited. One kernel writes the output and the log-sum-exp of each row; in the backward pass one
 computes dQ and one dK and dV, so that each number is summed by one program in one order and results
 repeat to the bit. This is the portable version, for Triton 3.2 and later. Inputs that
-`lib.flash_attention.hopper.launch` supports go there, with Triton 3.6 or later.
+`lib.flash_attention.hopper.launch` supports go there, with a Triton of `HOPPER_TRITON`.
 """
 
 import logging
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lib.core.terminal import warn_once
 from lib.flash_attention.inputs import (
+    HOPPER_TRITON,
     autocast,
     check_device,
     check_qkv,
@@ -38,10 +39,9 @@ from lib.flash_attention.triton_kernels import (
     _forward_kernel,
 )
 
-try:
+if ".".join(triton.__version__.split(".")[:2]) in HOPPER_TRITON:
     from lib.flash_attention.hopper import launch as hopper
-except ImportError:
-    # this Triton lacks the Gluon that it needs
+else:
     hopper = None
 
 log = logging.getLogger(__name__)
@@ -397,7 +397,7 @@ def _uses_hopper(*heads: Tensor) -> bool:
     # up to 32 columns the portable kernels are faster
     is_meant = q.dtype != torch.float32 and q.shape[3] > 32 and q.numel() > 0 and k.numel() > 0
     if is_meant and q.is_cuda and torch.version.cuda and compute_capability(q.device)[0] == 9:
-        reason = "need Triton 3.6 or later"
+        reason = f"need Triton {' or '.join(HOPPER_TRITON)}, got {triton.__version__}"
         if hopper is not None:
             sizes = f"{hopper.HEAD_DIMS[0]} to {hopper.HEAD_DIMS[-1]}"
             reason = (

@@ -9,6 +9,7 @@ import torch
 
 from lib.core.hardware import device_name, runs_triton
 from lib.flash_attention.cuda.build import pick_architecture
+from lib.flash_attention.inputs import HOPPER_TRITON
 from lib.model.config import AttentionKernel, ModelConfig
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -46,7 +47,8 @@ def fastest_attention_kernel(
     capability = torch.cuda.get_device_capability(device)
     if capability[0] == 9 and dtype in SHORT and head_dim in HOPPER_HEAD_DIMS:
         if not _has_hopper_kernels(device):
-            return "sdpa", "flash_attention_triton is faster, and needs Triton 3.6 or later"
+            known = " or ".join(HOPPER_TRITON)
+            return "sdpa", f"flash_attention_triton is faster, and needs Triton {known}"
         return "flash_attention_triton", "1.0 to 1.7 times as fast as PyTorch's on record"
     if capability == (7, 5) and dtype == torch.float16 and head_dim <= 128:
         try:

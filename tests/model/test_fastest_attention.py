@@ -36,7 +36,7 @@ def on_chip(monkeypatch):
         monkeypatch.setattr(hardware, "HAS_TRITON", without != "Triton")
         if without != "Triton":
             triton_attention = pytest.importorskip("lib.flash_attention.triton_attention")
-            found = None if without == "Gluon" else "Hopper's kernels"
+            found = None if without == "its Triton" else "Hopper's kernels"
             monkeypatch.setattr(triton_attention, "hopper", found)
 
         def architectures() -> list[int]:
@@ -64,7 +64,7 @@ def on_chip(monkeypatch):
         ((9, 0), "", FP32, 64, SDPA, "heads of 64 in float32"),
         ((9, 0), "", torch.float64, 64, SDPA, "heads of 64 in float64"),
         ((9, 0), "Triton", BF16, 64, SDPA, "flash_attention_triton is faster, and needs Triton"),
-        ((9, 0), "Gluon", BF16, 64, SDPA, "needs Triton 3.6 or later"),
+        ((9, 0), "its Triton", BF16, 64, SDPA, "needs Triton 3.6 or 3.7"),
         # an AMD GPU reports 9.x too
         ((9, 4), "CUDA", BF16, 64, SDPA, "faster on NVIDIA GPUs alone"),
         ((8, 0), "", BF16, 64, SDPA, "heads of 64 in bfloat16"),
