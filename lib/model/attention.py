@@ -145,13 +145,14 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
     Raises:
         ValueError: there is no kernel called `name`, or it does not run on `device`.
     """
+    needs_triton = ("flash_attention_triton", "vectorized_torch_compiled")
+    if name in needs_triton and device.type == "cuda" and not runs_triton(device):
+        raise ValueError(f"{name} needs Triton, which is not installed; use sdpa")
     if name == "flash_attention_torch":
         from lib.flash_attention import reference
 
         return reference.flash_attention
     if name == "flash_attention_triton":
-        if device.type == "cuda" and not runs_triton(device):
-            raise ValueError(f"{name} needs Triton, which is not installed; use sdpa")
         if not runs_triton(device):
             raise ValueError(f"device must be a CUDA GPU for {name}, got {device}; use sdpa")
         from lib.flash_attention import triton_attention

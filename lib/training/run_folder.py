@@ -13,7 +13,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lib.core.files import lock_folder, make_folder, sha256_file, write_atomically
-from lib.core.hardware import pick_device, pick_dtype
+from lib.core.hardware import check_compiler, pick_device, pick_dtype
 from lib.core.records import provenance
 from lib.core.settings import from_json, to_dict, to_json
 from lib.data.batches import BatchSampler
@@ -56,7 +55,6 @@ IDENTITY_FIELDS = ("model", "optimizer", "steps", "seed", "dtype", "low_precisio
 BATCH_FIELDS = ("batch_size", "gradient_accumulation_steps", "world_size")
 # Paths and device may differ between hosts.
 PER_HOST_FIELDS = ("data", "output", "runs_dir", "device")
-COMPILERS = ("c++", "g++", "clang++")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,13 +263,9 @@ def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
             "tensorboard must be False without its package (pip install tensorboard), got True"
         )
     kernel = config.model.attention_kernel
-    needs_compiler = device.type == "cpu" and (config.compile or kernel.endswith("_compiled"))
-    if needs_compiler and not any(map(shutil.which, COMPILERS)):
+    if config.compile or kernel.endswith("_compiled"):
         asked = "compile True" if config.compile else f"attention_kernel {kernel!r}"
-        raise ValueError(
-            f"{asked} needs a C++ compiler on a CPU, and none of {', '.join(COMPILERS)} is "
-            "installed"
-        )
+        check_compiler(asked, device)
     return device, dtype
 
 

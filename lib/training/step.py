@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.core.allocator import synchronize
+from lib.core.hardware import check_compiler
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
@@ -99,6 +100,7 @@ class TrainStep:
         # what the compiler is set to while a step runs
         self.compiler_settings: Callable[[], Any] = contextlib.nullcontext
         if config.compile:
+            check_compiler("compile True", device)
             self._compile()
         self.lr = torch.zeros((), device=device)
         self.parallel, self.optimizer = parallelize(self.loss, config, self.lr, group)

@@ -71,9 +71,11 @@ def test_adamw_on_a_gpu_without_triton_takes_foreach(gpu_without_triton):
         optimizers[1]._implementation_on(GPU)
 
 
-def test_a_kernel_that_lacks_triton_is_refused(gpu_without_triton):
-    with pytest.raises(ValueError, match="_triton needs Triton, which is not installed; use sdpa"):
-        kernel_function("flash_attention_triton", GPU)
+@pytest.mark.parametrize("kernel", ["flash_attention_triton", "vectorized_torch_compiled"])
+@pytest.mark.usefixtures("gpu_without_triton")
+def test_a_kernel_that_lacks_triton_is_refused(kernel):
+    with pytest.raises(ValueError, match=f"{kernel} needs Triton, which is not installed; use sd"):
+        kernel_function(kernel, GPU)
 
 
 def test_a_compiled_model_needs_no_line(said):
