@@ -128,6 +128,11 @@ def test_compiling_is_for_runs_long_enough_to_pay_for_it():
     assert values(H100, minutes=None, compile_gain=0.04)["compile"]
 
 
+def test_without_triton_nothing_is_chosen_that_needs_it():
+    chosen = values(dataclasses.replace(H100, has_triton=False), minutes=None, compile_gain=0.04)
+    assert (chosen["compile"], chosen["attention_kernel"]) == (False, "sdpa")
+
+
 def test_the_gain_of_compiling_is_the_largest_on_record():
     def record(model, candidate, speed):
         figures = {"task": "step", "model": model, "candidate": candidate, "tokens_per_s": speed}
