@@ -19,7 +19,7 @@ from lib.flash_attention.inputs import (
     HOPPER_TRITON,
     autocast,
     check_device,
-    check_qkv,
+    check_kernel_inputs,
     check_scale,
     empty_like_heads,
     is_called_eagerly,
@@ -57,9 +57,10 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
-        check_qkv(*heads)
-        check_device(q.device, heads[0].dtype)
+        q, k, v = autocast(q, k, v)
+        check_kernel_inputs(q, k, v, ndim=3)
+        check_device(q.device, q.dtype)
+        heads = [x.unsqueeze(1) for x in (q, k, v)]  # (batch, 1, tokens, head_dim)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0], True)
         q, k, v = heads
         prepare(q, k, v, is_causal, has_gradients=any(ctx.needs_input_grad))
@@ -110,7 +111,7 @@ def flash_attention(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be {', '.join(PRECISIONS)}, got {precision!r}")
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v)
+    check_kernel_inputs(q, k, v)
     scale = check_scale(scale, q.shape[-1])
     check_device(q.device, q.dtype)
     if is_called_eagerly(q, k, v):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lib.core.ranges import annotate
-from lib.flash_attention.inputs import DTYPES, check_device, check_qkv, is_called_eagerly
+from lib.flash_attention.inputs import DTYPES, check_device, check_kernel_inputs, is_called_eagerly
 from lib.flash_attention.triton_attention import flash_backward, flash_forward, prepare
 
 # In the norm's backward pass: the number of programs, two for each multiprocessor of a large GPU,
@@ -51,10 +51,10 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         (batch, length, heads, head_dim).
 
     Raises:
-        ValueError: as `rotated_qkv`, or `lib.flash_attention.inputs.check_qkv` refuses q, k and v.
+        ValueError: as `rotated_qkv`, or `lib.flash_attention.inputs` refuses q, k and v.
     """
     qkv, cos, sin = _checked(qkv, cos, sin)
-    check_qkv(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
+    check_kernel_inputs(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
     if is_called_eagerly(qkv):
         return _EagerRotatedAttention.apply(qkv, cos, sin)
     return _rotated_attention(qkv, cos, sin)[0]

@@ -5,14 +5,20 @@ tensor-core instructions for a T4; these do.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib.flash_attention.cuda.launch import DIMS, flash_backward, flash_forward
-from lib.flash_attention.inputs import autocast, check_qkv, check_scale, empty_like_heads
+from lib.flash_attention.inputs import autocast, check_kernel_inputs, check_scale, empty_like_heads
 
-DTYPES = (torch.float16, torch.bfloat16)
+# What the kernels take.
+LIMITS: dict[str, Any] = {
+    "dtypes": (torch.float16, torch.bfloat16),
+    "max_head_dim": DIMS[-1],
+    "instead": "; flash_attention_triton takes float32 and head_dim up to 256",
+}
 
 
 class FlashAttentionCUDA(torch.autograd.Function):
@@ -23,8 +29,9 @@ class FlashAttentionCUDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
-        check(*heads)
+        q, k, v = autocast(q, k, v)
+        check_kernel_inputs(q, k, v, **LIMITS, ndim=3)
+        heads = [x.unsqueeze(1) for x in (q, k, v)]  # (batch, 1, tokens, head_dim)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]))
         out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
         ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
@@ -60,23 +67,9 @@ def flash_attention(
         RuntimeError: there is no compiler for the kernels.
     """
     q, k, v = autocast(q, k, v)
-    scale = check_scale(scale, max(1, q.shape[-1]))
-    check(q, k, v)
+    check_kernel_inputs(q, k, v, **LIMITS)
+    scale = check_scale(scale, q.shape[-1])
     return _flash_attention(q, k, v, is_causal, scale)[0]
-
-
-def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError for what the kernels cannot do."""
-    check_qkv(q, k, v)
-    if q.dtype not in DTYPES:
-        raise ValueError(
-            f"q must be float16 or bfloat16, got {q.dtype}; flash_attention_triton takes float32"
-        )
-    if q.shape[-1] > DIMS[-1]:
-        raise ValueError(
-            f"head_dim must be from 1 to {DIMS[-1]}, got {q.shape[-1]}; "
-            "flash_attention_triton takes up to 256"
-        )
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
