@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lib.tokenizer.compiled_encoder import CompiledEncoder
 
 Pair = tuple[int, int]
-# in a row of cells: the end of a word, and what is between the first and the last cell of a token
+# in the cells of training: the end of a word, and what is between the first and last of a token
 END, INSIDE = -1, -2
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
@@ -111,8 +111,7 @@ def train_from_counts(
     vocab = {byte: bytes([byte]) for byte in range(256)}
     merges = []
 
-    # lay all words out in a row of cells, with END around them; a token is in the first and the
-    # last cell of its bytes, so that the neighbors of any token are one step away
+    # lay all words out in a row, a cell for each byte and END around each word
     cells, weights = [END], [0]
     for word, count in counts.items():
         cells += [*word, END]
@@ -138,36 +137,59 @@ def train_from_counts(
         if pair_counts[pair] != -negative_count:
             continue
         left, right = pair
-        new = len(vocab)
-        vocab[new] = vocab[left] + vocab[right]
+        vocab[len(vocab)] = vocab[left] + vocab[right]
         merges.append((vocab[left], vocab[right]))
 
-        # merge it wherever it still is, and note how the counts of pairs change
-        changes: Counter[Pair] = Counter()
-        for first in sites.pop(pair):
-            second = first + len(vocab[left])
-            end = first + len(vocab[new])
-            if cells[first] != left or cells[second] != right:
-                continue
-            cells[second - 1] = cells[second] = INSIDE
-            cells[first] = cells[end - 1] = new
-            before, after, count = cells[first - 1], cells[end], weights[first]
-            changes[pair] -= count
-            if before != END:
-                changes[before, left] -= count
-                changes[before, new] += count
-                sites[before, new].append(first - len(vocab[before]))
-            if after != END:
-                changes[right, after] -= count
-                changes[new, after] += count
-                sites[new, after].append(first)
-
-        # push the new counts
+        # merge it everywhere, and push the new counts
+        changes = _merge_everywhere(pair, vocab, cells, weights, sites)
         for changed, change in changes.items():
             pair_counts[changed] += change
             if change and pair_counts[changed]:
                 heapq.heappush(heap, priority(changed))
     return vocab, merges
+
+
+def _merge_everywhere(
+    pair: Pair,
+    vocab: Mapping[int, bytes],
+    cells: list[int],
+    weights: Sequence[int],
+    sites: defaultdict[Pair, list[int]],
+) -> Counter[Pair]:
+    """Merge `pair` into the last id of `vocab`; return how the count of each pair changes.
+
+    `cells` has the id of a token in the first and the last of its bytes' cells, so the neighbors of
+    any token are one step away. The word `lower`, before and after `er` has become token 300 and
+    `low` token 310:
+
+        END   l    o      w    e    r   END
+        END  310 INSIDE  310  300  300  END
+
+    `sites` has the first cell of each pair, from left to right; some are out of date.
+    """
+    left, right = pair
+    new = len(vocab) - 1
+    changes: Counter[Pair] = Counter()
+    for first in sites.pop(pair):
+        second, end = first + len(vocab[left]), first + len(vocab[new])
+        if cells[first] != left or cells[second] != right:
+            # a merge beside it has taken one of the two
+            continue
+        cells[second - 1] = cells[second] = INSIDE
+        cells[first] = cells[end - 1] = new
+
+        # two pairs with the neighbors are gone, and two are new
+        before, after, count = cells[first - 1], cells[end], weights[first]
+        changes[pair] -= count
+        if before != END:
+            changes[before, left] -= count
+            changes[before, new] += count
+            sites[before, new].append(first - len(vocab[before]))
+        if after != END:
+            changes[right, after] -= count
+            changes[new, after] += count
+            sites[new, after].append(first)
+    return changes
 
 
 def merge_pair(ids: Sequence[Token], pair: tuple[Token, Token], new_id: Token) -> list[Token]:
@@ -668,7 +690,7 @@ class Tokenizer:
         Raises:
             ValueError: an id is no whole number or not in the vocabulary; the message names it.
         """
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
             raise ValueError(f"ids must be a list, array or tensor of token ids, got {ids!r:.20}")
         ids = np.asarray(ids) if hasattr(ids, "__array__") else list(ids)
         if (
