@@ -43,7 +43,7 @@ class TokenizeConfig:
     """Number of token ids: 256 bytes, the merges, and the special tokens."""
 
     special_tokens: tuple[str, ...] = (SEPARATOR,)
-    """Texts with a token id of their own; merges never cross them."""
+    """Texts with a token id of their own, `<|endoftext|>` among them; merges never cross them."""
 
     seed: int = 0
     """Seed of the generated stories."""
@@ -109,9 +109,8 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
     # a run has run.json from its first step on, an exported model config.json
     is_model = any((config.output_dir / name).exists() for name in ("run.json", "config.json"))
     check(config, "output", not is_model, "a folder that holds no model")
-    has_separator = SEPARATOR in config.special_tokens
-    expected = f"texts with {SEPARATOR!r} among them, which stands between the corpus's documents"
-    check(config, "special_tokens", has_separator, expected)
+    expected = f"a list with {SEPARATOR!r}, which stands between documents"
+    check(config, "special_tokens", SEPARATOR in config.special_tokens, expected)
     with progress_bar("corpus", None) as progress:
         corpus = prepare_corpus(
             config.corpus,
