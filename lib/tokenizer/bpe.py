@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from lib.tokenizer.compiled_encoder import CompiledEncoder
 
 Pair = tuple[int, int]
-# in the cells of training: the end of a word, and what is between the first and last of a token
-END, INSIDE = -1, -2
+# in the cells of training: between words, and between the first and the last cell of a token
+BORDER, DEAD = -1, -2
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
 # how much of a stream is encoded at a time: what fits the cache of a core
@@ -111,17 +111,17 @@ def train_from_counts(
     vocab = {byte: bytes([byte]) for byte in range(256)}
     merges = []
 
-    # lay all words out in a row, a cell for each byte and END around each word
-    cells, weights = [END], [0]
+    # lay all words out in a row, a cell for each byte, with BORDER around each word
+    cells, weights = [BORDER], [0]
     for word, count in counts.items():
-        cells += [*word, END]
+        cells += [*word, BORDER]
         weights += [count] * (len(word) + 1)
 
     # count the pairs, and remember the first cell of each, in order
     pair_counts: Counter[Pair] = Counter()
     sites: defaultdict[Pair, list[int]] = defaultdict(list)
     for cell, pair in enumerate(pairwise(cells)):
-        if END not in pair:
+        if BORDER not in pair:
             pair_counts[pair] += weights[cell]
             sites[pair].append(cell)
 
@@ -162,8 +162,8 @@ def _merge_everywhere(
     any token are one step away. The word `lower`, before and after `er` has become token 300 and
     `low` token 310:
 
-        END   l    o      w    e    r   END
-        END  310 INSIDE  310  300  300  END
+        BORDER   l    o    w    e    r   BORDER
+        BORDER  310 DEAD  310  300  300  BORDER
 
     `sites` has the first cell of each pair, from left to right; some are out of date.
     """
@@ -175,17 +175,17 @@ def _merge_everywhere(
         if cells[first] != left or cells[second] != right:
             # a merge beside it has taken one of the two
             continue
-        cells[second - 1] = cells[second] = INSIDE
+        cells[second - 1] = cells[second] = DEAD
         cells[first] = cells[end - 1] = new
 
         # two pairs with the neighbors are gone, and two are new
         before, after, count = cells[first - 1], cells[end], weights[first]
         changes[pair] -= count
-        if before != END:
+        if before != BORDER:
             changes[before, left] -= count
             changes[before, new] += count
             sites[before, new].append(first - len(vocab[before]))
-        if after != END:
+        if after != BORDER:
             changes[right, after] -= count
             changes[new, after] += count
             sites[new, after].append(first)
