@@ -13,6 +13,7 @@ import difflib
 import functools
 import json
 import math
+import operator
 import os
 import types
 import typing
@@ -34,6 +35,21 @@ def require(condition: object, message: str) -> None:
     """Raise a `ValueError` with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return the argument `value` as Python's integer; NumPy's count, True and 3.0 do not.
+
+    Raises:
+        ValueError: it is no whole number or less than `least`; the message names it.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return number
 
 
 def check(config: Any, field: str, condition: object, expected: str) -> None:
