@@ -93,6 +93,13 @@ def test_a_name_that_is_no_run_is_refused_before_anything_is_removed(folder, nam
     assert (folder / "good").exists()
 
 
+def test_a_link_to_a_run_is_refused_before_anything_is_removed(folder):
+    (folder / "link").symlink_to(folder / "good")
+    with pytest.raises(ValueError, match="names must be folders, not links to them, got link"):
+        remove_runs(RemoveRunsConfig(folder, ("started", "link"), yes=True))
+    assert (folder / "started").exists()
+
+
 @pytest.mark.parametrize("yes", [True, False])
 def test_a_run_that_is_being_trained_is_not_removed_and_none_beside_it(folder, monkeypatch, yes):
     monkeypatch.setattr("builtins.input", lambda question: "y")
