@@ -133,6 +133,7 @@ def generate(
     if not isinstance(stop_token, (Sequence, Set)):
         stop_token = [] if stop_token is None else [stop_token]
     _check_arguments(texts, max_new_tokens, stop_token, vocab_size, model.config.vocab_size)
+    require(hasattr(seed, "__index__"), f"seed must be a whole number, got {seed!r}")
     # refuses bad options before the first step
     next_token_probabilities(torch.zeros(1, device="cpu"), temperature, top_k, top_p)
     cache, weight = None, model.output_weight
@@ -144,7 +145,7 @@ def generate(
         return next_token_probabilities(logits, temperature, top_k, top_p)
 
     with in_eval_mode(model):
-        generators = _generators(seed, texts)
+        generators = _generators(int(operator.index(seed)), texts)
         return _extend(texts, probabilities, generators, max_new_tokens, stop_token, on_token)
 
 

@@ -174,7 +174,7 @@ def import_model(config: ImportConfig) -> Path:
     parts = tokenizer_files.load_huggingface(source / "tokenizer.json")
     tokenizer = Tokenizer.from_parts(parts._replace(end_tokens=_end_tokens(source, parts)))
     require(
-        tokenizer.vocab_size <= model.vocab_size,
+        tokenizer.vocab_size <= (model.vocab_size or 0),
         f"vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got "
         f"{model.vocab_size}",
     )

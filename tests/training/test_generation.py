@@ -219,7 +219,7 @@ def test_a_row_does_not_depend_on_its_neighbors(options):
 def test_a_seed_decides_the_text_and_torchs_global_generator_is_left_alone():
     model, before = make_model(sharpness=1.0), torch.get_rng_state()
     first, again, other = (
-        generate(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)
+        generate(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (0, torch.tensor(0), 1)
     )
     assert first == again
     assert all(ours != theirs for ours, theirs in zip(first, other))
@@ -262,6 +262,7 @@ def test_a_row_ends_before_its_stop_token():
     model = scripted({1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 7}, 9)
     rows = generate(model, [[1], [3], [4], [7, 1]], max_new_tokens=3, temperature=0, stop_token=5)
     assert rows == [[2, 3, 4], [4], [], [2, 3, 4]]
+    assert generate(model, [[1]], max_new_tokens=9, temperature=0, stop_token={4}) == [[2, 3]]
     # one in a prompt stops nothing
     model = scripted({5: 1, 1: 2, 2: 5}, 9)
     rows = generate(model, [[3], [5, 5, 5]], max_new_tokens=9, temperature=0, stop_token=5)
@@ -342,6 +343,7 @@ def test_a_gpu_with_and_without_a_cache(dtype):
         ({"top_p": None}, "top_p must"),
         ({"top_p": 0.0}, "top_p must"),
         ({"top_p": 1.01}, "top_p must"),
+        ({"seed": None}, "seed must be a whole number, got None"),
         ({"stop_token": VOCAB}, f"stop_token must .* got {VOCAB}"),
         ({"vocab_size": 0}, "vocab_size must"),
         ({"vocab_size": VOCAB + 1}, f"vocab_size must .* the model's 23, got {VOCAB + 1}"),
