@@ -99,7 +99,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    stop_token: int | Collection[int] | None = None,
+    stop_token: int | Sequence[int] | Set[int] | None = None,
     vocab_size: int | None = None,
     seed: int = 0,
     use_cache: bool = True,

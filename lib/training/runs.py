@@ -80,7 +80,7 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
             lines = read_metrics(metrics)
         except FileNotFoundError:
             lines = []
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             log.warning("%s", error)
             lines = []
         last = last_evaluation(lines) or {}
