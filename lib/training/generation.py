@@ -32,7 +32,7 @@ from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.training.checkpoint import find_checkpoint, load_checkpoint, read_checkpoint
+from lib.training.checkpoint import load_checkpoint, read_checkpoint
 from lib.training.config import TrainConfig
 from lib.training.evaluation import in_eval_mode
 
@@ -325,7 +325,7 @@ def load_model(
     run = run_of(path)
     if not tokenizer_files.find(run).is_file():
         raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
-    checkpoints = _checkpoints_of(path)
+    checkpoints = checkpoints_of(path)
     config = from_json(TrainConfig, run / "config.json")
     tokenizer = Tokenizer.load(run)
     device = pick_device(device)
@@ -344,12 +344,7 @@ def load_model(
     return read_checkpoint(checkpoints, read).eval(), tokenizer, config
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint `path`, or the newest whole one of the run `path`."""
-    return find_checkpoint(_checkpoints_of(path))
-
-
-def _checkpoints_of(path: Path) -> Path:
+def checkpoints_of(path: Path) -> Path:
     """The folder of checkpoints of the run `path`, or the checkpoint `path` itself."""
     run = run_of(path)
     if not (run / "checkpoints").is_dir() and (run / "model.safetensors").is_file():

@@ -16,13 +16,14 @@ from lib.model.transformer import TransformerLM
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.training.checkpoint import save_checkpoint
-from lib.training.config import TrainConfig
+from lib.training.config import ExportConfig, TrainConfig
 from lib.training.generation import (
     generate,
     generate_text,
     load_model,
     next_token_probabilities,
 )
+from lib.training.interchange import export_run
 from tests.training.runs import BYTES, saved_run
 
 VOCAB, CONTEXT = 23, 12
@@ -480,7 +481,7 @@ def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):
     assert torch.equal(in_folder.output_weight, model.output_weight)
 
 
-def test_a_checkpoint_that_is_deleted_before_it_is_read_gives_the_next(run, monkeypatch):
+def test_a_checkpoint_that_is_deleted_before_it_is_read_gives_the_next(run, tmp_path, monkeypatch):
     folder, model = run()
     find = lib.training.checkpoint.find_checkpoint
 
@@ -494,6 +495,10 @@ def test_a_checkpoint_that_is_deleted_before_it_is_read_gives_the_next(run, monk
     monkeypatch.setattr(lib.training.checkpoint, "find_checkpoint", find_too_late)
     loaded, _, _ = load_model(folder, "cpu")
     assert torch.equal(loaded.output_weight, model.output_weight)
+    save_checkpoint(folder / "checkpoints", step=1, model=model)
+    shutil.rmtree(folder / "checkpoints/step-00000020")
+    exported = export_run(ExportConfig(folder=tmp_path / "exported", checkpoint=folder))
+    assert "20 steps" in (exported / "README.md").read_text()
 
 
 def test_a_tokenizer_that_is_not_the_one_trained_with_is_refused(run):
