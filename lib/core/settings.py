@@ -163,6 +163,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if getattr(value, "ndim", None) == 0:
         # a NumPy number
         value = value.item()
+    if isinstance(value, (str, os.PathLike)):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            message = f"{path} must be text that UTF-8 can hold, got {str(value)!a}"
+            raise ValueError(message) from error
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, path)
     # `type(...) is`, since True is also an int, and equal to 1

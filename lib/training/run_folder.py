@@ -365,6 +365,14 @@ def _check_folder(run: Run) -> None:
     config_path, record_path = folder / "config.json", folder / "run.json"
     if not run.config.resume and (config_path.exists() or any(folder.glob("checkpoints/step-*"))):
         raise ValueError(f"output must hold no run when resume is False, got {folder}")
+    if not record_path.exists() and not any(folder.glob("checkpoints/step-*")):
+        # a run that was not saved yet has run.json before it has any of these
+        for path in (config_path, folder / "metrics.jsonl"):
+            if path.exists() and path.stat().st_size:
+                raise ValueError(
+                    f"output must be new or the folder of a run, got {folder}, which has "
+                    f"{path.name} but neither run.json nor checkpoints"
+                )
     # where one is missing, the checkpoint's own record is compared when it is loaded
     if config_path.exists() and record_path.exists():
         config = to_dict(from_json(TrainConfig, config_path))

@@ -77,6 +77,13 @@ def test_the_log_keeps_the_order_of_steps_around_its_end():
         if index in (2, 7, 15, 23):
             rows += [row.loss for row in step.read_log()]
     assert rows == expected
+    # read too late, it has the last eight
+    late = []
+    for first in (0, 3):
+        for index in range(first, 11):
+            step(windows(index), 0.0)
+        late.append([row.loss for row in step.read_log()])
+    assert late[0] == late[1]
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_says_so():
