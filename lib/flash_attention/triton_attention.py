@@ -367,11 +367,11 @@ def constants(
     limit = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
     return {
         "IS_CAUSAL": is_causal,
-        "DIM": head_dim,
+        "D": head_dim,
         # a matmul takes at least 16 columns
-        "WIDTH": max(16, triton.next_power_of_2(head_dim)),
-        "TILE_Q": tiles.queries,
-        "TILE_K": tiles.keys,
+        "BD": max(16, triton.next_power_of_2(head_dim)),
+        "BQ": tiles.queries,
+        "BK": tiles.keys,
         "EVEN_Q": num_queries % tiles.queries == 0,
         "EVEN_K": num_keys % tiles.keys == 0,
         "PRECISION": precision,
