@@ -178,3 +178,8 @@ def empty_like_heads(x: Tensor) -> Tensor:
     if x.stride(1) <= x.stride(2):
         return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
     return x.new_empty(x.shape)
+
+
+def empty_results(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    """Memory for the output and the log-sum-exp of queries like q, (batch, heads, queries, d)."""
+    return empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)

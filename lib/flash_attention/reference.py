@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lib.flash_attention.inputs import autocast, check_is_no_tensor, check_kernel_inputs
+from lib.flash_attention.operator import make_operator
 
 # Rows of a tile of Q, and of a tile of K and V (B_q and B_k; the paper's B_r and B_c).
 QUERY_TILE = 128
@@ -75,13 +76,13 @@ class FlashAttention(torch.autograd.Function):
         check_is_no_tensor(scale)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
         ctx.settings = (is_causal, scale, query_tile, key_tile)
-        out, lse = _forward_operator(q, k, v, *ctx.settings)
+        out, lse = _operator.forward(q, k, v, *ctx.settings)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        grads = _backward_operator(grad_out, *ctx.saved_tensors, *ctx.settings)
+        grads = _operator.backward(grad_out, *ctx.saved_tensors, *ctx.settings)
         return *grads, None, None, None, None
 
 
@@ -184,26 +185,11 @@ def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, stop))
 
 
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_results(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     """Memory for the output and the log-sum-exp."""
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=lse_dtype, device=q.device)
 
 
-# One operator each for torch.compile, which would unroll the loops into thousands of small ones.
-_forward_operator = torch.library.custom_op(
-    "workbook::flash_attention_torch", forward, mutates_args=()
-)
-_backward_operator = torch.library.custom_op(
-    "workbook::flash_attention_torch_backward", backward, mutates_args=()
-)
-
-
-@_forward_operator.register_fake
-def _(q, k, v, is_causal, scale, query_tile, key_tile):
-    return _empty_results(q)
-
-
-@_backward_operator.register_fake
-def _(grad_out, q, k, v, out, lse, is_causal, scale, query_tile, key_tile):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+# For torch.compile, which would unroll the loops into thousands of small operators.
+_operator = make_operator("flash_attention_torch", forward, backward, _empty_results)

@@ -46,7 +46,7 @@ def fastest_attention_kernel(
         return "sdpa", "our kernels are faster on NVIDIA GPUs alone"
     capability = torch.cuda.get_device_capability(device)
     if capability[0] == 9 and dtype in SHORT and head_dim in HOPPER_HEAD_DIMS:
-        if not _has_hopper_kernels(device):
+        if not _has_kernels(device, head_dim):
             known = " or ".join(HOPPER_TRITON)
             return "sdpa", f"flash_attention_triton is faster, and needs Triton {known}"
         return "flash_attention_triton", "1.0 to 1.7 times as fast as PyTorch's on record"
@@ -60,9 +60,10 @@ def fastest_attention_kernel(
     return "sdpa", f"none of ours is known to be faster with heads of {head_dim} in {name}"
 
 
-def _has_hopper_kernels(device: torch.device) -> bool:
+def _has_kernels(device: torch.device, head_dim: int) -> bool:
+    """Whether the kernels for heads of this size on a Hopper GPU can be compiled here."""
     if not runs_triton(device):
         return False
     from lib.flash_attention import triton_attention
 
-    return triton_attention.hopper is not None
+    return head_dim == HOPPER_HEAD_DIMS[0] or triton_attention.hopper is not None

@@ -216,10 +216,10 @@ def test_results_lie_in_memory_as_a_compiler_is_told(emulated, head_dim):
     case = Case(33, 33, head_dim, heads=3, key_heads=3, batch=1, layout="tokens first")
     q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.float16))
     checks = {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(attention._flash_attention, (q, k, v, True, 0.2), **checks)
-    out, lse = attention._flash_attention(q, k, v, True, 0.2)
+    torch.library.opcheck(attention._flash_attention.forward, (q, k, v, True, 0.2), **checks)
+    out, lse = attention._flash_attention.forward(q, k, v, True, 0.2)
     tensors = (grad_out, q, k, v, out, lse)
-    torch.library.opcheck(attention._flash_attention_backward, (*tensors, True, 0.2), **checks)
+    torch.library.opcheck(attention._flash_attention.backward, (*tensors, True, 0.2), **checks)
 
 
 @NEEDS_COMPILER
