@@ -25,10 +25,10 @@ from lib.ddp.costs import (
     predict_step,
 )
 from lib.ddp.launcher import launch
-from lib.ddp.ring import ring_all_reduce
 from lib.ddp.simulated_network import Network
 from lib.lessons.ddp.figures import draw_overlap, draw_ring, draw_scaling, draw_timelines
 from lib.lessons.ddp.records import gpu_steps, steady
+from lib.lessons.ddp.ring import ring_all_reduce
 from lib.lessons.ddp.stack import Layers, time_steps
 from lib.lessons.explorer import explorer, picture
 from lib.model.config import model_preset

@@ -24,7 +24,7 @@ from lib.core.figures import (
     VERMILLION,
 )
 from lib.ddp.costs import ScalingPrediction
-from lib.ddp.ring import RingStep
+from lib.lessons.ddp.ring import RingStep
 from lib.profiling.timeline import PHASES, Intervals, Timeline
 
 # In the order of `PHASES`.

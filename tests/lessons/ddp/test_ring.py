@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lib.ddp.costs import bus_factor, messages
-from lib.ddp.ring import ring_all_reduce
+from lib.lessons.ddp.ring import ring_all_reduce
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])

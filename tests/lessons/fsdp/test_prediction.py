@@ -4,8 +4,8 @@ import pytest
 import torch.distributed as dist
 
 from lib.ddp.simulated_network import NETWORKS, simulated_group
-from lib.fsdp.prediction import predict_fsdp
 from lib.fsdp.wrapper import FSDP
+from lib.lessons.fsdp.prediction import predict_fsdp
 from tests.ddp.network_cases import (
     BACKWARD_MS,
     FORWARD_MS,

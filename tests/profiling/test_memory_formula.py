@@ -14,7 +14,7 @@ from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import CHUNK_BYTES, activation_bytes, activation_bytes_by_part
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.memory_formula import (
+from lib.profiling.memory_formula import (
     SIZES,
     RankMemory,
     largest_preset,
