@@ -36,7 +36,7 @@ WITH_TORCH = {"lib.core.allocator", "lib.core.ranges"}
 LIGHT_FILES = (
     "lib.model.config",
     "lib.model.costs",
-    "lib.ddp.costs",
+    "lib.ddp.settings",
     "lib.profiling.memory_formula",
     "lib.training.config",
     "lib.training.pipeline",

@@ -45,7 +45,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from lib.core.settings import require
-from lib.ddp.costs import DDP_WRAPPERS, default_bucket_cap_mb
+from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import (
     CHUNK_BYTES,
@@ -165,7 +165,7 @@ def rank_memory(
         checkpoints: whether each block keeps its input alone (`lib.fsdp.checkpoint_activations`).
         ddp_wrapper: who averages gradients in stages 0 and 1; `none` is for stage 1.
         bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket (default:
-            `lib.ddp.costs.default_bucket_cap_mb`).
+            `lib.ddp.settings.default_bucket_cap_mb`).
         cuda: whether the rank has a GPU. A CPU's AdamW works on a float32 copy of the gradients
             and on the updates' denominators, 8 bytes for each weight that it updates.
         outer_stays: in stage 3, whether embedding and head stay gathered from forward to the end of

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.costs import default_bucket_cap_mb
 from lib.ddp.process_group import broadcast_module, world_size
+from lib.ddp.settings import default_bucket_cap_mb
 from lib.ddp.wrappers import wrap
 from lib.optimizer.adamw import AdamW
 from lib.training.config import TrainConfig

@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from lib.core.figures import SKY, VERMILLION
-from lib.ddp.costs import predict_scaling
+from lib.lessons.ddp.costs import predict_scaling
 from lib.lessons.ddp.figures import (
     PHASE_COLORS,
     WHOLE,
