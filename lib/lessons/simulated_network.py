@@ -47,7 +47,7 @@ from lib.ddp.process_group import register_backend
 from lib.lessons.ddp.costs import GRADIENT_BYTES, H200_LINKS, NETWORK_US, Cluster
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
-from lib.profiling.collectives import Link, messages, predicted_ms
+from lib.profiling.collectives import Link, predicted_ms
 
 BACKEND = "simulated"
 # Calls that a rank may be ahead of the slowest one.
@@ -121,9 +121,6 @@ class Network:
     between: Link | None = None
     """The link between the halves of the ranks, which are two hosts then."""
 
-    algorithm: Literal["ring", "tree"] = "ring"
-    """A tree's all-reduce and broadcast take 2 and 1 times log2(ranks) latencies."""
-
     straggler: Straggler | None = None
     slow_link: SlowLink | None = None
     lost_rank: LostRank | None = None
@@ -162,10 +159,6 @@ class Network:
     def collective_ms(self, collective: str, num_bytes: float, ranks: int) -> float:
         """Milliseconds of a collective; bytes as in `lib.profiling.collectives`."""
         link = self.link(ranks)
-        if self.algorithm == "tree" and collective in ("all_reduce", "broadcast"):
-            depth = math.ceil(math.log2(max(1, ranks))) * (2 if collective == "all_reduce" else 1)
-            count = messages(collective, ranks)
-            link = Link(link.latency_us * depth / max(1, count), link.bandwidth_gbs)
         return predicted_ms(collective, num_bytes, ranks, link.latency_us, link.bandwidth_gbs)
 
     def miniature(self, real: Workload, here: Workload) -> Network:
@@ -442,14 +435,8 @@ class PendingWork(dist.Work):
     def is_completed(self) -> bool:
         return self.done.is_set()
 
-    def is_success(self) -> bool:
-        return self.done.is_set() and self.error is None
-
     def get_future(self) -> torch.futures.Future:
         return self.future
-
-    def result(self) -> Any:
-        return self.value
 
 
 # The process group

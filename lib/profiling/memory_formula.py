@@ -296,14 +296,12 @@ def largest_preset(
     *,
     stage: int = 0,
     batch_size: int = 1,
-    reserved_bytes: int = RESERVED_BYTES,
     **settings,
 ) -> str | None:
     """The largest of the presets `small` to `2.7b` whose training fits; None if none does.
 
     Args:
-        memory_bytes: memory of a GPU.
-        reserved_bytes: the part of it that is not for tensors.
+        memory_bytes: memory of a GPU, of which RESERVED_BYTES are not for tensors.
         settings: for `rank_memory`.
 
     Example:
@@ -318,7 +316,7 @@ def largest_preset(
     for name in SIZES:
         config = model_preset(name)
         needed = rank_memory(config, ranks=ranks, stage=stage, batch_size=batch_size, **settings)
-        if needed.peak + reserved_bytes <= memory_bytes:
+        if needed.peak + RESERVED_BYTES <= memory_bytes:
             fits = name
     return fits
 

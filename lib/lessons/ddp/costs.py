@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from lib.core.settings import check, check_fields, require
 from lib.model.config import ModelConfig
@@ -197,17 +196,13 @@ def predict_step(
     cluster: Cluster,
     *,
     flops_per_s: float,
-    bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
     overlap: bool = True,
     interference: Interference = Interference(),
 ) -> ScalingPrediction:
     """Predict a step of a model of `shape` on `ranks` GPUs, each with `tokens` tokens.
 
     Computation takes the model's FLOPs / `flops_per_s`, two thirds of it in backward. Gradients are
-    float32.
-
-    Args:
-        bucket_caps_mb: MiB in a bucket; the size with the shortest step is used.
+    float32, in buckets of that size of BUCKET_CAPS_MB with which the step is shortest.
 
     Raises:
         ValueError: as `predict_scaling`.
@@ -215,7 +210,7 @@ def predict_step(
     alone = 1e3 * flops_per_token(shape) * tokens / flops_per_s
     gradient_bytes = GRADIENT_BYTES * num_parameters(shape)
     link = cluster.link(ranks)
-    counts = {math.ceil(gradient_bytes / (cap * 2**20)) for cap in bucket_caps_mb}
+    counts = {math.ceil(gradient_bytes / (cap * 2**20)) for cap in BUCKET_CAPS_MB}
     predictions = [
         predict_scaling(
             gradient_bytes,

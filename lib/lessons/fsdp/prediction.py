@@ -1,16 +1,17 @@
-"""A step of fully sharded data parallelism by formula: how much prefetching hides.
+"""A step of `lib.fsdp.FSDP` by formula: how much prefetching hides.
 
 All blocks are equal, one collective is sent at a time, and a block waits for its parameters only.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 from lib.core.settings import require
+from lib.lessons.fsdp.orders import Costs, Event, play
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FSDPPrediction:
     """Milliseconds of a step, without the optimizer's."""
 
@@ -41,38 +42,28 @@ def predict_fsdp(
         ValueError: there are fewer than one block.
     """
     require(blocks >= 1, f"blocks must be at least 1, got {blocks}")
-    now = free = 0.0
-    sent: list[float] = []
-    arrival: dict[int, float] = {}
+    costs = Costs.equal(
+        blocks, forward=forward_ms, backward=backward_ms, gather=gather_ms, reduce=reduce_ms
+    )
+    step = play(_order(blocks, prefetch), costs)
+    sent = sum(span.end - span.start for span in step.spans if span.lane == "network")
+    return FSDPPrediction(step.ms, step.ms - blocks * (forward_ms + backward_ms), sent)
 
-    def gather(wanted: list[int]) -> None:
-        nonlocal free
-        for block in wanted:
-            if block not in arrival and 0 <= block < blocks:
-                free = arrival[block] = max(free, now) + gather_ms
-                sent.append(gather_ms)
 
-    def reduce() -> float:
-        nonlocal free
-        free = max(free, now) + reduce_ms
-        sent.append(reduce_ms)
-        return free
-
-    # forward: a block's parameters are on their way while the one before runs
-    for block in range(blocks):
-        gather([block, block + 1] if prefetch else [block])
-        now = max(now, arrival[block]) + forward_ms
-        if block > 0:
-            del arrival[block - 1]
-
-    # backward: gradients are sent when the next block begins, and waited for one block later
-    ends: list[float] = []
-    for block in reversed(range(blocks)):
-        if block + 1 < blocks:
-            ends.append(reduce())
-            now = max(now, *ends[:-1]) if ends[:-1] else now
-        gather([block, block - 1] if prefetch else [block])
-        now = max(now, arrival[block]) + backward_ms
-    step = max(now, reduce())
-    computing = blocks * (forward_ms + backward_ms)
-    return FSDPPrediction(step, step - computing, sum(sent))
+def _order(blocks: int, prefetch: bool) -> list[Event]:
+    """The events of `lib.fsdp.FSDP`; with `prefetch` it gathers a block while another computes."""
+    events: list[Event] = []
+    held: set[int] = set()
+    for kind, order in (("forward", [*range(blocks)]), ("backward", [*reversed(range(blocks))])):
+        for place, block in enumerate(order):
+            wanted = order[place : place + 1 + prefetch]
+            events += [("gather", one) for one in wanted if one not in held]
+            held.update(wanted)
+            events.append((kind, block))
+            if kind == "backward":
+                events.append(("reduce", block))
+            # backward begins with the last block, which stays gathered
+            if (kind, block) != ("forward", blocks - 1):
+                events.append(("free", block))
+                held.remove(block)
+    return events

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lib.lessons.ddp import costs
 from lib.lessons.ddp.costs import (
     CLUSTERS,
     COLLECTIVES_OF,
@@ -95,17 +96,17 @@ def test_a_step_alone_takes_its_flops():
 
 
 def test_without_overlap_one_message_of_all_gradients_is_added():
-    settings = {"flops_per_s": 1e14, "bucket_caps_mb": (10**6,), "overlap": False}
+    settings = {"flops_per_s": 1e14, "overlap": False}
     found = predict_step(SHAPE, 1000, 8, CLUSTER, **settings)
     link = CLUSTER.link(8)
     cost = (4 * num_parameters(SHAPE), 8, link.latency_us, link.bandwidth_gbs)
     assert found.exposed_ms == pytest.approx(predicted_ms("all_reduce", *cost))
 
 
-def test_the_best_of_the_bucket_sizes_is_taken():
+def test_the_best_of_the_bucket_sizes_is_taken(monkeypatch):
     def step_ms(*caps: float) -> float:
-        settings = {"flops_per_s": 1e14, "bucket_caps_mb": caps}
-        return predict_step(SHAPE, 1000, 16, CLUSTER, **settings).step_ms
+        monkeypatch.setattr(costs, "BUCKET_CAPS_MB", caps)
+        return predict_step(SHAPE, 1000, 16, CLUSTER, flops_per_s=1e14).step_ms
 
     alone = [step_ms(cap) for cap in (1, 25, 400)]
     assert len({round(step, 6) for step in alone}) == 3
