@@ -20,11 +20,11 @@ import numpy as np
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
-from lib.sharded_optimizer.memory_formula import RESERVED_BYTES, SIZES, rank_memory
+from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from lib.sharded_optimizer.memory_formula import RankMemory
+    from lib.profiling.memory_formula import RankMemory
     from lib.training.loop import TrainResult
 
 log = logging.getLogger(__name__)

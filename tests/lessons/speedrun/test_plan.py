@@ -23,7 +23,7 @@ from lib.lessons.speedrun.plan import (
     run_training,
 )
 from lib.model.config import ModelConfig
-from lib.sharded_optimizer.memory_formula import rank_memory
+from lib.profiling.memory_formula import rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.metrics import read_metrics
 
