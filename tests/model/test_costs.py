@@ -143,6 +143,9 @@ def test_each_part_has_its_cost():
         "loss": (48 + 101) * 24 * 4,
         "weight_copies": 0,
     }
+    assert activation_bytes(SMALL, 3) == sum(activation_bytes_by_part(SMALL, 3).values())
+    copies = activation_bytes_by_part(SMALL, 3, element_bytes=2)["weight_copies"]
+    assert copies == 2 * 2 * (4 * 24 * 24 + 3 * 24 * 41)
 
 
 ON_CUDA = [
