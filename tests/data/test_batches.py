@@ -30,10 +30,17 @@ def test_a_seed_draws_the_same_batch_again():
 
 
 @pytest.mark.parametrize(
-    "data", [np.ones(9), np.ones((9, 9), int), torch.ones(9, dtype=torch.int64), [1] * 9], ids=type
+    ("data", "words"),
+    [
+        (np.ones(9), "ndarray of float64, shape (9,)"),
+        (np.ones((9, 9), np.int32), "ndarray of int32, shape (9, 9)"),
+        (torch.ones(9, dtype=torch.int64), "Tensor of torch.int64"),
+        ([1] * 9, "list of no dtype"),
+    ],
 )
-def test_data_that_is_no_row_of_ids_is_rejected(data):
-    with pytest.raises(ValueError, match="dataset must be a one-dimensional NumPy array of int"):
+def test_data_that_is_no_row_of_ids_is_rejected(data, words):
+    message = f"dataset must be a one-dimensional NumPy array of integers, got {words}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         get_batch(data, 2, 4, "cpu")
 
 
@@ -265,7 +272,9 @@ def test_random_tokens_depend_on_the_seed_alone():
     tokens = random_tokens(2_000_000, 7, seed=5)
     assert np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=5))
     assert not np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=6))
-    assert np.ptp(np.bincount(tokens)) < 5 * (2_000_000 / 7) ** 0.5
+    around_the_end_of_a_block = tokens[(1 << 20) - 3 : (1 << 20) + 3]
+    assert around_the_end_of_a_block.tolist() == [5, 1, 0, 5, 6, 2]
+    assert np.ptp(np.bincount(tokens, minlength=7)) < 5 * (2_000_000 / 7) ** 0.5
 
 
 @pytest.mark.parametrize("starts", [[-3], [98], [0.0]])
@@ -280,6 +289,14 @@ def test_starts_of_any_integer_type_are_read():
         assert sequences.tolist() == [[97, 98, 99]]
 
 
-def test_random_ids_that_32_bits_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match="vocab_size must be at most 2\\^32"):
-        random_tokens(5, 2**40, 0)
+@pytest.mark.parametrize(
+    ("vocab_size", "limit"), [(0, "at least 1, got 0"), (2**32 + 1, "at most 2^32, got 4294967297")]
+)
+def test_random_ids_that_32_bits_cannot_hold_are_refused(vocab_size, limit):
+    with pytest.raises(ValueError, match=re.escape(f"vocab_size must be {limit}")):
+        random_tokens(5, vocab_size, 0)
+
+
+def test_random_ids_of_the_smallest_and_the_largest_vocabulary():
+    assert random_tokens(5, 1, 0).tolist() == [0] * 5
+    assert random_tokens(1000, 2**32, 0).max() > 2**31
