@@ -146,12 +146,14 @@ def keep(run: Path | None, output: Path) -> dict[str, Any]:
     """
     import torch
 
-    from lib.training.checkpoint import save_checkpoint
-    from lib.training.generation import load_model_of, newest_run
+    from lib.training.checkpoint import read_checkpoint, save_checkpoint
+    from lib.training.generation import checkpoints_of, load_model, newest_run
     from lib.training.metrics import read_metrics
 
     run = run or newest_run()
-    checkpoint, model, tokenizer, config = load_model_of(run, "cpu")
+    checkpoint, (model, tokenizer, config) = read_checkpoint(
+        checkpoints_of(run), lambda path: (path, load_model(path, "cpu"))
+    )
     made = json.loads((run / "run.json").read_text(encoding="utf-8"))
     last = read_metrics(run / "metrics.jsonl")[-1]
     if output.resolve() != FOLDER:
