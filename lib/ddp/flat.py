@@ -188,9 +188,12 @@ class InOrder(GradientSync):
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
         self.params: list[Tensor] = []
-        self.names: dict[Tensor, str] = {}
-        # gradients that arrived since the last synchronization, in that order
-        self.arrived: dict[Tensor, None] = {}
+        # by a parameter's id, which is quick: its name, its index, and the bucket that has it
+        self.names: dict[int, str] = {}
+        self.number_of: dict[int, int] = {}
+        self.bucket_of: dict[int, Bucket] = {}
+        # ids of parameters whose gradients arrived since the last synchronization, in that order
+        self.arrived: dict[int, None] = {}
         self.is_in_backward = False
         # buckets in the order in which they are sent, empty until all ranks agree; how many were
         self.order: list[Bucket] = []
@@ -202,8 +205,9 @@ class InOrder(GradientSync):
     def watch(self, named: Iterable[tuple[str, Tensor]], *, hooks: bool = True) -> None:
         """Average the gradients of further parameters; `hooks` tell when they arrive."""
         for name, param in named:
+            self.names[id(param)] = name
+            self.number_of[id(param)] = len(self.params)
             self.params.append(param)
-            self.names[param] = name
             if hooks:
                 add_hook(param, self)
 
@@ -217,13 +221,15 @@ class InOrder(GradientSync):
 
     def gradient_arrived(self, param: Tensor) -> None:
         """Called in backward when a gradient is complete: send what is full, in order."""
-        if param in self.arrived or self.is_closed:
+        key = id(param)
+        if key in self.arrived or self.is_closed:
             raise RuntimeError(
-                f"the gradient of {self.names[param]} grew again after its {self.collective} had "
+                f"the gradient of {self.names[key]} grew again after its {self.collective} had "
                 "started; run one backward pass before finish_gradient_synchronization(), and "
                 "those before it in no_sync()"
             )
-        check_is_dense(self.names[param], param.grad)
+        if param.grad.layout != torch.strided:
+            raise not_dense(self.names[key], param.grad)
         # in no_sync, gradients only add up
         if not self.is_syncing:
             return
@@ -231,18 +237,17 @@ class InOrder(GradientSync):
             self.is_in_backward = True
             # not called if an exception ends the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        self.arrived[param] = None
+        self.arrived[key] = None
         # the first step only records the order
         if self.overlaps and self.order:
-            self.bucket_of[param].missing -= 1
+            self.bucket_of[key].missing -= 1
             while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
-                with annotate(self.collective):
+                with torch.no_grad(), annotate(self.collective):
                     self.send_next()
 
     def _on_backward_end(self) -> None:
         self.is_in_backward = False
 
-    @torch.no_grad()
     def send_next(self) -> None:
         """Send the next bucket; the last one also carries who has gradients."""
         bucket, presence = self.order[self.num_sent], None
@@ -250,7 +255,7 @@ class InOrder(GradientSync):
             # 1, or 0 if this rank has no gradient; the mean is 0 if no rank has
             presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
             for param in self.absent:
-                presence[self.number_of[param]] = 0
+                presence[self.number_of[id(param)]] = 0
         self.send(bucket, presence)
         self.num_sent += 1
 
@@ -263,7 +268,6 @@ class InOrder(GradientSync):
                 tensor.div_(self.ranks)
         bucket.works, bucket.sent = [], []
 
-    @torch.no_grad()
     def finish(self) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Send what backward did not, and wait for all; every rank calls it.
 
@@ -284,7 +288,7 @@ class InOrder(GradientSync):
             self.receive(bucket)
         unused = []
         if self.absent:
-            numbers = [self.number_of[param] for param in self.absent]
+            numbers = [self.number_of[id(param)] for param in self.absent]
             shares = self.presence[numbers].tolist()  # type: ignore[index]  # sent with the last
             unused = [param for param, share in zip(self.absent, shares) if share == 0]
 
@@ -304,21 +308,21 @@ class InOrder(GradientSync):
                 if param.grad is None:
                     self.absent.append(param)
                     param.grad = torch.zeros_like(param)
-                check_is_dense(self.names[param], param.grad)
+                if param.grad.layout != torch.strided:
+                    raise not_dense(self.names[id(param)], param.grad)
 
     def _agree_on_order(self) -> None:
         """Make the buckets; where they overlap, in the order of rank 0's gradients."""
         params = self.params
         self.averages = has_average(params[0], self.group)
-        self.number_of = {param: number for number, param in enumerate(params)}
         if self.overlaps:
-            left = [param for param in reversed(params) if param not in self.arrived]
-            order = [self.number_of[param] for param in (*self.arrived, *left)]
+            left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
+            order = [self.number_of[key] for key in (*self.arrived, *left)]
             agreed = torch.tensor(order, device=params[0].device)  # (parameters,)
             dist.broadcast(agreed, global_rank(0, self.group), group=self.group)
             params = [self.params[number] for number in agreed.tolist()]
         self.order = self.make_buckets(params)
-        self.bucket_of = {param: bucket for bucket in self.order for param in bucket.params}
+        self.bucket_of = {id(param): bucket for bucket in self.order for param in bucket.params}
 
 
 def add_hook(param: Tensor, owner: Any) -> None:
@@ -342,10 +346,9 @@ def owners_of(param: Tensor) -> list[Any]:
     return [owner for owner in found if owner is not None]
 
 
-def check_is_dense(name: str, grad: Tensor | None) -> None:
-    """Raise a `ValueError` if a gradient has no flat memory."""
-    if grad is not None and grad.layout != torch.strided:
-        raise ValueError(f"the gradient of {name} must be dense (sparse=False), got {grad.layout}")
+def not_dense(name: str, grad: Tensor) -> ValueError:
+    """The error for a gradient that has no flat memory."""
+    return ValueError(f"the gradient of {name} must be dense (sparse=False), got {grad.layout}")
 
 
 def require_finished(must_finish: bool) -> None:

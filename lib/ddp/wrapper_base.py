@@ -28,7 +28,7 @@ class Wrapper(nn.Module):
             for key, param in part._parameters.items()
             if param is not None
         ]
-        self.was_trained = {param: param.requires_grad for *_, param in self.places}
+        self.was_trained = {id(param): param.requires_grad for *_, param in self.places}
 
     def check_parameters(self) -> None:
         """Raise a `RuntimeError` if there are other ones than when the module was wrapped."""
@@ -39,8 +39,8 @@ class Wrapper(nn.Module):
                     "load_state_dict(assign=True); wrap the module again"
                 )
         for name, param in inner_module(self.module).named_parameters():
-            if param.requires_grad and not self.was_trained.get(param):
-                what = "frozen when" if param in self.was_trained else "added after"
+            if param.requires_grad and not self.was_trained.get(id(param)):
+                what = "frozen when" if id(param) in self.was_trained else "added after"
                 raise RuntimeError(
                     f"parameter {name} was {what} the module was wrapped and is trained now; wrap "
                     "the module again"

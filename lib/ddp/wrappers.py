@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -150,7 +151,7 @@ class DataParallel(InOrder, Wrapper):
         self.check_parameters()
         # none on a single rank
         if self.params:
-            with annotate(self.collective):
+            with torch.no_grad(), annotate(self.collective):
                 _, unused = self.finish()
             for param in unused:
                 param.grad = None

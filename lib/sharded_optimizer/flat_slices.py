@@ -85,7 +85,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         self.reduces_gradients, self.overlaps = reduces_gradients, overlap
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
-        self.bucket_with: dict[Tensor, FlatBucket] = {}
+        self.bucket_with: dict[int, FlatBucket] = {}
         self.frozen: list[nn.Parameter] = []
         # parameters: buckets that a forward pass waits for instead of the step, whether it also
         # starts the all-gathers, and whether they still have to be started
@@ -109,7 +109,7 @@ class FlatSlices(InOrder, ShardingStrategy):
                 bucket.shards.append(make_shard(param, numbers[param], start, stop, weight))  # type: ignore[arg-type]  # those given
             added += bucket.shards
             self.buckets.append(bucket)
-            self.bucket_with |= dict.fromkeys(filled, bucket)
+            self.bucket_with |= dict.fromkeys(map(id, filled), bucket)
             self.watch([(name_of(param), param) for param in filled], hooks=self.overlaps)
         added.sort(key=lambda shard: shard.number)
         self.shards += added
@@ -170,10 +170,10 @@ class FlatSlices(InOrder, ShardingStrategy):
             self._check_not_wrapped(self.params)
         if self.params:
             means, unused = self.finish()
-            dropped = set(unused)
+            dropped = {id(param) for param in unused}
             for bucket, (mean, *_) in zip(self.order, means):
                 for shard, part in zip(bucket.shards, bucket.own):  # type: ignore[attr-defined]
-                    if shard.param not in dropped:
+                    if id(shard.param) not in dropped:
                         grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)
                         has_grad = shard.leaf.grad is not None
                         shard.leaf.grad = shard.leaf.grad.add_(grad) if has_grad else grad
@@ -246,7 +246,8 @@ class FlatSlices(InOrder, ShardingStrategy):
         if params is None:
             self._wait_for(self.buckets)
         else:
-            self._wait_for(self.bucket_with[param] for param in params if param in self.bucket_with)
+            found = (self.bucket_with.get(id(param)) for param in params)
+            self._wait_for(bucket for bucket in found if bucket is not None)
 
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool

@@ -91,11 +91,10 @@ from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import (
     pack_shards,
     read_shards,
-    settings_of,
     unpack_shards,
     write_shard,
 )
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy
+from lib.sharded_optimizer.shards import Shard, ShardingStrategy, settings_of
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
 STRATEGIES = ("parameters", "flat")

@@ -25,7 +25,7 @@ from lib.core.files import atomic_write
 from lib.core.settings import require
 from lib.ddp.process_group import on_each_rank, on_first_rank, rank, world_size
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.shards import Shard, whole_shard
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
 
 Groups = list[dict[str, Any]]
 # The files of all ranks; `shard_name` is that of one.
@@ -172,11 +172,6 @@ def _read_shard(path: Path) -> dict[str, Any]:
     is_shard = isinstance(loaded, dict) and "save" in loaded
     require(is_shard, f"{path} is damaged: it is not what save_shard writes")
     return loaded
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _numbered(groups: Groups) -> Groups:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.flat import check_is_dense
+from lib.ddp.flat import not_dense
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,13 +39,19 @@ class Shard:
         """This shard's part of the whole parameter's gradient, a view where possible."""
         if grad is None or grad.shape == self.leaf.shape:
             return grad
-        check_is_dense(name_of(self.param), grad)
+        if grad.layout != torch.strided:
+            raise not_dense(name_of(self.param), grad)
         return grad.reshape(-1)[self.start : self.stop]  # (stop - start,)
 
 
 def name_of(param: Tensor) -> str:
     """A parameter in words, for an optimizer that was given no names."""
     return f"a parameter of shape {tuple(param.shape)}"
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group, without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def make_shard(param: nn.Parameter, number: int, start: int, stop: int, weight: Tensor) -> Shard:
