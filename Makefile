@@ -57,7 +57,7 @@ SERIAL := $(shell grep -rl --include='*.py' 'mark\.serial' tests)
 # From the last, which start processes and take longest, to the first.
 NOTEBOOK_FILES := $(shell ls -r notebooks/[0-9][0-9]_*.ipynb 2>/dev/null)
 
-.PHONY: help run lab exercises test test-all test-gpu lint style ready format notebooks clean
+.PHONY: help run lab exercises test test-all test-gpu mutants lint style ready format notebooks clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -86,6 +86,10 @@ test-all: test ## the same and the slow tests
 test-gpu: $(TEST_READY) ## the tests that need a CUDA device
 	@$(PYTEST) -p no:nbval -m gpu
 
+mutants: $(TEST_READY) ## change five files in hundreds of small ways; list what no test notices
+	@$(PY) -m pip install --quiet --disable-pip-version-check mutmut==3.8.1
+	@OMP_NUM_THREADS=1 $(PY) -m mutmut run && $(PY) -m mutmut results
+
 exercises: $(RUN_READY) ## list which exercises are solved, and write that as JSON
 	@$(PY) -m lib exercises $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
@@ -107,7 +111,7 @@ notebooks: $(RUN_READY) ## run the notebooks and store their outputs in them, as
 	@$(PY) -m lib notebooks refresh $(if $(NOTEBOOKS),--notebooks $(NOTEBOOKS))
 
 clean: ## remove reports and caches; keeps trained models (python -m lib runs), data/ and .venv
-	rm -rf artifacts/report artifacts/small artifacts/screenshots .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf artifacts/report artifacts/small artifacts/screenshots mutants .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find lib tests notebooks .ci '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -exec rm -rf {} +
 
 # An environment whose Python was removed since is made anew.

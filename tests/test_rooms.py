@@ -18,6 +18,7 @@ ROOMS = [
     "benchmarks",
     "profiling",
     "training",
+    "peers",
     "fsdp",
     "sharded_optimizer",
     "ddp",
@@ -35,8 +36,8 @@ WITH_TORCH = {"lib.core.allocator", "lib.core.ranges"}
 LIGHT_FILES = (
     "lib.model.config",
     "lib.model.costs",
-    "lib.ddp.costs",
-    "lib.sharded_optimizer.memory_formula",
+    "lib.ddp.settings",
+    "lib.profiling.memory_formula",
     "lib.training.config",
     "lib.training.pipeline",
 )
@@ -44,7 +45,7 @@ HEAVY = {"torch", "triton", "wandb"}
 
 
 def module_name(path: Path) -> str:
-    """`lib.ddp.ring` for lib/ddp/ring.py, and `lib.ddp` for its __init__.py."""
+    """`lib.lessons.ddp.ring` for lib/lessons/ddp/ring.py, and `lib.ddp` for its __init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 

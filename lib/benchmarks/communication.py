@@ -23,7 +23,6 @@ from lib.core.files import make_folder
 from lib.core.hardware import device_name, keep_freed_memory, local_results
 from lib.core.records import Record
 from lib.core.settings import check, check_fields, require
-from lib.ddp.costs import bus_bandwidth_gbs
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
     all_gather,
@@ -38,6 +37,7 @@ from lib.ddp.process_group import (
     reduce_scatter,
     world_size,
 )
+from lib.profiling.collectives import bus_bandwidth_gbs
 from lib.profiling.measurement import interquartile_range
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ class CommunicationCase:
     """One row of the benchmark: the config of its record."""
 
     collective: str
-    """One of `lib.ddp.costs.COLLECTIVES`."""
+    """One of `lib.profiling.collectives.COLLECTIVES`."""
 
     num_bytes: int
-    """Bytes of the whole tensor; see `lib.ddp.costs`."""
+    """Bytes of the whole tensor; see `lib.profiling.collectives`."""
 
     dtype: str
     ranks: int

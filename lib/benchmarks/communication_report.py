@@ -17,7 +17,7 @@ from lib.benchmarks.sections import Section, Table, measured_on, newest, write_c
 from lib.benchmarks.sections import write_report as write_sections
 from lib.core.figures import COLORS, INK, MARKERS, save_figure
 from lib.core.records import Record
-from lib.ddp.costs import NVLINK_GBS, Link, bus_bandwidth_gbs, fit_link, predicted_ms
+from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
 
 # Collective -> its name in reports, in the order in which series are drawn.
 NAMES = {
@@ -37,6 +37,17 @@ COLUMNS = {
     "figures.bus_bandwidth_gbs": "bus bandwidth (GB/s)",
     "predicted_ms": "by formula (ms)",
     "formula_over_measured": "formula / measured",
+}
+# GB/s that a GPU sends over NVLink: half of the sum of both directions in NVIDIA's architecture
+# white papers (V100 300, A100 600, H100 900) and H200's datasheet (900). Keys are as in
+# lib.core.hardware.PEAKS. Without a switch, some of the links go to each of the other GPUs.
+NVLINK_GBS = {
+    "V100-SXM2-16GB": 150.0,
+    "V100-SXM2-32GB": 150.0,
+    "A100-SXM4-40GB": 300.0,
+    "A100-SXM4-80GB": 300.0,
+    "H100 80GB HBM3": 450.0,
+    "H200": 450.0,
 }
 NOTE = """\
 Each sample is that of the slowest rank: the mean of calls that follow one another, including what

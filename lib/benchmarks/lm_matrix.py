@@ -32,8 +32,8 @@ from lib.benchmarks.rank_training import (
 from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory, synchronize
 from lib.core.records import Record
 from lib.core.settings import check
-from lib.ddp.costs import DDP_WRAPPERS, DdpWrapper
 from lib.ddp.process_group import gather_objects
+from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
 from lib.model.config import (
     ATTENTION_KERNELS,
     AttentionKernel,

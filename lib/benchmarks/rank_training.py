@@ -29,9 +29,9 @@ from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM
+from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.profiling.trace import read_trace
 from lib.profiling.trace_summary import summarize
-from lib.sharded_optimizer.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep
 

@@ -18,7 +18,7 @@ from lib.benchmarks.rank_training import (
 from lib.core.settings import check
 from lib.model.config import ATTENTION_KERNELS, MODEL_PRESETS, model_preset
 from lib.profiling.measurement import interquartile_range
-from lib.sharded_optimizer.memory_formula import RankMemory
+from lib.profiling.memory_formula import RankMemory
 from lib.training.config import TrainConfig
 
 # Method -> its fields of `lib.training.config.TrainConfig`.

@@ -42,7 +42,7 @@ from lib.core.figures import (
 )
 from lib.core.records import Record, format_value
 from lib.model.config import model_preset
-from lib.sharded_optimizer.memory_formula import SIZES, largest_preset, rank_memory
+from lib.profiling.memory_formula import SIZES, largest_preset, rank_memory
 
 NOTE = """Each rank is a process with a part of the batch; in `none` each trains a model of its own
 while the others do the same. `flashddp` keeps the whole optimizer on every rank, `zero1` a slice of
@@ -53,7 +53,7 @@ time the ranks' mean, and the ratio to `flashddp` the median over the epochs.
 
 Bytes are those of the rank that has most, in a training's third step and of itself alone. Weights,
 gradients and state are counted from the tensors that are there when the optimizer steps; the rest
-is what is allocated. Predictions are formulas (`lib.sharded_optimizer.memory_formula`) for eager
+is what is allocated. Predictions are formulas (`lib.profiling.memory_formula`) for eager
 mode, of which `torch.compile` keeps fewer activations. Buckets have 25 MiB where a title says
 nothing else.
 """

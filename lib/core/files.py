@@ -46,8 +46,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.errno in NO_SPACE:
             raise no_space_error(error, path) from error
-        if error.filename == os.fspath(partial):
-            # nobody knows that name
+        if error.filename in (None, os.fspath(partial)):
+            # a write names no file, and nobody knows the other name
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
     finally:

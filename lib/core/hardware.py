@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -31,6 +32,8 @@ LARGEST_OFF_HEAP = 32 << 20
 _KEEPS: list[bool] = []
 # Kernels in Triton can be compiled; PyTorch for Windows and for CPUs comes without it.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# C++ compilers, one of which `torch.compile` calls for a CPU.
+COMPILERS = ("c++", "g++", "clang++")
 # Names that `pick_dtype` takes.
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Job = TypeVar("Job")
@@ -100,6 +103,15 @@ def pick_dtype(device: torch.device | str, name: str = "auto") -> torch.dtype:
 def runs_triton(device: torch.device) -> bool:
     """Whether Triton is installed, and runs on `device`: a GPU, or a CPU in its interpreter."""
     return HAS_TRITON and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def check_compiler(asked: str, device: torch.device) -> None:
+    """Raise ValueError where `torch.compile`, which `asked` needs, has no compiler for `device`."""
+    if device.type == "cuda" and not HAS_TRITON:
+        raise ValueError(f"{asked} needs Triton on a CUDA GPU, and it is not installed")
+    if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+        known = ", ".join(COMPILERS)
+        raise ValueError(f"{asked} needs a C++ compiler on a CPU, and none of {known} is installed")
 
 
 @dataclass(frozen=True)

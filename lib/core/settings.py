@@ -13,6 +13,7 @@ import difflib
 import functools
 import json
 import math
+import operator
 import os
 import types
 import typing
@@ -34,6 +35,21 @@ def require(condition: object, message: str) -> None:
     """Raise a `ValueError` with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return the argument `value` as Python's integer; NumPy's count, True and 3.0 do not.
+
+    Raises:
+        ValueError: it is no whole number or less than `least`; the message names it.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return number
 
 
 def check(config: Any, field: str, condition: object, expected: str) -> None:
@@ -147,6 +163,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if getattr(value, "ndim", None) == 0:
         # a NumPy number
         value = value.item()
+    if isinstance(value, (str, os.PathLike)):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            message = f"{path} must be text that UTF-8 can hold, got {str(value)!a}"
+            raise ValueError(message) from error
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, path)
     # `type(...) is`, since True is also an int, and equal to 1

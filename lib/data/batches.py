@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lib.core.settings import whole_number
+
 if TYPE_CHECKING:
     import torch
 
+LARGEST_ID = 2**63 - 1
 # rounds of the Feistel network that shuffles an epoch
 ROUNDS = 8
 # steps whose sequences are computed at once: the cost is in the NumPy calls, not in the numbers
@@ -42,13 +44,11 @@ def get_batch(
         y[i, t] is the token that follows x[i, t] in `dataset`.
 
     Raises:
-        TypeError: a size is no whole number.
-        ValueError: `dataset` is shorter than one sequence, or no array of integers; or a size is
-            less than 1.
+        ValueError: `dataset` is shorter than one sequence, no array of integers, or holds an id
+            that int64 cannot; or a size is no whole number, at least 1.
     """
-    batch_size, context_length = operator.index(batch_size), operator.index(context_length)
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    _check_dataset(dataset)
     _check_length(len(dataset), context_length)
     generator = np.random.default_rng(generator)
     starts = generator.integers(len(dataset) - context_length, size=batch_size)
@@ -69,13 +69,8 @@ def read_sequences(
     """Return the sequences that begin at `starts`: (len(starts), context_length + 1) int64."""
     import torch
 
-    is_row = isinstance(dataset, np.ndarray) and dataset.ndim == 1 and dataset.dtype.kind in "iu"
-    if not is_row:
-        kind = getattr(dataset, "dtype", "no dtype")
-        raise ValueError(
-            "dataset must be a one-dimensional NumPy array of integers, got "
-            f"{type(dataset).__name__} of {kind}, shape {np.shape(dataset)}"
-        )
+    _check_dataset(dataset)
+    _check_length(len(dataset), context_length)
     # NumPy would count a negative start from the end
     last = len(dataset) - context_length - 1
     starts = np.asarray(starts)
@@ -83,7 +78,10 @@ def read_sequences(
         raise ValueError(f"starts must be whole numbers from 0 to {last}, got {starts}")
     # (batch, context_length + 1)
     indices = starts.astype(np.int64)[:, None] + np.arange(context_length + 1)
-    sequences = torch.from_numpy(dataset[indices].astype(np.int64))
+    ids = dataset[indices]
+    if (is_too_large := ids > LARGEST_ID).any():
+        raise ValueError(f"dataset must hold ids below 2^63, got {ids[is_too_large][0]}")
+    sequences = torch.from_numpy(ids.astype(np.int64))
     device = torch.device(device)
     if device.type == "cuda":
         # from pinned memory, the copy overlaps with work on the GPU
@@ -112,9 +110,8 @@ class BatchSampler:
         rank, world_size: this process among all processes.
 
     Raises:
-        TypeError: an argument is no whole number.
-        ValueError: an argument is out of range, the array is shorter than a sequence, or a step
-            needs more sequences than an epoch has.
+        ValueError: an argument is no whole number or out of range, the array is shorter than a
+            sequence, or a step needs more sequences than an epoch has.
 
     Example:
         >>> sampler = BatchSampler(num_tokens=1000, context_length=10, batch_size=4, seed=0)
@@ -132,16 +129,14 @@ class BatchSampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        # NumPy's integers too, which JSON would not take
-        num_tokens, context_length, batch_size, seed, rank, world_size = map(
-            operator.index, (num_tokens, context_length, batch_size, seed, rank, world_size)
-        )
-        _check_length(num_tokens, context_length)
-        if batch_size < 1 or world_size < 1:
-            raise ValueError(
-                f"batch_size and world_size must be at least 1, got {batch_size} and {world_size}"
-            )
-        if not 0 <= rank < world_size:
+        # Python's integers, since JSON would not take NumPy's
+        num_tokens = whole_number("num_tokens", num_tokens, least=0)
+        context_length = _check_length(num_tokens, context_length)
+        batch_size = whole_number("batch_size", batch_size, least=1)
+        seed = whole_number("seed", seed, least=0)
+        world_size = whole_number("world_size", world_size, least=1)
+        rank = whole_number("rank", rank, least=0)
+        if rank >= world_size:
             raise ValueError(
                 f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}"
             )
@@ -228,8 +223,9 @@ def random_tokens(num_tokens: int, vocab_size: int, seed: int) -> np.ndarray:
 
     For benchmarks, where the text does not matter. The same on every platform.
     """
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+    num_tokens = whole_number("num_tokens", num_tokens, least=0)
+    vocab_size = whole_number("vocab_size", vocab_size, least=1)
+    seed = whole_number("seed", seed, least=0)
     if vocab_size > 1 << 32:
         raise ValueError(f"vocab_size must be at most 2^32, got {vocab_size}")
     tokens = np.empty(num_tokens, np.uint16 if vocab_size <= 1 << 16 else np.uint32)
@@ -276,11 +272,21 @@ def _keys(name: str, count: int) -> list[np.uint64]:
     return list(np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * count), "<u8"))
 
 
-def _check_length(num_tokens: int, context_length: int) -> None:
-    if context_length < 1:
-        raise ValueError(f"context_length must be at least 1, got {context_length}")
+def _check_dataset(dataset: Any) -> None:
+    is_row = isinstance(dataset, np.ndarray) and dataset.ndim == 1 and dataset.dtype.kind in "iu"
+    if not is_row:
+        kind = getattr(dataset, "dtype", "no dtype")
+        raise ValueError(
+            "dataset must be a one-dimensional NumPy array of integers, got "
+            f"{type(dataset).__name__} of {kind}, shape {np.shape(dataset)}"
+        )
+
+
+def _check_length(num_tokens: int, context_length: int) -> int:
+    context_length = whole_number("context_length", context_length, least=1)
     if num_tokens < context_length + 1:
         raise ValueError(
             f"context_length {context_length:,} needs {context_length + 1:,} tokens, "
             f"but the data has {num_tokens:,}"
         )
+    return context_length

@@ -37,12 +37,15 @@ from lib.core.files import (
     sha256_file,
     write_atomically,
 )
+from lib.core.settings import whole_number
 from lib.data.stories import GENERATOR_VERSION, SPLITS, generate_stories
 from lib.tokenizer.pretokenize import SEPARATOR
 
 Progress = Callable[[int], None]
 TEXT_SUFFIXES = (".txt", ".md")
 BLOCK_BYTES = 1 << 20
+# how much of a file tells its encoding
+FIRST_BYTES = 1 << 13
 # how far from the ideal cut between train and validation to look for a better one
 CUT_SEARCH_BYTES = 1 << 19
 DOWNLOAD_BYTES = 1 << 18
@@ -134,6 +137,7 @@ def prepare_corpus(
         raise ValueError(
             f"validation_fraction must be more than 0 and at most 0.5, got {validation_fraction}"
         )
+    num_bytes, seed = whole_number("num_bytes", num_bytes, 1), whole_number("seed", seed, 0)
     data_dir = Path(data_dir)
     progress = progress or (lambda num_bytes: None)
     if source == "tinystories":
@@ -404,9 +408,13 @@ def _decode(path: Path, *, warn: bool) -> Iterator[str]:
     replacement = "\ufffd"
     num_invalid, tail = 0, b""
     with open(path, "rb") as file:
-        start = file.read(4)
-        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
-            raise ValueError(f"{path} must be UTF-8, got UTF-16 or UTF-32, by its first bytes")
+        start = file.read(FIRST_BYTES)
+        # without a mark, UTF-16 and UTF-32 have zeros: in every letter of English, in line ends
+        marks = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE
+        if start.startswith(marks) or b"\0" in start:
+            raise ValueError(
+                f"{path} must be UTF-8 text, but begins as UTF-16, UTF-32 or no text at all"
+            )
         file.seek(0)
         while block := file.read(BLOCK_BYTES):
             text = decoder.decode(block)

@@ -19,6 +19,7 @@ from lib.data.corpus import Corpus, Progress, prepare_corpus
 from lib.data.token_array import tokenize_file
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer, train_bpe
+from lib.tokenizer.pretokenize import SEPARATOR
 
 log = logging.getLogger(__name__)
 # (step, total bytes or None) -> a context that yields a function to call with the bytes just done
@@ -41,8 +42,8 @@ class TokenizeConfig:
     vocab_size: int = 4096
     """Number of token ids: 256 bytes, the merges, and the special tokens."""
 
-    special_tokens: tuple[str, ...] = ("<|endoftext|>",)
-    """Texts with a token id of their own; merges never cross them."""
+    special_tokens: tuple[str, ...] = (SEPARATOR,)
+    """Texts with a token id of their own, `<|endoftext|>` among them; merges never cross them."""
 
     seed: int = 0
     """Seed of the generated stories."""
@@ -101,12 +102,15 @@ def tokenize_corpus(config: TokenizeConfig, *, progress_bar: ProgressBar) -> lis
         (None if nothing had to be done) and path.
 
     Raises:
-        ValueError: `config.output` is the folder of a model, or has a tokenizer or array that this
+        ValueError: `<|endoftext|>` is not among the special tokens: it would be encoded as ordinary
+            text. Or `config.output` is the folder of a model, or has a tokenizer or array that this
             function did not make, which would be replaced.
     """
     # a run has run.json from its first step on, an exported model config.json
     is_model = any((config.output_dir / name).exists() for name in ("run.json", "config.json"))
     check(config, "output", not is_model, "a folder that holds no model")
+    expected = f"a list with {SEPARATOR!r}, which stands between documents"
+    check(config, "special_tokens", SEPARATOR in config.special_tokens, expected)
     with progress_bar("corpus", None) as progress:
         corpus = prepare_corpus(
             config.corpus,

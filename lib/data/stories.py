@@ -26,6 +26,7 @@ from itertools import count, cycle, islice
 from math import gcd
 from pathlib import Path
 
+from lib.core.settings import whole_number
 from lib.tokenizer.pretokenize import SEPARATOR
 
 # part of every key and of every prepared corpus: raise it when the text changes
@@ -57,10 +58,8 @@ def generate_stories(num_bytes: int, *, seed: int = 0, split: str = "train") -> 
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    for name, value, smallest in (("num_bytes", num_bytes, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < smallest:
-            raise ValueError(f"{name} must be a whole number, at least {smallest}, got {value!r}")
-    return _generate(num_bytes, seed, split == "validation")
+    num_bytes = whole_number("num_bytes", num_bytes, least=1)
+    return _generate(num_bytes, whole_number("seed", seed, least=0), split == "validation")
 
 
 def _generate(num_bytes: int, seed: int, is_validation: bool) -> Iterator[str]:

@@ -10,7 +10,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "launcher": ["launch"],
         "process_group": ["rank", "world_size"],
-        "simulated_network": ["NETWORKS", "Network", "simulated_group"],
         "wrappers": ["NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP", "TorchDDP", "wrap"],
     },
 )

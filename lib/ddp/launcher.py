@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 
 from lib.core.files import folder_for_sockets, write_atomically
 from lib.ddp.process_group import (
+    REGISTERED,
     barrier,
     checked_backend,
     gather_objects,
@@ -39,13 +40,14 @@ from lib.ddp.process_group import (
     on_each_rank,
     rank,
 )
-from lib.ddp.simulated_network import BACKEND, JOB_FOLDER, Network, register_backend
 
 T = TypeVar("T")
 # Seconds that the other ranks have to exit by themselves after one has failed.
 GRACE_SECONDS = 2.0
 # What takes long to load, and ranks need if the process that launches them has it.
 SLOW_TO_LOAD = ("torch._dynamo", "matplotlib.pyplot", "pandas")
+# Variable with the folder of a job, which is removed however the job ends.
+JOB_FOLDER = "WORKBOOK_JOB_FOLDER"
 # Errors of gloo and NCCL when the process at the other end is gone.
 LOST = ("connection reset by peer", "connection closed by peer", "remote process exited")
 
@@ -69,7 +71,8 @@ def launch(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    backend: str | Network | None = None,
+    backend: str | None = None,
+    options: Any = None,
     timeout: float = 300.0,
 ) -> list[Any]:
     """Call `fn(*args)` in `world_size` new processes that form a group; return their results.
@@ -81,7 +84,9 @@ def launch(
     Args:
         fn: a function of an importable file; it learns its rank from `rank()`.
         backend: "nccl" (rank i on GPU i) or "gloo" (all on the CPU), by default NCCL if there are
-            enough GPUs; or a `Network` of `lib.ddp.simulated_network`, which CPU ranks wait for.
+            enough GPUs; or the name of a registered one, such as "simulated" of
+            `lib.lessons.simulated_network`.
+        options: of a registered backend.
         timeout: seconds that a rank waits for the others in a collective and at the end of `fn`.
 
     Returns:
@@ -99,14 +104,12 @@ def launch(
     world_size = int(world_size)
     if not (isinstance(timeout, numbers.Real) and 0 < timeout < math.inf):
         raise ValueError(f"timeout must be more than 0 and finite, got {timeout!r}")
-    if isinstance(backend, Network):
-        backend.check_ranks(world_size)
-    else:
-        backend = checked_backend(backend, world_size)
+    backend = checked_backend(backend, world_size, options)
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
         # through a file: tensors passed to processes directly would be shared memory
-        torch.save((fn, args), folder / "call.pt")
+        registered = REGISTERED.get(backend)
+        torch.save((fn, args, options, registered), folder / "call.pt")
         job = (world_size, folder, backend, timeout, dict(os.environ))
         workers = None
         try:
@@ -219,7 +222,7 @@ def _work(
     rank: int,
     world_size: int,
     folder: Path,
-    backend: str | Network,
+    backend: str,
     timeout: float,
     environment: dict[str, str],
 ) -> None:
@@ -241,12 +244,11 @@ def _work(
     os.environ[JOB_FOLDER] = str(folder)
     numbers = {"rank": rank, "world_size": world_size}
     rendezvous: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous", **numbers}
-    if isinstance(backend, Network):
-        rendezvous["pg_options"] = backend
-        register_backend()
-        backend = BACKEND
     try:
-        fn, args = torch.load(folder / "call.pt", weights_only=False)
+        # loading a registered backend's function imports its file, which registers it here
+        fn, args, options, registered = torch.load(folder / "call.pt", weights_only=False)
+        if registered is not None:
+            rendezvous["pg_options"] = options
         with join_group(backend, rank, world_size, timeout, lambda: rendezvous):
             torch.save(fn(*args), _result_file(folder, rank))
             barrier()
@@ -320,7 +322,7 @@ def _failure(folder: Path, exitcodes: list[int], ended: list[int]) -> WorkerErro
 
     rank = earliest
     failure, others = failures[rank], ""
-    # the simulated network names them itself
+    # a registered backend may name them itself
     is_named = "did not call" in failure["summary"]
     stopped = [r for r in ranks if r not in (*ended, *failures)]
     if failure["summary"].startswith("TimeoutError") and stopped and not is_named:

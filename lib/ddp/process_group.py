@@ -38,6 +38,8 @@ from lib.core.hardware import available_cpus, pick_device
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKENDS = ("nccl", "gloo")
+# The registered ones: name -> what checks the options for a number of ranks.
+REGISTERED: dict[str, Callable[[Any, int], None]] = {}
 # What every backend sends; other dtypes travel as bytes.
 SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Variables that torchrun sets for each process.
@@ -141,15 +143,37 @@ def _whole_number(variable: str) -> int:
     return int(text)
 
 
-def checked_backend(backend: str | None, local_world_size: int) -> str:
-    """Choose or check the backend for `local_world_size` ranks on this host."""
+def register_backend(
+    name: str, make: Callable[..., dist.ProcessGroup], check: Callable[[Any, int], None]
+) -> None:
+    """Let `launch` and torch.distributed know a backend for ranks on the CPU.
+
+    Args:
+        make: makes the group, as `torch.distributed.Backend.register_backend` with `extended_api`
+            says; gets the options.
+        check: called with the options and the number of ranks before any starts, to raise a
+            `ValueError`. A function of the file that registers the backend, since ranks import it.
+    """
+    if name not in REGISTERED:
+        dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    REGISTERED[name] = check
+
+
+def checked_backend(backend: str | None, local_world_size: int, options: Any = None) -> str:
+    """Choose or check the backend, and its options, for `local_world_size` ranks on this host."""
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if backend is None:
         if 0 < gpus < local_world_size:
             log.warning("%s ranks, but %s GPUs: gloo on the CPU", local_world_size, gpus)
-        return "nccl" if gpus >= local_world_size else "gloo"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
+        backend = "nccl" if gpus >= local_world_size else "gloo"
+    known = (*BACKENDS, *REGISTERED)
+    if backend not in known:
+        raise ValueError(f"backend must be None or one of {', '.join(known)}, got {backend!r}")
+    if backend in REGISTERED:
+        REGISTERED[backend](options, local_world_size)
+        return backend
+    if options is not None:
+        raise ValueError(f"options must be None with backend {backend!r}, got {options!r}")
     if backend == "nccl" and gpus < local_world_size:
         raise ValueError(
             f"backend 'nccl' needs a GPU for each of {local_world_size} ranks on this host, which "

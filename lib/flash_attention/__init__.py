@@ -2,7 +2,7 @@
 
 For any GPU: the kernels in `triton_kernels.py`, launched by `triton_attention.py`. For Hopper GPUs:
 `hopper/`. In CUDA C++, as a T4 needs them: `cuda/`. `inputs.py` checks what all of them are given,
-`tiles.py` knows which tiles are fast on which GPU.
+`operator.py` makes PyTorch operators of them, `tiles.py` knows which tiles are fast on which GPU.
 """
 
 import lazy_loader

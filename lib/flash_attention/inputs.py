@@ -1,6 +1,7 @@
 """Inputs of the attention kernels: checks of q, k and v, autocast, and memory layouts."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch.autograd.forward_ad import unpack_dual
 from lib.core.hardware import runs_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+# The versions of Triton that Hopper's kernels can be launched with: it is known how they pass
+# parameters.
+HOPPER_TRITON = ("3.6", "3.7")
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
@@ -56,36 +61,74 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check shapes, dtypes and devices of the kernels' inputs.
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, ndim: int = 4) -> None:
+    """Check that q, k and v fit together; v may have another head_dim.
 
     Args:
-        q: (batch, heads, queries, head_dim).
-        k, v: (batch, key_heads, keys, head_dim).
+        q: (batch, heads, queries, head_dim), or with an `ndim` of 3 (batch, queries, head_dim).
+        k, v: (batch, key_heads, keys, head_dim); `key_heads` divides `heads`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not q.ndim == k.ndim == v.ndim == ndim:
+        axes = {3: "batch, tokens, head_dim", 4: "batch, heads, tokens, head_dim"}
+        expected = axes.get(ndim, "batch, ..., tokens, head_dim")
+        raise ValueError(f"q, k and v must be ({expected}), {_shapes(q, k, v)}")
+    # a call's time on the host counts: each look at a shape takes 0.1 µs
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if k_shape != v_shape and k_shape[:-1] != v_shape[:-1]:
+        raise ValueError(f"v must have the batch size, heads and keys of k, {_shapes(q, k, v)}")
+    if q_shape[0] != k_shape[0] or q_shape[-1] != k_shape[-1]:
+        raise ValueError(
+            f"q, k and v must have one batch size and one head_dim, {_shapes(q, k, v)}"
+        )
+    heads, key_heads = q_shape[-3], k_shape[-3]
+    if heads != key_heads and (not heads or not key_heads or heads % key_heads):
+        raise ValueError(f"heads of q must be divisible by heads of k and v, {_shapes(q, k, v)}")
+    if q_shape[-1] < 1:
+        raise ValueError("head_dim must be at least 1, got 0")
+    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
+        raise ValueError(
+            f"q, k and v must be floating-point numbers, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
+
+
+def check_kernel_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_head_dim: int | None = MAX_HEAD_DIM,
+    instead: str = "",
+    ndim: int = 4,
+) -> None:
+    """`check_qkv`, and that a FlashAttention kernel supports q, k and v.
+
+    Args:
+        dtypes: those that it takes, one for q, k and v; `max_head_dim`: the widest heads.
+        instead: the end of an error, such as which kernel takes more.
 
     Raises:
         ValueError: they do not fit together, or are not supported.
         NotImplementedError: a forward-mode derivative (jvp) is requested.
     """
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k and v must be (batch, heads, tokens, head_dim), {_shapes(q, k, v)}")
-    if k.shape != v.shape:
+    check_qkv(q, k, v, ndim=ndim)
+    if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {_shapes(q, k, v)}")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if max_head_dim is not None and q.shape[-1] > max_head_dim:
+        limits = f"from 1 to {max_head_dim}"
+        raise ValueError(f"head_dim must be {limits}, got {q.shape[-1]}{instead}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes:
+        known = ", ".join(map(str, dtypes))
         raise ValueError(
-            f"q, k and v must have one batch size and one head_dim, {_shapes(q, k, v)}"
-        )
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"heads of q must be divisible by heads of k and v, {_shapes(q, k, v)}")
-    if not 1 <= q.shape[3] <= 256:
-        raise ValueError(f"head_dim must be from 1 to 256, got {q.shape[3]}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        found = ", ".join(str(x.dtype) for x in (q, k, v))
-        known = ", ".join(map(str, DTYPES))
-        raise ValueError(f"q, k and v must have one dtype of {known}, got {found}")
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+            f"q, k and v must have one dtype of {known}, got {q.dtype}, {k.dtype}, {v.dtype}"
+            + instead
         )
     # PyTorch silently drops the tangents of an operator that has no formula for them
     if (
@@ -135,3 +178,8 @@ def empty_like_heads(x: Tensor) -> Tensor:
     if x.stride(1) <= x.stride(2):
         return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
     return x.new_empty(x.shape)
+
+
+def empty_results(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    """Memory for the output and the log-sum-exp of queries like q, (batch, heads, queries, d)."""
+    return empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)

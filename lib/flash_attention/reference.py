@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lib.flash_attention.inputs import autocast, check_is_no_tensor
+from lib.flash_attention.inputs import autocast, check_is_no_tensor, check_kernel_inputs
+from lib.flash_attention.operator import make_operator
 
 # Rows of a tile of Q, and of a tile of K and V (B_q and B_k; the paper's B_r and B_c).
 QUERY_TILE = 128
@@ -45,7 +46,8 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or `scale` is a tensor.
     """
-    _check_heads(q, k, v)
+    q, k, v = autocast(q, k, v)
+    check_kernel_inputs(q, k, v, dtypes=DTYPES, max_head_dim=None)
     if q.shape[1] == k.shape[1]:
         return FlashAttention.apply(q, k, v, is_causal, scale, query_tile, key_tile)
     # grouped queries: broadcast each head of k and v over its group
@@ -67,20 +69,20 @@ class FlashAttention(torch.autograd.Function):
         ctx, q, k, v, is_causal=False, scale=None, query_tile=QUERY_TILE, key_tile=KEY_TILE
     ):
         q, k, v = autocast(q, k, v)
-        _check(q, k, v)
+        check_kernel_inputs(q, k, v, dtypes=DTYPES, max_head_dim=None, ndim=max(3, q.ndim))
         for name, tile in (("query_tile", query_tile), ("key_tile", key_tile)):
             if tile < 1:
                 raise ValueError(f"{name} must be at least 1, got {tile}")
         check_is_no_tensor(scale)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
         ctx.settings = (is_causal, scale, query_tile, key_tile)
-        out, lse = _forward_operator(q, k, v, *ctx.settings)
+        out, lse = _operator.forward(q, k, v, *ctx.settings)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        grads = _backward_operator(grad_out, *ctx.saved_tensors, *ctx.settings)
+        grads = _operator.backward(grad_out, *ctx.saved_tensors, *ctx.settings)
         return *grads, None, None, None, None
 
 
@@ -177,67 +179,17 @@ def _scores(
     return S
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(x.shape)}"
-            )
-    _check_equal("v", "shape", tuple(v.shape), tuple(k.shape), "k")
-    heads, key_heads = q.shape[1], k.shape[1]
-    if heads != key_heads and (key_heads == 0 or heads % key_heads):
-        raise ValueError(
-            f"heads of q must be divisible by heads of k and v, got {heads} and {key_heads}"
-        )
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q must have dtype {', '.join(map(str, DTYPES))}, got {q.dtype}")
-    if q.ndim < 3:
-        raise ValueError(f"q must be (batch, queries, head_dim), got shape {tuple(q.shape)}")
-    if q.shape[-1] < 1:
-        raise ValueError("head_dim of q must be at least 1, got 0")
-    for name, x in (("k", k), ("v", v)):
-        _check_equal(name, "dtype", x.dtype, q.dtype)
-        _check_equal(name, "device", x.device, q.device)
-        _check_equal(name, "number of dimensions", x.ndim, q.ndim)
-        _check_equal(name, "batch size", x.shape[0], q.shape[0])
-        _check_equal(name, "head_dim", x.shape[-1], q.shape[-1])
-    _check_equal("v", "shape", tuple(v.shape), tuple(k.shape), "k")
-
-
-def _check_equal(name: str, what: str, value: object, right: object, other: str = "q") -> None:
-    if value != right:
-        raise ValueError(f"{what} of {name} must be {right}, as of {other}, got {value}")
-
-
 def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
     """Yield the slices of `size` from `start` to `stop`; the last one may be shorter."""
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
 
 
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_results(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     """Memory for the output and the log-sum-exp."""
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=lse_dtype, device=q.device)
 
 
-# One operator each for torch.compile, which would unroll the loops into thousands of small ones.
-_forward_operator = torch.library.custom_op(
-    "workbook::flash_attention_torch", forward, mutates_args=()
-)
-_backward_operator = torch.library.custom_op(
-    "workbook::flash_attention_torch_backward", backward, mutates_args=()
-)
-
-
-@_forward_operator.register_fake
-def _(q, k, v, is_causal, scale, query_tile, key_tile):
-    return _empty_results(q)
-
-
-@_backward_operator.register_fake
-def _(grad_out, q, k, v, out, lse, is_causal, scale, query_tile, key_tile):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+# For torch.compile, which would unroll the loops into thousands of small operators.
+_operator = make_operator("flash_attention_torch", forward, backward, _empty_results)

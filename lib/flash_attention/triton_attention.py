@@ -4,7 +4,7 @@ No tile of scores or probabilities leaves the chip, and no tile that the causal 
 visited. One kernel writes the output and the log-sum-exp of each row; in the backward pass one
 computes dQ and one dK and dV, so that each number is summed by one program in one order and results
 repeat to the bit. This is the portable version, for Triton 3.2 and later. Inputs that
-`lib.flash_attention.hopper.launch` supports go there, with Triton 3.6 or later.
+`lib.flash_attention.hopper.launch` supports go there, with a Triton of `HOPPER_TRITON`.
 """
 
 import logging
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from lib.core.terminal import warn_once
 from lib.flash_attention.inputs import (
+    HOPPER_TRITON,
     autocast,
     check_device,
-    check_qkv,
+    check_kernel_inputs,
     check_scale,
     empty_like_heads,
-    is_called_eagerly,
+    empty_results,
     strides,
     with_unit_stride,
 )
+from lib.flash_attention.operator import make_operator
 from lib.flash_attention.tiles import (
     Tiles,
     backward_tiles,
@@ -38,10 +40,9 @@ from lib.flash_attention.triton_kernels import (
     _forward_kernel,
 )
 
-try:
+if ".".join(triton.__version__.split(".")[:2]) in HOPPER_TRITON:
     from lib.flash_attention.hopper import launch as hopper
-except ImportError:
-    # this Triton lacks the Gluon that it needs
+else:
     hopper = None
 
 log = logging.getLogger(__name__)
@@ -57,13 +58,14 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
-        check_qkv(*heads)
-        check_device(q.device, heads[0].dtype)
+        q, k, v = autocast(q, k, v)
+        check_kernel_inputs(q, k, v, ndim=3)
+        check_device(q.device, q.dtype)
+        heads = [x.unsqueeze(1) for x in (q, k, v)]  # (batch, 1, tokens, head_dim)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]), PRECISIONS[0], True)
         q, k, v = heads
         prepare(q, k, v, is_causal, has_gradients=any(ctx.needs_input_grad))
-        out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
+        out, lse = (x.squeeze(1) for x in _flash_attention.forward(*heads, *ctx.settings))
         ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
         return out
 
@@ -71,7 +73,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
         heads = [x.unsqueeze(1) for x in (grad_out, *ctx.saved_tensors)]
-        grads = _flash_attention_backward(*heads, *ctx.settings)
+        grads = _flash_attention.backward(*heads, *ctx.settings)
         return *(grad.squeeze(1) for grad in grads), None
 
 
@@ -110,43 +112,13 @@ def flash_attention(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be {', '.join(PRECISIONS)}, got {precision!r}")
     q, k, v = autocast(q, k, v)
-    check_qkv(q, k, v)
+    check_kernel_inputs(q, k, v)
     scale = check_scale(scale, q.shape[-1])
     check_device(q.device, q.dtype)
-    if is_called_eagerly(q, k, v):
-        return _EagerAttention.apply(q, k, v, is_causal, scale, precision, deterministic)
-    return _flash_attention(q, k, v, is_causal, scale, precision, deterministic)[0]
+    return _flash_attention.call(q, k, v, is_causal, scale, precision, deterministic)
 
 
-class _EagerAttention(torch.autograd.Function):
-    """The operator below for eager calls, as that takes 0.2 ms more of the host for both passes."""
-
-    @staticmethod
-    def forward(
-        ctx, q, k, v, is_causal: bool, scale: float, precision: str, deterministic: bool
-    ) -> Tensor:
-        ctx.settings = (is_causal, scale, precision, deterministic)
-        with torch.cuda.device_of(q):
-            prepare(q, k, v, is_causal, has_gradients=any(ctx.needs_input_grad))
-            out, lse = flash_forward(q, k, v, is_causal, scale, precision=precision)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        is_causal, scale, precision, deterministic = ctx.settings
-        tensors = (grad_out, q, k, v, out, lse)
-        with torch.cuda.device_of(grad_out):
-            grads = flash_backward(
-                *tensors, is_causal, scale, precision=precision, deterministic=deterministic
-            )
-        return *grads, None, None, None, None
-
-
-@torch.library.custom_op("workbook::flash_attention", mutates_args=())
-def _flash_attention(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -162,13 +134,7 @@ def _flash_attention(
         return flash_forward(q, k, v, is_causal, scale, precision=precision)
 
 
-@_flash_attention.register_fake
-def _(q, k, v, is_causal, scale, precision, deterministic):
-    return empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("workbook::flash_attention_backward", mutates_args=())
-def _flash_attention_backward(
+def _backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -187,25 +153,9 @@ def _flash_attention_backward(
         )
 
 
-@_flash_attention_backward.register_fake
-def _(grad_out, q, k, v, out, lse, is_causal, scale, precision, deterministic):
-    return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    *tensors, is_causal, scale, precision, deterministic = inputs
-    ctx.settings = (is_causal, scale, precision, deterministic)
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx, grad_out, grad_lse):
-    grads = _flash_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return *grads, None, None, None, None
-
-
-_flash_attention.register_autograd(_gradients, setup_context=_save_for_backward)
+_flash_attention = make_operator(
+    "flash_attention", _forward, _backward, empty_results, empty_like_heads
+)
 
 
 def prepare(
@@ -397,7 +347,7 @@ def _uses_hopper(*heads: Tensor) -> bool:
     # up to 32 columns the portable kernels are faster
     is_meant = q.dtype != torch.float32 and q.shape[3] > 32 and q.numel() > 0 and k.numel() > 0
     if is_meant and q.is_cuda and torch.version.cuda and compute_capability(q.device)[0] == 9:
-        reason = "need Triton 3.6 or later"
+        reason = f"need Triton {' or '.join(HOPPER_TRITON)}, got {triton.__version__}"
         if hopper is not None:
             sizes = f"{hopper.HEAD_DIMS[0]} to {hopper.HEAD_DIMS[-1]}"
             reason = (
@@ -417,11 +367,11 @@ def constants(
     limit = {"maxnreg": tiles.max_registers} if tiles.max_registers else {}
     return {
         "IS_CAUSAL": is_causal,
-        "DIM": head_dim,
+        "D": head_dim,
         # a matmul takes at least 16 columns
-        "WIDTH": max(16, triton.next_power_of_2(head_dim)),
-        "TILE_Q": tiles.queries,
-        "TILE_K": tiles.keys,
+        "BD": max(16, triton.next_power_of_2(head_dim)),
+        "BQ": tiles.queries,
+        "BK": tiles.keys,
         "EVEN_Q": num_queries % tiles.queries == 0,
         "EVEN_K": num_keys % tiles.keys == 0,
         "PRECISION": precision,

@@ -27,6 +27,8 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "workbook::flash_attention",
+    "workbook::flash_attention_torch",
+    "workbook::flash_attention_cuda",
     "workbook::rotated_attention",
 }
 OUTPUTS_KEPT: dict[str, set[str]] = {

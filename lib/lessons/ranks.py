@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
-from lib.ddp.simulated_network import Network
 from lib.lessons.exercise import Exercise, name_of, report, result_of, verdict
 from lib.lessons.sending import parcel_of
 
@@ -407,7 +406,8 @@ def tried_on_processes(
     count: int,
     *arguments: Any,
     judge: Judge,
-    backend: str | Network = "gloo",
+    backend: str = "gloo",
+    options: Any = None,
 ) -> str:
     """Run `job(parcel, name, *arguments)` on processes; return the verdict `text` with the result.
 
@@ -415,6 +415,7 @@ def tried_on_processes(
         text: the verdict on `attempt`, which is right so far.
         job: makes the function `name` with `function_of(parcel, name)`.
         judge: decides whether what the ranks return is right.
+        backend, options: of `launch`.
     """
     wrong = text.replace("right: ", "not yet: ", 1)
     try:
@@ -424,7 +425,7 @@ def tried_on_processes(
     try:
         arguments = (parcel, attempt.__name__, *arguments)
         # threads have not shown a deadlock, so a minute is for a slow machine
-        found = launch(job, count, *arguments, backend=backend, timeout=60)
+        found = launch(job, count, *arguments, backend=backend, options=options, timeout=60)
     except WorkerError as error:
         first = str(error).splitlines()[0]
         lines = [f"{wrong}; on processes {first}", PROCESSES_GET]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lib.core.hardware import runs_triton
 from lib.core.ranges import annotate
 from lib.core.terminal import warn_once
-from lib.flash_attention.inputs import check_scale
+from lib.flash_attention.inputs import check_qkv, check_scale
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.elementwise import takes_triton
 from lib.model.loss import softmax
@@ -145,13 +145,14 @@ def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
     Raises:
         ValueError: there is no kernel called `name`, or it does not run on `device`.
     """
+    needs_triton = ("flash_attention_triton", "vectorized_torch_compiled")
+    if name in needs_triton and device.type == "cuda" and not runs_triton(device):
+        raise ValueError(f"{name} needs Triton, which is not installed; use sdpa")
     if name == "flash_attention_torch":
         from lib.flash_attention import reference
 
         return reference.flash_attention
     if name == "flash_attention_triton":
-        if device.type == "cuda" and not runs_triton(device):
-            raise ValueError(f"{name} needs Triton, which is not installed; use sdpa")
         if not runs_triton(device):
             raise ValueError(f"device must be a CUDA GPU for {name}, got {device}; use sdpa")
         from lib.flash_attention import triton_attention
@@ -242,30 +243,14 @@ def _check(
         raise ValueError("is_causal must be False where a mask is given, got True")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, True where a query sees a key, got {mask.dtype}")
-    shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
-    if {len(shape) for shape in shapes} != {4}:
-        raise ValueError(f"q, k and v must be (batch, heads, tokens, head_dim), got {shapes}")
-    if (len(q), q.shape[-1]) != (len(k), k.shape[-1]) or k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k must have the batch and head_dim of q, and v the heads and keys of k, got {shapes}"
-        )
-    if q.shape[-1] < 1:
-        raise ValueError("head_dim of q must be at least 1, got 0")
-    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
-        raise ValueError(
-            f"q, k and v must be floating-point numbers, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    scores = (*q.shape[:3], k.shape[2])
+    check_qkv(q, k, v)
     if mask is not None:
+        scores = (*q.shape[:3], k.shape[2])
         sizes = zip(reversed(mask.shape), reversed(scores))
         if mask.ndim > 4 or any(size not in (1, whole) for size, whole in sizes):
             found = f"got {tuple(mask.shape)} for {scores}"
             raise ValueError(f"mask must broadcast to (batch, heads, queries, keys), {found}")
-    scale = check_scale(scale, q.shape[-1])
-    heads, shared = q.shape[1], k.shape[1]
-    if heads != shared and (0 in (heads, shared) or heads % shared):
-        raise ValueError(f"k must have the {heads} heads of q or a divisor of them, got {shared}")
-    return scale
+    return check_scale(scale, q.shape[-1])
 
 
 class KVCache:

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lib.core.ranges import annotate
-from lib.flash_attention.inputs import DTYPES, check_device, check_qkv, is_called_eagerly
+from lib.flash_attention.inputs import DTYPES, check_device, check_kernel_inputs
+from lib.flash_attention.operator import make_operator
 from lib.flash_attention.triton_attention import flash_backward, flash_forward, prepare
 
 # In the norm's backward pass: the number of programs, two for each multiprocessor of a large GPU,
@@ -51,13 +52,11 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         (batch, length, heads, head_dim).
 
     Raises:
-        ValueError: as `rotated_qkv`, or `lib.flash_attention.inputs.check_qkv` refuses q, k and v.
+        ValueError: as `rotated_qkv`, or `lib.flash_attention.inputs` refuses q, k and v.
     """
     qkv, cos, sin = _checked(qkv, cos, sin)
-    check_qkv(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
-    if is_called_eagerly(qkv):
-        return _EagerRotatedAttention.apply(qkv, cos, sin)
-    return _rotated_attention(qkv, cos, sin)[0]
+    check_kernel_inputs(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
+    return _rotated_attention.call(qkv, cos, sin)
 
 
 def _checked(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,14 +112,7 @@ def _rotated_forward(
     return out.transpose(1, 2), lse, q, k
 
 
-# Custom operators, so that torch.compile neither traces into them nor makes a copy for each view.
-_rotated_attention = torch.library.custom_op(
-    "workbook::rotated_attention", _rotated_forward, mutates_args=()
-)
-
-
-@_rotated_attention.register_fake
-def _(qkv, cos, sin):
+def _empty_results(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, length, _, heads, head_dim = qkv.shape
     out = qkv.new_empty(batch, length, heads, head_dim)
     lse = qkv.new_empty(batch, heads, length, dtype=torch.float32)
@@ -150,41 +142,10 @@ def _rotated_backward(
     return grad_qkv
 
 
-_rotated_attention_backward = torch.library.custom_op(
-    "workbook::rotated_attention_backward", _rotated_backward, mutates_args=()
+# An operator, so that torch.compile neither traces into it nor makes a copy for each view.
+_rotated_attention = make_operator(
+    "rotated_attention", _rotated_forward, _rotated_backward, _empty_results, num_grads=1
 )
-
-
-@_rotated_attention_backward.register_fake
-def _(grad_out, qkv, cos, sin, out, lse, q, k):
-    return torch.empty_like(qkv)
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _gradient(ctx, grad_out, *unused):
-    return _rotated_attention_backward(grad_out, *ctx.saved_tensors), None, None
-
-
-_rotated_attention.register_autograd(_gradient, setup_context=_save_for_backward)
-
-
-class _EagerRotatedAttention(torch.autograd.Function):
-    """The operator above for eager calls, as that takes more of the host's time."""
-
-    @staticmethod
-    def forward(ctx, qkv, cos, sin):
-        out, *others = _rotated_forward(qkv, cos, sin)
-        ctx.save_for_backward(qkv, cos, sin, out, *others)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out):
-        return _rotated_backward(grad_out, *ctx.saved_tensors), None, None
 
 
 class _RotatedQKV(torch.autograd.Function):

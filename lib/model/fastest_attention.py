@@ -9,6 +9,7 @@ import torch
 
 from lib.core.hardware import device_name, runs_triton
 from lib.flash_attention.cuda.build import pick_architecture
+from lib.flash_attention.inputs import HOPPER_TRITON
 from lib.model.config import AttentionKernel, ModelConfig
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -45,8 +46,9 @@ def fastest_attention_kernel(
         return "sdpa", "our kernels are faster on NVIDIA GPUs alone"
     capability = torch.cuda.get_device_capability(device)
     if capability[0] == 9 and dtype in SHORT and head_dim in HOPPER_HEAD_DIMS:
-        if not _has_hopper_kernels(device):
-            return "sdpa", "flash_attention_triton is faster, and needs Triton 3.6 or later"
+        if not _has_kernels(device, head_dim):
+            known = " or ".join(HOPPER_TRITON)
+            return "sdpa", f"flash_attention_triton is faster, and needs Triton {known}"
         return "flash_attention_triton", "1.0 to 1.7 times as fast as PyTorch's on record"
     if capability == (7, 5) and dtype == torch.float16 and head_dim <= 128:
         try:
@@ -58,9 +60,10 @@ def fastest_attention_kernel(
     return "sdpa", f"none of ours is known to be faster with heads of {head_dim} in {name}"
 
 
-def _has_hopper_kernels(device: torch.device) -> bool:
+def _has_kernels(device: torch.device, head_dim: int) -> bool:
+    """Whether the kernels for heads of this size on a Hopper GPU can be compiled here."""
     if not runs_triton(device):
         return False
     from lib.flash_attention import triton_attention
 
-    return triton_attention.hopper is not None
+    return head_dim == HOPPER_HEAD_DIMS[0] or triton_attention.hopper is not None

@@ -30,13 +30,6 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return exponentials / total.masked_fill(total == 0, 1)
 
 
-def log_sum_exp(x: Tensor) -> Tensor:
-    """log Σ exp(x) over the last dimension, without overflow: (..., n) -> (...)."""
-    highest = x.amax(-1, keepdim=True)  # (..., 1)
-    highest = highest.masked_fill(highest.isinf(), 0)
-    return (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean of -log softmax(logits)[target], in nats per token.
 
@@ -55,8 +48,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         expected, shape = tuple(logits.shape[:-1]), tuple(targets.shape)
         raise ValueError(f"targets must have shape {expected} of the logits' rows, got {shape}")
     x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
-    return (log_sum_exp(x) - target_logits).mean()
+    # the maximum is subtracted from the target's logit too: the difference of two large logits is
+    # exact, that of a log-sum-exp and a logit is not. It has no gradient, as it cancels out.
+    shifted = x - x.detach().amax(-1, keepdim=True)  # (..., vocab)
+    log_sum_exp = shifted.exp().sum(-1).log()  # (...)
+    of_target = shifted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (...)
+    return (log_sum_exp - of_target).mean()
 
 
 def linear_cross_entropy(
@@ -187,11 +184,13 @@ def _loss_and_grad(
     highest = x.amax(-1)
     exponentials = x.sub_(highest.unsqueeze(-1)).exp_()
     total = exponentials.sum(-1)
-    lse = total.log() + highest
+    log_total = total.log()
+    lse = highest + log_total
     if grad_factor is not None:
         weight = (1 + 2 * z_loss * lse) * grad_factor / total
         grad = exponentials.mul_(weight.unsqueeze(-1))
         grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -grad_factor))
         if grad is not logits:
             logits.copy_(grad)
-    return lse - target_logits + z_loss * lse**2
+    # not lse - target_logits: lse is rounded to a step of the largest logit
+    return (highest - target_logits) + log_total + z_loss * lse**2

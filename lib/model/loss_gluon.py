@@ -114,18 +114,22 @@ def _loss_kernel(
         total = total * _exp(highest - higher) + gl.sum(gl.sum(e, 2), 0)
         highest = higher
     top = gl.max(highest, 0)
-    lse = gl.log(gl.sum(total * _exp(highest - top), 0)) + top
-    gl.store(losses_ptr + row, lse - target_logit + z_loss * lse * lse)
+    row_total = gl.sum(total * _exp(highest - top), 0)
+    log_total = gl.log(row_total)
+    lse = top + log_total
+    # not lse - target_logit: lse is rounded to a step of the largest logit
+    loss = (top - target_logit) + log_total + z_loss * lse * lse
+    gl.store(losses_ptr + row, loss)
 
     # the gradient, from the copy in shared memory
-    weight = (1 + 2 * z_loss * lse) * grad_factor
+    weight = (1 + 2 * z_loss * lse) * grad_factor / row_total
     for i in gl.static_range(CHUNKS):
-        grad = _exp(kept.index(i).load(LAYOUT).to(gl.float32) - lse) * weight
+        grad = _exp(kept.index(i).load(LAYOUT).to(gl.float32) - top) * weight
         offsets = i * CHUNK + columns
         gl.store(row_ptr + offsets, grad.to(dtype), offsets < VOCAB)
     # the target's gradient overwrites what another thread has stored
     _barrier()
-    grad = _exp(target_logit - lse) * weight - grad_factor
+    grad = _exp(target_logit - top) * weight - grad_factor
     gl.store(row_ptr + target, grad.to(dtype), is_valid)
 
 

@@ -92,16 +92,20 @@ def _loss_kernel(
         higher = tl.maximum(highest, tl.max(x, 0))
         total = total * tl.exp(highest - higher) + tl.exp(x - higher)
         highest = higher
-    lse = tl.log(tl.sum(total, 0)) + highest
-    tl.store(losses_ptr + row, lse - target_logit + z_loss * lse * lse)
+    row_total = tl.sum(total, 0)
+    log_total = tl.log(row_total)
+    lse = highest + log_total
+    # not lse - target_logit: lse is rounded to a step of the largest logit
+    loss = (highest - target_logit) + log_total + z_loss * lse * lse
+    tl.store(losses_ptr + row, loss)
 
     if NEEDS_GRAD:
-        weight = (1 + 2 * z_loss * lse) * grad_factor
+        weight = (1 + 2 * z_loss * lse) * grad_factor / row_total
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab_size
             x = tl.load(logits_ptr + columns, inside).to(tl.float32)
-            grad = tl.exp(x - lse) * weight - tl.where(columns == target, grad_factor, 0.0)
+            grad = tl.exp(x - highest) * weight - tl.where(columns == target, grad_factor, 0.0)
             tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), inside)
 
 

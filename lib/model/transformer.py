@@ -79,7 +79,9 @@ class RMSNorm(nn.Module):
     Computed in at least float32; the result has the dtype of x.
     """
 
-    def __init__(self, d_model: int, eps: float = 1e-5, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, d_model: int, eps: float = 1e-5, *, device=None, dtype=torch.float32
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))

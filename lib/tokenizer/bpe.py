@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 
 from lib.core.hardware import available_cpus, ordered_map
+from lib.core.settings import whole_number
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.files import Parts
 from lib.tokenizer.implementation import (
@@ -37,6 +38,7 @@ from lib.tokenizer.implementation import (
 )
 from lib.tokenizer.pretokenize import (
     CHUNK_BYTES,
+    check_text,
     distinct_special_tokens,
     iter_chunks,
     safe_cut,
@@ -45,12 +47,15 @@ from lib.tokenizer.pretokenize import (
     split_at_spaces,
     split_pretokens,
     split_special,
+    utf8_texts,
 )
 
 if TYPE_CHECKING:
     from lib.tokenizer.compiled_encoder import CompiledEncoder
 
 Pair = tuple[int, int]
+# in the cells of training: between words, and between the first and the last cell of a token
+BORDER, DEAD = -1, -2
 # an id, or the bytes of a token
 Token = TypeVar("Token", int, bytes)
 # how much of a stream is encoded at a time: what fits the cache of a core
@@ -102,18 +107,23 @@ def train_from_counts(
     >>> train_from_counts({b"aaaa": 1, b"aaa": 1}, 259)[1]
     [(b'a', b'a'), (b'aa', b'aa'), (b'aa', b'a')]
     """
+    num_tokens = whole_number("num_tokens", num_tokens, least=256)
     vocab = {byte: bytes([byte]) for byte in range(256)}
     merges = []
 
-    # count the pairs of all words, and remember which words hold each pair
-    words = [list(pretoken) for pretoken in counts]
-    word_counts = list(counts.values())
+    # lay all words out in a row, a cell for each byte, with BORDER around each word
+    cells, weights = [BORDER], [0]
+    for word, count in counts.items():
+        cells += [*word, BORDER]
+        weights += [count] * (len(word) + 1)
+
+    # count the pairs, and remember the first cell of each, in order
     pair_counts: Counter[Pair] = Counter()
-    words_with_pair: defaultdict[Pair, set[int]] = defaultdict(set)
-    for index, word in enumerate(words):
-        for pair in pairwise(word):
-            pair_counts[pair] += word_counts[index]
-            words_with_pair[pair].add(index)
+    sites: defaultdict[Pair, list[int]] = defaultdict(list)
+    for cell, pair in enumerate(pairwise(cells)):
+        if BORDER not in pair:
+            pair_counts[pair] += weights[cell]
+            sites[pair].append(cell)
 
     def priority(pair: Pair) -> tuple:
         left, right = pair
@@ -127,28 +137,59 @@ def train_from_counts(
         if pair_counts[pair] != -negative_count:
             continue
         left, right = pair
-        new_id = len(vocab)
-        vocab[new_id] = vocab[left] + vocab[right]
+        vocab[len(vocab)] = vocab[left] + vocab[right]
         merges.append((vocab[left], vocab[right]))
 
-        # merge it in every word that holds it, and note how the counts of pairs change; a word that
-        # has lost the pair meanwhile stays the same, and its changes cancel out
-        changes: Counter[Pair] = Counter()
-        for index in words_with_pair.pop(pair):
-            old, count = words[index], word_counts[index]
-            words[index] = new = merge_pair(old, pair, new_id)
-            for old_pair in pairwise(old):
-                changes[old_pair] -= count
-            for new_pair in pairwise(new):
-                changes[new_pair] += count
-                words_with_pair[new_pair].add(index)
-
-        # push the new counts
+        # merge it everywhere, and push the new counts
+        changes = _merge_everywhere(pair, vocab, cells, weights, sites)
         for changed, change in changes.items():
             pair_counts[changed] += change
             if change and pair_counts[changed]:
                 heapq.heappush(heap, priority(changed))
     return vocab, merges
+
+
+def _merge_everywhere(
+    pair: Pair,
+    vocab: Mapping[int, bytes],
+    cells: list[int],
+    weights: Sequence[int],
+    sites: defaultdict[Pair, list[int]],
+) -> Counter[Pair]:
+    """Merge `pair` into the last id of `vocab`; return how the count of each pair changes.
+
+    `cells` has the id of a token in the first and the last of its bytes' cells, so the neighbors of
+    any token are one step away. The word `lower`, before and after `er` has become token 300 and
+    `low` token 310:
+
+        BORDER   l    o    w    e    r   BORDER
+        BORDER  310 DEAD  310  300  300  BORDER
+
+    `sites` has the first cell of each pair, from left to right; some are out of date.
+    """
+    left, right = pair
+    new = len(vocab) - 1
+    changes: Counter[Pair] = Counter()
+    for first in sites.pop(pair):
+        second, end = first + len(vocab[left]), first + len(vocab[new])
+        if cells[first] != left or cells[second] != right:
+            # a merge beside it has taken one of the two
+            continue
+        cells[second - 1] = cells[second] = DEAD
+        cells[first] = cells[end - 1] = new
+
+        # two pairs with the neighbors are gone, and two are new
+        before, after, count = cells[first - 1], cells[end], weights[first]
+        changes[pair] -= count
+        if before != BORDER:
+            changes[before, left] -= count
+            changes[before, new] += count
+            sites[before, new].append(first - len(vocab[before]))
+        if after != BORDER:
+            changes[right, after] -= count
+            changes[new, after] += count
+            sites[new, after].append(first)
+    return changes
 
 
 def merge_pair(ids: Sequence[Token], pair: tuple[Token, Token], new_id: Token) -> list[Token]:
@@ -202,7 +243,8 @@ def train_bpe(
 
     Raises:
         ValueError: `vocab_size` is too small for the bytes and the special tokens, a special token
-            is empty, `workers` is less than 1, or `implementation` is unknown.
+            is empty, `workers` is less than 1, an argument is no whole number that must be one, or
+            `implementation` is unknown.
     """
     path = Path(input_path)
     special_tokens = distinct_special_tokens(special_tokens)
@@ -226,8 +268,7 @@ def train_bpe_from_iterator(
 
     Each text is counted by itself: no pre-token spans two of them. Raises what `train_bpe` does.
     """
-    if isinstance(texts, str):
-        raise ValueError(f"texts must be an iterable of texts, got one: {texts[:20]!r}")
+    _check_several(texts)
     chunks = _gather(texts)
     # a look ahead tells whether the texts are large; what they are in all is not known
     ahead = list(islice(chunks, 1 + COMPILED_TRAINING_BYTES // CHUNK_BYTES))
@@ -236,14 +277,17 @@ def train_bpe_from_iterator(
     return _train(chain(ahead, chunks), num_bytes, vocab_size, special_tokens, *options)
 
 
+def _check_several(texts: Any) -> None:
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise ValueError(f"texts must be several texts, such as a list, got {texts!r:.20}")
+
+
 def _gather(texts: Iterable[str]) -> Iterator[list[bytes]]:
     """Gather texts into lists of about CHUNK_BYTES."""
     chunk, size = [], 0
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"texts must hold texts (str), got {type(text).__name__}")
-        chunk.append(text.encode())
-        size += len(chunk[-1])
+    for data in utf8_texts(texts, "texts"):
+        chunk.append(data)
+        size += len(data)
         if size >= CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -263,10 +307,10 @@ def _train(
     """Train on chunks of texts, of about `num_bytes` in all."""
     # check the arguments
     special_tokens = distinct_special_tokens(special_tokens)
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    workers = _num_workers(workers)
     special_token_pattern(special_tokens)
     smallest = 256 + len(special_tokens)
+    vocab_size = whole_number("vocab_size", vocab_size, least=256)
     if vocab_size < smallest:
         raise ValueError(
             f"vocab_size must be at least 256 bytes + {len(special_tokens)} special tokens = "
@@ -275,7 +319,6 @@ def _train(
 
     # count pre-tokens and merge pairs
     num_tokens = vocab_size - len(special_tokens)
-    workers = workers or available_cpus()
     if choose_implementation(implementation, num_bytes, COMPILED_TRAINING_BYTES) == "numba":
         from lib.tokenizer.compiled_encoder import train_compiled
 
@@ -294,6 +337,10 @@ def _train(
     # special tokens get the last ids
     vocab.update(enumerate((token.encode() for token in special_tokens), start=len(vocab)))
     return vocab, merges
+
+
+def _num_workers(workers: int | None) -> int:
+    return available_cpus() if workers is None else whole_number("workers", workers, least=1)
 
 
 def _count_chunks(
@@ -463,21 +510,26 @@ class Tokenizer:
         strangers.
 
         Raises:
-            UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot express.
+            TypeError: `text` is no str.
+            ValueError: it holds half of a surrogate pair, which UTF-8 cannot express.
         """
         if not isinstance(text, str):
-            raise TypeError(f"text must be a str, got {type(text).__name__}")
-        if compiled := self._compiled or self._compiled_for(len(text)):
-            return compiled.encode_list(text, allow_special)
-        if self.implementation == "python" or len(text) <= PART_BYTES:
-            return self._encode_readably(text, allow_special)
-        ids, special_bytes = [], self._special_bytes if allow_special else ()
-        for part in split_at_safe_cuts(text.encode(), PART_BYTES, special_bytes):
-            if compiled := self._compiled_for(0):
-                ids += compiled.encode_list(part, allow_special)
-            else:
-                ids += self._encode_readably(part.decode(), allow_special)
-        return ids
+            check_text(text, "text")
+        try:
+            if compiled := self._compiled or self._compiled_for(len(text)):
+                return compiled.encode_list(text, allow_special)
+            if self.implementation == "python" or len(text) <= PART_BYTES:
+                return self._encode_readably(text, allow_special)
+            ids, special_bytes = [], self._special_bytes if allow_special else ()
+            for part in split_at_safe_cuts(text.encode(), PART_BYTES, special_bytes):
+                if compiled := self._compiled_for(0):
+                    ids += compiled.encode_list(part, allow_special)
+                else:
+                    ids += self._encode_readably(part.decode(), allow_special)
+            return ids
+        except UnicodeEncodeError:
+            check_text(text, "text")
+            raise
 
     def _encode_readably(self, text: str, allow_special: bool) -> list[int]:
         ids = []
@@ -547,29 +599,47 @@ class Tokenizer:
         return self._pieces[piece]
 
     def encode_array(self, text: str | bytes, *, allow_special: bool = True) -> np.ndarray:
-        """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD."""
-        if compiled := self._compiled or self._compiled_for(len(text)):
-            return compiled.encode(text, allow_special)
-        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
+        """Convert text to ids of `dtype`, (num_tokens,). Bytes are UTF-8; invalid ones U+FFFD.
+
+        Raises what `encode` does.
+        """
+        try:
+            if compiled := self._compiled or self._compiled_for(len(text)):
+                return compiled.encode(text, allow_special)
+            text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+            return np.array(self.encode(text, allow_special=allow_special), dtype=self.dtype)
+        except (AttributeError, TypeError, UnicodeEncodeError):
+            check_text(text, "text")
+            raise
 
     def encode_batch(
         self, texts: Iterable[str], *, allow_special: bool = True, workers: int | None = None
     ) -> list[np.ndarray]:
         """Convert each text to an array of ids, as `encode_array` does, faster for many short ones.
 
-        `workers` is the number of threads; one per core by default.
+        `workers` is the number of threads; one per core by default. Raises what `encode` does, with
+        the index of the text.
         """
-        if isinstance(texts, (str, bytes)):
-            raise ValueError(f"texts must be a list of texts, got one: {texts[:20]!r}")
-        texts = list(texts)
-        size = sum(map(len, texts))
+        _check_several(texts)
+        texts, workers = list(texts), _num_workers(workers)
+        try:
+            return self._encode_batch(texts, allow_special, workers)
+        except (TypeError, ValueError):
+            # only now: looking at a short text takes as long as encoding it
+            for index, text in enumerate(texts):
+                check_text(text, f"texts[{index}]")
+            raise
+
+    def _encode_batch(
+        self, texts: list[str], allow_special: bool, workers: int
+    ) -> list[np.ndarray]:
+        # refuses what is no str, also bytes
+        size = sum(map(str.__len__, texts))
         compiled = self._compiled_for(size)
         if compiled is None:
             return [self.encode_array(text, allow_special=allow_special) for text in texts]
         encode = partial(compiled.encode_batch, allow_special=allow_special)
         batches = compiled.batches(texts)
-        workers = workers or available_cpus()
         if workers == 1 or size <= STREAM_BYTES:
             return [ids for batch in batches for ids in encode(batch)]
         with ThreadPoolExecutor(workers) as executor:
@@ -579,11 +649,12 @@ class Tokenizer:
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings of `iterable`, such as a file's lines, one by one.
 
-        Memory stays bounded: text is held back only while its tokens may still change.
+        Memory stays bounded: text is held back only while its tokens may still change. Raises what
+        `encode` does, with the index of the string.
         """
         pending, enough = bytearray(), ITERABLE_BYTES
-        for text in iterable:
-            pending += text.encode()
+        for data in utf8_texts(iterable, "iterable"):
+            pending += data
             if len(pending) >= enough:
                 cut = safe_cut(pending, self._special_bytes)
                 yield from self.encode(pending[:cut].decode())
@@ -605,7 +676,7 @@ class Tokenizer:
         def encode(chunk: bytes) -> tuple[int, np.ndarray]:
             return len(chunk), self.encode_array(chunk)
 
-        workers = workers or available_cpus()
+        workers = _num_workers(workers)
         with ThreadPoolExecutor(workers) as executor:
             yield from ordered_map(executor, encode, chunks, workers + 1)
 
@@ -617,8 +688,10 @@ class Tokenizer:
         """Convert ids (a list, array or tensor) to bytes.
 
         Raises:
-            ValueError: an id is not in the vocabulary; the message names it.
+            ValueError: an id is no whole number or not in the vocabulary; the message names it.
         """
+        if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+            raise ValueError(f"ids must be a list, array or tensor of token ids, got {ids!r:.20}")
         ids = np.asarray(ids) if hasattr(ids, "__array__") else list(ids)
         if (
             isinstance(ids, np.ndarray)
@@ -635,8 +708,8 @@ class Tokenizer:
             # index() takes no fractions, which a dictionary would find: 1.0 equals 1
             ids = ids.tolist() if isinstance(ids, np.ndarray) else map(operator.index, ids)
             return b"".join(map(self.vocab.__getitem__, ids))
-        except (KeyError, OverflowError):
-            ids = [operator.index(token_id) for token_id in given]
+        except (KeyError, OverflowError, TypeError):
+            ids = [whole_number("a token id", token_id, least=0) for token_id in given]
             unknown = next((token_id for token_id in ids if token_id not in self.vocab), None)
             if unknown is None:
                 # they were integers of another type, such as tensors of one element

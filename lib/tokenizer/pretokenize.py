@@ -13,9 +13,11 @@ count as neither letter, number nor space.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import AnyStr, BinaryIO, TypeVar
+from typing import Any, AnyStr, BinaryIO, TypeVar
 
 import regex
+
+from lib.core.settings import whole_number
 
 SEPARATOR = "<|endoftext|>"
 # the version that the tables of letters, numbers and white space below follow
@@ -31,6 +33,36 @@ AnyBytes = TypeVar("AnyBytes", bytes, memoryview)
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACE_BEFORE_WORD = regex.compile(r" (?=\S)")
 _SPACE_BEFORE_SPACE_OR_END = re.compile(r" (?:\s|\Z)")
+
+
+# Texts
+
+
+def check_text(text: Any, name: str) -> None:
+    """Refuse what is no text, and half of a surrogate pair, which UTF-8 cannot express.
+
+    Raises:
+        TypeError: `text` is no str; the message calls it `name`.
+        ValueError: it holds half of a pair; the message says where.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, got {type(text).__name__}") from None
+    if half := re.search(r"[\ud800-\udfff]", text):
+        raise ValueError(
+            f"{name} must be text that UTF-8 can express, got half of a surrogate pair, "
+            f"{half.group()!r}, at index {half.start()}"
+        ) from None
+
+
+def utf8_texts(texts: Iterable[str], name: str) -> Iterator[bytes]:
+    """Yield each of `texts` in UTF-8; raises what `check_text` does, with its index."""
+    for index, text in enumerate(texts):
+        try:
+            data = text.encode()
+        except (AttributeError, UnicodeEncodeError):
+            check_text(text, f"{name}[{index}]")
+            raise
+        yield data
 
 
 # Pre-tokens
@@ -99,15 +131,15 @@ def distinct_special_tokens(special_tokens: Iterable[str] | None) -> list[str]:
     """Return each special token once, in order.
 
     Raises:
+        TypeError: one of them is no text.
         ValueError: they are one text, whose characters would each become a special token, or one
             of them is no text that UTF-8 can express.
     """
-    if isinstance(special_tokens, str):
+    if isinstance(special_tokens, (str, bytes)) or not isinstance(special_tokens or (), Iterable):
         raise ValueError(f"special_tokens must be a list of texts, got {special_tokens!r}")
     special_tokens = list(special_tokens or ())
-    for token in special_tokens:
-        if not isinstance(token, str) or re.search(r"[\ud800-\udfff]", token):
-            raise ValueError(f"special_tokens must be texts that UTF-8 can express, got {token!r}")
+    for index, token in enumerate(special_tokens):
+        check_text(token, f"special_tokens[{index}]")
     return list(dict.fromkeys(special_tokens))
 
 
@@ -154,8 +186,7 @@ def iter_chunks(
     Memory stays at a few chunks, unless the text has no safe cut: then a chunk grows until there is
     one, since a single pre-token must be held whole.
     """
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
+    chunk_bytes = whole_number("chunk_bytes", chunk_bytes, least=1)
     pending, searched = bytearray(), 0
     while block := stream.read(chunk_bytes):
         pending += block

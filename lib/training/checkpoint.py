@@ -88,7 +88,7 @@ def save_checkpoint(
             parameters it names.
         shards: instead of `optimizer`, a folder that `ShardedOptimizer.save_shard` filled, on the
             same disk as `folder`; its files are moved into the checkpoint.
-        extra: JSON values; tuples come back as lists.
+        extra: JSON values, with text as keys; tuples come back as lists.
         tensors: any further state, such as `rng_state(device)`.
         keep_last: keep this many checkpoints, this one included, and delete older ones.
 
@@ -110,6 +110,7 @@ def save_checkpoint(
     parts = {"model": weights, "tensors": tensors or {}, "optimizer": {}}
     packed = None if optimizer is None else _pack_optimizer(optimizer, model, parts["optimizer"])
     try:
+        _check_keys(extra or {})
         state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
     except (TypeError, ValueError, RecursionError) as error:
         message = f"extra and the optimizer's settings must be JSON values: {error}"
@@ -139,8 +140,20 @@ def save_checkpoint(
     return target
 
 
+def _check_keys(value: Any) -> None:
+    """Raise ValueError if an object in `value` has a key that JSON would turn into text."""
+    keys = value if isinstance(value, dict) else ()
+    wrong = [key for key in keys if not isinstance(key, str)]
+    require(not wrong, f"keys must be text, got {wrong[:3]}")
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_keys(item)
+
+
 def _why_not_saved(name: str, value: Any) -> str:
     """Name what safetensors needs in place of `value`; "" if it can save it."""
+    if not isinstance(name, str):
+        return f"named by text, got a {type(name).__name__}"
     if not isinstance(value, Tensor):
         return f"a tensor, got {type(value).__name__}"
     if value.layout != torch.strided:
@@ -360,6 +373,7 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor]) -> None
         for name, kept in _tied(both).items()
         if saved[name] is not saved[kept] and not torch.equal(saved[name], saved[kept])
     ]
+    wrong += [f"{name} is on device meta, without memory" for name in both if own[name].is_meta]
     wrong += [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} is not in the model" for name in saved if name not in own]
     require(not wrong, f"checkpoint {path} does not fit the model: {'; '.join(wrong)}")
@@ -495,7 +509,8 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
     first, tied = {}, {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        kept = first.setdefault(memory, name)
+        # x and x.conj() share memory, and differ in how it is read
+        kept = first.setdefault((*memory, tensor.is_conj(), tensor.is_neg()), name)
         if kept != name:
             tied[name] = kept
     return tied

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from lib.core.hardware import DtypeName
 from lib.core.settings import check, check_fields
 from lib.data.prepare import TokenizeConfig
-from lib.ddp.costs import DdpWrapper
+from lib.ddp.settings import DdpWrapper
 from lib.model.config import ModelConfig
 
 # FSDP shards the model itself, so it is not a wrapper around a whole model.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.core.settings import require
 from lib.data.batches import take_sequences
@@ -98,7 +99,9 @@ def evaluate(
         # exact: each mean comes from one rank, and the others add zeros
         means = means.to(current_device())
         dist.all_reduce(means)
-    sizes = torch.tensor([len(starts) * length for starts, length in batches], dtype=torch.float64)
+    # on the CPU whatever the default device is
+    sizes = [len(starts) * length for starts, length in batches]
+    sizes = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     total = (means.cpu().double() * sizes).sum()
     num_targets = int(sizes.sum())
     loss = total / num_targets
@@ -121,23 +124,29 @@ def _mean_losses(
     """The mean loss of each of this rank's batches, 0 for those of other ranks: (batches,)."""
     # one synchronization at the end instead of one per batch; MPS has no float64
     means = torch.zeros(len(batches), dtype=torch.float32, device=device)
+    # not inference_mode: tensors that a compiled model caches there could never be used in training
+    # again
+    with in_eval_mode(model), torch.no_grad(), _autocast(device, autocast):
+        for first in range(0, len(batches), world_size()):
+            # in the last round, a rank without a batch of its own takes part all the same
+            index = min(first + rank(), len(batches) - 1)
+            starts, length = batches[index]
+            loss = model.loss(*take_sequences(tokens, starts, length, device))
+            if index == first + rank():
+                means[index] = loss
+    return means
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module | EvaluatedTogether) -> Iterator[None]:
+    """Put `model` into eval mode for the block; afterwards each module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        # not inference_mode: tensors that a compiled model caches there could never be used in
-        # training again
-        with torch.no_grad(), _autocast(device, autocast):
-            for first in range(0, len(batches), world_size()):
-                # in the last round, a rank without a batch of its own takes part all the same
-                index = min(first + rank(), len(batches) - 1)
-                starts, length = batches[index]
-                loss = model.loss(*take_sequences(tokens, starts, length, device))
-                if index == first + rank():
-                    means[index] = loss
+        yield
     finally:
         for module, is_training in modes:
             module.training = is_training
-    return means
 
 
 def bytes_of_token(tokenizer: Tokenizer) -> np.ndarray:
@@ -170,6 +179,9 @@ def unigram_bits_per_byte(
 
 def _with_targets(tokens: np.ndarray, max_tokens: int) -> np.ndarray:
     """The tokens that are read: the first, which is only an input, and the targets."""
+    is_row = isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    kind = type(tokens).__name__
+    require(is_row, f"tokens must be a one-dimensional NumPy array of integers, got {kind}")
     require(len(tokens) >= 2, f"tokens must have at least 2 ids, got {len(tokens)}")
     require(max_tokens >= 0, f"max_tokens must be at least 0, got {max_tokens}")
     return tokens[: max_tokens + 1] if max_tokens else tokens

@@ -15,7 +15,7 @@ import operator
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.training.checkpoint import find_checkpoint, load_checkpoint
+from lib.training.checkpoint import load_checkpoint, read_checkpoint
 from lib.training.config import TrainConfig
+from lib.training.evaluation import in_eval_mode
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    stop_token: int | Sequence[int] | None = None,
+    stop_token: int | Sequence[int] | Set[int] | None = None,
     vocab_size: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
@@ -129,11 +130,12 @@ def generate(
     # index() takes no fractions
     texts = [[operator.index(token) for token in prompt] for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
-    if not isinstance(stop_token, Sequence):
+    if not isinstance(stop_token, (Sequence, Set)):
         stop_token = [] if stop_token is None else [stop_token]
     _check_arguments(texts, max_new_tokens, stop_token, vocab_size, model.config.vocab_size)
+    require(hasattr(seed, "__index__"), f"seed must be a whole number, got {seed!r}")
     # refuses bad options before the first step
-    next_token_probabilities(torch.zeros(1), temperature, top_k, top_p)
+    next_token_probabilities(torch.zeros(1, device="cpu"), temperature, top_k, top_p)
     cache, weight = None, model.output_weight
     if use_cache:
         cache = KVCache(model.config, len(texts), device=weight.device, dtype=weight.dtype)
@@ -142,13 +144,9 @@ def generate(
         logits = _next_logits(model, texts, length, cache)[:, :vocab_size]
         return next_token_probabilities(logits, temperature, top_k, top_p)
 
-    was_training = model.training
-    model.eval()
-    try:
-        generators = _generators(seed, texts)
+    with in_eval_mode(model):
+        generators = _generators(int(operator.index(seed)), texts)
         return _extend(texts, probabilities, generators, max_new_tokens, stop_token, on_token)
-    finally:
-        model.train(was_training)
 
 
 def _extend(
@@ -156,7 +154,7 @@ def _extend(
     probabilities: Callable[[int], Tensor],
     generators: list[random.Random],
     max_new_tokens: int,
-    stops: Sequence[int],
+    stops: Collection[int],
     on_token: Callable[[int, int], None] | None,
 ) -> list[list[int]]:
     """Sample the tokens that `generate` returns, and append them to `texts`.
@@ -230,9 +228,11 @@ def next_token_probabilities(
         top_p: 1 keeps all.
     """
     message = f"temperature must be at least 0 and finite, got {temperature}"
-    require(0 <= temperature < math.inf, message)
-    require(top_k >= 0, f"top_k must be at least 0, got {top_k}")
-    require(0 < top_p <= 1, f"top_p must be more than 0 and at most 1, got {top_p}")
+    require(temperature is not None and 0 <= temperature < math.inf, message)
+    is_count = hasattr(top_k, "__index__") and top_k >= 0
+    require(is_count, f"top_k must be a whole number, at least 0, got {top_k}")
+    is_share = top_p is not None and 0 < top_p <= 1
+    require(is_share, f"top_p must be more than 0 and at most 1, got {top_p}")
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     is_usable = logits.logsumexp(-1).isfinite().all()
     require(is_usable, "logits must be finite, got NaN, +inf, or a row of -inf")
@@ -282,7 +282,7 @@ def _generators(seed: int, texts: list[list[int]]) -> list[random.Random]:
 def _check_arguments(
     texts: list[list[int]],
     max_new_tokens: int,
-    stops: Sequence[int],
+    stops: Collection[int],
     vocab_size: int,
     embedded: int,
 ) -> None:
@@ -316,32 +316,43 @@ def load_model(
     Args:
         path: a run's folder, whose newest whole checkpoint is taken, or one checkpoint inside it.
         device: as in `lib.core.hardware.pick_device`.
+
+    Raises:
+        FileNotFoundError, ValueError: no whole run is there, or its tokenizer is not the one
+            trained with.
     """
     path = Path(path)
     run = run_of(path)
     if not tokenizer_files.find(run).is_file():
         raise FileNotFoundError(f"no bpe.json in {run}; it must be the tokenizer trained with")
-    checkpoint = checkpoint_of(path)
+    checkpoints = checkpoints_of(path)
     config = from_json(TrainConfig, run / "config.json")
     tokenizer = Tokenizer.load(run)
     device = pick_device(device)
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
-        dtype = weights.get_tensor("token_embeddings.weight").dtype
     shape = _with_kernel_for(device, config.model)
-    model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
-    load_checkpoint(checkpoint, model=model, verify=False)
-    return model.eval(), tokenizer, config
+
+    def read(checkpoint: Path) -> TransformerLM:
+        with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
+            dtype = weights.get_tensor("token_embeddings.weight").dtype
+        model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
+        extra = load_checkpoint(checkpoint, model=model, verify=False).extra
+        trained_with = extra.get("data_sha256", {}).get("tokenizer", tokenizer.sha256)
+        message = f"{tokenizer_files.find(run)} must be the tokenizer trained with, and is another"
+        require(tokenizer.sha256 == trained_with, message)
+        return model
+
+    return read_checkpoint(checkpoints, read).eval(), tokenizer, config
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint `path`, or the newest whole one of the run `path`."""
+def checkpoints_of(path: Path) -> Path:
+    """The folder of checkpoints of the run `path`, or the checkpoint `path` itself."""
     run = run_of(path)
     if not (run / "checkpoints").is_dir() and (run / "model.safetensors").is_file():
         raise ValueError(
             f"{run} holds a model of transformers, not a run; `python -m lib import {run}` makes a "
             "run of it"
         )
-    return find_checkpoint(run / "checkpoints" if run == path else path)
+    return run / "checkpoints" if run == path else path
 
 
 def run_of(path: Path) -> Path:

@@ -25,9 +25,9 @@ from lib.model.costs import num_parameters
 from lib.model.llama import from_llama, from_llama_config, to_llama, to_llama_config
 from lib.tokenizer import files as tokenizer_files
 from lib.tokenizer.bpe import Tokenizer
-from lib.training.checkpoint import save_checkpoint
+from lib.training.checkpoint import read_checkpoint, save_checkpoint
 from lib.training.config import ExportConfig, ImportConfig, TrainConfig
-from lib.training.generation import checkpoint_of, load_model, newest_run, run_of
+from lib.training.generation import checkpoints_of, load_model, newest_run, run_of
 from lib.training.metrics import last_evaluation, read_metrics
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ def export_run(config: ExportConfig) -> Path:
     """
     source, folder = config.checkpoint or newest_run(), config.folder
     require(folder is not None, "folder must be a path, as in `export DIR`, got None")
-    # found once: a training that goes on may save a newer one
-    checkpoint = checkpoint_of(source)
-    model, tokenizer, settings = load_model(checkpoint, "cpu")
+    checkpoint, (model, tokenizer, settings) = read_checkpoint(
+        checkpoints_of(source), lambda path: (path, load_model(path, "cpu"))
+    )
     weights = to_llama(model.state_dict(), model.config)
     claim_folder(folder, "an unfinished export", setting="folder")
 
@@ -174,7 +174,7 @@ def import_model(config: ImportConfig) -> Path:
     parts = tokenizer_files.load_huggingface(source / "tokenizer.json")
     tokenizer = Tokenizer.from_parts(parts._replace(end_tokens=_end_tokens(source, parts)))
     require(
-        tokenizer.vocab_size <= model.vocab_size,
+        tokenizer.vocab_size <= (model.vocab_size or 0),
         f"vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got "
         f"{model.vocab_size}",
     )

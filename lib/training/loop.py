@@ -445,7 +445,7 @@ def _set_up(
     config, progress, loaded = run.config, Progress(), None
     # drawn on the CPU, so that every device starts from the same weights
     generator = torch.Generator().manual_seed(config.seed)
-    model = TransformerLM(config.model, generator=generator).to(run.device)
+    model = TransformerLM(config.model, device="cpu", generator=generator).to(run.device)
     if config.low_precision_weights:
         model.use_low_precision_weights(run.dtype)
     if checkpoint is not None:

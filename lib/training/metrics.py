@@ -117,7 +117,7 @@ class MetricsLog:
             self._file.truncate(self.position)
             if error.errno in NO_SPACE:
                 raise no_space_error(error, self.path, len(data)) from error
-            raise
+            raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
         self.position += len(data)
         with self._wandb_errors_as_warnings():
             if self._run is not None:
@@ -181,7 +181,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError(f"must be an object {{…}}, got {type(record).__name__}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # empty after the last line's end, or cut short
             if number == len(lines):
                 break

@@ -8,7 +8,7 @@
 - `none` with `zero1`: ZeRO stage 1 on flat slices averages gradients itself, during backward, and
   gathers the parameters under the next forward pass;
 - `fsdp`: parameters and gradients are sharded too (`lib.fsdp`);
-- `fsdp2`: the same by PyTorch's fully_shard (`lib.fsdp.fsdp2`), the peer.
+- `fsdp2`: the same by PyTorch's fully_shard (`lib.peers.fsdp2`), the peer.
 
 A single rank has the plain optimizer in any case.
 """
@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.costs import default_bucket_cap_mb
 from lib.ddp.process_group import broadcast_module, world_size
+from lib.ddp.settings import default_bucket_cap_mb
 from lib.ddp.wrappers import wrap
 from lib.optimizer.adamw import AdamW
 from lib.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from lib.model.transformer import MeanLoss
+    from lib.peers.torch_zero import TorchZero
     from lib.sharded_optimizer.optimizer import ShardedOptimizer
     from lib.sharded_optimizer.shards import ShardingStrategy
-    from lib.sharded_optimizer.torch_zero import TorchZero
 
 # Wrappers that average gradients while backward computes others; with "none" zero1 does so.
 OVERLAPPING = ("none", "overlap", "flashddp", "torch_ddp", "fsdp", "fsdp2")
@@ -96,7 +96,7 @@ def parallelize(
         shards = FSDPShards(sharded)
         return sharded, make_optimizer(shards.whole_parameters(), config, lr, group, shards)
     if name == "fsdp2":
-        from lib.fsdp.fsdp2 import FullySharded, FullyShardedParameters
+        from lib.peers.fsdp2 import FullySharded, FullyShardedParameters
 
         fully_sharded = FullySharded(loss, group)
         rows = FullyShardedParameters(group)
@@ -142,7 +142,7 @@ def make_optimizer(
     if world_size(group) == 1 or is_whole:
         return AdamW(groups, **options)
     if config.sharded_optimizer == "torch_zero":
-        from lib.sharded_optimizer.torch_zero import TorchZero
+        from lib.peers.torch_zero import TorchZero
 
         return TorchZero(groups, AdamW, process_group=group, **options)
     # imported here since a single process needs none of it

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lib.core.files import lock_folder, make_folder, sha256_file, write_atomically
-from lib.core.hardware import pick_device, pick_dtype
+from lib.core.hardware import check_compiler, pick_device, pick_dtype
 from lib.core.records import provenance
 from lib.core.settings import from_json, to_dict, to_json
 from lib.data.batches import BatchSampler
@@ -56,7 +55,6 @@ IDENTITY_FIELDS = ("model", "optimizer", "steps", "seed", "dtype", "low_precisio
 BATCH_FIELDS = ("batch_size", "gradient_accumulation_steps", "world_size")
 # Paths and device may differ between hosts.
 PER_HOST_FIELDS = ("data", "output", "runs_dir", "device")
-COMPILERS = ("c++", "g++", "clang++")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,13 +263,9 @@ def check_machine(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
             "tensorboard must be False without its package (pip install tensorboard), got True"
         )
     kernel = config.model.attention_kernel
-    needs_compiler = device.type == "cpu" and (config.compile or kernel.endswith("_compiled"))
-    if needs_compiler and not any(map(shutil.which, COMPILERS)):
+    if config.compile or kernel.endswith("_compiled"):
         asked = "compile True" if config.compile else f"attention_kernel {kernel!r}"
-        raise ValueError(
-            f"{asked} needs a C++ compiler on a CPU, and none of {', '.join(COMPILERS)} is "
-            "installed"
-        )
+        check_compiler(asked, device)
     return device, dtype
 
 
@@ -371,6 +365,14 @@ def _check_folder(run: Run) -> None:
     config_path, record_path = folder / "config.json", folder / "run.json"
     if not run.config.resume and (config_path.exists() or any(folder.glob("checkpoints/step-*"))):
         raise ValueError(f"output must hold no run when resume is False, got {folder}")
+    if not record_path.exists() and not any(folder.glob("checkpoints/step-*")):
+        # a run that was not saved yet has run.json before it has any of these
+        for path in (config_path, folder / "metrics.jsonl"):
+            if path.exists() and path.stat().st_size:
+                raise ValueError(
+                    f"output must be new or the folder of a run, got {folder}, which has "
+                    f"{path.name} but neither run.json nor checkpoints"
+                )
     # where one is missing, the checkpoint's own record is compared when it is loaded
     if config_path.exists() and record_path.exists():
         config = to_dict(from_json(TrainConfig, config_path))

@@ -80,7 +80,7 @@ def stored_runs(runs_dir: Path) -> list[StoredRun]:
             lines = read_metrics(metrics)
         except FileNotFoundError:
             lines = []
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             log.warning("%s", error)
             lines = []
         last = last_evaluation(lines) or {}
@@ -128,13 +128,15 @@ def remove_runs(config: RemoveRunsConfig) -> int:
     """Ask about each run in `names`, and remove it; return the exit code, 1 if one was kept.
 
     Raises:
-        ValueError: a name is no run, or one that is being trained; nothing was removed.
+        ValueError: a name is no run, a link, or one that is being trained; nothing was removed.
     """
     runs = {run.folder.name: run for run in stored_runs(config.runs_dir)}
     unknown = [name for name in config.names if name not in runs]
     if unknown or not config.names:
         known = ", ".join(runs) or "none"
         raise ValueError(f"names must be runs in {config.runs_dir}: {known}; got {unknown}")
+    links = [name for name in config.names if runs[name].folder.is_symlink()]
+    require(not links, f"names must be folders, not links to them, got {', '.join(links)}")
     chosen = list(dict.fromkeys(runs[name] for name in config.names))
     going = [run for run in chosen if config.yes or _confirmed(f"Remove {run}? [y/N] ")]
     with contextlib.ExitStack() as locks:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.core.allocator import synchronize
+from lib.core.hardware import check_compiler
 from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
@@ -99,6 +100,7 @@ class TrainStep:
         # what the compiler is set to while a step runs
         self.compiler_settings: Callable[[], Any] = contextlib.nullcontext
         if config.compile:
+            check_compiler("compile True", device)
             self._compile()
         self.lr = torch.zeros((), device=device)
         self.parallel, self.optimizer = parallelize(self.loss, config, self.lr, group)
@@ -228,12 +230,15 @@ class TrainStep:
             self.optimizer.wait_for_parameters()
 
     def read_log(self) -> list[StepLog]:
-        """The report of each step since the last call; waits for the device and the other ranks."""
+        """The reports of the steps since the last call, at most the last `log_interval` of them.
+
+        Waits for the device and the other ranks.
+        """
         if self.is_sharded:
             self.optimizer.wait_for_parameters()
         # the oldest row first
         rows = mean_over_ranks(self.rows, self.group).roll(-int(self.next_row), dims=0)
-        rows = rows[len(rows) - self.unread :].tolist()
+        rows = rows[max(len(rows) - self.unread, 0) :].tolist()
         self.unread = 0
         # the same rule as in `_step`
         decisive = slice(None) if self.num_ranks == 1 else slice(1, None)
@@ -340,11 +345,16 @@ def _compile_sublayers(model: TransformerLM) -> None:
 
 @contextlib.contextmanager
 def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
-    """Set PyTorch's global switches for speed or repeatability, and restore them afterwards."""
+    """Set PyTorch's global switches for speed or repeatability, and restore them afterwards.
+
+    The default dtype is float32 meanwhile.
+    """
+    dtype = torch.get_default_dtype()
     precision = torch.get_float32_matmul_precision()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         # older releases of PyTorch refuse matmuls on a GPU without it
@@ -355,6 +365,7 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.set_default_dtype(dtype)
         torch.set_float32_matmul_precision(precision)
         # setting it loads PyTorch's compiler, for seconds
         if torch.are_deterministic_algorithms_enabled() != was_deterministic:

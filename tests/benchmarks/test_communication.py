@@ -25,8 +25,8 @@ from lib.benchmarks.communication_report import (
 )
 from lib.core.figures import house_figure
 from lib.core.records import new_record, read_records
-from lib.ddp.costs import COLLECTIVES, bus_bandwidth_gbs, predicted_ms
 from lib.ddp.launcher import launch
+from lib.profiling.collectives import COLLECTIVES, bus_bandwidth_gbs, predicted_ms
 
 LINK = {"latency_us": 10.0, "bandwidth_gbs": 100.0}
 SIZES = [2**power for power in range(10, 31, 2)]

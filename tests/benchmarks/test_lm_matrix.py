@@ -20,7 +20,7 @@ from lib.benchmarks.multi_rank_report import Setting
 from lib.benchmarks.rank_training import TrainingCase
 from lib.core.records import read_records
 from lib.core.settings import to_dict
-from lib.ddp.costs import DDP_WRAPPERS
+from lib.ddp.settings import DDP_WRAPPERS
 from lib.model.costs import num_parameters
 from tests.benchmarks.rank_benchmarks import SIZES, SMALL, flags
 from tests.benchmarks.rank_benchmarks import plant as plant_record

@@ -24,9 +24,9 @@ from lib.benchmarks.multi_rank_report import measured
 from lib.benchmarks.rank_training import Plan, Training
 from lib.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 from lib.core.records import read_records
-from lib.ddp.costs import DDP_WRAPPERS
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import rank
+from lib.ddp.settings import DDP_WRAPPERS
 from tests.benchmarks.rank_benchmarks import SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

@@ -31,7 +31,7 @@ from lib.benchmarks.sharding_report import (
 )
 from lib.core.figures import house_figure
 from lib.core.records import read_records
-from lib.ddp.costs import default_bucket_cap_mb
+from lib.ddp.settings import default_bucket_cap_mb
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM

@@ -51,6 +51,11 @@ def test_an_error_leaves_the_old_file_and_no_remains(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_an_error_that_names_no_file_names_it(tmp_path):
+    with pytest.raises(OSError, match=r"bad: .*file'"), atomic_write(tmp_path / "file"):
+        raise OSError(errno.EIO, "bad")
+
+
 def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, b"old")

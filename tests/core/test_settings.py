@@ -124,6 +124,9 @@ def test_wrong_json_is_rejected_by_name(text, message):
         (ModelConfig, {"num_heads": 2.0}),
         (TokenizeConfig, {"special_tokens": "<|endoftext|>"}),
         (TrainConfig, {"model": OptimizerConfig()}),
+        # as the system's words that are not UTF-8 arrive in Python
+        (TrainConfig, {"output": Path("a\udcff")}),
+        (TrainConfig, {"device": "a\udcff"}),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Batches: random ones, and a sampler that visits every sequence once per epoch."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -29,10 +30,17 @@ def test_a_seed_draws_the_same_batch_again():
 
 
 @pytest.mark.parametrize(
-    "data", [np.ones(9), np.ones((9, 9), int), torch.ones(9, dtype=torch.int64), [1] * 9], ids=type
+    ("data", "words"),
+    [
+        (np.ones(9), "ndarray of float64, shape (9,)"),
+        (np.ones((9, 9), np.int32), "ndarray of int32, shape (9, 9)"),
+        (torch.ones(9, dtype=torch.int64), "Tensor of torch.int64"),
+        ([1] * 9, "list of no dtype"),
+    ],
 )
-def test_data_that_is_no_row_of_ids_is_rejected(data):
-    with pytest.raises(ValueError, match="dataset must be a one-dimensional NumPy array of int"):
+def test_data_that_is_no_row_of_ids_is_rejected(data, words):
+    message = f"dataset must be a one-dimensional NumPy array of integers, got {words}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         get_batch(data, 2, 4, "cpu")
 
 
@@ -40,8 +48,6 @@ def test_numpys_integers_give_a_position_that_json_takes():
     sampler = make_sampler((np.int64(1000), np.int64(10)), np.int64(4), seed=np.int64(0))
     assert sampler.next_starts().tolist() == make_sampler((1000, 10), 4).next_starts().tolist()
     sampler.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
-    with pytest.raises(TypeError):
-        make_sampler((1000, 10), 2.5)
 
 
 def test_every_offset_is_drawn_about_equally_often():
@@ -73,11 +79,19 @@ def test_a_context_longer_than_the_data_is_rejected(make):
 
 
 def test_a_batch_must_have_whole_sizes():
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        get_batch(np.arange(9), 0, 4, "cpu")
-    for sizes in ((2.0, 4), (None, 4), ((2, 3), 4), (2, 2.5)):
-        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-            get_batch(np.arange(9), *sizes, "cpu")
+    for size in (0, 2.0, None, (2, 3), "2", True):
+        message = re.escape(f"must be a whole number, at least 1, got {size!r}")
+        with pytest.raises(ValueError, match=f"batch_size {message}"):
+            get_batch(np.arange(9), size, 4, "cpu")
+        with pytest.raises(ValueError, match=f"context_length {message}"):
+            get_batch(np.arange(9), 2, size, "cpu")
+
+
+def test_an_id_that_int64_cannot_hold_is_named():
+    dataset = np.array([1, 2**63 - 1, 2**63, 4], np.uint64)
+    assert read_sequences(dataset, np.array([0]), 1, "cpu").tolist() == [[1, 2**63 - 1]]
+    with pytest.raises(ValueError, match=r"ids below 2\^63, got 9223372036854775808"):
+        get_batch(dataset, 1, 3, "cpu")
 
 
 @pytest.mark.gpu
@@ -228,8 +242,11 @@ def test_a_huge_array_costs_no_memory():
     ("options", "message"),
     [
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1 = 1, got 2"),
-        ({"rank": -1}, "rank must be"),
-        ({"batch_size": 0}, "batch_size and world_size must be at least 1"),
+        ({"rank": -1}, "rank must be a whole number, at least 0, got -1"),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number, at least 1, got 2.5"),
+        ({"seed": 1.5}, "seed must be a whole number, at least 0, got 1.5"),
+        ({"world_size": True}, "world_size must be a whole number, at least 1, got True"),
         (
             {"batch_size": 50, "world_size": 2},
             r"batch_size 50 \* world_size 2 = 100 sequences per step, but 1,000 tokens give only",
@@ -255,7 +272,9 @@ def test_random_tokens_depend_on_the_seed_alone():
     tokens = random_tokens(2_000_000, 7, seed=5)
     assert np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=5))
     assert not np.array_equal(tokens[:1000], random_tokens(1000, 7, seed=6))
-    assert np.ptp(np.bincount(tokens)) < 5 * (2_000_000 / 7) ** 0.5
+    around_the_end_of_a_block = tokens[(1 << 20) - 3 : (1 << 20) + 3]
+    assert around_the_end_of_a_block.tolist() == [5, 1, 0, 5, 6, 2]
+    assert np.ptp(np.bincount(tokens, minlength=7)) < 5 * (2_000_000 / 7) ** 0.5
 
 
 @pytest.mark.parametrize("starts", [[-3], [98], [0.0]])
@@ -270,6 +289,14 @@ def test_starts_of_any_integer_type_are_read():
         assert sequences.tolist() == [[97, 98, 99]]
 
 
-def test_random_ids_that_32_bits_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match="vocab_size must be at most 2\\^32"):
-        random_tokens(5, 2**40, 0)
+@pytest.mark.parametrize(
+    ("vocab_size", "limit"), [(0, "at least 1, got 0"), (2**32 + 1, "at most 2^32, got 4294967297")]
+)
+def test_random_ids_that_32_bits_cannot_hold_are_refused(vocab_size, limit):
+    with pytest.raises(ValueError, match=re.escape(f"vocab_size must be {limit}")):
+        random_tokens(5, vocab_size, 0)
+
+
+def test_random_ids_of_the_smallest_and_the_largest_vocabulary():
+    assert random_tokens(5, 1, 0).tolist() == [0] * 5
+    assert random_tokens(1000, 2**32, 0).max() > 2**31

@@ -196,11 +196,11 @@ def test_invalid_bytes_are_replaced_and_counted(tmp_path, monkeypatch, block_byt
     assert "bad.txt: 3 invalid UTF-8 sequences became U+FFFD" in caplog.text
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be", "utf-32-le"])
 def test_a_text_in_another_encoding_is_refused_with_its_path(tmp_path, encoding):
     path = tmp_path / "windows.txt"
     path.write_text("Once upon a time.\n" * 99, encoding=encoding)
-    with pytest.raises(ValueError, match=r"windows\.txt must be UTF-8, got UTF-16 or UTF-32"):
+    with pytest.raises(ValueError, match=r"windows\.txt must be UTF-8 text, but begins as UTF-16"):
         prepare_corpus(str(path), tmp_path / "data")
 
 

@@ -142,6 +142,12 @@ def test_arrays_of_unknown_origin_are_kept(config, tmp_path):
     assert (tmp_path / "data/book-300-earlier/train.npy").read_bytes() == b"mine"
 
 
+def test_a_tokenizer_without_the_token_between_documents_is_refused(config, tmp_path):
+    with pytest.raises(ValueError, match=r"special_tokens must be a list with '<\|endoftext\|>'"):
+        tokenize(config, special_tokens=("<|end|>",))
+    assert not (tmp_path / "data").exists()
+
+
 # The config
 
 

@@ -26,9 +26,11 @@ COLLECTIVES = ("reduce_scatter_single", "reduce_scatter_tensor", "all_gather_sin
 COLLECTIVES += ("all_gather_into_tensor", "all_reduce", "broadcast")
 
 
-def launch(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> list:
+def launch(
+    fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", options: Any = None
+) -> list:
     """What `fn` returns on each rank, after a long time too: other programs may take the cores."""
-    return launcher.launch(fn, world_size, *args, backend=backend, timeout=120)
+    return launcher.launch(fn, world_size, *args, backend=backend, options=options, timeout=120)
 
 
 def run_cases(module: str, names: list[str]) -> dict[str, Any]:

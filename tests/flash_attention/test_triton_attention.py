@@ -272,7 +272,8 @@ def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"v": zeros(2, 4, 6, 8)}, "v must have the shape of k"),
+        ({"v": zeros(2, 4, 6, 8)}, "v must have the batch size, heads and keys of k"),
+        ({"v": zeros(2, 4, 5, 16)}, "v must have the shape of k"),
         ({"q": zeros(2, 4, 5, 16)}, "one head_dim, got q (2, 4, 5, 16)"),
         ({"q": zeros(3, 4, 5, 8)}, "one batch size and one head_dim, got q (3, 4, 5, 8)"),
         ({"q": zeros(2, 6, 5, 8)}, "heads of q must be divisible by heads of k and v"),
@@ -281,7 +282,7 @@ def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
         ({"k": zeros(2, 4, 5, 8, device="meta")}, "one device, got cpu, meta, cpu"),
         (dict.fromkeys("qkv", zeros(2, 4, 5, 8, dtype=torch.double)), "torch.float64"),
         (dict.fromkeys("qkv", zeros(2, 4, 5, 257)), "head_dim must be from 1 to 256, got 257"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be from 1 to 256, got 0"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be at least 1, got 0"),
         ({"scale": 0.0}, "scale must be more than 0 and finite, got 0.0"),
         ({"scale": float("nan")}, "scale must be more than 0 and finite, got nan"),
         ({"scale": torch.ones(())}, "scale must be a number, got a tensor"),

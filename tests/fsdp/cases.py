@@ -14,19 +14,19 @@ from lib.ddp.process_group import (
     rank,
     world_size,
 )
-from lib.ddp.simulated_network import simulated_group
 from lib.ddp.wrappers import wrap
 from lib.fsdp import FSDP, checkpoint_activations
 from lib.fsdp.language_model import FSDPShards, ShardedLoss
+from lib.lessons.simulated_network import simulated_group
 from lib.model.config import ModelConfig
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.cases import Raise
-from tests.ddp.network_cases import scaled
 from tests.ddp.training_cases import STEPS, loss_of, make_optimizer, part
 from tests.ddp.workers import message_of, recorded_collectives
+from tests.lessons.network_cases import scaled
 from tests.sharded_optimizer.cases import update
 
 WIDTH = 6

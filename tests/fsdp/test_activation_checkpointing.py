@@ -1,5 +1,6 @@
 """Activation checkpointing: the same gradients from less memory, and nothing costly done twice."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -35,9 +36,10 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(way: str) -> tuple[list[Tensor], int, Counter]:
+def step(way: str, kernel: str = "sdpa") -> tuple[list[Tensor], int, Counter]:
     """Gradients, bytes that forward keeps for backward, and the operations of backward."""
-    model = TransformerLM(CONFIG, generator=torch.Generator().manual_seed(0))
+    config = dataclasses.replace(CONFIG, attention_kernel=kernel)
+    model = TransformerLM(config, generator=torch.Generator().manual_seed(0))
     model.around_block = WAYS[way]
     tokens = torch.arange(2 * 64).view(2, 64) % 31
     kept: dict[int, int] = {}
@@ -81,6 +83,12 @@ def test_what_is_kept_is_not_computed_again(steps):
     }
     assert matmuls["matmuls"] == 0
     assert matmuls["attention"] == matmuls["input"] == 2 * matmuls["every other"] > 0
+
+
+def test_our_attention_is_kept_too():
+    computed_again = step("attention", "flash_attention_torch")[2]
+    assert computed_again["workbook::flash_attention_torch_backward"] == CONFIG.num_layers
+    assert not computed_again["workbook::flash_attention_torch"]
 
 
 def test_forward_keeps_less_the_more_is_computed_again(steps):

@@ -154,7 +154,7 @@ def test_gpu_kernels_on_a_cpu_are_refused_but_masks_run_there_by_sdpa(kernel):
         (4, {"scale": 0.0}, "scale must be more than 0 and finite"),
         (4, {"scale": math.nan}, "scale must be more than 0 and finite"),
         (4, {"scale": torch.ones(())}, "scale must be a number, got a tensor"),
-        (0, {}, "head_dim of q must be at least 1"),
+        (0, {}, "head_dim must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(head_dim, changes, message):
@@ -179,16 +179,22 @@ def test_every_kernel_shares_keys_among_neighboring_heads(kernel, mask):
 @pytest.mark.parametrize(("heads", "shared"), [(6, 4), (2, 4), (4, 0), (0, 2)])
 def test_heads_that_keys_cannot_be_shared_among_are_refused(heads, shared):
     q, k, v = make_inputs((1, 6, 3, 3, 4))
-    with pytest.raises(ValueError, match=f"k must have the {heads} heads .* got {shared}"):
+    message = rf"heads of q must be divisible by .*, got q \(1, {heads}, .*, v \(1, {shared},"
+    with pytest.raises(ValueError, match=message):
         attention(q[:, :heads], k[:, :shared], v[:, :shared])
 
 
 def test_shapes_that_do_not_belong_together_are_refused():
     q, k, v = make_inputs((2, 3, 5, 5, 8))
-    wrong = [(q, k, v[:, :, :4]), (q, k, v[:, :1]), (q, k[:1], v[:1]), (q, k[..., :4], v)]
-    for tensors in wrong:
-        with pytest.raises(ValueError, match="and v the heads and keys of k, got"):
-            attention(*tensors)
+    for wrong in (v[:, :, :4], v[:, :1]):
+        with pytest.raises(ValueError, match="v must have the batch size, heads and keys of k, g"):
+            attention(q, k, wrong)
+    for wrong in ((k[:1], v[:1]), (k[..., :4], v)):
+        with pytest.raises(ValueError, match="one batch size and one head_dim, got q"):
+            attention(q, *wrong)
+    for kernel in CPU_KERNELS:
+        with pytest.raises(ValueError, match="must be on one device, got cpu, meta, cpu"):
+            attention(q, k.to("meta"), v, kernel=kernel)
     with pytest.raises(ValueError, match=r"must be \(batch, heads, tokens, head_dim\), got"):
         attention(q[0], k[0], v[0])
     with pytest.raises(ValueError, match=r"mask must be bool, .* got torch\.float32"):

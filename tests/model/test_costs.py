@@ -11,6 +11,7 @@ from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import (
     activation_bytes,
     activation_bytes_by_part,
+    flops_by_part,
     flops_per_token,
     num_parameters,
     parameters_by_part,
@@ -122,9 +123,50 @@ def kept_bytes(config: ModelConfig, options: dict) -> int:
 @pytest.mark.parametrize("kernel", ["sdpa", "scaled_dot_prod_attention", "vectorized_torch"])
 def test_activation_bytes_are_those_that_autograd_keeps(changes, options, kernel):
     config = dataclasses.replace(SMALL, attention_kernel=kernel, **changes)
-    # equal in PyTorch 2.13; another release may keep a small tensor more or less
-    expected = pytest.approx(kept_bytes(config, options), rel=0.05)
-    assert activation_bytes(config, 3, **options) == expected
+    assert activation_bytes(config, 3, **options) == kept_bytes(config, options)
+
+
+def test_each_part_has_its_cost():
+    assert flops_by_part(SMALL) == {
+        "projections": 2 * 8 * 24 * 24,
+        "attention": 2 * 4 * 16 * 24,
+        "feed_forward": 2 * 6 * 24 * 41,
+        "lm_head": 2 * 101 * 24,
+    }
+    assert flops_per_token(SMALL) == 3 * sum(flops_by_part(SMALL).values())
+    assert activation_bytes_by_part(SMALL, 3) == {
+        "token_ids": 8 * 48,
+        "norms": 5 * 48 * (4 * 24 + 4) + 4 * 48 * 24 * 4,
+        "attention": 2 * (6 * 48 * 24 * 4 + 2 * 4 * 16 * 8),
+        "scores": 2 * 4 * 48 * 3,
+        "feed_forward": 2 * 3 * 48 * 41 * 4,
+        "loss": (48 + 101) * 24 * 4,
+        "weight_copies": 0,
+    }
+    assert activation_bytes(SMALL, 3) == sum(activation_bytes_by_part(SMALL, 3).values())
+    copies = activation_bytes_by_part(SMALL, 3, element_bytes=2)["weight_copies"]
+    assert copies == 2 * 2 * (4 * 24 * 24 + 3 * 24 * 41)
+
+
+ON_CUDA = [
+    ("norms", {}, {"element_bytes": 2}, 48 * (8 * 24 + 4) + 4 * 48 * (2 * 24 + 4) + 9216),
+    ("norms", {}, {"element_bytes": 2, "around_block": True}, 5 * 48 * (2 * 24 + 4) + 9216),
+    ("attention", {}, {}, 2 * 6 * 48 * 24 * 4),
+    ("attention", {"qk_norm": True}, {"element_bytes": 2}, 2 * (13824 + 1024 + 8 * (2304 + 144))),
+    # the norms keep the projection, which copies by head would have let go
+    (
+        "attention",
+        {"qk_norm": True, "attention_kernel": "vectorized_torch"},
+        {},
+        2 * (7 * 48 * 24 * 4 + 1024 + 8 * (1152 + 144)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "changes", "options", "expected"), ON_CUDA)
+def test_kernels_on_cuda_keep_other_tensors(part, changes, options, expected):
+    config = dataclasses.replace(SMALL, **changes)
+    assert activation_bytes_by_part(config, 3, cuda=True, **options)[part] == expected
 
 
 def test_naive_scores_grow_with_the_square_of_the_length_and_the_rest_with_the_tokens():

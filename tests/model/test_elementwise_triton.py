@@ -111,7 +111,7 @@ def test_eager_calls_of_rotated_attention_give_the_bits_of_its_operator(device):
     upstream = draw(2, 33, 2, 16, seed=1).to(qkv)
     eager = elementwise_triton.rotated_attention(qkv, rope.cos, rope.sin)
     assert "Eager" in type(eager.grad_fn).__name__
-    traced = elementwise_triton._rotated_attention(qkv, rope.cos, rope.sin)[0]
+    traced = elementwise_triton._rotated_attention.forward(qkv, rope.cos, rope.sin)[0]
     grads = [torch.autograd.grad(out, qkv, upstream)[0] for out in (eager, traced)]
     assert eager.equal(traced)
     assert grads[0].equal(grads[1])

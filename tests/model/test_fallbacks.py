@@ -71,9 +71,11 @@ def test_adamw_on_a_gpu_without_triton_takes_foreach(gpu_without_triton):
         optimizers[1]._implementation_on(GPU)
 
 
-def test_a_kernel_that_lacks_triton_is_refused(gpu_without_triton):
-    with pytest.raises(ValueError, match="_triton needs Triton, which is not installed; use sdpa"):
-        kernel_function("flash_attention_triton", GPU)
+@pytest.mark.parametrize("kernel", ["flash_attention_triton", "vectorized_torch_compiled"])
+@pytest.mark.usefixtures("gpu_without_triton")
+def test_a_kernel_that_lacks_triton_is_refused(kernel):
+    with pytest.raises(ValueError, match=f"{kernel} needs Triton, which is not installed; use sd"):
+        kernel_function(kernel, GPU)
 
 
 def test_a_compiled_model_needs_no_line(said):
@@ -118,13 +120,13 @@ def test_portable_kernels_on_hopper(on_hopper, shape, dtype, line):
     assert line is None or line in on_hopper.said()[0]
 
 
-def test_hoppers_kernels_without_gluon(on_hopper):
+def test_hoppers_kernels_on_another_triton(on_hopper):
     on_hopper.patch.setattr(on_hopper.portable, "hopper", None)
     x = torch.empty(1, 2, 70, 64, dtype=torch.bfloat16)
     for _ in range(2):
         assert not on_hopper.portable._uses_hopper(x, x, x)
     (line,) = on_hopper.said()
-    assert line.endswith("for Hopper GPUs, which need Triton 3.6 or later")
+    assert "for Hopper GPUs, which need Triton 3.6 or 3.7, got 3." in line
 
 
 def test_hoppers_kernels_without_nvrtc(on_hopper):

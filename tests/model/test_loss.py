@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib.model.loss import cross_entropy, linear_cross_entropy, log_sum_exp, softmax
+from lib.model.loss import cross_entropy, linear_cross_entropy, softmax
 
 
 def make_inputs(tokens=13, d_model=8, vocab=11, dtype=torch.float64, device="cpu", scale=1.0):
@@ -229,8 +229,26 @@ def test_targets_of_another_shape_than_the_rows_are_refused(shape):
 
 
 def test_infinite_logits_are_as_in_pytorch():
-    rows = torch.tensor([[-math.inf, -math.inf], [0.0, -math.inf], [math.inf, 0.0]])
-    assert log_sum_exp(rows).equal(rows.logsumexp(-1))
+    inf = math.inf
+    rows = torch.tensor([[-inf, -inf], [0, -inf], [0, -inf], [inf, 0], [inf, 0]])
+    targets = torch.tensor([0, 0, 1, 0, 1])
+    for row, target in zip(rows, targets):
+        ours, right = (f(row[None], target[None]) for f in (cross_entropy, F.cross_entropy))
+        torch.testing.assert_close(ours, right, equal_nan=True)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_losses_and_gradients_are_exact_where_logits_are_large(z_loss):
+    logits = torch.tensor([[1e8, 1e8 - 8, 1e8 - 16], [1e8] * 3, [-1e8, -1e8, -1e8 - 8]])
+    targets = torch.tensor([1, 0, 0])
+    logits.requires_grad_()
+    wide, one = logits.detach().double().requires_grad_(), torch.eye(3)
+    right = with_gradients(reference(wide, one, targets, z_loss), wide)
+    ours = [linear_cross_entropy(logits, one, targets, z_loss=z_loss)]
+    if not z_loss:
+        ours.append(cross_entropy(logits, targets))
+    for loss in ours:
+        assert_close(with_gradients(loss, logits), right, rtol=1e-5, atol=1e-7)
 
 
 def test_transforms_of_torch_func_are_refused_by_name():

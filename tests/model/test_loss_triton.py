@@ -1,8 +1,11 @@
 """The loss kernels against PyTorch in float64; `test_elementwise_triton` runs them interpreted."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.model.kernels import ON_DTYPES, ON_KERNEL_DEVICES
 
@@ -30,8 +33,28 @@ def test_the_loss_kernel_is_the_formula(device, dtype, shape, z_loss, scale):
     # rising, so that the kernel finds a new maximum in each block
     logits = (draw(*shape) * scale).sort().values.to(device, dtype)
     targets = torch.randint(shape[1], shape[:1], generator=torch.Generator().manual_seed(1))
-    targets = targets.to(device)
-    wide = logits.double().requires_grad_()
+    assert_is_the_formula(loss_and_grad, logits, targets.to(device), z_loss)
+
+
+@ON_KERNEL_DEVICES
+@ON_DTYPES
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_the_loss_kernel_is_exact_where_logits_are_large(device, dtype, z_loss):
+    from lib.model.loss_triton import loss_and_grad
+
+    size = 6e4 if dtype == torch.float16 else 1e8
+    lower = 1 - torch.finfo(dtype).eps
+    logits = torch.full((4, 16), -size)
+    logits[1], logits[2, 3:5], logits[3, 7], logits[3, 8] = size, size, size, size * lower
+    targets = torch.tensor([0, 1, 4, 8], device=device)
+    assert_is_the_formula(loss_and_grad, logits.to(device, dtype), targets, z_loss)
+
+
+def assert_is_the_formula(
+    loss_and_grad: Callable[..., Tensor], logits: Tensor, targets: Tensor, z_loss: float
+) -> None:
+    """Check losses and gradients against PyTorch's in float64."""
+    dtype, wide = logits.dtype, logits.double().requires_grad_()
     right = F.cross_entropy(wide, targets, reduction="none")
     right = right + z_loss * wide.logsumexp(-1).square()
     (gradient,) = torch.autograd.grad(right.sum() / 128, wide)

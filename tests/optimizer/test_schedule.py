@@ -17,8 +17,8 @@ def test_cosine_lr_has_the_values_of_cs336():
 
 
 def test_cosine_lr_without_a_cosine_or_a_warm_up():
-    settings = {"max_lr": 1.0, "min_lr": 0.5, "warmup_steps": 2, "cosine_steps": 2}
-    assert [cosine_lr(step, **settings) for step in range(4)] == [0, 0.5, 0.5, 0.5]
+    settings = {"max_lr": 2.0, "min_lr": 0.5, "warmup_steps": 2, "cosine_steps": 2}
+    assert [cosine_lr(step, **settings) for step in range(4)] == [0, 1.0, 0.5, 0.5]
     assert cosine_lr(0, max_lr=0.3, min_lr=0, warmup_steps=0, cosine_steps=4) == 0.3
 
 

@@ -165,6 +165,18 @@ def test_merges_equal_those_of_the_definition(counts):
     assert merges == simple_merges(counts, 30)
 
 
+def test_one_long_word_takes_no_longer_than_many_short_ones():
+    letters = bytes(random.Random(0).choices(b"abcdefgh", k=70_000))
+
+    def seconds(words):
+        start = time.process_time()
+        train_from_counts(Counter(words), 456)
+        return time.process_time() - start
+
+    short = [letters[start : start + 7] for start in range(0, len(letters), 7)]
+    assert min(seconds([letters]) for _ in range(2)) < 4 * seconds(short)
+
+
 @settings(max_examples=60)
 @given(tricky_text(60), st.integers(0, 80), st.sampled_from([[], SPECIAL]))
 def test_both_implementations_learn_the_same(tmp_path_factory, text, merges, special_tokens):
@@ -205,9 +217,13 @@ def test_texts_of_an_iterator_are_counted_each_by_itself(
     assert parts[0][len(parts[0]) - 1] == SEPARATOR.encode()
 
 
-def test_a_text_in_place_of_an_iterator_is_rejected():
-    with pytest.raises(ValueError, match="texts must be an iterable of texts, got one: 'abc'"):
-        train_bpe_from_iterator("abc", 300)
+@pytest.mark.parametrize("texts", ["abc", b"abc", 5, None])
+def test_what_is_no_iterator_of_texts_is_rejected(tokenizers, texts):
+    message = re.escape(f"texts must be several texts, such as a list, got {texts!r}")
+    with pytest.raises(ValueError, match=message):
+        train_bpe_from_iterator(texts, 300)
+    with pytest.raises(ValueError, match=message):
+        tokenizers["python"].encode_batch(texts)
 
 
 @BOTH
@@ -248,7 +264,11 @@ def test_invalid_bytes_count_as_replacement_characters(tmp_path, implementation)
         (257, ["<|a|>", "<|b|>"], {}, r"256 bytes \+ 2 special tokens = 258, got 257"),
         (300, "<a>", {}, "special_tokens must be a list of texts, got '<a>'"),
         (300, [""], {}, "special_tokens must not hold an empty text"),
-        (300, [], {"workers": -1}, "workers must be at least 1, got -1"),
+        ("300", [], {}, "vocab_size must be a whole number, at least 256, got '300'"),
+        (300.0, [], {}, r"vocab_size must be a whole number, at least 256, got 300\.0"),
+        (300, [], {"workers": -1}, "workers must be a whole number, at least 1, got -1"),
+        (300, [], {"workers": True}, "workers must be a whole number, at least 1, got True"),
+        (300, 5, {}, "special_tokens must be a list of texts, got 5"),
         (300, [], {"implementation": "rust"}, "one of auto, python, numba, got 'rust'"),
     ],
 )
@@ -381,8 +401,6 @@ def test_texts_longer_than_a_workspace(tokenizers):
     assert [numba.encode(text) for text in texts] == expected
     assert [numba.encode_array(text.encode()).tolist() for text in texts] == expected
     assert [ids.tolist() for ids in numba.encode_batch(texts)] == expected
-    with pytest.raises(UnicodeEncodeError):
-        numba.encode(texts[0] + "\ud800")
 
 
 @BOTH
@@ -523,7 +541,7 @@ def test_a_very_long_pretoken(tmp_path, implementation, text):
 @BOTH
 @pytest.mark.parametrize("bad", [[-1], [0, 10**6], [1, 380], [2**70]])
 def test_an_id_out_of_range_is_named(tokenizers, implementation, bad):
-    with pytest.raises(ValueError, match=rf"token id {bad[-1]} is not in the vocabulary"):
+    with pytest.raises(ValueError, match=rf"token id .*{bad[-1]}"):
         tokenizers[implementation].decode(bad)
 
 
@@ -547,14 +565,39 @@ def test_ids_that_are_not_a_row_of_integers_are_rejected(tokenizers, implementat
     for ids in (np.array([[97]]), np.array([97.5])):
         with pytest.raises(ValueError, match=r"ids must be integers, \(n,\)"):
             tokenizer.decode(ids)
-    with pytest.raises(TypeError):
-        tokenizer.decode([97.5])
+    for wrong in ([97.5], [1.0], ["1"], [None]):
+        with pytest.raises(ValueError, match=rf"a token id must be .* got {wrong[0]!r}"):
+            tokenizer.decode(wrong)
+    for wrong in (5, None, "ab", b"ab"):
+        with pytest.raises(ValueError, match=rf"ids must be a list, .* got {wrong!r}"):
+            tokenizer.decode(wrong)
 
 
 @BOTH
-def test_half_a_surrogate_pair_is_rejected(tokenizers, implementation):
-    with pytest.raises(UnicodeEncodeError):
-        tokenizers[implementation].encode("a\ud800")
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (None, TypeError, "a str, got NoneType"),
+        (5, TypeError, "a str, got int"),
+        (b"ab", TypeError, "a str, got bytes"),
+        (["a"], TypeError, "a str, got list"),
+        ("ab \ud800", ValueError, "got half of a surrogate pair, '\\ud800', at index 3"),
+        ("é x" * 500_000 + "\udc80", ValueError, "'\\udc80', at index 1500000"),
+    ],
+)
+def test_what_is_no_text_is_named(tokenizers, implementation, wrong, error, message):
+    tokenizer = tokenizers[implementation]
+    for name, act in (
+        ("text", lambda: tokenizer.encode(wrong)),
+        # this one takes bytes
+        *([("text", lambda: tokenizer.encode_array(wrong))] if wrong != b"ab" else []),
+        ("texts[1]", lambda: tokenizer.encode_batch(["a", wrong, None])),
+        ("iterable[1]", lambda: list(tokenizer.encode_iterable(["a", wrong]))),
+        ("texts[1]", lambda: train_bpe_from_iterator(["a", wrong], 260)),
+        ("special_tokens[1]", lambda: Tokenizer(*tokenizer.parts[:2], ["a", wrong])),
+    ):
+        with pytest.raises(error, match=f"^{re.escape(name)} must be .*{re.escape(message)}"):
+            act()
 
 
 def test_dtype_follows_the_vocabulary(trained):
@@ -621,12 +664,6 @@ def test_parts_that_do_not_fit_together_are_rejected(trained, change, message):
         Tokenizer(vocab, merges)
 
 
-@pytest.mark.parametrize("token", [b"<a>", "\ud800", 7])
-def test_a_special_token_that_is_no_text_is_rejected(trained, token):
-    with pytest.raises(ValueError, match="special_tokens must be texts that UTF-8 can express"):
-        Tokenizer(*trained, [token])
-
-
 @BOTH
 @given(text=tricky_text())
 def test_special_tokens_are_ordinary_text_where_they_are_not_allowed(
@@ -688,23 +725,9 @@ def test_no_text_takes_longer_than_words_that_are_all_different(trained, monkeyp
 
 
 @BOTH
-def test_both_refuse_the_same_input_and_read_iterators_whole(tokenizers, trained, implementation):
+def test_iterators_are_read_whole(tokenizers, trained, implementation):
     tokenizer = tokenizers[implementation]
-    for act in (
-        *(lambda: tokenizer.decode([1.0]), lambda: tokenizer.decode(["1"])),
-        *(lambda: tokenizer.encode(b"abc"), lambda: tokenizer.encode(None)),
-    ):
-        with pytest.raises(TypeError):
-            act()
-    with pytest.raises(ValueError, match="texts must be a list of texts, got one: 'abc'"):
-        tokenizer.encode_batch("abc")
     texts = ["The cat", "", "sat"]
     found = [ids.tolist() for ids in tokenizer.encode_batch(text for text in texts)]
     assert found == [tokenizer.encode(text) for text in texts]
     assert list(Tokenizer(*trained, (token for token in SPECIAL)).special_tokens) == SPECIAL
-
-
-@pytest.mark.parametrize("text", [b"aa", None])
-def test_training_names_a_text_that_is_none(text):
-    with pytest.raises(TypeError, match="texts must hold texts"):
-        train_bpe_from_iterator([text], 260)

@@ -128,7 +128,7 @@ def test_chunks_are_about_as_long_as_asked_for():
     chunks = list(iter_chunks(io.BytesIO(data), 500))
     assert len(chunks) > 40
     assert max(map(len, chunks)) <= 600
-    with pytest.raises(ValueError, match="chunk_bytes must be at least 1"):
+    with pytest.raises(ValueError, match="chunk_bytes must be a whole number, at least 1"):
         list(iter_chunks(io.BytesIO(b"x"), 0))
 
 

@@ -181,6 +181,15 @@ def test_every_bit_of_a_tensor_comes_back(tmp_path, dtype):
     assert_same(tensors, loaded.tensors)
 
 
+def test_views_of_one_memory_that_are_read_differently_are_not_tied(tmp_path):
+    number = torch.tensor([1 + 2j], dtype=torch.complex64)
+    tensors = {"it": number, "conjugate": number.conj()}
+    tensors |= {"part": number.imag, "negative": number.conj().imag}
+    save_checkpoint(tmp_path, step=0, model={}, tensors=tensors)
+    for name, loaded in load_checkpoint(tmp_path).tensors.items():
+        assert torch.equal(loaded, tensors[name]), name
+
+
 def test_extra_and_step_come_back(tmp_path):
     extra = {"position": 2**60, "loss": 0.1 + 0.2, "best": float("inf"), "a": [None, True, "é"]}
     path = save_checkpoint(tmp_path / "new" / "folder", step=123, model=nn.Identity(), extra=extra)
@@ -386,6 +395,8 @@ def pretend_sharded() -> torch.optim.Optimizer:
         ({"keep_last": True}, "keep_last must be at least 1, got True"),
         ({"step": 2.5}, "step must be at least 0, a whole number, got 2.5"),
         ({"extra": {"path": ROOT}}, "extra and .* must be JSON values: .*Path"),
+        ({"extra": {"losses": [{3: 0.5}]}}, r"extra and .* keys must be text, got \[3\]"),
+        ({"tensors": {3: torch.ones(1)}}, "tensors: 3 must be named by text, got a int"),
         ({"tensors": {"a": torch.ones(1, dtype=torch.complex128)}}, "tensors: .* no dtype .*128"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
         ({"tensors": {"a": 3}}, "tensors: a must be a tensor, got int"),
@@ -463,6 +474,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path, message):
         load_checkpoint(path, model=model, optimizer=optimizer)
     assert "number of" in message or str(path) in str(caught.value)
     assert_same(before, [each.state_dict() for each in (model, optimizer)])
+
+
+def test_a_model_without_memory_is_refused(tmp_path):
+    path = save_checkpoint(tmp_path, step=1, model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="weight is on device meta, without memory"):
+        load_checkpoint(path, model=nn.Linear(1, 1, device="meta"))
 
 
 def test_random_numbers_continue(tmp_path):

@@ -150,6 +150,8 @@ def test_autocast_computes_in_its_dtype(model):
     ("changes", "message"),
     [
         ({"tokens": random_ids(0)}, "tokens must have at least 2 ids, got 0"),
+        ({"tokens": [1, 2, 3]}, "tokens must be a one-dimensional NumPy array .*, got list"),
+        ({"tokens": np.ones((2, 3), np.int64)}, "tokens must be a one-dimensional NumPy array"),
         ({"tokens": random_ids(1)}, "tokens must have at least 2 ids, got 1"),
         ({"batch_size": 0}, "batch_size must be at least .*, got 0"),
         ({"max_tokens": -1}, "max_tokens must be at least .*, got -1"),

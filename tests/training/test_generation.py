@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -9,17 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lib.training.checkpoint
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.tokenizer.bpe import Tokenizer
 from lib.tokenizer.pretokenize import SEPARATOR
-from lib.training.config import TrainConfig
+from lib.training.checkpoint import save_checkpoint
+from lib.training.config import ExportConfig, TrainConfig
 from lib.training.generation import (
     generate,
     generate_text,
     load_model,
     next_token_probabilities,
 )
+from lib.training.interchange import export_run
 from tests.training.runs import BYTES, saved_run
 
 VOCAB, CONTEXT = 23, 12
@@ -216,7 +220,7 @@ def test_a_row_does_not_depend_on_its_neighbors(options):
 def test_a_seed_decides_the_text_and_torchs_global_generator_is_left_alone():
     model, before = make_model(sharpness=1.0), torch.get_rng_state()
     first, again, other = (
-        generate(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (0, 0, 1)
+        generate(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (0, torch.tensor(0), 1)
     )
     assert first == again
     assert all(ours != theirs for ours, theirs in zip(first, other))
@@ -259,6 +263,7 @@ def test_a_row_ends_before_its_stop_token():
     model = scripted({1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 7}, 9)
     rows = generate(model, [[1], [3], [4], [7, 1]], max_new_tokens=3, temperature=0, stop_token=5)
     assert rows == [[2, 3, 4], [4], [], [2, 3, 4]]
+    assert generate(model, [[1]], max_new_tokens=9, temperature=0, stop_token={4}) == [[2, 3]]
     # one in a prompt stops nothing
     model = scripted({5: 1, 1: 2, 2: 5}, 9)
     rows = generate(model, [[3], [5, 5, 5]], max_new_tokens=9, temperature=0, stop_token=5)
@@ -284,6 +289,7 @@ def test_on_token_is_called_for_each_token_as_it_comes():
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_comes_back_in_its_mode_and_can_be_trained(training):
     model = make_model().train(training)
+    model.layers[0].train(not training)
 
     def fail(row, token):
         assert torch.is_inference_mode_enabled()
@@ -292,7 +298,7 @@ def test_the_model_comes_back_in_its_mode_and_can_be_trained(training):
 
     with pytest.raises(KeyboardInterrupt):
         generate(model, [[1]], max_new_tokens=1, on_token=fail)
-    assert model.training is training
+    assert (model.training, model.layers[0].training) == (training, not training)
     model.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -331,9 +337,14 @@ def test_a_gpu_with_and_without_a_cache(dtype):
         ({"temperature": -0.1}, "temperature must"),
         ({"temperature": math.nan}, "temperature must"),
         ({"temperature": math.inf}, "temperature must"),
+        ({"temperature": None}, "temperature must"),
         ({"top_k": -1}, "top_k must"),
+        ({"top_k": None}, "top_k must be a whole number, at least 0, got None"),
+        ({"top_k": 1.5}, "top_k must be a whole number, at least 0, got 1.5"),
+        ({"top_p": None}, "top_p must"),
         ({"top_p": 0.0}, "top_p must"),
         ({"top_p": 1.01}, "top_p must"),
+        ({"seed": None}, "seed must be a whole number, got None"),
         ({"stop_token": VOCAB}, f"stop_token must .* got {VOCAB}"),
         ({"vocab_size": 0}, "vocab_size must"),
         ({"vocab_size": VOCAB + 1}, f"vocab_size must .* the model's 23, got {VOCAB + 1}"),
@@ -468,6 +479,37 @@ def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):
     assert torch.equal(newer.output_weight, model.output_weight)
     in_folder, _, _ = load_model(".", "cpu")
     assert torch.equal(in_folder.output_weight, model.output_weight)
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_read_gives_the_next(run, tmp_path, monkeypatch):
+    folder, model = run()
+    find = lib.training.checkpoint.find_checkpoint
+
+    def find_too_late(path):
+        found = find(path)
+        if found.name == "step-00000001":
+            save_checkpoint(folder / "checkpoints", step=20, model=model, keep_last=1)
+        return found
+
+    shutil.rmtree(folder / "checkpoints/step-00000020")
+    monkeypatch.setattr(lib.training.checkpoint, "find_checkpoint", find_too_late)
+    loaded, _, _ = load_model(folder, "cpu")
+    assert torch.equal(loaded.output_weight, model.output_weight)
+    save_checkpoint(folder / "checkpoints", step=1, model=model)
+    shutil.rmtree(folder / "checkpoints/step-00000020")
+    exported = export_run(ExportConfig(folder=tmp_path / "exported", checkpoint=folder))
+    assert "20 steps" in (exported / "README.md").read_text()
+
+
+def test_a_tokenizer_that_is_not_the_one_trained_with_is_refused(run):
+    folder, model = run()
+    for tokenizer in (Tokenizer({i: bytes([255 - i]) for i in range(256)}, [], [SEPARATOR]), BYTES):
+        extra = {"data_sha256": {"tokenizer": tokenizer.sha256}}
+        save_checkpoint(folder / "checkpoints", step=20, model=model, extra=extra)
+        if tokenizer is not BYTES:
+            with pytest.raises(ValueError, match=r"bpe\.json must be the tokenizer trained with"):
+                load_model(folder, "cpu")
+    load_model(folder, "cpu")
 
 
 @pytest.mark.parametrize(

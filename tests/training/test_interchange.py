@@ -232,6 +232,7 @@ def test_weights_of_several_dtypes_become_one_or_are_refused_by_name(make_run, d
     ("name", "change", "message"),
     [
         ("config.json", {"hidden_act": "gelu"}, r"config\.json: hidden_act must be 'silu'"),
+        ("config.json", {"vocab_size": None}, "vocab_size must be .* 257, got None"),
         ("config.json", {"vocab_size": 200}, "vocab_size must be at least the tokenizer's 257"),
         ("config.json", {"hidden_size": "wide"}, r"config\.json: d_model must be a whole number"),
         ("tokenizer.json", {"normalizer": {"type": "NFC"}}, "normalizer must be None"),

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from lib.core.files import lock_folder
 from lib.core.settings import to_json
-from lib.ddp import costs
 from lib.ddp.launcher import WorkerError, launch
+from lib.ddp.settings import DDP_WRAPPERS
 from lib.ddp.wrappers import WRAPPERS
 from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer import optimizer
@@ -205,7 +205,7 @@ def test_one_rank_computes_nothing_for_the_sake_of_others():
 
 
 def test_wrappers_are_those_that_a_config_takes():
-    assert tuple(WRAPPERS) == costs.DDP_WRAPPERS
+    assert tuple(WRAPPERS) == DDP_WRAPPERS
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_the_default_bucket_is_a_32nd_of_the_gradients(sharded, monkeypatch):
         caps.append(bucket_cap_mb)
 
     monkeypatch.setattr(parallelism, "world_size", lambda group=None: 2)
-    monkeypatch.setattr(costs, "LEAST_CAP_MB", 0.0)
+    monkeypatch.setattr("lib.ddp.settings.LEAST_CAP_MB", 0.0)
     monkeypatch.setattr(parallelism, "wrap", note)
     monkeypatch.setattr(optimizer, "ShardedOptimizer", note)
     loss = torch.nn.Module()

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from lib.tokenizer.bpe import Tokenizer
 from lib.training.config import SampleConfig
 from lib.training.pipeline import run_pipeline
 from lib.training.step import TrainStep
@@ -71,7 +72,9 @@ def test_an_empty_prompt_without_an_end_of_text_token_is_refused_before_any_work
     corpus = dataclasses.replace(whole.corpus, special_tokens=("<|pad|>",))
     config = dataclasses.replace(whole, corpus=corpus)
     if has_data:
-        tokenize(corpus)
+        tokenize(whole.corpus)
+        vocab, merges = Tokenizer.load(tmp_path / "out").parts[:2]
+        Tokenizer(vocab, merges, corpus.special_tokens).save(tmp_path / "out/bpe.json")
         config = with_training(whole, data=tmp_path / "out")
     monkeypatch.setattr("lib.data.prepare.tokenize_corpus", lambda *a, **k: pytest.fail("it works"))
     with pytest.raises(ValueError, match=r"prompts must not be empty texts .* got \('<\|pad"):

@@ -284,6 +284,17 @@ def test_without_resume_a_folder_must_hold_no_run(config, half, straight):
     assert contents(half) == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+def test_files_of_something_else_are_not_overwritten(config, name):
+    config.output.mkdir()
+    (config.output / name).write_text('{"model_type": "gpt2"}\n')
+    before = contents(config.output)
+    message = f"output must be new or the folder of a run, got .* which has {name} but neither"
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    assert contents(config.output) == before
+
+
 def without_split(path):
     record = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in record.items() if k not in BATCH_FIELDS}))

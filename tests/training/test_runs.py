@@ -50,12 +50,20 @@ def test_runs_are_listed_with_step_judgment_size_and_age_the_newest_first(folder
     assert "no runs in" in capsys.readouterr().out
 
 
-def test_a_damaged_run_is_listed_and_hides_no_other(folder, caplog):
-    (folder / "started/metrics.jsonl").write_text("[]\n")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_text("[]\n"), "metrics.jsonl:1 is not a record"),
+        # as one that this user may not read
+        (lambda path: path.mkdir(), "metrics.jsonl"),
+    ],
+)
+def test_a_damaged_run_is_listed_and_hides_no_other(folder, caplog, damage, message):
+    damage(folder / "started/metrics.jsonl")
     (folder / "good/checkpoints/step-abc").mkdir()
     found = {run.folder.name: run.step for run in runs.stored_runs(folder)}
     assert found == {"good": 100, "started": None}
-    assert "metrics.jsonl:1 is not a record" in caplog.text
+    assert message in caplog.text
 
 
 def test_an_evaluation_without_bits_per_byte_hides_no_run(folder):
@@ -91,6 +99,13 @@ def test_a_name_that_is_no_run_is_refused_before_anything_is_removed(folder, nam
     with pytest.raises(ValueError, match="names must be runs in"):
         remove_runs(RemoveRunsConfig(folder, names, yes=True))
     assert (folder / "good").exists()
+
+
+def test_a_link_to_a_run_is_refused_before_anything_is_removed(folder):
+    (folder / "link").symlink_to(folder / "good")
+    with pytest.raises(ValueError, match="names must be folders, not links to them, got link"):
+        remove_runs(RemoveRunsConfig(folder, ("started", "link"), yes=True))
+    assert (folder / "started").exists()
 
 
 @pytest.mark.parametrize("yes", [True, False])

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import os
+import shutil
 
 import pytest
 import torch
 
+from lib.core import hardware
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.training.config import OptimizerConfig, TrainConfig
@@ -75,6 +77,13 @@ def test_the_log_keeps_the_order_of_steps_around_its_end():
         if index in (2, 7, 15, 23):
             rows += [row.loss for row in step.read_log()]
     assert rows == expected
+    # read too late, it has the last eight
+    late = []
+    for first in (0, 3):
+        for index in range(first, 11):
+            step(windows(index), 0.0)
+        late.append([row.loss for row in step.read_log()])
+    assert late[0] == late[1]
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_says_so():
@@ -158,6 +167,21 @@ def test_a_switch_that_loads_the_compiler_is_left_alone_where_nothing_needs_it(m
     monkeypatch.setattr(torch, "use_deterministic_algorithms", None)
     with numerics(tf32=False, deterministic=False):
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "compile True needs Triton on a CUDA GPU, and it is not installed"),
+        ("cpu", "compile True needs a C.. compiler on a CPU, and none of c"),
+    ],
+)
+def test_compiling_without_a_compiler_is_refused_by_name(device, message, monkeypatch):
+    monkeypatch.setattr(hardware, "HAS_TRITON", False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    config = TrainConfig(model=MODEL, compile=True)
+    with pytest.raises(ValueError, match=message):
+        TrainStep(TransformerLM(MODEL), config, torch.device(device), torch.float32)
 
 
 @pytest.mark.gpu

@@ -5,14 +5,27 @@ tensor-core instructions for a T4; these do.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib.flash_attention.cuda.launch import DIMS, flash_backward, flash_forward
-from lib.flash_attention.inputs import autocast, check_qkv, check_scale, empty_like_heads
+from lib.flash_attention.inputs import (
+    autocast,
+    check_kernel_inputs,
+    check_scale,
+    empty_like_heads,
+    empty_results,
+)
+from lib.flash_attention.operator import make_operator
 
-DTYPES = (torch.float16, torch.bfloat16)
+# What the kernels take.
+LIMITS: dict[str, Any] = {
+    "dtypes": (torch.float16, torch.bfloat16),
+    "max_head_dim": DIMS[-1],
+    "instead": "; flash_attention_triton takes float32 and head_dim up to 256",
+}
 
 
 class FlashAttentionCUDA(torch.autograd.Function):
@@ -23,10 +36,11 @@ class FlashAttentionCUDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        heads = autocast(*(x.unsqueeze(1) for x in (q, k, v)))  # (batch, 1, tokens, head_dim)
-        check(*heads)
+        q, k, v = autocast(q, k, v)
+        check_kernel_inputs(q, k, v, **LIMITS, ndim=3)
+        heads = [x.unsqueeze(1) for x in (q, k, v)]  # (batch, 1, tokens, head_dim)
         ctx.settings = (is_causal, 1 / math.sqrt(q.shape[-1]))
-        out, lse = (x.squeeze(1) for x in _flash_attention(*heads, *ctx.settings))
+        out, lse = (x.squeeze(1) for x in _flash_attention.forward(*heads, *ctx.settings))
         ctx.save_for_backward(*(x.squeeze(1) for x in heads), out, lse)
         return out
 
@@ -34,7 +48,7 @@ class FlashAttentionCUDA(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
         heads = [x.unsqueeze(1) for x in (grad_out, *ctx.saved_tensors)]
-        grads = _flash_attention_backward(*heads, *ctx.settings)
+        grads = _flash_attention.backward(*heads, *ctx.settings)
         return *(grad.squeeze(1) for grad in grads), None
 
 
@@ -60,23 +74,9 @@ def flash_attention(
         RuntimeError: there is no compiler for the kernels.
     """
     q, k, v = autocast(q, k, v)
-    scale = check_scale(scale, max(1, q.shape[-1]))
-    check(q, k, v)
-    return _flash_attention(q, k, v, is_causal, scale)[0]
-
-
-def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError for what the kernels cannot do."""
-    check_qkv(q, k, v)
-    if q.dtype not in DTYPES:
-        raise ValueError(
-            f"q must be float16 or bfloat16, got {q.dtype}; flash_attention_triton takes float32"
-        )
-    if q.shape[-1] > DIMS[-1]:
-        raise ValueError(
-            f"head_dim must be from 1 to {DIMS[-1]}, got {q.shape[-1]}; "
-            "flash_attention_triton takes up to 256"
-        )
+    check_kernel_inputs(q, k, v, **LIMITS)
+    scale = check_scale(scale, q.shape[-1])
+    return _flash_attention.call(q, k, v, is_causal, scale)
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
@@ -98,8 +98,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(f"q must be float16 on {chip}, which has no bfloat16, got {dtype}")
 
 
-@torch.library.custom_op("workbook::flash_attention_cuda", mutates_args=())
-def _flash_attention(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     # here, since a compiler of graphs cannot look at devices
@@ -108,13 +107,7 @@ def _flash_attention(
         return flash_forward(q, k, v, is_causal, scale)
 
 
-@_flash_attention.register_fake
-def _(q, k, v, is_causal, scale):
-    return empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("workbook::flash_attention_cuda_backward", mutates_args=())
-def _flash_attention_backward(
+def _backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -128,21 +121,6 @@ def _flash_attention_backward(
         return flash_backward(grad_out, q, k, v, out, lse, is_causal, scale)
 
 
-@_flash_attention_backward.register_fake
-def _(grad_out, q, k, v, out, lse, is_causal, scale):
-    return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    *tensors, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx, grad_out, grad_lse):
-    settings = (ctx.is_causal, ctx.scale)
-    return *_flash_attention_backward(grad_out, *ctx.saved_tensors, *settings), None, None
-
-
-_flash_attention.register_autograd(_gradients, setup_context=_save_for_backward)
+_flash_attention = make_operator(
+    "flash_attention_cuda", _forward, _backward, empty_results, empty_like_heads
+)

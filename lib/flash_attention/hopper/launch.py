@@ -146,7 +146,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> bool:
     """Whether the kernels take these tensors: 16-bit, of HEAD_DIMS, on a Hopper GPU.
 
     Each row of a head must start at a multiple of 16 bytes, also in gradients to be written. The
-    shapes must have passed `lib.flash_attention.inputs.check_qkv`.
+    shapes must have passed `lib.flash_attention.inputs`.
     """
     tensors = (q, k, v, *grads)
     return (

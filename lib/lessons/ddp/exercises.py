@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.ddp.costs import Link
 from lib.ddp.launcher import launch
-from lib.ddp.simulated_network import Network
 from lib.lessons.ddp import attempts
 from lib.lessons.ddp.stack import Layers, bucketed, time_steps
 from lib.lessons.exercise import Exercise, check, difference, edited
@@ -27,6 +25,8 @@ from lib.lessons.ranks import (
     run_on_threads,
     whole_numbers,
 )
+from lib.lessons.simulated_network import Network
+from lib.profiling.collectives import Link
 
 # A network of no particular speed, by a virtual clock, that names calls that do not match.
 STRICT_NETWORK = Network(Link(1.0, 1.0), clock="virtual")
@@ -905,7 +905,8 @@ def check_data_parallel(attempt: Callable) -> None:
 
 def _train_branches(exercise: Exercise, played: Callable, job: Callable, where: str) -> None:
     judge = compared_with(functools.partial(attempts.train_branches_alone, 2), where)
-    check_on_processes(exercise, played, job, 2, judge=judge, backend=STRICT_NETWORK)
+    network = {"backend": "simulated", "options": STRICT_NETWORK}
+    check_on_processes(exercise, played, job, 2, judge=judge, **network)
 
 
 def check_plan(attempt: Callable) -> None:

@@ -14,24 +14,22 @@ from matplotlib.figure import Figure
 
 from lib.core.figures import INK
 from lib.core.records import format_value
-from lib.ddp.costs import (
+from lib.ddp.launcher import launch
+from lib.lessons.ddp.costs import (
     CLUSTERS,
     H200_INTERFERENCE,
     Interference,
-    Link,
-    bus_factor,
-    messages,
     predict_scaling,
     predict_step,
 )
-from lib.ddp.launcher import launch
-from lib.ddp.ring import ring_all_reduce
-from lib.ddp.simulated_network import Network
 from lib.lessons.ddp.figures import draw_overlap, draw_ring, draw_scaling, draw_timelines
 from lib.lessons.ddp.records import gpu_steps, steady
+from lib.lessons.ddp.ring import ring_all_reduce
 from lib.lessons.ddp.stack import Layers, time_steps
 from lib.lessons.explorer import explorer, picture
+from lib.lessons.simulated_network import Network
 from lib.model.config import model_preset
+from lib.profiling.collectives import Link, bus_factor, messages
 
 if TYPE_CHECKING:
     from ipywidgets import VBox

@@ -23,8 +23,8 @@ from lib.core.figures import (
     SKY,
     VERMILLION,
 )
-from lib.ddp.costs import ScalingPrediction
-from lib.ddp.ring import RingStep
+from lib.lessons.ddp.costs import ScalingPrediction
+from lib.lessons.ddp.ring import RingStep
 from lib.profiling.timeline import PHASES, Intervals, Timeline
 
 # In the order of `PHASES`.
@@ -199,7 +199,7 @@ def draw_scaling(
 def draw_overlap(axes: Axes, prediction: ScalingPrediction, *, backward_ms: float) -> None:
     """Backward and the all-reduces of its buckets over time, their exposed part in another color.
 
-    `prediction` is of `lib.ddp.costs.predict_scaling` with the same `backward_ms`.
+    `prediction` is of `lib.lessons.ddp.costs.predict_scaling` with the same `backward_ms`.
     """
     few = len(prediction.buckets) <= MOST_GAPS
     edge = {"edgecolor": PAPER, "linewidth": 0.6} if few else {"linewidth": 0}

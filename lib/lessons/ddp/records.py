@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lib.core.files import ROOT
 from lib.core.hardware import peak
 from lib.core.records import read_records
-from lib.ddp.costs import (
+from lib.lessons.ddp.costs import (
     BACKWARD_SHARE,
     H200_INTERFERENCE,
     H200_LINKS,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.simulated_network import (
+from lib.lessons.simulated_network import (
     NETWORKS,
     Network,
     SimulatedGroup,

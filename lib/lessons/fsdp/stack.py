@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.costs import Link
 from lib.ddp.process_group import mean_over_ranks, world_size
-from lib.ddp.simulated_network import Network, SimulatedGroup, simulated_group
 from lib.fsdp import FSDP, checkpoint_activations
 from lib.lessons.ddp import stack as timed
+from lib.lessons.simulated_network import Network, SimulatedGroup, simulated_group
+from lib.profiling.collectives import Link
 
 # An all-gather takes this part of a block's forward pass.
 SHARE = 0.8

@@ -20,11 +20,11 @@ import numpy as np
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
-from lib.sharded_optimizer.memory_formula import RESERVED_BYTES, SIZES, rank_memory
+from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from lib.sharded_optimizer.memory_formula import RankMemory
+    from lib.profiling.memory_formula import RankMemory
     from lib.training.loop import TrainResult
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ class Machine:
 
     memory_bytes: int = 0
     """Memory of one GPU; 0 without a GPU."""
+
+    has_triton: bool = True
+    """Whether Triton is installed, with which our kernels and `torch.compile` compile for a GPU."""
 
 
 # A Kaggle notebook with the accelerator "GPU T4 x2".
@@ -88,7 +91,7 @@ def this_machine() -> Machine:
     """Describe the machine that this process runs on."""
     import torch
 
-    from lib.core.hardware import device_name, pick_device
+    from lib.core.hardware import device_name, pick_device, runs_triton
 
     device = pick_device()
     if device.type != "cuda":
@@ -96,7 +99,8 @@ def this_machine() -> Machine:
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
     count = torch.cuda.device_count()
-    return Machine("cuda", properties.name, count, capability, properties.total_memory)
+    memory, has_triton = properties.total_memory, runs_triton(device)
+    return Machine("cuda", properties.name, count, capability, memory, has_triton)
 
 
 def attention_times(model: ModelConfig, *, batch_size: int = 64) -> dict[str, float]:
@@ -189,7 +193,7 @@ def choose(
         _wrapper(machine, sharding.value),
         sharding,
         batch,
-        _compile(minutes, compile_gain),
+        _compile(machine, minutes, compile_gain),
         _cuda_graph(machine, sharding.value),
     )
     values = {setting.name: setting.value for setting in settings}
@@ -259,7 +263,7 @@ def _attention(machine: Machine, times: Mapping[str, float]) -> Setting:
     if times:
         shown = ", ".join(f"{kernel} {ms:.3g} ms" for kernel, ms in times.items())
         return Setting(name, min(times, key=times.__getitem__), f"measured here: {shown}")
-    if machine.capability[0] == 9:
+    if machine.capability[0] == 9 and machine.has_triton:
         return Setting(name, "flash_attention_triton", "faster than PyTorch's on Hopper")
     if machine.capability < (8, 0):
         return Setting(name, "auto", "the fastest known, named when training starts")
@@ -310,7 +314,9 @@ def _rank_memory(
     )
 
 
-def _compile(minutes: float | None, gain: float) -> Setting:
+def _compile(machine: Machine, minutes: float | None, gain: float) -> Setting:
+    if not machine.has_triton:
+        return Setting("compile", False, "it needs Triton, which is not installed")
     pays = minutes is None or gain * minutes > COMPILE_MINUTES
     span = "the full training" if minutes is None else f"{minutes:g} minutes"
     compared = "more" if pays else "less"

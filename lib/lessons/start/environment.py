@@ -113,8 +113,8 @@ def what_runs_here(machine: Machine) -> list[dict[str, str]]:
     """Return the rows of a table: how each part of the workbook runs on `machine`."""
     if machine.gpus:
         models = f"here, on {machine.gpus[0].name}"
-        compiled = profiles = triton = "here"
-        speedrun = "here, 20 minutes"
+        profiles, speedrun = "here", "here, 20 minutes"
+        compiled = triton = "here" if machine.has_triton else "not here: Triton is not installed"
     else:
         device = "Apple's GPU" if machine.has_mps else "the processor"
         models = f"here, on {device}; a model of a size that suits it"

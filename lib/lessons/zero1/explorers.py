@@ -18,7 +18,7 @@ from lib.lessons.explorer import explorer, picture
 from lib.lessons.zero1.figures import CARDS, KINDS, draw_kinds, kinds_legend
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
-from lib.sharded_optimizer.memory_formula import RESERVED_BYTES, SIZES, RankMemory, rank_memory
+from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, RankMemory, rank_memory
 
 if TYPE_CHECKING:
     from ipywidgets import VBox

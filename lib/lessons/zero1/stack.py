@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.costs import messages
 from lib.ddp.process_group import world_size
-from lib.ddp.simulated_network import Network, SimulatedGroup, simulated_group
 from lib.ddp.wrappers import wrap
 from lib.lessons.ddp.stack import Busy, Layers, Stack, timeline
+from lib.lessons.simulated_network import Network, SimulatedGroup, simulated_group
 from lib.optimizer.adamw import AdamW
+from lib.profiling.collectives import messages
 from lib.profiling.timeline import Timeline
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 

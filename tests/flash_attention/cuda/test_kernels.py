@@ -216,10 +216,10 @@ def test_results_lie_in_memory_as_a_compiler_is_told(emulated, head_dim):
     case = Case(33, 33, head_dim, heads=3, key_heads=3, batch=1, layout="tokens first")
     q, k, v, grad_out = (x.detach() for x in make_inputs(case, torch.float16))
     checks = {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(attention._flash_attention, (q, k, v, True, 0.2), **checks)
-    out, lse = attention._flash_attention(q, k, v, True, 0.2)
+    torch.library.opcheck(attention._flash_attention.forward, (q, k, v, True, 0.2), **checks)
+    out, lse = attention._flash_attention.forward(q, k, v, True, 0.2)
     tensors = (grad_out, q, k, v, out, lse)
-    torch.library.opcheck(attention._flash_attention_backward, (*tensors, True, 0.2), **checks)
+    torch.library.opcheck(attention._flash_attention.backward, (*tensors, True, 0.2), **checks)
 
 
 @NEEDS_COMPILER
@@ -258,9 +258,9 @@ def zeros(*shape: int, dtype=torch.half) -> Tensor:
     ("change", "words"),
     [
         (dict.fromkeys("qkv", zeros(2, 4, 5, 8)), "on a CUDA device, got cpu; flash_attention_tor"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 8, dtype=torch.float)), "got torch.float32; flash_at"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 8, dtype=torch.float)), "torch.float32; flash"),
         (dict.fromkeys("qkv", zeros(2, 4, 5, 129)), "head_dim must be from 1 to 128, got 129; fl"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be from 1 to 256, got 0"),
+        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be at least 1, got 0"),
         ({"q": zeros(2, 6, 5, 8)}, "heads of q must be divisible by heads of k and v"),
         ({"scale": math.nan}, "scale must be more than 0 and finite, got nan"),
     ],

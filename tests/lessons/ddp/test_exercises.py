@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lib.ddp.flat import fill_buckets
-from lib.ddp.costs import predicted_ms
 from lib.lessons.ddp import exercises
 from lib.lessons.ddp.exercises import (
     ADD_HOOKS,
@@ -28,6 +27,7 @@ from lib.lessons.ddp.exercises import (
     play,
 )
 from lib.lessons.exercise import edited, verdict
+from lib.profiling.collectives import predicted_ms
 
 NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/07_ddp.ipynb"
 

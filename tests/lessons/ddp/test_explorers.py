@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from lib.core.figures import STYLE
-from lib.ddp.costs import Interference
+from lib.lessons.ddp.costs import Interference
 from lib.lessons.ddp.explorers import (
     RANKS,
     draw_scaling_setting,

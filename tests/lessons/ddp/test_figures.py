@@ -6,8 +6,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from lib.core.figures import SKY, VERMILLION
-from lib.ddp.costs import predict_scaling
-from lib.ddp.ring import ring_all_reduce
+from lib.lessons.ddp.costs import predict_scaling
 from lib.lessons.ddp.figures import (
     PHASE_COLORS,
     WHOLE,
@@ -18,6 +17,7 @@ from lib.lessons.ddp.figures import (
     draw_timeline,
     draw_timelines,
 )
+from lib.lessons.ddp.ring import ring_all_reduce
 from lib.profiling.timeline import Timeline
 
 STEPS = ring_all_reduce(np.array([[1, 2, 3], [10, 20, 30], [100, 200, 300]]))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from lib.ddp.costs import H200_INTERFERENCE, H200_LINKS, Interference, fit_link
 from lib.lessons.ddp import records
+from lib.lessons.ddp.costs import H200_INTERFERENCE, H200_LINKS, Interference
+from lib.profiling.collectives import fit_link
 
 STEPS = records.gpu_steps()
 STEADY = records.steady(STEPS)

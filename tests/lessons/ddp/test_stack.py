@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 
-from lib.ddp.costs import Link, predict_scaling
 from lib.ddp.launcher import launch
-from lib.ddp.simulated_network import Network, Straggler, Transfer
 from lib.ddp.wrappers import wrap
+from lib.lessons.ddp.costs import predict_scaling
 from lib.lessons.ddp.exercises import PLAN, a_quarter_each, step_ms
 from lib.lessons.ddp.stack import Layers, bucketed, time_steps, timeline
+from lib.lessons.simulated_network import Network, Straggler, Transfer
+from lib.profiling.collectives import Link
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 LAYERS = Layers((1000,) * 4, forward=1.0, backward=2.0)

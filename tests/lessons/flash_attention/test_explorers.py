@@ -249,7 +249,7 @@ def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):
     assert shown.startswith("`_load_rows`:\n\n```python\nrow =")
     line = int(link.removeprefix(f"[`{file}`](../{file}#line=").removesuffix(")"))
     assert "row = tl.arange" in (ROOT / file).read_text(encoding="utf-8").splitlines()[line]
-    assert text.endswith("column = tl.arange(0, WIDTH)\n```")
+    assert text.endswith("column = tl.arange(0, BD)\n```")
 
 
 NOTEBOOK = ROOT / "notebooks/06_flash_attention.ipynb"

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from lib.fsdp.prediction import predict_fsdp
 from lib.lessons.fsdp.exercises import fast_order, prefetching
 from lib.lessons.fsdp.orders import Costs, play
+from lib.lessons.fsdp.prediction import predict_fsdp
 
 TIMES = {"forward": 2.0, "backward": 4.0}
 

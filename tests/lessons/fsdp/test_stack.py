@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from lib.ddp.launcher import launch
-from lib.fsdp.prediction import predict_fsdp
 from lib.lessons.ddp.stack import Layers, miniatures, step_rows, time_steps
+from lib.lessons.fsdp.prediction import predict_fsdp
 from lib.lessons.fsdp.stack import timed_fsdp
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

@@ -23,7 +23,7 @@ from lib.lessons.speedrun.plan import (
     run_training,
 )
 from lib.model.config import ModelConfig
-from lib.sharded_optimizer.memory_formula import rank_memory
+from lib.profiling.memory_formula import rank_memory
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.metrics import read_metrics
 
@@ -126,6 +126,11 @@ def test_compiling_is_for_runs_long_enough_to_pay_for_it():
     assert not values(H100, minutes=20, compile_gain=0.04)["compile"]
     assert values(H100, minutes=60, compile_gain=0.04)["compile"]
     assert values(H100, minutes=None, compile_gain=0.04)["compile"]
+
+
+def test_without_triton_nothing_is_chosen_that_needs_it():
+    chosen = values(dataclasses.replace(H100, has_triton=False), minutes=None, compile_gain=0.04)
+    assert (chosen["compile"], chosen["attention_kernel"]) == (False, "sdpa")
 
 
 def test_the_gain_of_compiling_is_the_largest_on_record():

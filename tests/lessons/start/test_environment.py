@@ -23,6 +23,7 @@ LAPTOP = er.Machine("Linux", compiler="g++ 12")
 ONE_GPU = er.Machine("Linux", gpus=(T4,), compiler="g++ 12")
 TWO_GPUS = er.Machine("Linux", gpus=(T4, T4), compiler="g++ 12")
 MACBOOK = er.Machine("Darwin", has_mps=True, has_triton=False)
+WINDOWS = er.Machine("Windows", gpus=(T4,), has_triton=False)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,8 @@ def test_the_limit_of_a_container_is_read(tmp_path, text, expected):
         (MACBOOK, "model", "Apple's GPU"),
         (MACBOOK, "kernels in Triton", "no Triton for Darwin"),
         (MACBOOK, "torch.compile", "needs a C++ compiler"),
+        (WINDOWS, "torch.compile", "not here: Triton is not installed"),
+        (WINDOWS, "kernels in Triton", "not here: Triton is not installed"),
         (er.Machine("Linux", has_numba=False), "tokenizer", "Numba is missing"),
     ],
 )

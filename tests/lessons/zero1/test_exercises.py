@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib.ddp import costs
+from lib.lessons.ddp.costs import sent_bytes
 from lib.lessons.exercise import edited, verdict
 from lib.lessons.ranks import run_on_threads
 from lib.lessons.zero1 import attempts
@@ -43,7 +43,7 @@ def test_padding_one_element_at_a_time_gives_the_same_boundaries():
 
 
 def test_sent_bytes_are_those_of_the_library():
-    assert verdict(SENT_BYTES, costs.sent_bytes).startswith("right")
+    assert verdict(SENT_BYTES, sent_bytes).startswith("right")
 
 
 @pytest.mark.parametrize("seed", range(10))

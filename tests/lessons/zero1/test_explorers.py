@@ -21,7 +21,7 @@ from lib.lessons.zero1.explorers import (
 from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
-from lib.sharded_optimizer.memory_formula import RankMemory, rank_memory
+from lib.profiling.memory_formula import RankMemory, rank_memory
 from tests.lessons.drawing_time import charts_per_move
 from tests.lessons.stored import stored_outputs
 

@@ -7,7 +7,7 @@ from lib.ddp.launcher import launch
 from lib.lessons.ddp import ranks
 from lib.lessons.zero1 import ranks as zero1_ranks
 from lib.model.config import ModelConfig
-from lib.sharded_optimizer.memory_formula import rank_memory
+from lib.profiling.memory_formula import rank_memory
 
 RANKS, STEPS, FURTHER = 2, 3, 2
 SHAPE = ModelConfig(vocab_size=32, context_length=8, d_model=16, num_layers=2, num_heads=2, d_ff=32)

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 
-from lib.ddp.costs import Link, predicted_ms
 from lib.ddp.launcher import launch
-from lib.ddp.simulated_network import Network
 from lib.lessons.ddp.stack import Layers
+from lib.lessons.simulated_network import Network
 from lib.lessons.zero1 import stack
 from lib.optimizer.adamw import AdamW
+from lib.profiling.collectives import Link, predicted_ms
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

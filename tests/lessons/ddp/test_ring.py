@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from lib.ddp.costs import bus_factor, messages
-from lib.ddp.ring import ring_all_reduce
+from lib.lessons.ddp.ring import ring_all_reduce
+from lib.profiling.collectives import bus_factor, messages
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])

@@ -2,11 +2,11 @@
 
 A laptop's ranks share memory, so communication costs them nothing but processor time: overlap hides
 nothing there, and makes a step slower. Here a collective of n ranks ends `latency + bytes /
-bandwidth` after the last rank has called it (formulas in `lib.ddp.costs`), by the clock and without
+bandwidth` after the last rank has called it (`lib.profiling.collectives`), by the clock and without
 using a core, and then hands over the right sums. Collectives follow one another, as on one link:
 
-    launch(fn, 2, backend=NETWORKS["100 Gb Ethernet"])      # all ranks of a job
-    group = simulated_group(NETWORKS["PCIe"])               # inside a job, for `group=` arguments
+    launch(fn, 2, backend="simulated", options=NETWORKS["PCIe"])    # all ranks of a job
+    group = simulated_group(NETWORKS["PCIe"])       # inside a job, for `group=` arguments
 
 Wrappers, sharded optimizers and FSDP take it as they take gloo or NCCL. `group.transfers` tells
 when each collective was called, started and ended.
@@ -42,23 +42,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.core.settings import check, check_fields, require
-from lib.ddp.costs import (
-    GRADIENT_BYTES,
-    H200_LINKS,
-    NETWORK_US,
-    Cluster,
-    Link,
-    messages,
-    predicted_ms,
-)
+from lib.ddp.launcher import JOB_FOLDER
+from lib.ddp.process_group import register_backend
+from lib.lessons.ddp.costs import GRADIENT_BYTES, H200_LINKS, NETWORK_US, Cluster
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
+from lib.profiling.collectives import Link, predicted_ms
 
 BACKEND = "simulated"
 # Calls that a rank may be ahead of the slowest one.
 SLOTS = 256
-# Variable with the folder of a job that `launch` started, which it removes however the job ends.
-JOB_FOLDER = "WORKBOOK_JOB_FOLDER"
 # Seconds between two looks at what other ranks have called.
 PAUSE = 1e-4
 
@@ -128,9 +121,6 @@ class Network:
     between: Link | None = None
     """The link between the halves of the ranks, which are two hosts then."""
 
-    algorithm: Literal["ring", "tree"] = "ring"
-    """A tree's all-reduce and broadcast take 2 and 1 times log2(ranks) latencies."""
-
     straggler: Straggler | None = None
     slow_link: SlowLink | None = None
     lost_rank: LostRank | None = None
@@ -167,12 +157,8 @@ class Network:
         return Link(link.latency_us, link.bandwidth_gbs * self.slow_link.factor)  # type: ignore[union-attr]
 
     def collective_ms(self, collective: str, num_bytes: float, ranks: int) -> float:
-        """Milliseconds of a collective; bytes as in `lib.ddp.costs`."""
+        """Milliseconds of a collective; bytes as in `lib.profiling.collectives`."""
         link = self.link(ranks)
-        if self.algorithm == "tree" and collective in ("all_reduce", "broadcast"):
-            depth = math.ceil(math.log2(max(1, ranks))) * (2 if collective == "all_reduce" else 1)
-            count = messages(collective, ranks)
-            link = Link(link.latency_us * depth / max(1, count), link.bandwidth_gbs)
         return predicted_ms(collective, num_bytes, ranks, link.latency_us, link.bandwidth_gbs)
 
     def miniature(self, real: Workload, here: Workload) -> Network:
@@ -194,7 +180,7 @@ def gpu_step(shape: ModelConfig, tokens: int, flops_per_s: float) -> Workload:
 
 
 # PCIe 4.0 ×16: 16 GT/s per lane, 128b/130b encoding. Microseconds of a message as in
-# `lib.ddp.costs`, PCIe's also from NCCL's src/graph/tuning.cc.
+# `NETWORK_US`, PCIe's also from NCCL's src/graph/tuning.cc.
 NVLINK_PAIR = H200_LINKS[2]
 NETWORKS = {
     "NVLink pair": Network(NVLINK_PAIR),
@@ -449,14 +435,8 @@ class PendingWork(dist.Work):
     def is_completed(self) -> bool:
         return self.done.is_set()
 
-    def is_success(self) -> bool:
-        return self.done.is_set() and self.error is None
-
     def get_future(self) -> torch.futures.Future:
         return self.future
-
-    def result(self) -> Any:
-        return self.value
 
 
 # The process group
@@ -628,15 +608,8 @@ def simulated_group(network: Network, *, timeout: float = 300.0) -> SimulatedGro
     """
     require(dist.is_initialized(), "simulated_group must be called in a job, but there is no group")
     network.check_ranks(dist.get_world_size())
-    register_backend()
     limit = datetime.timedelta(seconds=timeout)
     return dist.new_group(timeout=limit, backend=BACKEND, pg_options=network)  # type: ignore
-
-
-def register_backend() -> None:
-    """Let torch.distributed know the backend, whose `pg_options` are a `Network`."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options: Any, network: Network | None) -> SimulatedGroup:
@@ -652,3 +625,11 @@ def _create(options: Any, network: Network | None) -> SimulatedGroup:
         store.set("folder", folder)
     folder = store.get("folder").decode()
     return SimulatedGroup(network, folder, rank, size, options.timeout.total_seconds())
+
+
+def _check(options: Any, ranks: int) -> None:
+    require(isinstance(options, Network), f"options must be a Network, got {options!r}")
+    options.check_ranks(ranks)
+
+
+register_backend(BACKEND, _create, _check)

@@ -6,13 +6,13 @@ import re
 import pytest
 
 from lib.ddp import launcher
-from lib.ddp.costs import Link
 from lib.ddp.launcher import WorkerError
-from lib.ddp.simulated_network import NETWORKS, LostRank, Network, SlowLink, Straggler, Workload
-from tests.ddp import network_cases as cases
+from lib.lessons.simulated_network import NETWORKS, LostRank, Network, SlowLink, Straggler, Workload
+from lib.profiling.collectives import Link
 from tests.ddp import training_cases as training
 from tests.ddp.test_wrappers import check_training
 from tests.ddp.workers import launch, run_cases
+from tests.lessons import network_cases as cases
 
 RANKS = 3
 PCIE = cases.virtual(NETWORKS["PCIe"])
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_ranks")
 @pytest.fixture(scope="module")
 def found():
     """What each case found on each of three ranks."""
-    return launch(run_cases, RANKS, "tests.ddp.network_cases", cases.CASES)
+    return launch(run_cases, RANKS, "tests.lessons.network_cases", cases.CASES)
 
 
 def test_steps_take_as_long_as_predicted_with_every_wrapper_on_every_network(found):
@@ -81,17 +81,18 @@ def test_calls_that_differ_and_lost_ranks_are_named(found):
 
 
 def test_wrappers_train_on_it_as_one_process_does():
-    results = launch(training.equality, 2, 2, backend=PCIE)
+    results = launch(training.equality, 2, 2, backend="simulated", options=PCIE)
     for way in training.ways_to_train(2):
         check_training(results, way)
 
 
 def test_it_can_be_the_network_of_a_whole_job():
-    assert launch(cases.on_a_simulated_job, 2, backend=PCIE) == [("simulated", 2.0, True)] * 2
+    found = launch(cases.on_a_simulated_job, 2, backend="simulated", options=PCIE)
+    assert found == [("simulated", 2.0, True)] * 2
     lost = dataclasses.replace(PCIE, lost_rank=LostRank(1))
     words = r"^rank 0 of 2 raised TimeoutError: rank 1 did not call all_reduce .* within 2 s$"
     with pytest.raises(WorkerError, match=re.compile(words, re.MULTILINE)):
-        launcher.launch(cases.on_a_simulated_job, 2, backend=lost, timeout=2)
+        launcher.launch(cases.on_a_simulated_job, 2, backend="simulated", options=lost, timeout=2)
 
 
 def test_a_miniature_waits_for_the_same_part_of_its_step():
@@ -104,12 +105,9 @@ def test_a_miniature_waits_for_the_same_part_of_its_step():
             assert found == pytest.approx(expected)
 
 
-def test_trees_save_latency_and_two_hosts_are_as_slow_as_their_network():
-    ring = Network(Link(10.0, 1.0))
-    tree = dataclasses.replace(ring, algorithm="tree")
-    # 14 messages and 2 log2(8) of 10 us
-    assert ring.collective_ms("all_reduce", 0, 8) == pytest.approx(0.14)
-    assert tree.collective_ms("all_reduce", 0, 8) == pytest.approx(0.06)
+def test_two_hosts_are_as_slow_as_their_network():
+    # 14 messages of 10 us
+    assert Network(Link(10.0, 1.0)).collective_ms("all_reduce", 0, 8) == pytest.approx(0.14)
     hosts = Network(Link(1.0, 100.0), between=Link(8.0, 10.0))
     found = hosts.link(4)
     assert (found.latency_us, found.bandwidth_gbs) == (pytest.approx((8 + 2 * 1) / 3), 10.0)
@@ -120,7 +118,6 @@ def test_trees_save_latency_and_two_hosts_are_as_slow_as_their_network():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Network(Link(1.0, 1.0), algorithm="star"), "algorithm must be one of .*, got"),
         (lambda: Network(Link(1.0, 1.0), clock="moon"), "clock must be one of .*, got"),
         (lambda: Network(Link(1.0, 0.0)), "bandwidth_gbs must be more than 0, got 0.0"),
         (lambda: Network(Link(-1.0, 1.0)), "latency_us must be at least 0, got -1.0"),
@@ -150,4 +147,20 @@ def test_what_no_network_can_have_is_refused(make, words):
 def test_a_fault_of_a_rank_that_is_not_there_is_refused(fault):
     network = dataclasses.replace(PCIE, **fault)
     with pytest.raises(ValueError, match=r"must be below the number of ranks, 2, got (9|2)"):
-        launch(int, 2, backend=network)
+        launch(int, 2, backend="simulated", options=network)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        ("simulated", None, "options must be a Network, got None"),
+        ("gloo", PCIE, "options must be None with backend 'gloo', got Network"),
+        (None, PCIE, "options must be None with backend 'gloo', got Network"),
+        ("simulator", PCIE, "backend must be .* one of nccl, gloo, simulated, got 'simulator'"),
+        (PCIE, None, "backend must be .* one of nccl, gloo, simulated, got Network"),
+    ],
+    ids=["none", "gloo", "default", "unknown", "no name"],
+)
+def test_a_backend_and_options_that_do_not_fit_are_refused(backend, options, words):
+    with pytest.raises(ValueError, match=words):
+        launch(int, 2, backend=backend, options=options)

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp import costs
 from lib.ddp.process_group import all_gather, barrier, gather_objects, rank, reduce_scatter
-from lib.ddp.simulated_network import (
+from lib.ddp.wrappers import wrap
+from lib.lessons.ddp.costs import predict_scaling
+from lib.lessons.simulated_network import (
     NETWORKS,
     LostRank,
     Network,
@@ -21,8 +22,8 @@ from lib.ddp.simulated_network import (
     gpu_step,
     simulated_group,
 )
-from lib.ddp.wrappers import wrap
 from lib.model.config import model_preset
+from lib.profiling.collectives import Link
 from tests.ddp.workers import message_of
 
 # A step: forward and backward through so many layers, of so many weights.
@@ -88,7 +89,7 @@ def scaled(name: str) -> Network:
 def predicted_ms(network: Network, name: str, ranks: int) -> float:
     """A step by formula: that of `predict_scaling`, and the message that says who has gradients."""
     link = network.link(ranks)
-    prediction = costs.predict_scaling(
+    prediction = predict_scaling(
         LAYERS * LAYER_BYTES,
         ranks,
         latency_us=link.latency_us,
@@ -175,7 +176,7 @@ def timings_of_faulty_networks() -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, fault in sick.items():
-        network = virtual(Network(costs.Link(100.0, 0.001)), **fault)
+        network = virtual(Network(Link(100.0, 0.001)), **fault)
         group = simulated_group(network)
         dist.all_reduce(torch.ones(1500), group=group)
         found[name] = 1e3 * group.clock.now()
@@ -188,7 +189,7 @@ def timings_of_faulty_networks() -> dict[str, Any]:
 def ring_by_messages() -> tuple[float, float, list[float]]:
     """An all-reduce from messages to the next rank: its time, that by formula, and the sum."""
     size, own = dist.get_world_size(), rank()
-    network = virtual(Network(costs.Link(100.0, 0.001)))
+    network = virtual(Network(Link(100.0, 0.001)))
     group = simulated_group(network)
     chunks = list(torch.full((size * 50,), 1.0 + own).chunk(size))
     for number in range(2 * (size - 1)):
@@ -208,7 +209,7 @@ def ring_by_messages() -> tuple[float, float, list[float]]:
 
 def wall_clock() -> tuple[float, float, bool, bool]:
     """Seconds of two all-reduces, by the network and by the wall; whether they came too early."""
-    group = simulated_group(Network(costs.Link(10_000.0, 1.0)))
+    group = simulated_group(Network(Link(10_000.0, 1.0)))
     tensors = [torch.ones(3), torch.ones(3)]
     barrier(group)
     start = time.monotonic()

@@ -1,154 +1,19 @@
-"""Costs of data parallelism by formula: collectives, overlap with backward, scaling, bytes sent.
+"""Costs of data parallelism by formula: overlap with backward, scaling over hosts, bytes sent.
 
-A message of m bytes takes latency + m / bandwidth (Hockney 1994, "The communication challenge for
-MPP"). A collective of n ranks on a ring is a sequence of messages (Thakur, Rabenseifner and Gropp
-2005, "Optimization of collective communication operations in MPICH", sections 3 and 4):
-
-- reduce-scatter, all-gather: n - 1 messages of 1/n of the bytes;
-- all-reduce: a reduce-scatter, then an all-gather;
-- broadcast: all bytes pass through n - 1 links in small pieces, through all links at once.
-
-Units: microseconds for latency, GB/s (10⁹ bytes) for bandwidth, milliseconds for everything else.
-The bytes of a collective are those of the whole tensor: what each rank holds in an all-reduce or
-broadcast, puts into a reduce-scatter, and gets from an all-gather.
+Collectives, units and bytes are those of `lib.profiling.collectives`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
 
 from lib.core.settings import check, check_fields, require
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
-
-# The wrappers of `lib.ddp.wrappers`, named here since this file loads no torch.
-DdpWrapper = Literal["none", "naive", "flat", "overlap", "flashddp", "torch_ddp"]
-DDP_WRAPPERS = get_args(DdpWrapper)
-
-# Collectives
-
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """The connection between neighbors of a ring."""
-
-    latency_us: float
-    """Microseconds that a message of any size takes."""
-
-    bandwidth_gbs: float
-    """GB/s that each rank sends."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "latency_us", self.latency_us >= 0, "at least 0")
-        check(self, "bandwidth_gbs", self.bandwidth_gbs > 0, "more than 0")
-
-
-def messages(collective: str, ranks: int) -> int:
-    """The number of messages that follow one another on the ring.
-
-    Raises:
-        ValueError: an unknown collective, or `ranks` below 1.
-    """
-    known = ", ".join(COLLECTIVES)
-    require(collective in COLLECTIVES, f"collective must be one of {known}, got {collective!r}")
-    require(ranks >= 1, f"ranks must be at least 1, got {ranks}")
-    return (ranks - 1) * (2 if collective == "all_reduce" else 1)
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """The part of a collective's bytes that the busiest rank must send.
-
-    Bytes / time is the algorithm bandwidth; times this factor it is the bus bandwidth, which
-    compares with a link's (nccl-tests, doc/PERFORMANCE.md). A switch that adds or multiplies data
-    in transit is sent less, so that the bus bandwidth can be above the link's.
-
-    Raises:
-        ValueError: as `messages`.
-    """
-    count = messages(collective, ranks)
-    if collective == "broadcast":
-        return 1.0 if ranks > 1 else 0.0
-    return count / ranks
-
-
-def predicted_ms(
-    collective: str, num_bytes: float, ranks: int, latency_us: float, bandwidth_gbs: float
-) -> float:
-    """Milliseconds of a collective of `num_bytes` on a ring of `ranks`.
-
-    Raises:
-        ValueError: as `messages`; or a size or latency below 0, or no bandwidth.
-    """
-    require(num_bytes >= 0, f"num_bytes must be at least 0, got {num_bytes}")
-    require(latency_us >= 0, f"latency_us must be at least 0, got {latency_us}")
-    require(bandwidth_gbs > 0, f"bandwidth_gbs must be more than 0, got {bandwidth_gbs}")
-    waiting = messages(collective, ranks) * latency_us / 1e3
-    return waiting + bus_factor(collective, ranks) * num_bytes / (bandwidth_gbs * 1e6)
-
-
-def bus_bandwidth_gbs(collective: str, num_bytes: float, ranks: int, milliseconds: float) -> float:
-    """The bus bandwidth of a measured collective; see `bus_factor`."""
-    return bus_factor(collective, ranks) * num_bytes / (milliseconds * 1e6)
-
-
-def fit_link(collective: str, ranks: int, times: Iterable[tuple[float, float]]) -> Link | None:
-    """The link that explains measured `times`, pairs of bytes and milliseconds, best.
-
-    Minimizes the squares of log(formula / measured), so that short times count as much as long
-    ones. None if there are fewer than two sizes, or if even the largest takes at most a tenth more
-    than the latency.
-
-    Raises:
-        ValueError: as `messages`; or `ranks` is 1, or bytes or a time are not more than 0.
-    """
-    times = list(times)
-    require(messages(collective, ranks) > 0, f"ranks must be at least 2, got {ranks}")
-    for pair in times:
-        require(min(pair) > 0, f"times must hold bytes and milliseconds more than 0, got {pair}")
-    sizes = [num_bytes for num_bytes, _ in times]
-    if len(set(sizes)) < 2:
-        return None
-
-    def fit(half: float) -> tuple[float, float]:
-        """Squared error and ms per byte, if `half` bytes take as long as the latency."""
-        logs = [math.log(ms / (half + num_bytes)) for num_bytes, ms in times]
-        mean = sum(logs) / len(logs)
-        return sum((value - mean) ** 2 for value in logs), math.exp(mean)
-
-    # search for Hockney's n_1/2, from a negligible latency to nothing but latency
-    low, high = min(sizes) / 1e4, max(sizes) * 1e2
-    for _ in range(5):
-        grid = [low * (high / low) ** (step / 64) for step in range(65)]
-        best = min(range(65), key=lambda step: fit(grid[step])[0])
-        low, high = grid[max(0, best - 1)], grid[min(64, best + 1)]
-    half = grid[best] if grid[best] > min(sizes) / 1e3 else 0.0
-    if half > 10 * max(sizes):
-        return None
-    ms_per_byte = fit(half)[1]
-    latency = half * ms_per_byte * 1e3 / messages(collective, ranks)
-    return Link(latency, bus_factor(collective, ranks) / (ms_per_byte * 1e6))
-
+from lib.profiling.collectives import COLLECTIVES, Link, bus_factor, predicted_ms
 
 # Overlap with backward
-
-# Gradients go in at most about this many buckets, unless those would be below so many MiB.
-MOST_BUCKETS = 32
-LEAST_CAP_MB = 25.0
-
-
-def default_bucket_cap_mb(gradient_bytes: int) -> float:
-    """The default MiB (2²⁰ bytes) of gradients in a bucket: 25, or 1/32 of all gradients.
-
-    A message costs the host the same time whatever its size, and the last bucket is sent after
-    backward. With 1/32 both stay small in models of any size.
-    """
-    return max(LEAST_CAP_MB, float(round(gradient_bytes / MOST_BUCKETS / 2**20)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,17 +122,6 @@ def predict_scaling(
 
 # Scaling over hosts of several GPUs
 
-# GB/s that a GPU sends over NVLink: half of the sum of both directions in NVIDIA's architecture
-# white papers (V100 300, A100 600, H100 900) and H200's datasheet (900). Keys are as in
-# lib.core.hardware.PEAKS. Without a switch, some of the links go to each of the other GPUs.
-NVLINK_GBS = {
-    "V100-SXM2-16GB": 150.0,
-    "V100-SXM2-32GB": 150.0,
-    "A100-SXM4-40GB": 300.0,
-    "A100-SXM4-80GB": 300.0,
-    "H100 80GB HBM3": 450.0,
-    "H200": 450.0,
-}
 # Microseconds per message of a ring over a network in NCCL's own cost model, for its protocol for
 # large tensors ("Simple"; NCCL, src/graph/tuning.cc; releases differ).
 NETWORK_US = 9.6
@@ -342,17 +196,13 @@ def predict_step(
     cluster: Cluster,
     *,
     flops_per_s: float,
-    bucket_caps_mb: Sequence[float] = BUCKET_CAPS_MB,
     overlap: bool = True,
     interference: Interference = Interference(),
 ) -> ScalingPrediction:
     """Predict a step of a model of `shape` on `ranks` GPUs, each with `tokens` tokens.
 
     Computation takes the model's FLOPs / `flops_per_s`, two thirds of it in backward. Gradients are
-    float32.
-
-    Args:
-        bucket_caps_mb: MiB in a bucket; the size with the shortest step is used.
+    float32, in buckets of that size of BUCKET_CAPS_MB with which the step is shortest.
 
     Raises:
         ValueError: as `predict_scaling`.
@@ -360,7 +210,7 @@ def predict_step(
     alone = 1e3 * flops_per_token(shape) * tokens / flops_per_s
     gradient_bytes = GRADIENT_BYTES * num_parameters(shape)
     link = cluster.link(ranks)
-    counts = {math.ceil(gradient_bytes / (cap * 2**20)) for cap in bucket_caps_mb}
+    counts = {math.ceil(gradient_bytes / (cap * 2**20)) for cap in BUCKET_CAPS_MB}
     predictions = [
         predict_scaling(
             gradient_bytes,

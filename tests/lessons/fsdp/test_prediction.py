@@ -3,10 +3,11 @@
 import pytest
 import torch.distributed as dist
 
-from lib.ddp.simulated_network import NETWORKS, simulated_group
-from lib.fsdp.prediction import predict_fsdp
 from lib.fsdp.wrapper import FSDP
-from tests.ddp.network_cases import (
+from lib.lessons.fsdp.prediction import predict_fsdp
+from lib.lessons.simulated_network import NETWORKS, simulated_group
+from tests.ddp.workers import launch
+from tests.lessons.network_cases import (
     BACKWARD_MS,
     FORWARD_MS,
     LAYER_BYTES,
@@ -15,7 +16,6 @@ from tests.ddp.network_cases import (
     stack,
     step_ms,
 )
-from tests.ddp.workers import launch
 
 OPTIONS = {
     "prefetch": {},

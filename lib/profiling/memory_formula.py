@@ -45,7 +45,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from lib.core.settings import require
-from lib.ddp.costs import DDP_WRAPPERS, default_bucket_cap_mb
+from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import (
     CHUNK_BYTES,
@@ -165,7 +165,7 @@ def rank_memory(
         checkpoints: whether each block keeps its input alone (`lib.fsdp.checkpoint_activations`).
         ddp_wrapper: who averages gradients in stages 0 and 1; `none` is for stage 1.
         bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket (default:
-            `lib.ddp.costs.default_bucket_cap_mb`).
+            `lib.ddp.settings.default_bucket_cap_mb`).
         cuda: whether the rank has a GPU. A CPU's AdamW works on a float32 copy of the gradients
             and on the updates' denominators, 8 bytes for each weight that it updates.
         outer_stays: in stage 3, whether embedding and head stay gathered from forward to the end of
@@ -296,14 +296,12 @@ def largest_preset(
     *,
     stage: int = 0,
     batch_size: int = 1,
-    reserved_bytes: int = RESERVED_BYTES,
     **settings,
 ) -> str | None:
     """The largest of the presets `small` to `2.7b` whose training fits; None if none does.
 
     Args:
-        memory_bytes: memory of a GPU.
-        reserved_bytes: the part of it that is not for tensors.
+        memory_bytes: memory of a GPU, of which RESERVED_BYTES are not for tensors.
         settings: for `rank_memory`.
 
     Example:
@@ -318,7 +316,7 @@ def largest_preset(
     for name in SIZES:
         config = model_preset(name)
         needed = rank_memory(config, ranks=ranks, stage=stage, batch_size=batch_size, **settings)
-        if needed.peak + reserved_bytes <= memory_bytes:
+        if needed.peak + RESERVED_BYTES <= memory_bytes:
             fits = name
     return fits
 
