@@ -42,8 +42,8 @@ def fill_in(text: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def headline_rows(artifacts: str | os.PathLike) -> list[dict[str, str]]:
     """The main results of each benchmark that has records in the folder `artifacts`."""
-    tables = ((comparison, *comparison.read(Path(artifacts))) for comparison in COMPARISONS)
-    return [comparison.row(records, others) for comparison, records, others in tables if records]
+    tables = [(comparison, comparison.read(Path(artifacts))) for comparison in COMPARISONS]
+    return [comparison.row(records) for comparison, records in tables if records]
 
 
 def on_record(report: Path, root: Path = ROOT) -> str:
@@ -56,7 +56,7 @@ def on_record(report: Path, root: Path = ROOT) -> str:
         return ""
     link = f"artifacts/{report.name}"
     rows = [
-        comparison.row(*comparison.read(root / "artifacts"))
+        comparison.row(comparison.read(root / "artifacts"))
         for comparison in COMPARISONS
         if comparison.link == link
     ]
@@ -81,28 +81,24 @@ class Comparison:
     unit: str
     device: str = "{device}"  # `{…}` is a field of our row
     report: str = ""  # without .md, if it is not called like the records
-    others: str = ""  # records with more runs of the case, earlier ones, without .jsonl
 
     @property
     def link(self) -> str:
         """The report's path in the repository."""
         return f"artifacts/{self.report or self.file}.md"
 
-    def read(self, artifacts: Path) -> tuple[list[Record], list[Record]]:
-        """The records of `file` and of `others` in the folder `artifacts`."""
-        files = (self.file, self.others)
-        records, others = (read_records(artifacts / f"{f}.jsonl") if f else [] for f in files)
-        return records, others
+    def read(self, artifacts: Path) -> list[Record]:
+        """The records of `file` in the folder `artifacts`."""
+        return read_records(artifacts / f"{self.file}.jsonl")
 
-    def row(self, records: Iterable[Record], others: Iterable[Record] = ()) -> dict[str, str]:
+    def row(self, records: Iterable[Record]) -> dict[str, str]:
         """The row for the table: the speeds of the newest run, and how far its runs agree."""
-        if self.file == "attention_sweep":
+        if self.file == "attention_repeats":
             flat = attention_rows(records)
         else:
             flat = [{**r["config"], **r["figures"], "device": r["device"]} for r in records]
         # the candidates that ran, with a peer to compare with
-        runs = [*self._runs(_ladder_rows(others)), *self._runs(flat)]
-        runs = [run for run in runs if self.ours in run and len(run) > 1]
+        runs = [run for run in self._runs(flat) if self.ours in run and len(run) > 1]
         newest = runs[-1]
         ours = newest[self.ours]
         peers = newest.keys() - {self.ours}
@@ -144,31 +140,9 @@ class Comparison:
 def _interval(times: Sequence[float]) -> str:
     """`times` from least to most; "level" where they do not agree on who is ahead."""
     least, most = (f"{times:.2f}" for times in (min(times), max(times)))
-    if len(times) == 1:
-        return least
-    words = f"{least} to {most}"
-    return f"level ({words})" if min(times) <= 1 <= max(times) else words
-
-
-def _ladder_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """The ladder's records as rows of the attention sweep.
-
-    It launches one by one and not in CUDA graphs, all its candidates alike.
-    """
-    names = {"hopper_ordered": "flash_attention_triton", "cudnn": "sdpa_cudnn"}
-    renamed = [
-        record
-        | {
-            "config": record["config"] | {"in_graph": True},
-            "figures": {
-                "status": "ok",
-                "flops": record["figures"]["flops"],
-                "kernels": {names.get(k, k): v for k, v in record["figures"]["steps"].items()},
-            },
-        }
-        for record in records
-    ]
-    return attention_rows(renamed)
+    words = least if least == most else f"{least} to {most}"
+    is_level = len(times) > 1 and min(times) <= 1 <= max(times)
+    return f"level ({words})" if is_level else words
 
 
 # Peers that the table does not call by their names in the records.
@@ -199,31 +173,35 @@ CAUSAL = {
 COMPARISONS = (
     Comparison(
         "tokenizer, training on an English dictionary",
-        "tokenizer_benchmark",
+        "tokenizer_repeats",
         DICTIONARY | {"task": "train"},
         *TOKENIZERS,
         device="{device}, {cores} cores",
+        report="tokenizer_benchmark",
     ),
     Comparison(
         "tokenizer, training on Linux's C code",
-        "tokenizer_benchmark",
+        "tokenizer_repeats",
         CODE | {"task": "train"},
         *TOKENIZERS,
         device="{device}, {cores} cores",
+        report="tokenizer_benchmark",
     ),
     Comparison(
         "tokenizer, encoding the dictionary",
-        "tokenizer_benchmark",
+        "tokenizer_repeats",
         DICTIONARY | {"task": "encode"},
         *TOKENIZERS,
         device="{device}, 1 core",
+        report="tokenizer_benchmark",
     ),
     Comparison(
         "tokenizer, encoding Linux's C code",
-        "tokenizer_benchmark",
+        "tokenizer_repeats",
         CODE | {"task": "encode"},
         *TOKENIZERS,
         device="{device}, 1 core",
+        report="tokenizer_benchmark",
     ),
     Comparison(
         "training, 124 million parameters, 32 × 1,024 tokens",
@@ -234,11 +212,10 @@ COMPARISONS = (
     *(
         Comparison(
             f"attention {direction}, causal, 4,096 tokens, heads of {head_dim}",
-            "attention_sweep",
+            "attention_repeats",
             CAUSAL | {"direction": direction, "head_dim": head_dim},
             *KERNELS,
             report="attention_sweep_report",
-            others="attention_ladder",
         )
         for direction in ("forward", "backward")
         for head_dim in (64, 128)

@@ -173,7 +173,8 @@ def prepare(
         q, k, v, is_causal: of the `flash_forward` that follows.
         has_gradients: whether `flash_backward` will follow, and `has_rope`, whether with `angles`.
     """
-    if hopper is not None:
+    # PyTorch's compiler, which would look into this, leaves it to the operator
+    if hopper is not None and not torch.compiler.is_compiling():
         settings = {"has_gradients": has_gradients, "has_rope": has_rope}
         hopper.prepare(q, k, v, is_causal, **settings)
 

@@ -290,7 +290,8 @@ def test_starts_of_any_integer_type_are_read():
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "limit"), [(0, "at least 1, got 0"), (2**32 + 1, "at most 2^32, got 4294967297")]
+    ("vocab_size", "limit"),
+    [(0, "a whole number, at least 1, got 0"), (2**32 + 1, "at most 2^32, got 4294967297")],
 )
 def test_random_ids_that_32_bits_cannot_hold_are_refused(vocab_size, limit):
     with pytest.raises(ValueError, match=re.escape(f"vocab_size must be {limit}")):
