@@ -188,7 +188,7 @@ class ShardedOptimizer(Optimizer):
         if self.inner is not None:
             raise RuntimeError(
                 "a ShardedOptimizer takes all parameters when it is created; make a new one with "
-                "these, too, and give it this one's state_dict()"
+                "these, too"
             )
         super().add_param_group(param_group)
         different = len(set(param_group["params"]))
