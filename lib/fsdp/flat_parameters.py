@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.buckets import ALIGNMENT, has_average
+from lib.ddp.flat import ALIGNMENT, has_average
 from lib.ddp.process_group import (
     all_gather,
     as_sent,

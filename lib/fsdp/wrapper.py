@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.buckets import GradientSync, MeanReduction, require_finished
+from lib.ddp.flat import GradientSync, average, require_finished
 from lib.ddp.process_group import agree, broadcast_module, world_size
 from lib.fsdp.blocks import (
     Block,
@@ -404,7 +404,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # all of a dtype in one message
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            MeanReduction([joined], self.group).finish()
+            average(joined, self.group)
             means = joined.split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)

@@ -26,7 +26,7 @@ from lib.core.files import atomic_write
 from lib.core.settings import require
 from lib.ddp.process_group import on_each_rank, on_first_rank, rank, world_size
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.shards import Shard
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
 
 Groups = list[dict[str, Any]]
 # The files of all ranks; `shard_name` is that of one.
@@ -106,7 +106,7 @@ def load_unsharded(folder: str | os.PathLike, optimizer: torch.optim.Optimizer) 
         ValueError: the files do not fit the optimizer, or are from different saves.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    whole = [Shard(param, n, 0, param.numel(), param, param) for n, param in enumerate(params)]
+    whole = [whole_shard(param, number) for number, param in enumerate(params)]
     unpack_shards(read_shards(folder), folder, whole, optimizer, optimizer.param_groups)
 
 
@@ -191,11 +191,6 @@ def _read_shard(path: Path) -> dict[str, Any]:
     is_shard = isinstance(loaded, dict) and "save" in loaded
     require(is_shard, f"{path} is damaged: it is not what save_shard writes")
     return loaded
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _numbered(groups: Groups) -> Groups:
@@ -283,7 +278,7 @@ def _assemble(shard: Shard, pieces: list[_Piece]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.shape == parts[0].shape:
             # a value per element
             cut_out = [part.state[name].reshape(-1)[cut] for part, cut in zip(parts, cuts)]
-            state[name] = torch.cat(cut_out).view(shard.weight.shape)
+            state[name] = torch.cat(cut_out).view(shard.leaf.shape)
         elif isinstance(value, Tensor) and value.dim() and not is_uncut:
             raise ValueError(
                 f"state {name} of parameter {shard.number} has shape {tuple(value.shape)}, which "
