@@ -495,10 +495,10 @@ def check_misuse_is_refused_by_name() -> None:
     expected = whole["last.weight"].sum() + whole["embedding.weight"][tokens].sum()
     torch.testing.assert_close(found, expected)
 
-    grown = nn.Sequential(nn.Linear(4, 4))
+    grown = nn.Sequential(nn.Linear(4, 4)).to(current_device())
     model = FSDP(grown)
     grown.append(nn.Linear(4, 4))
-    message = message_of(lambda: model(torch.ones(1, 4)))
+    message = message_of(lambda: model(torch.ones(1, 4, device=current_device())))
     assert "1.weight was added or replaced after FSDP had divided the module" in message, message
     sparse = FSDP(Indexed(sparse=True))
     message = message_of(lambda: sparse(tokens).sum().backward())
