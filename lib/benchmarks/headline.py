@@ -205,9 +205,10 @@ COMPARISONS = (
     ),
     Comparison(
         "training, 124 million parameters, 32 × 1,024 tokens",
-        "training_benchmark",
+        "training_repeats",
         {"task": "step", "model": "gpt2-124m"},
         *("candidate", "all", ("nanoGPT-style",), "tokens_per_s", "tokens/s"),
+        report="training_benchmark",
     ),
     *(
         Comparison(
