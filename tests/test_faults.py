@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     what: str
     file: str
     tests: str
-    """What pytest is asked to run."""
+    """The tests to run, as arguments of pytest."""
 
     old: str
     new: str

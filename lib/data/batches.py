@@ -79,7 +79,9 @@ def read_sequences(
     # (batch, context_length + 1)
     indices = starts.astype(np.int64)[:, None] + np.arange(context_length + 1)
     ids = dataset[indices]
-    if (is_too_large := ids > LARGEST_ID).any():
+    # no other dtype can hold such an id
+    is_wide = ids.dtype.kind == "u" and ids.dtype.itemsize == 8
+    if is_wide and (is_too_large := ids > LARGEST_ID).any():
         raise ValueError(f"dataset must hold ids below 2^63, got {ids[is_too_large][0]}")
     sequences = torch.from_numpy(ids.astype(np.int64))
     device = torch.device(device)

@@ -340,7 +340,7 @@ def _hook(owner: weakref.ref, param: Tensor) -> None:
 
 
 def owners_of(param: Tensor) -> list[Any]:
-    """What has a hook on the parameter, and lives."""
+    """The owners whose hooks are on the parameter, if they are alive."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     found = [hook.args[0]() for hook in hooks if getattr(hook, "func", None) is _hook]
     return [owner for owner in found if owner is not None]

@@ -29,6 +29,7 @@ import torch
 import torch.multiprocessing as mp
 
 from lib.core.files import folder_for_sockets, write_atomically
+from lib.core.settings import whole_number
 from lib.ddp.process_group import (
     REGISTERED,
     barrier,
@@ -98,10 +99,7 @@ def launch(
         WorkerError: a rank raised an error, died or timed out; the others were stopped.
     """
     _check_importable(fn)
-    is_whole = isinstance(world_size, numbers.Integral) and not isinstance(world_size, bool)
-    if not is_whole or world_size < 1:
-        raise ValueError(f"world_size must be a whole number, at least 1, got {world_size!r}")
-    world_size = int(world_size)
+    world_size = whole_number("world_size", world_size, least=1)
     if not (isinstance(timeout, numbers.Real) and 0 < timeout < math.inf):
         raise ValueError(f"timeout must be more than 0 and finite, got {timeout!r}")
     backend = checked_backend(backend, world_size, options)

@@ -330,15 +330,15 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, **options: Any) -> Any:
-    """`torch.distributed.reduce_scatter_tensor`, which PyTorch 2.13 renamed."""
+    """`torch.distributed.reduce_scatter_tensor`, which PyTorch 2.13 renamed; complex ones too."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(as_real(output), as_real(tensor), **options)
 
 
 def all_gather(output: Tensor, tensor: Tensor, **options: Any) -> Any:
-    """`torch.distributed.all_gather_into_tensor`, which PyTorch 2.13 renamed."""
+    """`torch.distributed.all_gather_into_tensor`, which PyTorch 2.13 renamed; of any dtype."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(as_real(output), as_real(tensor), **options)
+    return gather(as_sent(output), as_sent(tensor), **options)
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -483,7 +483,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = as_real(tensor)
         bits = real.detach().contiguous().view(-1).view(widths[real.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
     # one transfer from each device

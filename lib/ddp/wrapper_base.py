@@ -1,4 +1,4 @@
-"""What all data-parallel wrappers share: they check their module, and have its state dict."""
+"""The base of all data-parallel wrappers: checks of the module, and its state dict."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from lib.flash_attention.inputs import is_called_eagerly
 
 
 class Operator(NamedTuple):
-    """What `make_operator` makes."""
+    """A differentiable operator, made by `make_operator`."""
 
     forward: Callable[..., tuple[Tensor, ...]]
     """The operator `workbook::NAME`, which PyTorch's compiler does not look into."""

@@ -32,7 +32,6 @@ from lib.core.settings import require
 from lib.ddp.flat import ALIGNMENT, has_average
 from lib.ddp.process_group import (
     all_gather,
-    as_sent,
     mark_sharded,
     rank,
     reduce_scatter,
@@ -202,7 +201,7 @@ class FlatParameters:
         flat = self.slice
         if self.ranks > 1:
             flat = self.slice.new_empty(self.ranks * self.slice_length)
-            all_gather(as_sent(flat), as_sent(self.slice), group=self.group)
+            all_gather(flat, self.slice, group=self.group)
         return [self._view(flat, i).clone() for i in range(len(self.shards))]
 
     # Parameters: gathered before forward and backward, dropped after
@@ -232,7 +231,7 @@ class FlatParameters:
             self.buffer.copy_(sent)
             return
         with annotate("all-gather"):
-            work = all_gather(as_sent(self.buffer), as_sent(sent), group=self.group, async_op=True)
+            work = all_gather(self.buffer, sent, group=self.group, async_op=True)
         # what is sent lives until it has arrived
         self.gathering = work, sent
 
@@ -276,7 +275,7 @@ class FlatParameters:
             )
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What autograd keeps of a gathered parameter or a view of one: how to gather it again."""
+        """A function that autograd saves instead of a gathered parameter: it gathers that again."""
         layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         return functools.partial(self._gathered_again, self.version, tensor.dtype, *layout)
 
@@ -363,9 +362,7 @@ class FlatParameters:
             mean, is_mean = flat.new_empty(self.slice_length), has_average(flat, self.group)
             op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
             with annotate("reduce-scatter"):
-                work = reduce_scatter(
-                    as_real(mean), as_real(flat), op=op, group=self.group, async_op=True
-                )
+                work = reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)
         # what is sent lives until it has arrived
         self.reducing = work, mean, is_mean, flat
 
@@ -422,8 +419,3 @@ def _put(module: nn.Module, name: str, param: Any) -> None:
         # which holds them twice, and moves those that it finds changed
         module._flat_weights = [module._parameters[own] for own in module._flat_weights_names]
         module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
-
-
-def as_real(flat: Tensor) -> Tensor:
-    """A view of a 1-dim tensor in a dtype that every backend adds up."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

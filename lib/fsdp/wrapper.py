@@ -298,7 +298,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What autograd keeps of a tensor that backward needs: of a gathered one, no memory."""
+        """A function that autograd saves instead of a tensor: a gathered one's keeps no memory."""
         if torch._C._has_storage(tensor):
             flat = self.flat_at.get(tensor.untyped_storage()._cdata)
             if flat is not None and not (tensor.is_conj() or tensor.is_neg()):

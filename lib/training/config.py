@@ -6,7 +6,7 @@ Frozen dataclasses, checked when made. A field's docstring is its text in `--hel
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lib.core.hardware import DtypeName
 from lib.core.settings import check, check_fields
@@ -16,7 +16,6 @@ from lib.model.config import ModelConfig
 
 # FSDP shards the model itself, so it is not a wrapper around a whole model.
 TrainingWrapper = Literal[DdpWrapper, "fsdp", "fsdp2"]
-TRAINING_WRAPPERS = get_args(TrainingWrapper)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 
 
 def groups_of(module: Toy) -> list[dict[str, Any]]:
-    """Three groups, of which the first has a learning rate of its own and a frozen parameter."""
+    """Three groups; the first has its own learning rate and a frozen parameter."""
     sometimes = list(module.sometimes.parameters())
     last = {id(param) for param in sometimes}
     params = [param for param in module.parameters() if id(param) not in last]
