@@ -2,13 +2,14 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.colors import same_color
 
 from lib.__main__ import main
-from lib.benchmarks.sharding import bytes_at_marks
+from lib.benchmarks.sharding import bytes_at_marks, held_bytes
 from lib.benchmarks.sharding_cases import (
     SHARDING_METHODS,
     ShardingCase,
@@ -35,6 +36,8 @@ from lib.ddp.settings import default_bucket_cap_mb
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM
+from lib.optimizer import AdamW
+from lib.sharded_optimizer import ShardedOptimizer
 from tests.benchmarks.rank_benchmarks import flags
 from tests.benchmarks.rank_benchmarks import plant as plant_record
 
@@ -128,6 +131,16 @@ def test_tables_and_figures_are_written(measured):
 
 def event(name: str, time: int, **arguments: int) -> dict:
     return {"name": name, "ts": time, "args": arguments}
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "flat", "reduces_gradients": True}])
+def test_gradients_of_shards_are_held_too(settings):
+    model = torch.nn.Linear(4, 4)
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1, **settings)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.finish_gradient_synchronization()
+    held = held_bytes(SimpleNamespace(model=model, optimizer=optimizer))
+    assert held == {"parameters": 80, "gradients": 80, "optimizer_state": 0}
 
 
 def test_bytes_at_marks_are_the_live_blocks_and_the_peak_since_the_step_began():
