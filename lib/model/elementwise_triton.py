@@ -264,8 +264,9 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
     """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff).
 
     Raises:
-        ValueError: an odd number of columns.
+        ValueError: an odd number of columns, or another dtype than the kernels have.
     """
+    _check_dtype("gate_and_value", gate_and_value)
     if gate_and_value.shape[-1] % 2:
         width = gate_and_value.shape[-1]
         raise ValueError(f"gate_and_value must have an even number of columns, got {width}")
@@ -329,11 +330,13 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple
     """x + branch, and its RMSNorm; x and branch are (..., d_model).
 
     Raises:
-        ValueError: they have unequal shapes, or `weight` is not (d_model,).
+        ValueError: they have unequal shapes, `weight` is not (d_model,), or the kernels do not
+            have a dtype.
     """
     if branch.shape != x.shape:
         found = f"got {tuple(branch.shape)} and {tuple(x.shape)}"
         raise ValueError(f"branch must have the shape of x, {found}")
+    _check_dtype("branch", branch)
     _check_weight(x, weight)
     return _AddRMSNorm.apply(x.contiguous(), branch.contiguous(), weight.contiguous(), eps)
 
@@ -342,13 +345,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMSNorm of x, (..., d_model).
 
     Raises:
-        ValueError: `weight` is not (d_model,).
+        ValueError: `weight` is not (d_model,), or the kernels do not have the dtype of x.
     """
     _check_weight(x, weight)
     return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps)
 
 
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise ValueError(f"{name} must be one of {known}, in which kernels compute, got {x.dtype}")
+
+
 def _check_weight(x: Tensor, weight: Tensor) -> None:
+    _check_dtype("x", x)
     # written out only here, as a message about sizes compiles anew for each of them
     if weight.shape != x.shape[-1:]:
         found = f"got {tuple(weight.shape)} for x {tuple(x.shape)}"

@@ -38,6 +38,9 @@ def update_copies(root: Path = ROOT) -> int:
     for source in find_notebooks((), root):
         copy, content = work / source.name, source.read_bytes()
         origin, is_new = origins.get(source.stem, {}), not copy.exists()
+        if not is_new and not copy.is_file():
+            print(f"work/{copy.name}: is no file and stays as it is; remove it to get a fresh one")
+            continue
         if not is_new and origin.get("notebook") == _sha256(content):
             continue
         try:
@@ -45,9 +48,6 @@ def update_copies(root: Path = ROOT) -> int:
             new = with_ids(_without_outputs(content).cells, (), {})
         except ValueError as error:
             print(f"notebooks/{source.name}: is no notebook and is not copied ({error})")
-            continue
-        if not is_new and not copy.is_file():
-            print(f"work/{copy.name}: is no file and stays as it is; remove it to get a fresh one")
             continue
         known = {cell.id: _key(cell) for cell in new}
         before = None if is_new else copy.read_bytes()

@@ -152,6 +152,23 @@ def test_rotated_attention_refuses_heads_that_its_kernels_are_too_narrow_for(dev
         rotated_attention(torch.zeros(1, 2, 3, 1, 260, device=device), rope.cos, rope.sin)
 
 
+@ON_KERNEL_DEVICES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
+def test_kernels_refuse_dtypes_that_they_would_round(device, dtype):
+    from lib.model.elementwise_triton import add_rms_norm, rms_norm, swiglu
+
+    x, right = (torch.ones(2, 4, dtype=each, device=device) for each in (dtype, torch.float32))
+    weight = torch.ones(4, device=device)
+    for call in (
+        lambda: swiglu(x),
+        lambda: rms_norm(x, weight, 1e-5),
+        lambda: add_rms_norm(right, x, weight, 1e-5),
+        lambda: add_rms_norm(x, right, weight, 1e-5),
+    ):
+        with pytest.raises(ValueError, match=f"must be one of torch.bfloat16, .*, got {dtype}"):
+            call()
+
+
 # Ways to lay out the same numbers, (3, 4, 8), that are not contiguous.
 STRIDED = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

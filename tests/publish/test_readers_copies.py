@@ -297,6 +297,15 @@ def test_what_is_in_a_copys_place_is_named_and_stops_no_later_copy(book, capsys,
         assert not copy.is_file() or cells_of(book)[EXERCISE].source.endswith("42")
 
 
+def test_what_is_in_a_copys_place_is_named_though_its_notebook_is_the_same(book, capsys):
+    copy = book / "work/01_one.ipynb"
+    copy.unlink()
+    copy.mkdir()
+    capsys.readouterr()
+    assert update_copies(book) == 0
+    assert "work/01_one.ipynb: is no file and stays as it is" in capsys.readouterr().out
+
+
 CONFLICT = '<<<<<<< HEAD\n{"cells": []}\n=======\n{"cells": [1]}\n>>>>>>> main\n'
 
 

@@ -27,6 +27,7 @@ from lib.lessons.exercise import (
 )
 from lib.lessons.training.broken import FAULTS
 from lib.lessons.training.toys import (
+    BATCH_POINTS,
     BUDGET,
     TRAINED,
     Batches,
@@ -150,8 +151,8 @@ def _draw_training(generator: random.Random, size: int) -> tuple:
     steps, accumulate, width = 2 + size // 3, generator.randint(1, 3), 1 + size // 5
     batches = Batches()
     for _ in range(steps * accumulate):
-        x = torch.tensor([draws(width) for _ in range(3)], dtype=torch.float64)
-        batches.append((x, torch.tensor(draws(3), dtype=torch.float64)))
+        x = torch.tensor([draws(width) for _ in range(BATCH_POINTS)], dtype=torch.float64)
+        batches.append((x, torch.tensor(draws(BATCH_POINTS), dtype=torch.float64)))
     rates = [round(generator.uniform(0.02, 0.3), 2) for _ in range(steps)]
     return ToyModel(draws(width)), batches, rates, accumulate, generator.choice([0.5, 2.0, 9.0])
 

@@ -20,6 +20,9 @@ from lib.data.stories import generate_stories
 from lib.model import ModelConfig, TransformerLM
 from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
 
+# Points of a batch of `ToyModel`, whose activations fill the memory of its story.
+BATCH_POINTS = 3
+
 
 class Kept:
     """A tensor that autograd keeps; backward lets go of it."""
@@ -43,8 +46,14 @@ class ToyModel(nn.Module):
         """Return the mean loss of a batch.
 
         Raises:
-            MemoryError: autograd still keeps what it needs for another batch.
+            MemoryError: autograd still keeps what it needs for another batch, or this one is
+                several in one.
         """
+        if len(x) > BATCH_POINTS:
+            raise MemoryError(
+                f"the activations of {len(x)} points do not fit, only those of the {BATCH_POINTS} "
+                "of one batch; compute the loss of each batch by itself"
+            )
         if self.kept:
             raise MemoryError(
                 "autograd still keeps the activations of another batch; call backward for each "

@@ -100,6 +100,18 @@ def test_a_token_that_is_computed_again_is_refused():
         model.qkv(3, 0)
 
 
+def train_on_joined_batches(model, batches, rates, accumulate, max_norm):
+    """All batches of a step as one, for which the memory of the story is too small."""
+    steps = range(0, len(batches), accumulate)
+    joined = [[torch.cat(part) for part in zip(*batches[i : i + accumulate])] for i in steps]
+    return train(model, joined, rates, 1, max_norm)
+
+
+def test_batches_that_are_joined_are_refused():
+    text = verdict(LOOP, rounded(train_on_joined_batches))
+    assert "points do not fit, only those of the 3 of one batch" in text
+
+
 @pytest.mark.parametrize(
     ("answer", "described"),
     [
