@@ -40,7 +40,6 @@ from lib.optimizer.schedule import cosine_lr
 from lib.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
-    load_optimizer,
     read_extra,
     rng_state,
     save_checkpoint,
@@ -326,13 +325,12 @@ def _evaluate(training: _Training) -> dict[str, float]:
     _count_time(training)
     try:
         found = evaluate(
-            training.step.evaluated_model(),
+            training.step.parallel,
             run.validation_tokens,
             bytes_of_token(run.tokenizer),
             batch_size=config.batch_size,
             device=run.device,
             max_tokens=config.eval_tokens,
-            autocast=None if config.low_precision_weights else run.dtype,
         )
     except Exception:
         if rank() == 0:
@@ -391,11 +389,8 @@ def _save(training: _Training) -> None:
     _count_time(training)
     # metrics first, since the checkpoint holds how long their file is
     on_first_rank(lambda: _sync_metrics(training), waiting)
-    parts: dict[str, Any] = {"model": step.model, "optimizer": step.optimizer}
-    if step.is_sharded:
-        # each rank writes its part of the state, and rank 0 moves the files into the checkpoint
-        parts = {"model": step.weights(), "shards": _shards(run)}
-        step.optimizer.save_shard(_shards(run), waiting)
+    # each rank writes its part of a sharded state, and rank 0 moves the files into the checkpoint
+    parts = step.parallel.state(_shards(run), waiting)
     training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), waiting)
     _start_clock(training)
 
@@ -476,7 +471,7 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    load_optimizer(loaded.path, step.optimizer, step.optimizer_model)
+    step.parallel.load_state(loaded.path)
     run.sampler.load_state_dict(loaded.extra["sampler"])
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)
