@@ -130,7 +130,7 @@ def held_bytes(step: TrainStep) -> dict[str, int]:
     params = list(step.model.parameters())
     is_sharded, optimizer = step.parallel.is_sharded, step.optimizer
     shards = optimizer.shards if is_sharded else []
-    grads = [param.grad for param in params] + [shard.grad for shard in shards]
+    grads = [param.grad for param in params] + [shard.leaf.grad for shard in shards]
     # that of this rank's parameters
     state = (optimizer.inner if is_sharded else optimizer).state
     values = [value for of_param in state.values() for value in of_param.values()]

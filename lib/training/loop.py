@@ -119,7 +119,7 @@ class _Training:
     step: TrainStep
     progress: Progress
 
-    waiting: dist.ProcessGroup | None
+    patient: dist.ProcessGroup | None
     """The group in which ranks wait for what rank 0 does alone."""
 
     on_metrics: Callable[[dict[str, Any]], None] | None
@@ -168,33 +168,33 @@ def train(
     """
     deadline = time.monotonic() + (config.max_seconds or math.inf)
     # ranks wait in this group while rank 0 works alone, however long a slow disk or a lock takes
-    with patient_group() as waiting:
-        return _train(config, on_metrics, deadline, waiting)
+    with patient_group() as patient:
+        return _train(config, on_metrics, deadline, patient)
 
 
 def _train(
     config: TrainConfig,
     on_metrics: Callable[[dict[str, Any]], None] | None,
     deadline: float,
-    waiting: dist.ProcessGroup | None,
+    patient: dist.ProcessGroup | None,
 ) -> TrainResult:
-    """Train or resume until `deadline`; ranks wait in the group `waiting`."""
-    run = open_run(config, waiting)
+    """Train or resume until `deadline`; ranks wait in the group `patient`."""
+    run = open_run(config, patient)
     finished = on_first_rank(lambda: finished_checkpoint(run))
     if finished is not None:
         # nothing is written, so that the disk may be read-only
         log.info("%s is up to date: %s steps", run.folder, config.steps)
         return TrainResult("up to date", config.steps, None, run.folder, finished)
-    asked, taken = config.optimizer.warmup_steps, config.warmup_steps
+    asked, taken = config.optimizer.warmup_steps, config.effective_warmup_steps
     if taken < asked and rank() == 0:
         log.info("warm-up takes %d of %d steps, not %d", taken, config.steps, asked)
     with (
         freed_memory_kept(run.device.type),
         numerics(tf32=config.tf32, deterministic=config.deterministic),
-        hold_folder(run, waiting) as checkpoint,
+        hold_folder(run, patient) as checkpoint,
         stop_signals() as stop,
     ):
-        training = _set_up(run, checkpoint, waiting, on_metrics)
+        training = _set_up(run, checkpoint, patient, on_metrics)
         status = _take_steps(training, stop, deadline)
     steps = training.progress.steps
     return TrainResult(status, steps, training.evaluation, run.folder, training.checkpoint)
@@ -259,7 +259,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         step,
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.effective_warmup_steps,
         cosine_steps=config.steps,
     )
 
@@ -384,14 +384,14 @@ def _count_time(training: _Training) -> None:
 
 def _save(training: _Training) -> None:
     """Write a checkpoint; all ranks call it together."""
-    run, step, waiting = training.run, training.step, training.waiting
+    run, step, patient = training.run, training.step, training.patient
     _read_log(training)
     _count_time(training)
     # metrics first, since the checkpoint holds how long their file is
-    on_first_rank(lambda: _sync_metrics(training), waiting)
+    on_first_rank(lambda: _sync_metrics(training), patient)
     # each rank writes its part of a sharded state, and rank 0 moves the files into the checkpoint
-    parts = step.parallel.state(_shards(run), waiting)
-    training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), waiting)
+    parts = step.parallel.state(_shards(run), patient)
+    training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), patient)
     _start_clock(training)
 
 
@@ -433,7 +433,7 @@ def _shards(run: Run) -> Path:
 def _set_up(
     run: Run,
     checkpoint: Path | None,
-    waiting: dist.ProcessGroup | None,
+    patient: dist.ProcessGroup | None,
     on_metrics: Callable[[dict[str, Any]], None] | None,
 ) -> _Training:
     """Make the model and its training step, and restore `checkpoint` if there is one."""
@@ -445,12 +445,12 @@ def _set_up(
         model.use_low_precision_weights(run.dtype)
     if checkpoint is not None:
         # before the model is sharded, since checkpoints hold whole weights
-        loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), waiting)
+        loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), patient)
         progress = Progress(**loaded.extra["progress"])
     step = TrainStep(model, config, run.device, run.dtype)
     if loaded is not None:
-        on_each_rank(lambda: _restore(run, step, loaded), waiting)
-    return _Training(run, step, progress, waiting, on_metrics, checkpoint)
+        on_each_rank(lambda: _restore(run, step, loaded), patient)
+    return _Training(run, step, progress, patient, on_metrics, checkpoint)
 
 
 def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:

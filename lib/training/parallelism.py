@@ -139,17 +139,17 @@ class Parallel:
         self.gather()
         return self.model.state_dict()
 
-    def state(self, folder: Path, waiting: dist.ProcessGroup | None) -> dict[str, Any]:
+    def state(self, folder: Path, patient: dist.ProcessGroup | None) -> dict[str, Any]:
         """What `save_checkpoint` needs of model and optimizer.
 
         Args:
             folder: where each rank leaves its part of a sharded optimizer's state.
-            waiting: the same ranks, to wait for each other while they write.
+            patient: the same ranks, to wait for each other while they write.
         """
         if not self.is_sharded:
             return {"model": self.model, "optimizer": self.optimizer}
         weights = self.weights()
-        self.optimizer.save_shard(folder, waiting)
+        self.optimizer.save_shard(folder, patient)
         return {"model": weights, "shards": folder}
 
     def load_state(self, checkpoint: Path) -> None:
