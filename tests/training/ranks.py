@@ -65,6 +65,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "parameters, overlap": PARAMETERS | {"ddp_wrapper": "overlap"},
     "torch_zero, flat": TORCH_ZERO | {"ddp_wrapper": "flat"},
 }
+# Kinds of parallelism of which each rank has the whole model.
+EVALUATED = {name: WAYS[name] for name in ("flashddp", "torch_ddp", "zero1", "torch_zero")}
 # Settings of a step, and its dtype.
 SETTINGS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "float16": ({}, torch.float16),
@@ -423,6 +425,9 @@ def two_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
         },
         "gathers": attempt(lambda: [pending_gathers(), pending_gathers(cuda_graph=True)]),
         "evaluations": evaluations(),
+        "evaluated in training": {
+            name: attempt(lambda how=how: evaluations(how)) for name, how in EVALUATED.items()
+        },
         "divided": {
             name: attempt(lambda how=how: (evaluations(how), held_in_evaluation(how)))
             for name, how in (("fsdp", FSDP), ("fsdp2", FSDP2))

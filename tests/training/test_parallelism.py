@@ -290,6 +290,13 @@ def test_evaluations_are_those_of_one_process(ranks):
     assert [found["evaluations"] for found in ranks] == [expected, expected]
 
 
+@pytest.mark.parametrize("name", workers.EVALUATED)
+def test_a_model_in_training_is_evaluated_as_by_one_process(ranks, name):
+    expected = workers.evaluations()
+    for found in ranks:
+        assert result_of(found["evaluated in training"][name]) == expected
+
+
 @pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
 def test_a_divided_model_is_evaluated_a_block_at_a_time(ranks, name):
     expected = workers.evaluations()
