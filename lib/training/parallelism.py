@@ -75,22 +75,40 @@ class Parallel:
     ) -> None:
         self.model: TransformerLM = loss.model
         self.module: nn.Module = loss
-        self.is_sharded = False
         self.optimizer: Any = None
+        self.is_sharded = False
+        self.group = group
+        self.adamw: dict[str, Any] = {
+            "lr": lr,
+            "betas": (config.optimizer.beta1, config.optimizer.beta2),
+            "eps": config.optimizer.eps,
+        }
         if config.compile:
             self._compile(loss, config)
-        self._set_up(loss, config, lr, group)
+        self._set_up(loss, config)
 
     def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
         """Compile the model, in pieces that leave this kind's hooks outside."""
         loss.compile()
 
-    def _set_up(
-        self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
-    ) -> None:
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         """Wrap the loss, and make the optimizer."""
         groups = parameter_groups(self.model.parameters(), config)
-        self.optimizer = AdamW(groups, **adamw(config, lr))
+        self.optimizer = AdamW(groups, **self.adamw)
+
+    def _shard_optimizer(
+        self,
+        groups: list[dict[str, Any]],
+        strategy: Literal["parameters", "flat"] | ShardingStrategy,
+        **options: Any,
+    ) -> None:
+        """Make an AdamW whose state is sharded; `options` are those of `ShardedOptimizer`."""
+        # imported here since a single process needs none of it
+        from lib.sharded_optimizer.optimizer import ShardedOptimizer
+
+        options |= {"group": self.group, "strategy": strategy}
+        self.optimizer = ShardedOptimizer(groups, AdamW, **options, **self.adamw)
+        self.is_sharded = True
 
     @property
     def config(self) -> ModelConfig:
@@ -169,23 +187,19 @@ class Replicated(Parallel):
         else:
             loss.compile()
 
-    def _set_up(
-        self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
-    ) -> None:
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         params = list(self.model.parameters())
-        cap_mb = bucket_cap_mb(config, params)
-        self.module = wrap(config.ddp_wrapper, loss, group=group, bucket_cap_mb=cap_mb)
-        self.is_sharded = config.sharded_optimizer != "none"
-        groups, options = parameter_groups(params, config), adamw(config, lr)
+        groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
+        self.module = wrap(config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb)
         if config.sharded_optimizer == "zero1":
-            strategy = config.zero1_strategy
-            self.optimizer = sharded(groups, group, options, strategy, bucket_cap_mb=cap_mb)
+            self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
         elif config.sharded_optimizer == "torch_zero":
             from lib.peers.torch_zero import TorchZero
 
-            self.optimizer = TorchZero(groups, AdamW, process_group=group, **options)
+            self.optimizer = TorchZero(groups, AdamW, process_group=self.group, **self.adamw)
+            self.is_sharded = True
         else:
-            self.optimizer = AdamW(groups, **options)
+            self.optimizer = AdamW(groups, **self.adamw)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank."""
@@ -224,15 +238,11 @@ class Zero1(Parallel):
     def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
         self.model.compile_blocks()
 
-    def _set_up(
-        self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
-    ) -> None:
-        broadcast_module(loss, group)
-        params, self.is_sharded = list(self.model.parameters()), True
-        self.optimizer = sharded(
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        broadcast_module(loss, self.group)
+        params = list(self.model.parameters())
+        self._shard_optimizer(
             parameter_groups(params, config),
-            group,
-            adamw(config, lr),
             "flat",
             reduces_gradients=True,
             overlap=True,
@@ -266,15 +276,12 @@ class FullySharded(Parallel):
             for part in (layer.attn, layer.ffn):
                 part.forward = torch.compile(part.forward, dynamic=False)
 
-    def _set_up(
-        self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
-    ) -> None:
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         from lib.fsdp.language_model import FSDPShards, ShardedLoss
 
-        self.module, self.is_sharded = ShardedLoss(loss, group), True
+        self.module = ShardedLoss(loss, self.group)
         shards = FSDPShards(self.module)
-        groups = parameter_groups(shards.whole_parameters(), config)
-        self.optimizer = sharded(groups, group, adamw(config, lr), shards)
+        self._shard_optimizer(parameter_groups(shards.whole_parameters(), config), shards)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank."""
@@ -300,16 +307,13 @@ class TorchFullySharded(FullySharded):
 
     cannot = ("cuda_graph", "low_precision_weights")
 
-    def _set_up(
-        self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
-    ) -> None:
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         from lib.peers.fsdp2 import FullySharded as Peer
         from lib.peers.fsdp2 import FullyShardedParameters
 
-        self.module, self.is_sharded = Peer(loss, group), True
+        self.module = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)
-        rows = FullyShardedParameters(group)
-        self.optimizer = sharded(groups, group, adamw(config, lr), rows)
+        self._shard_optimizer(groups, FullyShardedParameters(self.group))
 
     def load_state(self, checkpoint: Path) -> None:
         """Load this rank's part of the optimizer's state, without a collective."""
@@ -389,26 +393,6 @@ def parameter_groups(params: Iterable[nn.Parameter], config: TrainConfig) -> lis
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def adamw(config: TrainConfig, lr: Tensor) -> dict[str, Any]:
-    """AdamW's settings."""
-    settings = config.optimizer
-    return {"lr": lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-
-
-def sharded(
-    groups: list[dict[str, Any]],
-    group: dist.ProcessGroup | None,
-    settings: dict[str, Any],
-    strategy: Literal["parameters", "flat"] | ShardingStrategy,
-    **options: Any,
-) -> Any:
-    """AdamW whose state is sharded over `group`; `options` are those of `ShardedOptimizer`."""
-    # imported here since a single process needs none of it
-    from lib.sharded_optimizer.optimizer import ShardedOptimizer
-
-    return ShardedOptimizer(groups, AdamW, group=group, strategy=strategy, **options, **settings)
 
 
 def bucket_cap_mb(config: TrainConfig, params: list[nn.Parameter]) -> float:
