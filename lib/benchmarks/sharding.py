@@ -128,10 +128,11 @@ def _mark_moments(step: TrainStep, mark: Callable[[str], None]) -> Iterator[dict
 def held_bytes(step: TrainStep) -> dict[str, int]:
     """Bytes of a step's parameters, gradients and optimizer state on this rank."""
     params = list(step.model.parameters())
-    shards = getattr(step.optimizer, "shards", [])
+    is_sharded, optimizer = step.parallel.is_sharded, step.optimizer
+    shards = optimizer.shards if is_sharded else []
     grads = [param.grad for param in params] + [shard.leaf.grad for shard in shards]
-    # PyTorch's ZeroRedundancyOptimizer wraps an optimizer of this rank's parameters
-    state = getattr(step.optimizer, "optim", step.optimizer).state
+    # that of this rank's parameters
+    state = (optimizer.inner if is_sharded else optimizer).state
     values = [value for of_param in state.values() for value in of_param.values()]
     return {
         "parameters": _bytes_of(params),

@@ -125,8 +125,10 @@ def append_record(path: str | os.PathLike, record: Record) -> None:
     with open(path, "ab+", buffering=0) as file:
         # start a new line after one that an interruption cut short
         size = file.seek(0, os.SEEK_END)
-        if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
-            line = "\n" + line
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                line = "\n" + line
         try:
             # bytes of a path that are no text become escapes of JSON
             data = f"{line}\n".encode(errors="backslashreplace")

@@ -594,14 +594,16 @@ class MeanLoss(nn.Module):
         self.hidden = model.hidden
 
     def compile(self) -> None:
-        """Let `torch.compile` fuse the whole model up to the head, for this loss alone."""
+        """Let `torch.compile` fuse the whole model up to the head, for this loss in training."""
         self.hidden = torch.compile(self.model.hidden, dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over all tokens; inputs and targets are (batch, length) int64."""
+        # evaluation has other lengths, for each of which the compiler would work anew
+        hidden = self.hidden if self.training else self.model.hidden
         z_loss = self.z_loss if self.training else 0.0
         with self.autocast():
-            return self.model.loss_of_hidden(self.hidden(inputs), targets, z_loss=z_loss)
+            return self.model.loss_of_hidden(hidden(inputs), targets, z_loss=z_loss)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Autocast to `dtype`, or a context that does nothing where it is None."""

@@ -203,8 +203,8 @@ class TrainConfig:
         check(self, "bucket_size_mb", cap is None or 0 < cap < math.inf, "more than 0, and finite")
 
     @property
-    def warmup_steps(self) -> int:
-        """Steps of the warm-up: `warmup_steps`, or a tenth of a run with fewer steps than that."""
+    def effective_warmup_steps(self) -> int:
+        """`optimizer.warmup_steps`, or a tenth of a run with fewer steps than that."""
         asked = self.optimizer.warmup_steps
         return asked if asked <= self.steps else self.steps // 10
 

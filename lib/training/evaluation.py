@@ -17,7 +17,7 @@ from lib.core.settings import require
 from lib.data.batches import take_sequences
 from lib.ddp.process_group import check_same, current_device, on_each_rank, rank, world_size
 from lib.model.transformer import TransformerLM
-from lib.training.parallelism import EvaluatedTogether
+from lib.training.parallelism import Parallel
 
 if TYPE_CHECKING:
     from lib.tokenizer.bpe import Tokenizer
@@ -51,7 +51,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: TransformerLM | EvaluatedTogether,
+    model: TransformerLM | Parallel,
     tokens: np.ndarray,
     bytes_of_token: np.ndarray,
     *,
@@ -67,12 +67,14 @@ def evaluate(
     a single process would. All make the same number of forward passes.
 
     Args:
-        model: has `config.context_length` and `loss(x, y)`, the mean in nats.
+        model: with `config.context_length` and `loss(x, y)`, the mean in nats; or a model in
+            training, of which FSDP gathers a block at a time.
         tokens: (num_tokens,), any integer type; may be memory-mapped.
         bytes_of_token: (vocab_size,) int64, from the function of that name.
         batch_size: sequences at a time.
         max_tokens: limit on the number of targets, from the start; 0: all.
-        autocast: the dtype of matmuls; None or float32: that of the model's weights.
+        autocast: the dtype of matmuls; None or float32: that of the model's weights. A model in
+            training has its own.
 
     Raises:
         ValueError: an argument is wrong, or differs between ranks; as any error of one rank, it is
@@ -87,14 +89,21 @@ def evaluate(
         return read, counts, _batches(len(read) - 1, model.config.context_length, batch_size)
 
     def losses_here() -> Tensor:
-        return _mean_losses(model, read, batches, torch.device(device), autocast)
+        with in_eval_mode(module):
+            return _mean_losses(model, read, batches, torch.device(device), autocast)
 
     read, counts, batches = on_each_rank(checked)
+    module: nn.Module
+    if isinstance(model, Parallel):
+        # the weights of the last step
+        model.gather()
+        module, is_divided = model.module, model.is_divided
+    else:
+        module, is_divided = model, False
     if world_size() > 1:
         check_same({"number of batches": str(len(batches))})
     # a rank that failed in the middle of a pass could not tell the others, which wait for it there
-    together = isinstance(model, EvaluatedTogether)
-    means = losses_here() if together else on_each_rank(losses_here)
+    means = losses_here() if is_divided else on_each_rank(losses_here)
     if world_size() > 1:
         # exact: each mean comes from one rank, and the others add zeros
         means = means.to(current_device())
@@ -115,7 +124,7 @@ def evaluate(
 
 
 def _mean_losses(
-    model: TransformerLM | EvaluatedTogether,
+    model: TransformerLM | Parallel,
     tokens: np.ndarray,
     batches: list[tuple[np.ndarray, int]],
     device: torch.device,
@@ -126,7 +135,7 @@ def _mean_losses(
     means = torch.zeros(len(batches), dtype=torch.float32, device=device)
     # not inference_mode: tensors that a compiled model caches there could never be used in training
     # again
-    with in_eval_mode(model), torch.no_grad(), _autocast(device, autocast):
+    with torch.no_grad(), _autocast(device, autocast):
         for first in range(0, len(batches), world_size()):
             # in the last round, a rank without a batch of its own takes part all the same
             index = min(first + rank(), len(batches) - 1)
@@ -138,7 +147,7 @@ def _mean_losses(
 
 
 @contextmanager
-def in_eval_mode(model: nn.Module | EvaluatedTogether) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put `model` into eval mode for the block; afterwards each module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -40,7 +40,6 @@ from lib.optimizer.schedule import cosine_lr
 from lib.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
-    load_optimizer,
     read_extra,
     rng_state,
     save_checkpoint,
@@ -120,7 +119,7 @@ class _Training:
     step: TrainStep
     progress: Progress
 
-    waiting: dist.ProcessGroup | None
+    patient: dist.ProcessGroup | None
     """The group in which ranks wait for what rank 0 does alone."""
 
     on_metrics: Callable[[dict[str, Any]], None] | None
@@ -169,33 +168,33 @@ def train(
     """
     deadline = time.monotonic() + (config.max_seconds or math.inf)
     # ranks wait in this group while rank 0 works alone, however long a slow disk or a lock takes
-    with patient_group() as waiting:
-        return _train(config, on_metrics, deadline, waiting)
+    with patient_group() as patient:
+        return _train(config, on_metrics, deadline, patient)
 
 
 def _train(
     config: TrainConfig,
     on_metrics: Callable[[dict[str, Any]], None] | None,
     deadline: float,
-    waiting: dist.ProcessGroup | None,
+    patient: dist.ProcessGroup | None,
 ) -> TrainResult:
-    """Train or resume until `deadline`; ranks wait in the group `waiting`."""
-    run = open_run(config, waiting)
+    """Train or resume until `deadline`; ranks wait in the group `patient`."""
+    run = open_run(config, patient)
     finished = on_first_rank(lambda: finished_checkpoint(run))
     if finished is not None:
         # nothing is written, so that the disk may be read-only
         log.info("%s is up to date: %s steps", run.folder, config.steps)
         return TrainResult("up to date", config.steps, None, run.folder, finished)
-    asked, taken = config.optimizer.warmup_steps, config.warmup_steps
+    asked, taken = config.optimizer.warmup_steps, config.effective_warmup_steps
     if taken < asked and rank() == 0:
         log.info("warm-up takes %d of %d steps, not %d", taken, config.steps, asked)
     with (
         freed_memory_kept(run.device.type),
         numerics(tf32=config.tf32, deterministic=config.deterministic),
-        hold_folder(run, waiting) as checkpoint,
+        hold_folder(run, patient) as checkpoint,
         stop_signals() as stop,
     ):
-        training = _set_up(run, checkpoint, waiting, on_metrics)
+        training = _set_up(run, checkpoint, patient, on_metrics)
         status = _take_steps(training, stop, deadline)
     steps = training.progress.steps
     return TrainResult(status, steps, training.evaluation, run.folder, training.checkpoint)
@@ -260,7 +259,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         step,
         max_lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.effective_warmup_steps,
         cosine_steps=config.steps,
     )
 
@@ -326,13 +325,12 @@ def _evaluate(training: _Training) -> dict[str, float]:
     _count_time(training)
     try:
         found = evaluate(
-            training.step.evaluated_model(),
+            training.step.parallel,
             run.validation_tokens,
             bytes_of_token(run.tokenizer),
             batch_size=config.batch_size,
             device=run.device,
             max_tokens=config.eval_tokens,
-            autocast=None if config.low_precision_weights else run.dtype,
         )
     except Exception:
         if rank() == 0:
@@ -386,17 +384,14 @@ def _count_time(training: _Training) -> None:
 
 def _save(training: _Training) -> None:
     """Write a checkpoint; all ranks call it together."""
-    run, step, waiting = training.run, training.step, training.waiting
+    run, step, patient = training.run, training.step, training.patient
     _read_log(training)
     _count_time(training)
     # metrics first, since the checkpoint holds how long their file is
-    on_first_rank(lambda: _sync_metrics(training), waiting)
-    parts: dict[str, Any] = {"model": step.model, "optimizer": step.optimizer}
-    if step.is_sharded:
-        # each rank writes its part of the state, and rank 0 moves the files into the checkpoint
-        parts = {"model": step.weights(), "shards": _shards(run)}
-        step.optimizer.save_shard(_shards(run), waiting)
-    training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), waiting)
+    on_first_rank(lambda: _sync_metrics(training), patient)
+    # each rank writes its part of a sharded state, and rank 0 moves the files into the checkpoint
+    parts = step.parallel.state(_shards(run), patient)
+    training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), patient)
     _start_clock(training)
 
 
@@ -438,7 +433,7 @@ def _shards(run: Run) -> Path:
 def _set_up(
     run: Run,
     checkpoint: Path | None,
-    waiting: dist.ProcessGroup | None,
+    patient: dist.ProcessGroup | None,
     on_metrics: Callable[[dict[str, Any]], None] | None,
 ) -> _Training:
     """Make the model and its training step, and restore `checkpoint` if there is one."""
@@ -450,12 +445,12 @@ def _set_up(
         model.use_low_precision_weights(run.dtype)
     if checkpoint is not None:
         # before the model is sharded, since checkpoints hold whole weights
-        loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), waiting)
+        loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), patient)
         progress = Progress(**loaded.extra["progress"])
     step = TrainStep(model, config, run.device, run.dtype)
     if loaded is not None:
-        on_each_rank(lambda: _restore(run, step, loaded), waiting)
-    return _Training(run, step, progress, waiting, on_metrics, checkpoint)
+        on_each_rank(lambda: _restore(run, step, loaded), patient)
+    return _Training(run, step, progress, patient, on_metrics, checkpoint)
 
 
 def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
@@ -476,7 +471,7 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    load_optimizer(loaded.path, step.optimizer, step.optimizer_model)
+    step.parallel.load_state(loaded.path)
     run.sampler.load_state_dict(loaded.extra["sampler"])
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)

@@ -210,10 +210,12 @@ def _open_at(path: Path, resume_at: int | None, step: int) -> tuple[io.FileIO, i
                 "lines that the checkpoint counts on are missing; restore the file, or train into "
                 "another output"
             )
-        if position and (file.seek(position - 1), file.read(1))[1] != b"\n":
-            raise ValueError(
-                f"resume_at must be the end of a line of {path}, got {position:,}, inside one"
-            )
+        if position:
+            file.seek(position - 1)
+            if file.read(1) != b"\n":
+                raise ValueError(
+                    f"resume_at must be the end of a line of {path}, got {position:,}, inside one"
+                )
         file.seek(position)
         for line in file if resume_at is not None else ():
             if not line.endswith(b"\n") or _step_of(line) != step:

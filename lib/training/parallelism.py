@@ -1,50 +1,350 @@
-"""The work of a `TrainConfig` on several ranks: who averages gradients, who holds which state.
+"""How the ranks of a group train one model: every kind of parallelism behind one interface.
 
-`ddp_wrapper` and `sharded_optimizer` together mean, on several ranks:
+A training step calls the methods of `Parallel` one after another:
 
-- a wrapper of `lib.ddp.wrappers` alone: it averages gradients, and every rank holds all of AdamW;
-- a wrapper with `zero1`: the wrapper averages, and only the optimizer's state is sharded;
-- a wrapper with `torch_zero`: the same by PyTorch's ZeroRedundancyOptimizer, the peer;
-- `none` with `zero1`: ZeRO stage 1 on flat slices averages gradients itself, during backward, and
-  gathers the parameters under the next forward pass;
-- `fsdp`: parameters and gradients are sharded too (`lib.fsdp`);
-- `fsdp2`: the same by PyTorch's fully_shard (`lib.peers.fsdp2`), the peer.
+    with parallel.no_sync():                      # all passes but the last
+        parallel.loss(first, targets).backward()  # forward, backward
+    parallel.loss(second, targets).backward()
+    parallel.reduce()                             # every gradient becomes its mean over the ranks
+    norm = parallel.grad_norm()                   # norm
+    parallel.update(scale, skip)                  # update, and start to gather the weights
+    parallel.gather()                             # before weights are read outside of `loss`
 
-A single rank has the plain optimizer in any case.
+`ddp_wrapper` and `sharded_optimizer` choose the kind, on several ranks:
+
+- a wrapper of `lib.ddp.wrappers` (`Replicated`): it averages gradients, and every rank holds all of
+  AdamW's state; with `zero1` that state is sharded, and with `torch_zero`, the peer, by PyTorch;
+- `none` with `zero1` (`Zero1`): ZeRO stage 1 on flat slices averages gradients itself, during
+  backward, and gathers the parameters under the next forward pass;
+- `fsdp` (`FullySharded`): parameters and gradients are sharded too (`lib.fsdp`);
+- `fsdp2` (`TorchFullySharded`): the same by PyTorch's fully_shard, the peer.
+
+A single rank has the plain optimizer in any case (`Parallel` itself).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp.process_group import broadcast_module, world_size
 from lib.ddp.settings import default_bucket_cap_mb
-from lib.ddp.wrappers import wrap
+from lib.ddp.wrappers import WRAPPERS, OverlappedDDP, wrap
 from lib.optimizer.adamw import AdamW
+from lib.training.checkpoint import load_optimizer
 from lib.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from lib.model.transformer import MeanLoss
-    from lib.peers.torch_zero import TorchZero
-    from lib.sharded_optimizer.optimizer import ShardedOptimizer
+    from lib.model.config import ModelConfig
+    from lib.model.transformer import MeanLoss, TransformerLM
     from lib.sharded_optimizer.shards import ShardingStrategy
 
-# Wrappers that average gradients while backward computes others; with "none" zero1 does so.
-OVERLAPPING = ("none", "overlap", "flashddp", "torch_ddp", "fsdp", "fsdp2")
-# Those that also shard parameters, gradients and the optimizer's state.
-FULLY_SHARDED = ("fsdp", "fsdp2")
-# Options that exclude each other on several ranks: (field, value) -> options, and a value that
-# works with them.
-EXCLUDED = {
-    ("ddp_wrapper", "torch_ddp"): (("cuda_graph",), "flashddp"),
-    ("ddp_wrapper", "fsdp2"): (("cuda_graph", "low_precision_weights"), "flashddp"),
-    ("sharded_optimizer", "torch_zero"): (("cuda_graph", "low_precision_weights"), "zero1"),
+
+class Parallel:
+    """A model in training: all of it on this rank. Other kinds of parallelism are subclasses.
+
+    All ranks make the same calls in the same order. They start with the weights of rank 0.
+
+    Attributes:
+        module: computes the loss, inside the wrapper that averages gradients.
+        is_sharded: whether each rank holds its own part of the optimizer's state.
+        is_divided: whether each rank holds its own part of the weights, so that a forward pass
+            needs all ranks.
+        cannot: options of a config that this kind cannot take.
+
+    Args:
+        loss: of the model; not compiled.
+        lr: the learning rate, a 0-dim tensor that the caller fills before each step.
+        group: the ranks that train the model together.
+
+    Raises:
+        ValueError: models or settings differ between ranks.
+    """
+
+    is_divided = False
+    cannot: tuple[str, ...] = ()
+
+    def __init__(
+        self, loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
+    ) -> None:
+        self.model: TransformerLM = loss.model
+        self.module: nn.Module = loss
+        self.optimizer: Any = None
+        self.is_sharded = False
+        self.group = group
+        self.adamw: dict[str, Any] = {
+            "lr": lr,
+            "betas": (config.optimizer.beta1, config.optimizer.beta2),
+            "eps": config.optimizer.eps,
+        }
+        if config.compile:
+            self._compile(loss, config)
+        self._set_up(loss, config)
+
+    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+        """Compile the model, in pieces that leave this kind's hooks outside."""
+        loss.compile()
+
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        """Wrap the loss, and make the optimizer."""
+        groups = parameter_groups(self.model.parameters(), config)
+        self.optimizer = AdamW(groups, **self.adamw)
+
+    def _shard_optimizer(
+        self,
+        groups: list[dict[str, Any]],
+        strategy: Literal["parameters", "flat"] | ShardingStrategy,
+        **options: Any,
+    ) -> None:
+        """Make an AdamW whose state is sharded; `options` are those of `ShardedOptimizer`."""
+        # imported here since a single process needs none of it
+        from lib.sharded_optimizer.optimizer import ShardedOptimizer
+
+        options |= {"group": self.group, "strategy": strategy}
+        self.optimizer = ShardedOptimizer(groups, AdamW, **options, **self.adamw)
+        self.is_sharded = True
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model.config
+
+    # What a step calls
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's tokens, (batch, length) int64; in eval mode no z-loss."""
+        return self.module(inputs, targets)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, backward passes only add up gradients on this rank."""
+        return contextlib.nullcontext()
+
+    def reduce(self) -> None:
+        """Finish averaging: every gradient becomes its mean over the ranks."""
+
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of all averaged gradients: 0-dim float32, the same on all ranks."""
+        return self.optimizer.grad_norm()
+
+    def update(self, grad_scale: Tensor | None, skip: Tensor) -> None:
+        """Update the weights with gradients times `grad_scale`, unless `skip`; drop the gradients.
+
+        Weights may still be on their way to the other ranks when this returns: see `gather`.
+        """
+        self.optimizer.step(grad_scale=grad_scale, skip=skip)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def replayed(self) -> None:
+        """Note that a CUDA graph has repeated all of the above."""
+        if self.is_sharded:
+            self.optimizer.mark_replayed()
+
+    # What a run calls between steps
+
+    def gather(self) -> None:
+        """Wait until the weights of the last update are complete on each rank that holds them."""
+        if self.is_sharded:
+            self.optimizer.wait_for_parameters()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict after the last update, whole, on rank 0."""
+        self.gather()
+        return self.model.state_dict()
+
+    def state(self, folder: Path, patient: dist.ProcessGroup | None) -> dict[str, Any]:
+        """What `save_checkpoint` needs of model and optimizer.
+
+        Args:
+            folder: where each rank leaves its part of a sharded optimizer's state.
+            patient: the same ranks, to wait for each other while they write.
+        """
+        if not self.is_sharded:
+            return {"model": self.model, "optimizer": self.optimizer}
+        weights = self.weights()
+        self.optimizer.save_shard(folder, patient)
+        return {"model": weights, "shards": folder}
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Load the optimizer's state, this rank's part of it, without a collective."""
+        load_optimizer(checkpoint, self.optimizer, self.model)
+
+
+class Replicated(Parallel):
+    """A wrapper of `lib.ddp.wrappers` averages gradients; the optimizer's state may be sharded."""
+
+    module: Any
+
+    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+        # all gradients of one compiled graph arrive together, too late to overlap with backward
+        if issubclass(WRAPPERS[config.ddp_wrapper], OverlappedDDP):
+            self.model.compile_blocks()
+        else:
+            loss.compile()
+
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        params = list(self.model.parameters())
+        groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
+        self.module = wrap(config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb)
+        if config.sharded_optimizer == "zero1":
+            self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
+        elif config.sharded_optimizer == "torch_zero":
+            from lib.peers.torch_zero import TorchZero
+
+            self.optimizer = TorchZero(groups, AdamW, process_group=self.group, **self.adamw)
+            self.is_sharded = True
+        else:
+            self.optimizer = AdamW(groups, **self.adamw)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, backward passes only add up gradients on this rank."""
+        return self.module.no_sync()
+
+    def reduce(self) -> None:
+        """Finish averaging: every gradient becomes its mean over the ranks."""
+        self.module.finish_gradient_synchronization()
+
+
+class TorchReplicated(Replicated):
+    """PyTorch's DistributedDataParallel, the peer."""
+
+    cannot = ("cuda_graph",)
+    is_compiled = False
+
+    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+        self.is_compiled = True
+        self.model.compile_blocks()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's tokens, (batch, length) int64; in eval mode no z-loss."""
+        if not torch.is_grad_enabled():
+            # nothing will be averaged
+            return self.module.module(inputs, targets)
+        if not self.is_compiled:
+            return self.module(inputs, targets)
+        # the compiler would split graphs at DistributedDataParallel's buckets: blocks are smaller
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return self.module(inputs, targets)
+
+
+class Zero1(Parallel):
+    """ZeRO stage 1 without a wrapper: the optimizer averages gradients and gathers weights."""
+
+    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+        self.model.compile_blocks()
+
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        broadcast_module(loss, self.group)
+        params = list(self.model.parameters())
+        self._shard_optimizer(
+            parameter_groups(params, config),
+            "flat",
+            reduces_gradients=True,
+            overlap=True,
+            bucket_cap_mb=bucket_cap_mb(config, params),
+        )
+        # The all-gather of later parts runs while earlier ones compute. The norms, which have a
+        # bucket of their own, are complete when `update` returns.
+        parts = [self.model.token_embeddings, *self.model.layers, self.model.head]
+        self.model.before_part = self.optimizer.overlap_gather_with_forward(
+            parts, in_graph=config.cuda_graph
+        )
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, backward passes only add up gradients on this rank."""
+        return self.optimizer.no_sync()
+
+    def reduce(self) -> None:
+        """Finish averaging: each shard has the mean of its gradient over the ranks."""
+        self.optimizer.finish_gradient_synchronization()
+
+
+class FullySharded(Parallel):
+    """`lib.fsdp`: a rank holds its shards, and the whole of a block only while it computes."""
+
+    is_divided = True
+    module: Any
+
+    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+        # `Module.compile` would compile the hooks that gather, too
+        for layer in self.model.layers:
+            for part in (layer.attn, layer.ffn):
+                part.forward = torch.compile(part.forward, dynamic=False)
+
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        from lib.fsdp.language_model import FSDPShards, ShardedLoss
+
+        self.module = ShardedLoss(loss, self.group)
+        shards = FSDPShards(self.module)
+        self._shard_optimizer(parameter_groups(shards.whole_parameters(), config), shards)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """In the block, backward passes only add up gradients on this rank."""
+        return self.module.no_sync()
+
+    def reduce(self) -> None:
+        """Finish averaging: each shard has the mean of its gradient over the ranks."""
+        self.module.finish_gradient_synchronization()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict after the last update: on rank 0's CPU, empty on others."""
+        self.gather()
+        return self.module.whole_state_dict()
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Load this rank's part of the optimizer's state, without a collective."""
+        # the optimizer's parameters are not the model's, so they have no names
+        load_optimizer(checkpoint, self.optimizer, None)
+
+
+class TorchFullySharded(FullySharded):
+    """PyTorch's fully_shard, the peer."""
+
+    cannot = ("cuda_graph", "low_precision_weights")
+
+    def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        from lib.peers.fsdp2 import FullySharded as Peer
+        from lib.peers.fsdp2 import FullyShardedParameters
+
+        self.module = Peer(loss, self.group)
+        groups = parameter_groups(self.model.parameters(), config)
+        self._shard_optimizer(groups, FullyShardedParameters(self.group))
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Load this rank's part of the optimizer's state, without a collective."""
+        load_optimizer(checkpoint, self.optimizer, self.model)
+
+
+# The kind of each `ddp_wrapper` on several ranks.
+KINDS: dict[str, type[Parallel]] = {
+    "none": Zero1,
+    "naive": Replicated,
+    "flat": Replicated,
+    "overlap": Replicated,
+    "flashddp": Replicated,
+    "torch_ddp": TorchReplicated,
+    "fsdp": FullySharded,
+    "fsdp2": TorchFullySharded,
 }
+
+
+def parallelize(
+    loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
+) -> Parallel:
+    """Make the kind of parallelism that `config` asks for; arguments as for `Parallel`.
+
+    Raises:
+        ValueError: models or settings differ between ranks, or can't be combined.
+    """
+    ranks = world_size(group)
+    check_wrapper(config, ranks)
+    kind = Parallel if ranks == 1 else KINDS[config.ddp_wrapper]
+    return kind(loss, config, lr, group)
 
 
 def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
@@ -53,157 +353,49 @@ def check_wrapper(config: TrainConfig, num_ranks: int) -> None:
         return
     if config.ddp_wrapper == "none" and config.sharded_optimizer != "zero1":
         raise ValueError(
-            f"ddp_wrapper must be another one than 'none' on {num_ranks} ranks, such as flashddp, "
-            "unless sharded_optimizer is zero1: nothing would average gradients"
+            f"ddp_wrapper 'none' on {num_ranks} ranks averages no gradients; use flashddp or "
+            "sharded_optimizer zero1"
         )
     if config.ddp_wrapper == "none" and config.zero1_strategy == "parameters":
         raise ValueError(
             "zero1_strategy must be 'flat' with ddp_wrapper 'none', got 'parameters', which "
             "leaves averaging gradients to a wrapper"
         )
-    for (field, value), (options, alternative) in EXCLUDED.items():
-        for option in options:
-            if getattr(config, field) == value and getattr(config, option):
-                raise ValueError(
-                    f"{option} must be False with {field} {value!r} on {num_ranks} ranks, got "
-                    f"True; {field} {alternative} can do it"
-                )
+    cannot = KINDS[config.ddp_wrapper].cannot
+    _refuse(config, "ddp_wrapper", cannot, "flashddp", num_ranks)
+    if config.sharded_optimizer == "torch_zero":
+        cannot = ("cuda_graph", "low_precision_weights")
+        _refuse(config, "sharded_optimizer", cannot, "zero1", num_ranks)
 
 
-def parallelize(
-    loss: MeanLoss, config: TrainConfig, lr: Tensor, group: dist.ProcessGroup | None
-) -> tuple[nn.Module, AdamW | ShardedOptimizer | TorchZero]:
-    """Wrap the loss in a module that averages its gradients, and make the optimizer of its model.
-
-    All ranks get the weights of the group's rank 0.
-
-    Args:
-        lr: the learning rate, a 0-dim tensor that the caller fills before each step.
-
-    Raises:
-        ValueError: models or settings differ between ranks.
-    """
-    name, model = config.ddp_wrapper, loss.model
-    if world_size(group) == 1:
-        # all wrappers do nothing here; those that shard the model are not among them
-        name = "none" if name in FULLY_SHARDED else name
-        parallel = wrap(name, loss, group=group)
-        return parallel, make_optimizer(list(model.parameters()), config, lr, group)
-    if name == "fsdp":
-        from lib.fsdp.language_model import FSDPShards, ShardedLoss
-
-        sharded = ShardedLoss(loss, group)
-        shards = FSDPShards(sharded)
-        return sharded, make_optimizer(shards.whole_parameters(), config, lr, group, shards)
-    if name == "fsdp2":
-        from lib.peers.fsdp2 import FullySharded, FullyShardedParameters
-
-        fully_sharded = FullySharded(loss, group)
-        rows = FullyShardedParameters(group)
-        return fully_sharded, make_optimizer(list(model.parameters()), config, lr, group, rows)
-    # not before: whole parameters that FSDP has divided are freed
-    params = list(model.parameters())
-    if name == "none":
-        broadcast_module(loss, group)
-        optimizer: Any = make_optimizer(params, config, lr, group)
-        # The all-gather of later parts runs while earlier ones compute. The norms, which have a
-        # bucket of their own, are complete when the optimizer's step returns.
-        parts = [model.token_embeddings, *model.layers, model.head]
-        model.before_part = optimizer.overlap_gather_with_forward(parts, in_graph=config.cuda_graph)
-        return AveragedByOptimizer(loss, optimizer), optimizer
-    parallel = wrap(name, loss, group=group, bucket_cap_mb=_bucket_cap_mb(config, params))
-    return parallel, make_optimizer(params, config, lr, group)
+def _refuse(
+    config: TrainConfig, field: str, options: tuple[str, ...], alternative: str, num_ranks: int
+) -> None:
+    """Refuse each of `options` that is on, naming what can do it instead of the field's value."""
+    for option in options:
+        if getattr(config, option):
+            raise ValueError(
+                f"{option} must be False with {field} {getattr(config, field)!r} on {num_ranks} "
+                f"ranks, got True; {field} {alternative} can do it"
+            )
 
 
-def make_optimizer(
-    params: list[nn.Parameter],
-    config: TrainConfig,
-    lr: Tensor,
-    group: dist.ProcessGroup | None,
-    strategy: ShardingStrategy | None = None,
-) -> AdamW | ShardedOptimizer | TorchZero:
-    """AdamW over `params`, its state sharded over `group` as `config` says.
+# Optimizers
 
-    Args:
-        strategy: of parameters that `lib.fsdp` has divided.
-    """
-    settings = config.optimizer
-    # weight decay for matrices only
+
+def parameter_groups(params: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    """The groups of AdamW that are not empty: matrices, with weight decay, and vectors, without."""
+    params = list(params)
     matrices = [param for param in params if param.ndim >= 2]
     vectors = [param for param in params if param.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": matrices, "weight_decay": config.optimizer.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    betas = (settings.beta1, settings.beta2)
-    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": settings.eps}
-    is_whole = strategy is None and config.sharded_optimizer == "none"
-    if world_size(group) == 1 or is_whole:
-        return AdamW(groups, **options)
-    if config.sharded_optimizer == "torch_zero":
-        from lib.peers.torch_zero import TorchZero
-
-        return TorchZero(groups, AdamW, process_group=group, **options)
-    # imported here since a single process needs none of it
-    from lib.sharded_optimizer.optimizer import ShardedOptimizer
-
-    if strategy is not None:
-        return ShardedOptimizer(groups, AdamW, group=group, strategy=strategy, **options)
-    reduces_gradients = config.ddp_wrapper == "none"
-    return ShardedOptimizer(
-        groups,
-        AdamW,
-        group=group,
-        strategy=config.zero1_strategy,
-        reduces_gradients=reduces_gradients,
-        overlap=reduces_gradients,
-        bucket_cap_mb=_bucket_cap_mb(config, params),
-        **options,
-    )
+    return [group for group in groups if group["params"]]
 
 
-def _bucket_cap_mb(config: TrainConfig, params: list[nn.Parameter]) -> float:
+def bucket_cap_mb(config: TrainConfig, params: list[nn.Parameter]) -> float:
+    """MiB of gradients in a bucket."""
     trained_bytes = (param.nbytes for param in params if param.requires_grad)
     return config.bucket_size_mb or default_bucket_cap_mb(sum(trained_bytes))
-
-
-class EvaluatedTogether:
-    """A fully sharded model for `evaluate`: a forward pass gathers a block at a time.
-
-    All ranks call it together, as often.
-    """
-
-    def __init__(self, loss: MeanLoss, parallel: nn.Module) -> None:
-        self.config, self.parallel = loss.model.config, parallel
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules, with the wrapper's."""
-        return self.parallel.modules()
-
-    def eval(self) -> None:
-        """Evaluate from here on; the loss has no z-loss then."""
-        self.parallel.eval()
-
-    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of this rank's tokens, (batch, length) int64."""
-        return self.parallel(token_ids, targets)
-
-
-class AveragedByOptimizer(nn.Module):
-    """A module whose sharded optimizer averages its gradients, with the interface of a wrapper."""
-
-    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
-        super().__init__()
-        self.module, self.optimizer = module, optimizer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Wait for the reduce-scatters, and give each shard its averaged gradient."""
-        self.optimizer.finish_gradient_synchronization()
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """In the block, backward passes only add up gradients on this rank."""
-        return self.optimizer.no_sync()

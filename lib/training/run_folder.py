@@ -91,16 +91,16 @@ class Run:
         return self.sampler.sequences_per_step * self.config.model.context_length
 
 
-def open_run(config: TrainConfig, waiting: dist.ProcessGroup | None = None) -> Run:
+def open_run(config: TrainConfig, patient: dist.ProcessGroup | None = None) -> Run:
     """Open what a run needs and check that it can run; nothing is written.
 
     All ranks call it together. Each checks its own machine, one on each host hashes the data, and
     rank 0 alone looks into the output folder.
 
     Args:
-        waiting: the group in which ranks wait for one another, for as long as a slow disk takes.
+        patient: the group in which ranks wait for one another, for as long as a slow disk takes.
     """
-    run = on_each_rank(lambda: _open_on_this_rank(config), waiting)
+    run = on_each_rank(lambda: _open_on_this_rank(config), patient)
     on_each_rank(lambda: _check_ranks_agree(run))
     return run
 
@@ -151,15 +151,15 @@ def _open_on_this_rank(config: TrainConfig) -> Run:
 
 
 @contextlib.contextmanager
-def hold_folder(run: Run, waiting: dist.ProcessGroup | None) -> Iterator[Path | None]:
+def hold_folder(run: Run, patient: dist.ProcessGroup | None) -> Iterator[Path | None]:
     """Keep other processes out of the run's folder, and yield its newest whole checkpoint.
 
     All ranks call it together. Rank 0 makes the folder and locks it, and waits while another
     process holds the lock; the other ranks check that they see the same folder.
     """
     with contextlib.ExitStack() as lock:
-        newest, sha256 = on_first_rank(lambda: _take_folder(run, lock), waiting)
-        on_each_rank(lambda: _check_shared(run.folder, newest, sha256), waiting)
+        newest, sha256 = on_first_rank(lambda: _take_folder(run, lock), patient)
+        on_each_rank(lambda: _check_shared(run.folder, newest, sha256), patient)
         yield newest
 
 
@@ -394,18 +394,19 @@ def check_same_run(run: Run, before: dict[str, Any]) -> None:
     """
     now, hint = run.identity, ""
     names = [name for name in now if name not in ("steps", *BATCH_FIELDS)]
-    was, is_now = ({name: x[name] for name in names} for x in (before, now))
-    kernels = [x["model"].get("attention_kernel") for x in (was, is_now)]
-    # only how attention is computed, which changes rounding
-    is_now = is_now | {"model": is_now["model"] | {"attention_kernel": kernels[0]}}
-    was, is_now = (x | {"dtype": _dtype_in_effect(x["dtype"], run.device)} for x in (was, is_now))
-    differences = _differences(was, is_now)
-    was, is_now = _sequences_per_step(before), _sequences_per_step(now)
-    if was != is_now:
+    old, new = ({name: identity[name] for name in names} for identity in (before, now))
+    # another kernel only computes attention in another order, which changes rounding
+    kernel = old["model"].get("attention_kernel")
+    new["model"] = new["model"] | {"attention_kernel": kernel}
+    for identity in (old, new):
+        identity["dtype"] = _dtype_in_effect(identity["dtype"], run.device)
+    differences = _differences(old, new)
+    old_size, new_size = _sequences_per_step(before), _sequences_per_step(now)
+    if old_size != new_size:
         differences.append(
-            f"a step was {was} sequences = {_split(before)}, now {is_now} = {_split(now)}"
+            f"a step was {old_size} sequences = {_split(before)}, now {new_size} = {_split(now)}"
         )
-        size, rest = divmod(was, is_now // now["batch_size"])
+        size, rest = divmod(old_size, new_size // now["batch_size"])
         hint = "" if rest else f"batch_size {size} would fit, else "
     if differences:
         raise ValueError(

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,19 +20,12 @@ from torch import Tensor
 from lib.core.allocator import synchronize
 from lib.core.hardware import check_compiler
 from lib.core.ranges import annotate
-from lib.core.settings import require
 from lib.ddp.process_group import before_leaving, mean_over_ranks, on_each_rank, world_size
 from lib.fsdp.activation_checkpointing import checkpoint_activations
 from lib.model.transformer import MeanLoss, TransformerLM
 from lib.optimizer.schedule import clip_coefficient
 from lib.training.config import TrainConfig
-from lib.training.parallelism import (
-    FULLY_SHARDED,
-    OVERLAPPING,
-    EvaluatedTogether,
-    check_wrapper,
-    parallelize,
-)
+from lib.training.parallelism import parallelize
 
 # float16 gradients underflow without a loss scale (Micikevicius et al. 2018, section 3.2).
 FIRST_LOSS_SCALE = 2.0**16
@@ -62,8 +54,8 @@ class TrainStep:
     """Takes optimizer steps of `model`, and keeps the report of each until it is read.
 
     Call it with the sequences of a step. The first call compiles or records what the config asks
-    for. All ranks call it together, each with its own sequences. `parallel` is the model's loss in
-    the wrapper that averages gradients.
+    for. All ranks call it together, each with its own sequences. `parallel` is how they train the
+    model together.
 
     Args:
         model: on `device`; its matrices in `dtype` with config.low_precision_weights. All ranks get
@@ -87,7 +79,6 @@ class TrainStep:
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
         self.group, self.num_ranks = group, world_size(group)
-        check_wrapper(config, self.num_ranks)
 
         # Loss, gradient averaging and optimizer.
         uses_autocast = dtype != torch.float32 and not config.low_precision_weights
@@ -97,14 +88,11 @@ class TrainStep:
             model.around_block = checkpoint_activations(
                 every=config.checkpointed_blocks, keep=config.activation_checkpointing
             )
-        # what the compiler is set to while a step runs
-        self.compiler_settings: Callable[[], Any] = contextlib.nullcontext
         if config.compile:
             check_compiler("compile True", device)
-            self._compile()
         self.lr = torch.zeros((), device=device)
-        self.parallel, self.optimizer = parallelize(self.loss, config, self.lr, group)
-        self.is_sharded = hasattr(self.optimizer, "save_shard")
+        self.parallel = parallelize(self.loss, config, self.lr, group)
+        self.optimizer = self.parallel.optimizer
 
         # The step's input, at a fixed address for CUDA graphs.
         shape = (config.gradient_accumulation_steps, config.batch_size)
@@ -147,45 +135,42 @@ class TrainStep:
             self.has_begun = True
         self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
         self.lr.fill_(lr)
-        with self.compiler_settings():
-            if self.config.cuda_graph:
-                self._replay()
-            else:
-                self._step()
+        if self.config.cuda_graph:
+            self._replay()
+        else:
+            self._step()
         self.unread += 1
 
     def _check(self, sequences: Tensor) -> None:
         shape = self.sequences.flatten(0, 1).shape
-        require(
-            (sequences.shape, sequences.dtype) == (shape, torch.int64),
-            f"sequences must be int64 of shape {tuple(shape)}, got {sequences.dtype} of "
-            f"{tuple(sequences.shape)}",
-        )
+        if (sequences.shape, sequences.dtype) != (shape, torch.int64):
+            raise ValueError(
+                f"sequences must be int64 of shape {tuple(shape)}, got {sequences.dtype} of "
+                f"{tuple(sequences.shape)}"
+            )
 
     def _step(self) -> None:
         # As few operations as possible besides model and optimizer: small models feel each kernel.
-        losses, last = [], len(self.sequences) - 1
-        for index, sequences in enumerate(self.sequences):  # (batch, context_length + 1)
-            # Ranks exchange gradients in the last pass only; those before just add them up.
-            with contextlib.nullcontext() if index == last else self.parallel.no_sync():
-                # Forward pass: the mean loss of each pass counts equally.
-                with annotate("forward"):
-                    inputs, targets = sequences[:, :-1], sequences[:, 1:]  # (batch, context_length)
-                    loss = self.parallel(inputs, targets) / len(self.sequences)
-                # Backward pass: adds to the gradients, and starts to average them over ranks.
-                with annotate("backward"):
-                    self.backward(loss)
-            losses.append(loss.detach())
+        parallel = self.parallel
+        *others, last = self.sequences  # (batch, context_length + 1) each
 
-        # Finish gradient synchronization: every gradient is its mean over the ranks.
-        self.parallel.finish_gradient_synchronization()
+        # Forward and backward: ranks exchange gradients in the last pass only; those before just
+        # add them up.
+        losses: list[Tensor] = []
+        for sequences in others:
+            with parallel.no_sync():
+                losses.append(self._forward_backward(sequences))
+        losses.append(self._forward_backward(last))
 
-        # Gradient norm, over all parameters and shards; without the loss scale.
+        # Reduce: finish what backward began; every gradient is its mean over the ranks.
+        parallel.reduce()
+
+        # Norm of the gradients, over all parameters and shards; without the loss scale.
         with annotate("gradient norm"):
-            norm = self.optimizer.grad_norm()
+            norm = parallel.grad_norm()
         if self.uses_scale:
             norm = norm / self.loss_scale
-        row = torch.stack((sum(losses), norm))  # (2,)
+        row = torch.stack((sum(losses[1:], losses[0]), norm))  # (2,)
 
         # Clip: the factor that the optimizer multiplies gradients by, on the fly.
         max_norm = self.config.optimizer.max_grad_norm
@@ -196,16 +181,26 @@ class TrainStep:
         if self.uses_scale:
             scale = (1 if scale is None else scale) / self.loss_scale
             self._adapt_loss_scale(is_finite)
-        skip = is_finite.logical_not_().logical_or_(self.hold)
+        skip = is_finite.logical_not().logical_or_(self.hold)
 
-        # Update the weights.
+        # Update the weights, and gather them: they may arrive during the next forward pass.
         with annotate("optimizer"):
-            self.optimizer.step(grad_scale=scale, skip=skip)
-        self.optimizer.zero_grad(set_to_none=True)
+            parallel.update(scale, skip)
 
         # Log loss and norm, on the device.
         self.rows.index_copy_(0, self.next_row, row.unsqueeze(0))
         self.next_row.add_(1).remainder_(len(self.rows))
+
+    def _forward_backward(self, sequences: Tensor) -> Tensor:
+        """Run one pass; return its share of the step's loss."""
+        # Forward pass: the mean loss of each pass counts equally.
+        with annotate("forward"):
+            inputs, targets = sequences[:, :-1], sequences[:, 1:]  # (batch, context_length)
+            loss = self.parallel.loss(inputs, targets) / len(self.sequences)
+        # Backward pass: adds to the gradients, and starts to average them over ranks.
+        with annotate("backward"):
+            self.backward(loss)
+        return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, times the loss scale of float16, to those of the weights."""
@@ -226,16 +221,15 @@ class TrainStep:
         log, which is freed by then.
         """
         synchronize(self.device)
-        if self.is_sharded and self.device.type == "cpu":
-            self.optimizer.wait_for_parameters()
+        if self.device.type == "cpu":
+            self.parallel.gather()
 
     def read_log(self) -> list[StepLog]:
         """The reports of the steps since the last call, at most the last `log_interval` of them.
 
         Waits for the device and the other ranks.
         """
-        if self.is_sharded:
-            self.optimizer.wait_for_parameters()
+        self.parallel.gather()
         # the oldest row first
         rows = mean_over_ranks(self.rows, self.group).roll(-int(self.next_row), dims=0)
         rows = rows[max(len(rows) - self.unread, 0) :].tolist()
@@ -254,44 +248,9 @@ class TrainStep:
         for name, tensor in self.state_tensors().items():
             tensor.copy_(tensors[name])
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model's state dict after the last step; all ranks call it, and rank 0 gets it."""
-        if self.is_sharded:
-            self.optimizer.wait_for_parameters()
-        # FSDP must put the weights together first
-        gather = getattr(self.parallel, "whole_state_dict", self.model.state_dict)
-        return gather()
-
-    def evaluated_model(self) -> TransformerLM | EvaluatedTogether:
-        """The model after the last step, for `evaluate`; all ranks call it."""
-        if self.is_sharded:
-            self.optimizer.wait_for_parameters()
-        is_divided = self.num_ranks > 1 and self.config.ddp_wrapper in FULLY_SHARDED
-        return EvaluatedTogether(self.loss, self.parallel) if is_divided else self.model
-
-    @property
-    def optimizer_model(self) -> TransformerLM | None:
-        """The model that names the optimizer's parameters; None if they are shards of FSDP."""
-        is_fsdp = self.config.ddp_wrapper == "fsdp" and self.num_ranks > 1
-        return None if is_fsdp else self.model
-
     def autocast(self) -> contextlib.AbstractContextManager:
         """Run matmuls in `dtype`, unless the weights themselves have it."""
         return self.loss.autocast()
-
-    def _compile(self) -> None:
-        if self.num_ranks == 1 or self.config.ddp_wrapper not in OVERLAPPING:
-            self.loss.compile()
-            return
-        if self.config.ddp_wrapper in FULLY_SHARDED:
-            _compile_sublayers(self.model)
-            return
-        self.model.compile_blocks()
-        if self.config.ddp_wrapper == "torch_ddp":
-            # it would split graphs at its buckets, but blocks are small enough
-            self.compiler_settings = functools.partial(
-                torch._dynamo.config.patch, optimize_ddp=False
-            )
 
     # CUDA graph
 
@@ -310,8 +269,7 @@ class TrainStep:
                 self._step()
             before_leaving(self.drop_graph)
         self.graph.replay()
-        if self.is_sharded:
-            self.optimizer.mark_replayed()
+        self.parallel.replayed()
 
     def drop_graph(self) -> None:
         """Forget the recorded step: NCCL leaves a group only when no graph has its calls."""
@@ -331,16 +289,6 @@ class TrainStep:
         for tensor, value in zip(changed, before):
             tensor.copy_(value)
         self.hold.fill_(False)
-
-
-def _compile_sublayers(model: TransformerLM) -> None:
-    """Compile the code between two gatherings of FSDP, whose hooks stay outside.
-
-    `Module.compile` would compile those hooks, too.
-    """
-    for layer in model.layers:
-        for part in (layer.attn, layer.ffn):
-            part.forward = torch.compile(part.forward, dynamic=False)
 
 
 @contextlib.contextmanager

@@ -265,7 +265,7 @@ def test_a_preset_serves_the_steps_of_the_pipeline_too(tmp_path, capsys):
     training = parse(TrainConfig, "train", ["--config", "tiny", "--steps", "5"])
     data = Path("data/stories-4096")
     assert training == dataclasses.replace(preset.train, steps=5, data=data)
-    assert training.warmup_steps == 0
+    assert training.effective_warmup_steps == 0
     assert parse(GenerateConfig, "generate", ["--config", "tiny"]).sample == preset.sample
     # and so does a file of a pipeline; one of the step alone still does
     path = tmp_path / "mine.json"

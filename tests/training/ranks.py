@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import lib.fsdp
 import lib.training.loop
 from lib.core.settings import from_json
 from lib.data.batches import random_tokens
@@ -24,6 +25,7 @@ from lib.ddp import process_group
 from lib.ddp.launcher import run_as_rank
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
+from lib.training import parallelism
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.evaluation import Evaluation, evaluate
 from lib.training.metrics import MetricsLog
@@ -63,6 +65,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "parameters, overlap": PARAMETERS | {"ddp_wrapper": "overlap"},
     "torch_zero, flat": TORCH_ZERO | {"ddp_wrapper": "flat"},
 }
+# Kinds of parallelism of which each rank has the whole model.
+EVALUATED = {name: WAYS[name] for name in ("flashddp", "torch_ddp", "zero1", "torch_zero")}
 # Settings of a step, and its dtype.
 SETTINGS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "float16": ({}, torch.float16),
@@ -117,11 +121,10 @@ def sequences(step: int, num_ranks: int, passes: int) -> torch.Tensor:
 
 def whole(step: TrainStep) -> list[torch.Tensor]:
     """The model's weights, on all ranks."""
-    if step.is_sharded:
-        step.optimizer.wait_for_parameters()
+    step.parallel.gather()
     params: Any = step.model.parameters()
-    if hasattr(step.parallel, "full_parameters"):
-        params = step.parallel.full_parameters().values()
+    if isinstance(step.parallel.module, lib.fsdp.FSDP):
+        params = step.parallel.module.full_parameters().values()
     params = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in params]
     return [param.detach().float().clone() for param in params]
 
@@ -147,7 +150,7 @@ def steps_with(
         step = TrainStep(model, config, CPU, dtype, **options)
         for index in range(STEPS):
             step(windows(index) if windows else part(index, rank, passes), 1e-2)
-    inner = getattr(step.optimizer, "inner", step.optimizer)
+    inner = step.optimizer.inner if step.parallel.is_sharded else step.optimizer
     states = [value for state in inner.state.values() for value in state.values()]
     state = sum(value.numel() for value in states if value.dim())
     return {"rows": step.read_log(), "weights": whole(step), "state": state}
@@ -238,8 +241,7 @@ def evaluations(how: dict[str, Any] | None = None) -> list[Evaluation]:
     """With more batches than ranks, as many, and fewer; the last sequence is shorter."""
     model: Any = TransformerLM(MODEL, generator=torch.Generator().manual_seed(0))
     if how:
-        model = TrainStep(model, dataclasses.replace(STEP, **how), CPU, torch.float32)
-        model = model.evaluated_model()
+        model = TrainStep(model, dataclasses.replace(STEP, **how), CPU, torch.float32).parallel
     tokens = random_tokens(83, 61, seed=0)
     ones = np.ones(61, np.int64)
     return [
@@ -257,11 +259,11 @@ def held_in_evaluation(how: dict[str, Any]) -> dict[str, int]:
     step = TrainStep(model, dataclasses.replace(STEP, model=config, **how), CPU, torch.float32)
     # what the batch of a step takes is no part of it
     tokens, ones = random_tokens(20, 61, seed=0), np.ones(61, np.int64)
-    evaluate(step.evaluated_model(), tokens, ones, batch_size=1, device="cpu")
+    evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
     before, held = _bytes_of_tensors() - others, []
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: held.append(_bytes_of_tensors() - others))
-    evaluate(step.evaluated_model(), tokens, ones, batch_size=1, device="cpu")
+    evaluate(step.parallel, tokens, ones, batch_size=1, device="cpu")
     return {"before": before, "most": max(held), "model": sizes[0], "block": sizes[1]}
 
 
@@ -362,8 +364,8 @@ def refused_by_rank_1(config: TrainConfig) -> dict[str, tuple[str, str]]:
     }
     stop_before(5, config)
     refuse = OSError("no such disk") if is_second else None
-    wrapped = lib.training.loop.load_optimizer
-    with mock.patch.object(lib.training.loop, "load_optimizer", side_effect=refuse, wraps=wrapped):
+    wrapped = parallelism.load_optimizer
+    with mock.patch.object(parallelism, "load_optimizer", side_effect=refuse, wraps=wrapped):
         found["resuming"] = error_of(lambda: train(config))
     return found
 
@@ -423,6 +425,9 @@ def two_ranks(config: TrainConfig, folder: Path) -> dict[str, Any]:
         },
         "gathers": attempt(lambda: [pending_gathers(), pending_gathers(cuda_graph=True)]),
         "evaluations": evaluations(),
+        "evaluated in training": {
+            name: attempt(lambda how=how: evaluations(how)) for name, how in EVALUATED.items()
+        },
         "divided": {
             name: attempt(lambda how=how: (evaluations(how), held_in_evaluation(how)))
             for name, how in (("fsdp", FSDP), ("fsdp2", FSDP2))

@@ -81,7 +81,7 @@ def test_wrong_values_are_refused_by_name(cls, changes):
 @pytest.mark.parametrize(("asked", "steps", "taken"), [(100, 50, 5), (100, 100, 100), (7, 6, 0)])
 def test_the_warm_up_is_a_tenth_of_too_few_steps(asked, steps, taken):
     config = TrainConfig(steps=steps, optimizer=OptimizerConfig(warmup_steps=asked))
-    assert config.warmup_steps == taken
+    assert config.effective_warmup_steps == taken
     assert learning_rate(config, steps) == config.optimizer.min_learning_rate
 
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from lib.sharded_optimizer import optimizer
 from lib.sharded_optimizer.saved_state import read_shards
 from lib.training import parallelism
 from lib.training.checkpoint import load_checkpoint, newest_checkpoint
-from lib.training.config import TrainConfig
+from lib.training.config import TRAINING_WRAPPERS, TrainConfig
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
 from lib.training.parallelism import check_wrapper, parallelize
@@ -177,15 +176,6 @@ def test_zero1_gathers_under_the_next_forward_pass(ranks):
         assert all(map(torch.equal, eager["weights"], recorded["weights"]))
 
 
-def test_finishing_synchronization_is_the_optimizers_without_a_wrapper():
-    calls = []
-    optimizer = types.SimpleNamespace(finish_gradient_synchronization=lambda: calls.append(1))
-    parallelism.AveragedByOptimizer(
-        torch.nn.Identity(), optimizer
-    ).finish_gradient_synchronization()
-    assert calls == [1]
-
-
 def operations(**changes) -> list[str]:
     """The names of all operations of a step in one process."""
     config = dataclasses.replace(workers.STEP, **changes)
@@ -206,6 +196,7 @@ def test_one_rank_computes_nothing_for_the_sake_of_others():
 
 def test_wrappers_are_those_that_a_config_takes():
     assert tuple(WRAPPERS) == DDP_WRAPPERS
+    assert tuple(parallelism.KINDS) == TRAINING_WRAPPERS
 
 
 @pytest.mark.slow
@@ -259,8 +250,8 @@ def test_steps_recorded_on_two_gpus_are_those_launched(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ddp_wrapper": "none"}, "ddp_wrapper must be another one than 'none' on 2 ranks"),
-        ({"ddp_wrapper": "none", **workers.TORCH_ZERO}, "ddp_wrapper must be another one"),
+        ({"ddp_wrapper": "none"}, "ddp_wrapper 'none' on 2 ranks averages no gradients; use"),
+        ({"ddp_wrapper": "none", **workers.TORCH_ZERO}, "ddp_wrapper 'none' on 2 ranks averages"),
         ({"ddp_wrapper": "none", **workers.PARAMETERS}, "zero1_strategy must be 'flat'"),
         (
             {"ddp_wrapper": "torch_ddp", "cuda_graph": True},
@@ -297,6 +288,13 @@ def test_what_cannot_be_combined_on_ranks_is_refused(changes, message):
 def test_evaluations_are_those_of_one_process(ranks):
     expected = workers.evaluations()
     assert [found["evaluations"] for found in ranks] == [expected, expected]
+
+
+@pytest.mark.parametrize("name", workers.EVALUATED)
+def test_a_model_in_training_is_evaluated_as_by_one_process(ranks, name):
+    expected = workers.evaluations()
+    for found in ranks:
+        assert result_of(found["evaluated in training"][name]) == expected
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
@@ -416,7 +414,7 @@ def test_a_rank_killed_in_saving_leaves_the_checkpoint_before(config, folder, on
 @pytest.mark.parametrize(
     ("case", "kind", "message"),
     [
-        ("none", ValueError, "ddp_wrapper must be another one than 'none' on 2 ranks"),
+        ("none", ValueError, "ddp_wrapper 'none' on 2 ranks averages no gradients"),
         ("no data on rank 1", FileNotFoundError, "which has no bpe.json"),
         ("not as rank 0", ValueError, "log_interval"),
         (

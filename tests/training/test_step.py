@@ -236,3 +236,13 @@ def test_steps_do_not_wait_for_the_gpu():
         step(data, 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_compiled_step_is_evaluated_without_compiling_other_lengths():
+    step = make_step()
+    inputs, targets = windows()[:, :-1], windows()[:, 1:]
+    expected = step.parallel.loss(inputs, targets)
+    # what `compile` replaces
+    step.loss.hidden = lambda *_: pytest.fail("the compiled model runs")
+    step.loss.eval()
+    assert torch.equal(step.parallel.loss(inputs, targets), expected)

@@ -25,7 +25,6 @@ from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm, grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from lib.sharded_optimizer.saved_state import load_unsharded
-from lib.training.parallelism import AveragedByOptimizer
 
 # With its usual eps, AdamW takes full-size steps on gradients that are mere rounding errors.
 SETTINGS: dict = {"lr": 1e-2, "eps": 1e-4}
@@ -90,7 +89,7 @@ def train_and_save(
     _train(model, optimizer, batches_of(shape, batch_size, range(steps)))
     optimizer.save_shard(folder)
     if rank() == 0:
-        torch.save(model.module.state_dict(), Path(folder) / "model.pt")
+        torch.save(model.state_dict(), Path(folder) / "model.pt")
     _train(model, optimizer, batches_of(shape, batch_size, range(steps, steps + further)))
     return Trained(weights_of(model), state_bytes(optimizer))
 
@@ -117,7 +116,7 @@ def _sharded(shape: ModelConfig) -> tuple[nn.Module, ShardedOptimizer]:
     module = make_model(shape)
     broadcast_module(module)
     optimizer = ShardedOptimizer(module.parameters(), AdamW, **SETTINGS, **ALONE)
-    return AveragedByOptimizer(module, optimizer), optimizer
+    return module, optimizer
 
 
 def _train(
@@ -127,7 +126,7 @@ def _train(
     norms = []
     for inputs, targets in batches:
         model(inputs, targets).backward()
-        model.finish_gradient_synchronization()
+        optimizer.finish_gradient_synchronization()
         optimizer.grad_norm()
         own = grad_norm(shard.leaf for shard in optimizer.shards)
         norms.append((optimizer.clip_grad_norm(MAX_NORM).item(), own.item()))
