@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import shutil
 import signal
 import threading
 import time
@@ -391,12 +390,22 @@ def _save(training: _Training) -> None:
     _count_time(training)
     # metrics first, since the checkpoint holds how long their file is
     on_first_rank(lambda: _sync_metrics(training), waiting)
-    parts: dict[str, Any] = {"model": step.model, "optimizer": step.optimizer}
-    if step.is_sharded:
-        # each rank writes its part of the state, and rank 0 moves the files into the checkpoint
-        parts = {"model": step.weights(), "shards": _shards(run)}
-        step.optimizer.save_shard(_shards(run), waiting)
-    training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), waiting)
+    training.checkpoint = save_checkpoint(
+        run.folder / "checkpoints",
+        step=training.progress.steps,
+        model=step.weights(),
+        optimizer=step.optimizer,
+        extra={
+            "progress": dataclasses.asdict(training.progress),
+            "sampler": run.sampler.state_dict(),
+            "config": to_dict(run.config),
+            "world_size": run.sampler.world_size,
+            "data_sha256": run.data_sha256,
+        },
+        tensors=step.state_tensors() | rng_state(run.device),
+        keep_last=run.config.keep_last,
+        group=waiting,
+    )
     _start_clock(training)
 
 
@@ -405,31 +414,6 @@ def _sync_metrics(training: _Training) -> None:
         raise FileNotFoundError(f"{training.run.folder} was removed during training")
     training.metrics.sync()
     training.progress.metrics_position = training.metrics.position
-
-
-def _write_checkpoint(training: _Training, parts: dict[str, Any]) -> Path:
-    run, config = training.run, training.run.config
-    path = save_checkpoint(
-        run.folder / "checkpoints",
-        step=training.progress.steps,
-        **parts,
-        extra={
-            "progress": dataclasses.asdict(training.progress),
-            "sampler": run.sampler.state_dict(),
-            "config": to_dict(config),
-            "world_size": run.sampler.world_size,
-            "data_sha256": run.data_sha256,
-        },
-        tensors=training.step.state_tensors() | rng_state(run.device),
-        keep_last=config.keep_last,
-    )
-    shutil.rmtree(_shards(run), ignore_errors=True)
-    return path
-
-
-def _shards(run: Run) -> Path:
-    """Where ranks leave their parts of the optimizer's state for rank 0."""
-    return run.folder / ".shards"
 
 
 # Setting up and resuming
@@ -476,7 +460,7 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    load_optimizer(loaded.path, step.optimizer, step.optimizer_model)
+    load_optimizer(loaded.path, step.optimizer)
     run.sampler.load_state_dict(loaded.extra["sampler"])
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)
@@ -491,8 +475,6 @@ def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
 def _open_files(training: _Training, files: contextlib.ExitStack) -> None:
     """Describe the run in its folder, and open its metrics until `files` closes."""
     run, progress = training.run, training.progress
-    # what a killed save left
-    shutil.rmtree(_shards(run), ignore_errors=True)
     metrics = MetricsLog(
         run.folder / "metrics.jsonl",
         total_steps=run.config.steps,

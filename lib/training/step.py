@@ -104,7 +104,7 @@ class TrainStep:
             self._compile()
         self.lr = torch.zeros((), device=device)
         self.parallel, self.optimizer = parallelize(self.loss, config, self.lr, group)
-        self.is_sharded = hasattr(self.optimizer, "save_shard")
+        self.is_sharded = hasattr(self.optimizer, "shards")
 
         # The step's input, at a fixed address for CUDA graphs.
         shape = (config.gradient_accumulation_steps, config.batch_size)
@@ -268,12 +268,6 @@ class TrainStep:
             self.optimizer.wait_for_parameters()
         is_divided = self.num_ranks > 1 and self.config.ddp_wrapper in FULLY_SHARDED
         return EvaluatedTogether(self.loss, self.parallel) if is_divided else self.model
-
-    @property
-    def optimizer_model(self) -> TransformerLM | None:
-        """The model that names the optimizer's parameters; None if they are shards of FSDP."""
-        is_fsdp = self.config.ddp_wrapper == "fsdp" and self.num_ranks > 1
-        return None if is_fsdp else self.model
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Run matmuls in `dtype`, unless the weights themselves have it."""

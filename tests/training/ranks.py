@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import lib.training.checkpoint
 import lib.training.loop
 from lib.core.settings import from_json
 from lib.data.batches import random_tokens
@@ -289,14 +290,14 @@ def note_and_train(config: TrainConfig, begun: Path) -> lib.training.loop.TrainR
 def watched_run(config: TrainConfig) -> dict:
     """A run by all ranks, and what each of them wrote."""
     records, saved, opened = [], [], []
-    save, enter = lib.training.loop.save_checkpoint, MetricsLog.__enter__
+    publish, enter = lib.training.checkpoint._publish, MetricsLog.__enter__
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     with (
         mock.patch.object(
-            lib.training.loop,
-            "save_checkpoint",
-            lambda *a, **k: saved.append(k["step"]) or save(*a, **k),
+            lib.training.checkpoint,
+            "_publish",
+            lambda target, keep: saved.append(int(target.name[5:])) or publish(target, keep),
         ),
         mock.patch.object(MetricsLog, "__enter__", lambda log: opened.append(1) or enter(log)),
     ):
@@ -454,15 +455,15 @@ def compiled(ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def dies_in_saving(config: TrainConfig) -> None:
     """Rank 1 is killed while it writes its second shard."""
-    write, calls = torch.save, []
+    write, calls = lib.training.checkpoint.write_tensors, []
 
-    def save(*args: Any, **options: Any) -> None:
+    def save(*args: Any) -> None:
         calls.append(1)
-        write(*args, **options)
+        write(*args)
         if process_group.rank() == 1 and len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(torch, "save", save):
+    with mock.patch.object(lib.training.checkpoint, "write_tensors", save):
         train(config)
 
 
