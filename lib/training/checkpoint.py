@@ -116,11 +116,7 @@ def save_checkpoint(
 
     # check and collect everything before the disk is touched
     def collect() -> tuple[Path, Contents]:
-        # True is a whole number to Python
-        is_number = hasattr(step, "__index__") and not isinstance(step, bool) and step >= 0
-        require(is_number, f"step must be at least 0, a whole number, got {step!r}")
-        is_count = keep_last is None or (type(keep_last) is int and keep_last > 0)
-        require(is_count, f"keep_last must be at least 1, got {keep_last!r}")
+        _check_numbers(step, keep_last)
         state = {"step": operator.index(step), "extra": extra or {}}
         contents = _whole(inner_module(model), tensors or {}, state) if number == 0 else {}
         if optimizer is not None and (number == 0 or _is_sharded(optimizer)):
@@ -138,6 +134,14 @@ def save_checkpoint(
         on_each(lambda: _write(_partial(target), contents))
         on_each(publish)
     return target
+
+
+def _check_numbers(step: Any, keep_last: Any) -> None:
+    # True is a whole number to Python
+    is_number = hasattr(step, "__index__") and not isinstance(step, bool) and step >= 0
+    require(is_number, f"step must be at least 0, a whole number, got {step!r}")
+    is_count = keep_last is None or (type(keep_last) is int and keep_last > 0)
+    require(is_count, f"keep_last must be at least 1, got {keep_last!r}")
 
 
 def _ranks(optimizer: Any, group: Any) -> tuple[int, Callable[[Callable[[], T]], T]]:
