@@ -285,6 +285,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
     assert file in warning or (file, damage) == ("manifest.json", flip)
 
 
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    model = make_model()
+    optimizer = sgd(*model.parameters())
+    path = save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
+    shard = path / "shard-00000-of-00001.safetensors"
+    shard.rename(path / "shard-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match="needs shard-00000-of-00001.* got shard-00001-of-00002"):
+        load_checkpoint(path, optimizer=optimizer, verify=False)
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_checkpoint_that_is_deleted_before_or_while_it_is_read_gives_the_next(
     tmp_path, monkeypatch, caplog, is_read
