@@ -160,7 +160,7 @@ def _whole(model: Any, tensors: dict[str, Tensor], state: dict[str, Any]) -> Con
     return {
         "model.safetensors": (weights, {}),
         "tensors.safetensors": (tensors, {}),
-        "state.json": _json(state),
+        "state.json": _json(state, indent=1),
     }
 
 
@@ -171,14 +171,16 @@ def _shard(model: Any, optimizer: Any) -> Contents:
         number, ranks = rank(optimizer.group), world_size(optimizer.group)
     state = pack(optimizer.state_dict(), "optimizer", tensors)
     check_tensors("optimizer", tensors)
-    text = _json({"parameters": _parameters(optimizer, model), "state": state})
+    text = _json(
+        {"parameters": _parameters(optimizer, model), "state": state}, separators=(",", ":")
+    )
     return {SHARD.format(number, ranks): (tensors, {"optimizer": text})}
 
 
-def _json(value: Any) -> str:
+def _json(value: Any, **layout: Any) -> str:
     try:
         _check_keys(value)
-        return json.dumps(value, indent=1)
+        return json.dumps(value, **layout)
     except (TypeError, ValueError, RecursionError) as error:
         message = f"extra and the optimizer's settings must be JSON values: {error}"
         raise ValueError(message) from error

@@ -39,7 +39,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         stop = start + tensor.nbytes
         kind = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
         header[name] = kind | {"data_offsets": [start, stop]}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with atomic_write(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
