@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lib.core.settings import require
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.shards import Shard
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
 
 Groups = list[dict[str, Any]]
 
@@ -96,13 +96,8 @@ def load_whole(
 ) -> None:
     """`unpack_shards` for an optimizer that is not sharded."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    whole = [Shard(param, n, 0, param.numel(), param, param) for n, param in enumerate(params)]
+    whole = [whole_shard(param, number) for number, param in enumerate(params)]
     unpack_shards(state_dicts, source, whole, optimizer, optimizer.param_groups)
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _numbered(groups: Groups) -> Groups:
@@ -201,7 +196,7 @@ def _assemble(shard: Shard, pieces: list[_Piece]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.shape == parts[0].shape:
             # a value per element
             cut_out = [part.state[name].reshape(-1)[cut] for part, cut in zip(parts, cuts)]
-            state[name] = torch.cat(cut_out).view(shard.weight.shape)
+            state[name] = torch.cat(cut_out).view(shard.leaf.shape)
         elif isinstance(value, Tensor) and value.dim() and not is_uncut:
             raise ValueError(
                 f"state {name} of parameter {shard.number} has shape {tuple(value.shape)}, which "

@@ -44,9 +44,9 @@ def test_masters_are_dropped_by_optimizers_that_keep_none():
     assert "master" not in plain.state_dict()["state"][0]
 
 
-def test_state_that_is_not_by_element_is_not_cut():
+def test_state_that_is_not_that_of_its_elements_is_not_cut():
     module = stack()
-    made = made_of(module, {"optimizer_cls": torch.optim.Adafactor, "lr": 0.1})
+    made = made_of(module, ADAMW)
     backward(module)
     made.step()
     saved = made.state_dict()

@@ -291,7 +291,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     path = save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
     shard = path / "shard-00000-of-00001.safetensors"
     shard.rename(path / "shard-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match="needs shard-00000-of-00001.* got shard-00001-of-00002"):
+    with pytest.raises(ValueError, match=r"needs shard-00000-of-00001.* got shard-00001-of-00002"):
         load_checkpoint(path, optimizer=optimizer, verify=False)
 
 
