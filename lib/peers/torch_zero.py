@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lib.ddp.process_group import on_each_rank, rank, world_size
+from lib.ddp.process_group import rank, world_size
 from lib.optimizer.schedule import grad_norm
-from lib.sharded_optimizer.saved_state import pack_shards, read_shards, unpack_shards, write_shard
+from lib.sharded_optimizer.saved_state import pack_shards, unpack_shards
 from lib.sharded_optimizer.shards import Shard, whole_shard
 
 
@@ -53,21 +52,12 @@ class TorchZero(ZeroRedundancyOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's `state_dict`, or that of an unsharded optimizer."""
-        self._load([state_dict], "state_dict")
+        self.load_state_dicts([state_dict], "state_dict")
 
-    def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
-        """See `ShardedOptimizer.save_shard`."""
-        return write_shard(folder, self.state_dict(), group or self.group)
-
-    def load_shards(self, folder: str | os.PathLike) -> None:
-        """See `ShardedOptimizer.load_shards`."""
-        on_each_rank(lambda: self.load_own_part(folder), self.group)
-
-    def load_own_part(self, folder: str | os.PathLike) -> None:
-        """See `ShardedOptimizer.load_own_part`."""
-        self._load(read_shards(folder), folder)
-
-    def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
+    def load_state_dicts(
+        self, state_dicts: list[dict[str, Any]], source: str | os.PathLike
+    ) -> None:
+        """See `ShardedOptimizer.load_state_dicts`."""
         unpack_shards(state_dicts, source, self.shards, self.optim, self.param_groups)
 
 

@@ -6,6 +6,5 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "optimizer": ["ShardedOptimizer"],
-        "saved_state": ["load_unsharded"],
     },
 )

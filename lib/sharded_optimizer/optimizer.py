@@ -67,7 +67,6 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -90,9 +89,7 @@ from lib.optimizer.schedule import check_max_norm, clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import (
     pack_shards,
-    read_shards,
     unpack_shards,
-    write_shard,
 )
 from lib.sharded_optimizer.shards import Shard, ShardingStrategy, settings_of
 from lib.sharded_optimizer.whole_parameters import WholeParameters
@@ -388,40 +385,25 @@ class ShardedOptimizer(Optimizer):
         """Load this rank's `state_dict`, or that of an unsharded optimizer.
 
         Raises:
-            ValueError: it does not fit, or comes from another rank or number of ranks (which
-                `load_shards` can read).
+            ValueError: it does not fit, or comes from another rank or number of ranks.
         """
-        self._load([state_dict], "state_dict")
+        self.load_state_dicts([state_dict], "state_dict")
 
-    def save_shard(self, folder: str | os.PathLike, group: dist.ProcessGroup | None = None) -> Path:
-        """Write this rank's state into `folder`, which should be empty; return the file's path.
+    def load_state_dicts(
+        self, state_dicts: list[dict[str, Any]], source: str | os.PathLike
+    ) -> None:
+        """Load this rank's part of the `state_dict` of all ranks, of any number and strategy.
 
-        All ranks call it, and return when all files are complete. A file is whole or absent.
+        With the same number of ranks, strategy and `bucket_cap_mb`, training continues bit for bit.
 
         Args:
-            group: the same ranks, to wait for each other in (default: the optimizer's group, whose
-                timeout a slow disk may exceed).
+            source: where they come from, for error messages.
 
         Raises:
-            OSError: a rank cannot write; raised on all ranks.
+            ValueError: they do not fit; on this rank only.
         """
-        return write_shard(folder, self.state_dict(), group or self.group)
-
-    def load_shards(self, folder: str | os.PathLike) -> None:
-        """Load what any number of ranks saved with any strategy; reads only what this rank needs.
-
-        With the same number of ranks, strategy and `bucket_cap_mb`, training continues bit for
-        bit. `load_unsharded` reads the same files.
-
-        Raises:
-            FileNotFoundError: a file is missing; raised on all ranks, like the others.
-            ValueError: the files do not fit the parameters, or are from different saves.
-        """
-        on_each_rank(lambda: self.load_own_part(folder), self.group)
-
-    def load_own_part(self, folder: str | os.PathLike) -> None:
-        """`load_shards` for a caller that itself raises an error of one rank on all."""
-        self._load(read_shards(folder), folder)
+        unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)
+        self.state = self.inner.state
 
     def _refuse_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         raise TypeError(
@@ -431,10 +413,6 @@ class ShardedOptimizer(Optimizer):
 
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
     register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
-
-    def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
-        unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)
-        self.state = self.inner.state
 
 
 def _make_strategy(

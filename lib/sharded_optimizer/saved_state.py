@@ -11,27 +11,17 @@ from __future__ import annotations
 import copy
 import math
 import os
-import pickle
-import re
-import secrets
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lib.core.files import atomic_write
 from lib.core.settings import require
-from lib.ddp.process_group import on_each_rank, on_first_rank, rank, world_size
 from lib.optimizer.adamw import AdamW
 from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
 
 Groups = list[dict[str, Any]]
-# The files of all ranks; `shard_name` is that of one.
-SHARDS = "shard-*-of-*.pt"
-SHARD = re.compile(r"shard-\d{5,}-of-(\d{5,})\.pt")
 
 
 def pack_shards(shards: list[Shard], inner: torch.optim.Optimizer, groups: Groups) -> dict:
@@ -79,8 +69,8 @@ def unpack_shards(
     state = {}
     for index, shard in enumerate(shards):
         found = _assemble(shard, pieces[shard.number])
-        if not isinstance(inner, AdamW):
-            # only this library's AdamW keeps float32 masters of low-precision weights
+        if isinstance(inner, torch.optim.AdamW):
+            # PyTorch's keeps no float32 masters of low-precision weights
             found.pop("master", None)
         if found:
             state[index] = found
@@ -89,108 +79,25 @@ def unpack_shards(
     saved_groups = state_dicts[0]["param_groups"]
     numbered = copy.deepcopy(_numbered(inner.param_groups))
     _load_settings(numbered, saved_groups)
-    inner.load_state_dict({"state": state, "param_groups": numbered})
+    inner.load_state_dict({**state_dicts[0], "state": state, "param_groups": numbered})
+    if not isinstance(inner, AdamW):
+        # PyTorch rounds the float32 state of bfloat16 parameters to bfloat16
+        for index, found in state.items():
+            loaded = inner.state[shards[index].leaf]
+            loaded.update(_as_saved(found, loaded))
     # a learning rate that is a tensor stays the same tensor
     _load_settings(groups, saved_groups)
     for group, inner_group in zip(groups, inner.param_groups):
         inner_group.update(settings_of(group))
 
 
-def load_unsharded(folder: str | os.PathLike, optimizer: torch.optim.Optimizer) -> None:
-    """Load what a sharded optimizer saved in `folder` into an optimizer that is not sharded.
-
-    Float32 masters are loaded by this library's AdamW and dropped by other optimizers.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the files do not fit the optimizer, or are from different saves.
-    """
+def load_whole(
+    state_dicts: list[dict[str, Any]], source: str | os.PathLike, optimizer: torch.optim.Optimizer
+) -> None:
+    """`unpack_shards` for an optimizer that is not sharded."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     whole = [whole_shard(param, number) for number, param in enumerate(params)]
-    unpack_shards(read_shards(folder), folder, whole, optimizer, optimizer.param_groups)
-
-
-def shard_name(rank: int, ranks: int) -> str:
-    """The name of the file that `rank` of `ranks` writes."""
-    return f"shard-{rank:05d}-of-{ranks:05d}.pt"
-
-
-def write_shard(
-    folder: str | os.PathLike, state_dict: dict[str, Any], group: dist.ProcessGroup | None
-) -> Path:
-    """Write this rank's file, whole or not at all, and wait until all ranks have.
-
-    Raises:
-        OSError: a rank cannot write; raised on all ranks.
-    """
-    # a random name for this save, so that files of different saves are not mixed up
-    save = on_first_rank(lambda: secrets.token_hex(8), group)
-    ranks = world_size(group)
-
-    def write() -> Path:
-        path = Path(folder) / shard_name(rank(group), ranks)
-        with atomic_write(path) as file:
-            torch.save({**state_dict, "save": save}, file)
-        return path
-
-    def remove_other_world_sizes() -> None:
-        for other in Path(folder).iterdir():
-            name = SHARD.fullmatch(other.name)
-            if name and int(name[1]) != ranks:
-                other.unlink()
-
-    path = on_each_rank(write, group)
-    on_first_rank(remove_other_world_sizes, group)
-    return path
-
-
-def read_shards(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """Open the state dicts of all ranks; tensors are read from the disk when they are used.
-
-    Raises:
-        FileNotFoundError: there are none, or one is missing.
-        ValueError: they are from different saves, or one is damaged.
-    """
-    paths = shard_paths(folder)
-    if not paths:
-        raise FileNotFoundError(f"no file {SHARDS} in {folder}")
-    loaded = [_read_shard(path) for path in paths]
-    saves = {state_dict["save"] for state_dict in loaded}
-    require(len(saves) == 1, f"the shards in {folder} must be from one save, got {len(saves)}")
-    return loaded
-
-
-def shard_paths(folder: str | os.PathLike) -> list[Path]:
-    """The files of all ranks in `folder`, in the order of ranks; none if there are none.
-
-    Raises:
-        FileNotFoundError: one is missing.
-        ValueError: there are files of several numbers of ranks.
-    """
-    folder = Path(folder)
-    names = [path.name for path in folder.glob(SHARDS)]
-    found = {name: int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
-    sizes = sorted(set(found.values()))
-    require(
-        len(sizes) <= 1,
-        f"{folder} must hold the files of one number of ranks, got those of "
-        f"{' and of '.join(map(str, sizes))}: {', '.join(sorted(found))}",
-    )
-    expected = [shard_name(n, ranks) for ranks in sizes for n in range(ranks)]
-    missing = [name for name in expected if name not in found]
-    if missing:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}")
-    return [folder / name for name in expected]
-
-
-def _read_shard(path: Path) -> dict[str, Any]:
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    is_shard = isinstance(loaded, dict) and "save" in loaded
-    require(is_shard, f"{path} is damaged: it is not what save_shard writes")
-    return loaded
+    unpack_shards(state_dicts, source, whole, optimizer, optimizer.param_groups)
 
 
 def _numbered(groups: Groups) -> Groups:
@@ -211,7 +118,18 @@ def _load_settings(groups: Groups, saved: Groups) -> None:
             if isinstance(own, Tensor):
                 own.copy_(torch.as_tensor(value))
             else:
-                group[name] = value.item() if isinstance(value, Tensor) else value
+                group[name] = copy.deepcopy(value)
+
+
+def _as_saved(value: Any, loaded: Any) -> Any:
+    """What was `loaded` for `value`, with the dtypes of `value`."""
+    if isinstance(value, Tensor):
+        return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+    if isinstance(value, dict):
+        return {name: _as_saved(item, loaded[name]) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_saved, value, loaded))
+    return value
 
 
 def _check_fits(
@@ -270,7 +188,7 @@ def _assemble(shard: Shard, pieces: list[_Piece]) -> dict[str, Any]:
     require(
         covered == shard.stop - shard.start,
         f"elements {shard.start:,} to {shard.stop:,} of parameter {shard.number} are needed, but "
-        f"the state has {covered:,} of them; load the files of all ranks with load_shards",
+        f"the state has {covered:,} of them; load_checkpoint loads the state of all ranks",
     )
     is_uncut = len(parts) == 1 and parts[0][:2] == (shard.start, shard.stop)
     state = {}
@@ -287,5 +205,5 @@ def _assemble(shard: Shard, pieces: list[_Piece]) -> dict[str, Any]:
             )
         else:
             # a value for the whole parameter, such as Adam's step count
-            state[name] = value.clone() if isinstance(value, Tensor) else value
+            state[name] = copy.deepcopy(value)
     return state

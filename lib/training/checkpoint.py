@@ -1,10 +1,11 @@
 """Checkpoints: folders that are whole or absent, verified when read, never unpickled.
 
-A folder `step-00000100` holds `model.safetensors`, `optimizer.safetensors`, `tensors.safetensors`,
-`state.json` with everything that is not a tensor, and `manifest.json` with size and hash of each
-file. With a sharded optimizer, each rank's `shard-<rank>-of-<ranks>.pt` has the optimizer's state.
+A folder `step-00000100` holds `model.safetensors` with whole weights, `tensors.safetensors`,
+`shard-<rank>-of-<ranks>.safetensors` with each rank's part of the optimizer's state (an optimizer
+that is not sharded is one shard), `state.json` with the rest, and `manifest.json` with size and
+hash of each file.
 
-How a checkpoint becomes durable, even if the process is killed (`_write`, then `_publish`):
+How a checkpoint becomes durable, even if the process is killed (`save_checkpoint`):
 
 1. all files go into a hidden folder `.step-00000100.partial`, each flushed to the disk;
 2. the manifest is written last, so that a folder with a valid manifest is whole;
@@ -14,36 +15,48 @@ How a checkpoint becomes durable, even if the process is killed (`_write`, then 
 The next save removes what a killed one left (`_clean`).
 """
 
+import contextlib
+import functools
 import json
 import logging
 import operator
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lib.core import files
 from lib.core.settings import from_json, require, to_json
-from lib.ddp.process_group import on_each_rank
+from lib.ddp.process_group import on_each_rank, rank, world_size
 from lib.ddp.wrappers import inner_module
-from lib.sharded_optimizer.saved_state import SHARDS, load_unsharded, shard_paths
+from lib.sharded_optimizer.saved_state import load_whole
+from lib.training import old_checkpoints
+from lib.training.tensor_files import (
+    check_tensors,
+    find_tied,
+    pack,
+    read_tensors,
+    unpack,
+    write_tensors,
+)
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
-PARTS = ("model", "optimizer", "tensors")
 # How often a folder is listed again because a checkpoint was deleted before it was read.
 MAX_LISTINGS = 5
+SHARD = "shard-{:05d}-of-{:05d}.safetensors"
 T = TypeVar("T")
+# Files by name: a text, or tensors and metadata.
+Contents = dict[str, str | tuple[dict[str, Tensor], dict[str, str]]]
 log = logging.getLogger(__name__)
 
 
@@ -59,7 +72,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Manifest:
-    format: Literal[1]
+    # 1: see `old_checkpoints`
+    format: Literal[1, 2]
     # size in bytes and SHA-256
     files: dict[str, tuple[int, str]]
 
@@ -73,71 +87,103 @@ def save_checkpoint(
     step: int,
     model: nn.Module | dict[str, Tensor],
     optimizer: Optimizer | None = None,
-    shards: str | os.PathLike | None = None,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, Tensor] | None = None,
     keep_last: int | None = None,
+    group: Any = None,
 ) -> Path:
     """Write the checkpoint `step-<step>` into `folder` (made if missing); return its path.
 
     At any moment, even if the process is killed, each folder named `step-*` is whole. One of the
     same step is replaced. Other processes that save into `folder` wait for this one.
 
+    All ranks of a sharded optimizer call this together, and each writes its own shard; an error of
+    one is raised on all. Rank 0 writes its own model, extra and tensors for all.
+
     Args:
-        model: a module, compiled or not, or its state dict if no `optimizer` is given, whose
-            parameters it names.
-        shards: instead of `optimizer`, a folder that `ShardedOptimizer.save_shard` filled, on the
-            same disk as `folder`; its files are moved into the checkpoint.
+        model: a module, compiled or not, or its state dict.
         extra: JSON values, with text as keys; tuples come back as lists.
         tensors: any further state, such as `rng_state(device)`.
         keep_last: keep this many checkpoints, this one included, and delete older ones.
+        group: a process group whose ranks call this together, as they then do with any optimizer
+            (default: that of a sharded optimizer, whose timeout a slow disk may exceed).
 
     Raises:
         OSError: a file cannot be written; if the disk is full, names what is needed and free.
             Earlier checkpoints stay, and nothing of this one does.
     """
+    number, on_each = _ranks(optimizer, group)
+
+    # check and collect everything before the disk is touched
+    def collect() -> tuple[Path, Contents]:
+        _check_numbers(step, keep_last)
+        state = {"step": operator.index(step), "extra": extra or {}}
+        contents = _whole(inner_module(model), tensors or {}, state) if number == 0 else {}
+        if optimizer is not None and (number == 0 or _is_sharded(optimizer)):
+            contents |= _shard(inner_module(model), optimizer)
+        return Path(folder) / f"step-{operator.index(step):08d}", contents
+
+    def publish() -> None:
+        if number == 0:
+            _publish(target, keep_last)
+
+    target, contents = on_each(collect)
+    with contextlib.ExitStack() as held:
+        # rank 0 makes the folder, all write, rank 0 gives it its name
+        on_each(lambda: number or held.enter_context(_partial_folder(target, contents)))
+        on_each(lambda: _write(_partial(target), contents))
+        on_each(publish)
+    return target
+
+
+def _check_numbers(step: Any, keep_last: Any) -> None:
     # True is a whole number to Python
     is_number = hasattr(step, "__index__") and not isinstance(step, bool) and step >= 0
     require(is_number, f"step must be at least 0, a whole number, got {step!r}")
-    step, model = operator.index(step), inner_module(model)
     is_count = keep_last is None or (type(keep_last) is int and keep_last > 0)
     require(is_count, f"keep_last must be at least 1, got {keep_last!r}")
-    folder = Path(folder)
-    target = folder / f"step-{step:08d}"
 
-    # collect everything before the disk is touched
+
+def _ranks(optimizer: Any, group: Any) -> tuple[int, Callable[[Callable[[], T]], T]]:
+    """This process's number among those that save together, and `on_each_rank` of these."""
+    if group is None and not _is_sharded(optimizer):
+        return 0, lambda call: call()
+    group = group or optimizer.group
+    return rank(group), functools.partial(on_each_rank, group=group)
+
+
+def _whole(model: Any, tensors: dict[str, Tensor], state: dict[str, Any]) -> Contents:
+    """The files that rank 0 writes for all."""
     weights = model.state_dict() if isinstance(model, nn.Module) else model
-    parts = {"model": weights, "tensors": tensors or {}, "optimizer": {}}
-    packed = None if optimizer is None else _pack_optimizer(optimizer, model, parts["optimizer"])
+    check_tensors("model", weights)
+    check_tensors("tensors", tensors)
+    return {
+        "model.safetensors": (weights, {}),
+        "tensors.safetensors": (tensors, {}),
+        "state.json": _json(state, indent=1),
+    }
+
+
+def _shard(model: Any, optimizer: Any) -> Contents:
+    """The file of this rank's part of the optimizer's state."""
+    number, ranks, tensors = 0, 1, {}
+    if _is_sharded(optimizer):
+        number, ranks = rank(optimizer.group), world_size(optimizer.group)
+    state = pack(optimizer.state_dict(), "optimizer", tensors)
+    check_tensors("optimizer", tensors)
+    text = _json(
+        {"parameters": _parameters(optimizer, model), "state": state}, separators=(",", ":")
+    )
+    return {SHARD.format(number, ranks): (tensors, {"optimizer": text})}
+
+
+def _json(value: Any, **layout: Any) -> str:
     try:
-        _check_keys(extra or {})
-        state = json.dumps({"step": step, "extra": extra or {}, "optimizer": packed}, indent=1)
+        _check_keys(value)
+        return json.dumps(value, **layout)
     except (TypeError, ValueError, RecursionError) as error:
         message = f"extra and the optimizer's settings must be JSON values: {error}"
         raise ValueError(message) from error
-    for part, content in parts.items():
-        for name, value in content.items():
-            problem = _why_not_saved(name, value)
-            require(not problem, f"{part}: {name} must be {problem}")
-    shard_files = [] if shards is None else shard_paths(shards)
-    message = f"shards must be a folder that save_shard filled, got {shards}, which has no shards"
-    require(shards is None or shard_files, message)
-
-    with files.lock_folder(folder):
-        # we hold the lock, so any process that left partial files is gone
-        _clean(folder)
-        try:
-            _write(folder / f".{target.name}.partial", parts, state, shard_files)
-            _publish(target, keep_last)
-        except OSError as error:
-            if error.errno not in files.NO_SPACE:
-                raise
-            _clean(folder)
-            needed = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
-            raise files.no_space_error(error, target, needed + len(state)) from error
-        finally:
-            _clean(folder)
-    return target
 
 
 def _check_keys(value: Any) -> None:
@@ -150,45 +196,47 @@ def _check_keys(value: Any) -> None:
             _check_keys(item)
 
 
-def _why_not_saved(name: str, value: Any) -> str:
-    """Name what safetensors needs in place of `value`; "" if it can save it."""
-    if not isinstance(name, str):
-        return f"named by text, got a {type(name).__name__}"
-    if not isinstance(value, Tensor):
-        return f"a tensor, got {type(value).__name__}"
-    if value.layout != torch.strided:
-        return f"dense, got {value.layout}; save value.to_dense()"
-    if value.is_meta:
-        return "a tensor with memory, but is on device meta"
-    return "under another name, which safetensors reserves" if name == "__metadata__" else ""
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
 
 
-def _write(
-    folder: Path, parts: dict[str, dict[str, Tensor]], state: str, shards: Sequence[Path]
-) -> None:
-    """Write all files of a checkpoint into the new `folder`; all are on the disk afterwards.
+@contextlib.contextmanager
+def _partial_folder(target: Path, contents: Contents) -> Iterator[None]:
+    """Make the folder for the files of `target`, and keep other processes out until they are."""
+    with files.lock_folder(target.parent):
+        # we hold the lock, so any process that left partial files is gone
+        _clean(target.parent)
+        try:
+            _partial(target).mkdir()
+            yield
+        except OSError as error:
+            if error.errno not in files.NO_SPACE:
+                raise
+            _clean(target.parent)
+            parts = [content[0] for content in contents.values() if not isinstance(content, str)]
+            needed = sum(tensor.nbytes for part in parts for tensor in part.values())
+            raise files.no_space_error(error, target, needed) from error
+        finally:
+            _clean(target.parent)
 
-    That holds for `shards`, which are only moved, since `write_shard` waited for the disk.
-    """
-    folder.mkdir()
-    for shard in shards:
-        os.replace(shard, folder / shard.name)
-    for name, tensors in parts.items():
-        _save_tensors(tensors, folder / f"{name}.safetensors")
-    files.write_atomically(folder / "state.json", state)
-    for file in folder.iterdir():
-        # safetensors makes its files readable to their owner only, whatever the umask
-        file.chmod((folder / "state.json").stat().st_mode)
-    # hashes are read back from the page cache: hashing while writing would copy tensors once more
-    entries = {p.name: (p.stat().st_size, files.sha256_file(p)) for p in folder.iterdir()}
-    files.write_atomically(folder / "manifest.json", to_json(_Manifest(1, entries)))
+
+def _write(folder: Path, contents: Contents) -> None:
+    for name, content in contents.items():
+        if isinstance(content, str):
+            files.write_atomically(folder / name, content)
+        else:
+            write_tensors(folder / name, *content)
 
 
 def _publish(target: Path, keep_last: int | None) -> None:
-    """Give the finished `.partial` folder its name, and hide the checkpoints to be deleted."""
+    """Give the written folder its manifest and name, and hide the checkpoints to be deleted."""
+    # hashes are read back from the page cache
+    written = _partial(target).iterdir()
+    entries = {file.name: (file.stat().st_size, files.sha256_file(file)) for file in written}
+    files.write_atomically(_partial(target) / "manifest.json", to_json(_Manifest(2, entries)))
     if target.exists():
         os.replace(target, target.with_name(f".{target.name}.replaced"))
-    os.replace(target.with_name(f".{target.name}.partial"), target)
+    os.replace(_partial(target), target)
     files.sync_folder(target.parent)
     if keep_last is not None:
         older = [path for path in list_checkpoints(target.parent) if _step(path) < _step(target)]
@@ -220,9 +268,9 @@ def load_checkpoint(
     """Read the checkpoint `path`, or the newest whole one in the folder `path`.
 
     State is copied into `model` and `optimizer` only after all of it was found to fit. A sharded
-    optimizer's state loads into an unsharded one, and the other way around; all ranks of a sharded
-    one call this together, and an error of one is raised on all. A checkpoint that is damaged or
-    does not fit is a ValueError.
+    optimizer's state loads into an unsharded one or any other sharding, and the other way around;
+    all ranks of a sharded one call this together, and an error of one is raised on all. A
+    checkpoint that is damaged or does not fit is a ValueError.
 
     Args:
         verify: False skips hashing, for a path that `find_checkpoint` or `newest_checkpoint` just
@@ -244,9 +292,10 @@ def _load_here(
     model = None if model is None else inner_module(model)
     state = _read_state(path)
     # clones, since tensors from safetensors stay mapped to the file
-    tensors = {k: v.clone() for k, v in _load_tensors(path / "tensors.safetensors").items()}
+    saved, _ = read_tensors(path / "tensors.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in saved.items()}
     if model is not None:
-        weights = _load_tensors(path / "model.safetensors")
+        weights, _ = read_tensors(path / "model.safetensors")
         _check_model(path, model, weights)
     if optimizer is not None:
         # before the model, since this allocates memory and can still fail
@@ -269,66 +318,56 @@ def _read_state(path: Path) -> dict[str, Any]:
     """
     try:
         state = json.loads((path / "state.json").read_bytes())
-        return {name: state[name] for name in ("step", "extra", "optimizer")}
+        return {name: state[name] for name in ("step", "extra")}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path / 'state.json'}: not the state of a checkpoint") from error
-
-
-def find_checkpoint(path: str | os.PathLike) -> Path:
-    """The checkpoint `path`, or the newest whole one in the folder `path`; verified."""
-    path = Path(path)
-    if NAME.fullmatch(path.name) or (path / "manifest.json").exists():
-        if not path.is_dir():
-            raise FileNotFoundError(f"no checkpoint {path}")
-        _verify(path)
-        return path
-    newest = newest_checkpoint(path)
-    if newest is None:
-        raise FileNotFoundError(f"no checkpoint step-* in {path}")
-    return newest
-
-
-def newest_checkpoint(folder: str | os.PathLike) -> Path | None:
-    """The whole checkpoint of the highest step in `folder`; None if there are no checkpoints.
-
-    A warning names each damaged one with a higher step; if all are damaged, a ValueError does. One
-    that a training deletes meanwhile is not damaged: the folder is listed again.
-    """
-    for _ in range(MAX_LISTINGS):
-        checkpoints = list_checkpoints(Path(folder))
-        for path in checkpoints:
-            try:
-                _verify(path)
-                return path
-            except ValueError as error:
-                if not path.exists():
-                    # newer ones came, and those listed after it may be gone, too
-                    break
-                log.warning("refused: %s", error)
-        else:
-            names = ", ".join(path.name for path in checkpoints)
-            require(not names, f"no checkpoint in {folder} is whole: {names}")
-            return None
-    raise FileNotFoundError(
-        f"each checkpoint in {folder} was deleted before it was read, {MAX_LISTINGS} times"
-    )
 
 
 def read_checkpoint(path: str | os.PathLike, read: Callable[[Path], T]) -> T:
     """The result of `read` for the checkpoint `path`, or the newest whole one in the folder `path`.
 
-    If a training deletes that one while it is read, `read` gets the one that is the newest then.
+    A warning names each damaged one with a higher step; if all are damaged, a ValueError does. One
+    that a training deletes before or while it is read is not damaged: the folder is listed again.
     """
+    path = Path(path)
+    if NAME.fullmatch(path.name) or (path / "manifest.json").exists():
+        if not path.is_dir():
+            raise FileNotFoundError(f"no checkpoint {path}")
+        _verify(path)
+        return read(path)
     for _ in range(MAX_LISTINGS):
-        found = find_checkpoint(path)
-        try:
-            return read(found)
-        except (OSError, ValueError, SafetensorError):
-            if found == Path(path) or found.exists():
-                raise
+        checkpoints = list_checkpoints(path)
+        if not checkpoints:
+            raise FileNotFoundError(f"no checkpoint step-* in {path}")
+        for found in checkpoints:
+            is_whole = False
+            try:
+                _verify(found)
+                is_whole = True
+                return read(found)
+            except (OSError, ValueError, SafetensorError) as error:
+                if not found.exists():
+                    # newer ones came, and those listed after it may be gone, too
+                    break
+                if is_whole:
+                    raise
+                log.warning("refused: %s", error)
+        else:
+            names = ", ".join(found.name for found in checkpoints)
+            raise ValueError(f"no checkpoint in {path} is whole: {names}")
     raise FileNotFoundError(
-        f"each checkpoint in {path} was deleted while it was read, {MAX_LISTINGS} times"
+        f"each checkpoint in {path} was deleted before it was read, {MAX_LISTINGS} times"
     )
+
+
+def find_checkpoint(path: str | os.PathLike) -> Path:
+    """The checkpoint `path`, or the newest whole one in the folder `path`; verified."""
+    return read_checkpoint(path, lambda found: found)
+
+
+def newest_checkpoint(folder: str | os.PathLike) -> Path | None:
+    """The whole checkpoint of the highest step in `folder`; None if there are no checkpoints."""
+    return find_checkpoint(folder) if list_checkpoints(Path(folder)) else None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -346,8 +385,8 @@ def _verify(path: Path) -> None:
     name = "manifest.json"
     try:
         listed = from_json(_Manifest, path / name).files
-        expected = {"state.json", *(f"{part}.safetensors" for part in PARTS)}
-        expected.update(shard.name for shard in path.glob(SHARDS))
+        expected = {"state.json", "model.safetensors", "tensors.safetensors"}
+        expected.update(shard.name for shard in path.glob("shard-*"))
         missing = ", ".join(sorted(expected - listed.keys()))
         require(not missing, f"does not list {missing}")
         for name, (size, sha256) in listed.items():
@@ -370,7 +409,7 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor]) -> None
     ]
     wrong += [
         f"{name} and {kept} are tied in the model and differ"
-        for name, kept in _tied(both).items()
+        for name, kept in find_tied(both).items()
         if saved[name] is not saved[kept] and not torch.equal(saved[name], saved[kept])
     ]
     wrong += [f"{name} is on device meta, without memory" for name in both if own[name].is_meta]
@@ -382,138 +421,57 @@ def _check_model(path: Path, model: nn.Module, saved: dict[str, Tensor]) -> None
 # The optimizer's state
 
 
-def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) -> None:
+def load_optimizer(path: Path, optimizer: Any, model: nn.Module | None = None) -> None:
     """Load the optimizer's state alone from the checkpoint `path`, which was verified before.
 
     Saved state and `optimizer` may each be sharded or not. For a sharded optimizer this loads the
-    part of this rank, without a collective. `model` names the parameters; without it, their names
-    are not compared.
+    part of this rank, without a collective. `model` names the parameters, whose names are compared
+    with those saved, if there are any.
     """
-    packed = _read_state(path)["optimizer"]
-    if packed is None and shard_paths(path):
-        if _is_sharded(optimizer):
-            optimizer.load_own_part(path)  # type: ignore[attr-defined]  # as `_is_sharded` saw
-        else:
-            load_unsharded(path, optimizer)
-        return
-    require(packed is not None, f"checkpoint {path} holds no optimizer state")
-    for saved, own in zip_longest(packed["parameters"], _parameters(optimizer, model)):
-        # names are known only if the model is given
-        is_same = saved == own or (model is None and saved and own and saved[1:] == own[1:])
-        message = f"checkpoint {path} does not fit the optimizer: {saved} instead of {own}"
+    saved, states = _read_shards(path) or old_checkpoints.read_optimizer(path)
+    require(states, f"checkpoint {path} holds no optimizer state")
+    own = _parameters(optimizer, model)
+    for there, here in zip_longest(own if saved is None else saved, own):
+        is_same = there and here and there[1:] == here[1:]
+        is_same = is_same and (there[0] == here[0] or not (there[0] and here[0]))
+        message = f"checkpoint {path} does not fit the optimizer: {there} instead of {here}"
         require(is_same, message)
-    tensors = _load_tensors(path / "optimizer.safetensors")
     if _is_sharded(optimizer):
-        # it copies this rank's part
-        optimizer.load_state_dict(_unpack(packed["state"], tensors))
-        return
-
-    # Tensors from an accelerator move to the parameters' device; others, such as the step counts
-    # of torch's AdamW, stay on the CPU unless the optimizer moves them.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = {
-        name: tensor.to("cpu" if name in packed["on_cpu"] else parameters[0].device, copy=True)
-        for name, tensor in tensors.items()
-    }
-    state = _unpack(packed["state"], tensors)
-    optimizer.load_state_dict(state)
-    # it rounded the float32 state of bfloat16 parameters to bfloat16
-    for index, saved in state["state"].items():
-        loaded = optimizer.state[parameters[index]]
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
-                loaded[name] = value.to(loaded[name].device)
+        optimizer.load_state_dicts(states, path)
+    else:
+        load_whole(states, path, optimizer)
 
 
-def _pack_optimizer(optimizer: Optimizer, model: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """An unsharded optimizer's state as JSON values; its tensors go into `tensors`, by name."""
-    message = "optimizer must not be sharded; pass shards, a folder that its save_shard filled"
-    require(not _is_sharded(optimizer), message)
-    state = _pack(optimizer.state_dict(), "optimizer", tensors)
-    on_cpu = [name for name, tensor in tensors.items() if tensor.is_cpu]
-    return {"parameters": _parameters(optimizer, model), "state": state, "on_cpu": on_cpu}
+def _read_shards(path: Path) -> tuple[list, list[dict[str, Any]]] | None:
+    """What `_parameters` was, and the state dict of each rank; None if there are no shards."""
+    shards = sorted(path.glob("shard-*.safetensors"))
+    states = []
+    for number, shard in enumerate(shards):
+        expected = SHARD.format(number, len(shards))
+        message = f"checkpoint {path} is damaged: it needs {expected}, got {shard.name}"
+        require(shard.name == expected, message)
+        tensors, metadata = read_tensors(shard)
+        packed = json.loads(metadata["optimizer"])
+        states.append(unpack(packed["state"], tensors))
+    return (packed["parameters"], states) if shards else None
 
 
-def _is_sharded(optimizer: Optimizer) -> bool:
-    """Whether each rank saves its own part of the state, with `save_shard`."""
-    return hasattr(optimizer, "load_own_part")
+def _is_sharded(optimizer: Any) -> bool:
+    """Whether each rank has its own part of the state, as in `ShardedOptimizer`."""
+    return hasattr(optimizer, "load_state_dicts")
 
 
-def _parameters(optimizer: Optimizer, model: nn.Module | None) -> list[list]:
+def _parameters(optimizer: Any, model: Any) -> list[list]:
     """[name in `model` or "", optimizer class, shape] of each parameter."""
-    names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    names = {id(param): name for name, param in named}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     # the class that updates shards, so that sharding makes no difference
     kind = type(getattr(optimizer, "inner", optimizer)).__name__
-    return [[names.get(id(p), ""), kind, list(p.shape)] for p in parameters]
+    return [[names.get(id(param), ""), kind, list(param.shape)] for param in params]
 
 
-def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON values that `_unpack` restores; its tensors go into `tensors`, by path."""
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, dict):
-        return {"dict": [[k, _pack(v, f"{path}.{k}", tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        items = [_pack(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
-    return value
-
-
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _unpack(item, tensors) for key, item in content}
-    return {"list": list, "tuple": tuple}[kind](_unpack(item, tensors) for item in content)
-
-
-# Tensors and random numbers
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write `tensors` to the disk; tied ones are stored once, with the other names as metadata."""
-    tied = _tied(tensors)
-    # clones, since safetensors refuses different views of one memory
-    clones = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-        if name not in tied
-    }
-    try:
-        save_file(clones, path, metadata=tied or None)
-    except KeyError as error:
-        raise ValueError(f"{path.stem}: safetensors has no dtype {error}") from error
-    except SafetensorError as error:
-        # the system's error number is in its text only, in older versions as a `code`
-        number = re.search(r"(?:os error|code:) (\d+)", str(error))
-        code = int(number[1]) if number else None
-        raise OSError(code, os.strerror(code) if code else str(error), str(path)) from error
-    # opened again, since `save_file` takes a path and closes its file unsynced
-    with open(path, "rb+") as file:
-        files.sync(file)
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return tensors | {name: tensors[kept] for name, kept in (file.metadata() or {}).items()}
-
-
-def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Each name whose tensor came before under another name -> that other name."""
-    first, tied = {}, {}
-    for name, tensor in tensors.items():
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # x and x.conj() share memory, and differ in how it is read
-        kept = first.setdefault((*memory, tensor.is_conj(), tensor.is_neg()), name)
-        if kept != name:
-            tied[name] = kept
-    return tied
+# Random numbers
 
 
 def rng_state(device: str | torch.device) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import shutil
 import signal
 import threading
 import time
@@ -40,6 +39,7 @@ from lib.optimizer.schedule import cosine_lr
 from lib.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
+    load_optimizer,
     read_extra,
     rng_state,
     save_checkpoint,
@@ -389,9 +389,22 @@ def _save(training: _Training) -> None:
     _count_time(training)
     # metrics first, since the checkpoint holds how long their file is
     on_first_rank(lambda: _sync_metrics(training), patient)
-    # each rank writes its part of a sharded state, and rank 0 moves the files into the checkpoint
-    parts = step.parallel.state(_shards(run), patient)
-    training.checkpoint = on_first_rank(lambda: _write_checkpoint(training, parts), patient)
+    training.checkpoint = save_checkpoint(
+        run.folder / "checkpoints",
+        step=training.progress.steps,
+        model=step.parallel.weights(),
+        optimizer=step.optimizer,
+        extra={
+            "progress": dataclasses.asdict(training.progress),
+            "sampler": run.sampler.state_dict(),
+            "config": to_dict(run.config),
+            "world_size": run.sampler.world_size,
+            "data_sha256": run.data_sha256,
+        },
+        tensors=step.state_tensors() | rng_state(run.device),
+        keep_last=run.config.keep_last,
+        group=patient,
+    )
     _start_clock(training)
 
 
@@ -400,31 +413,6 @@ def _sync_metrics(training: _Training) -> None:
         raise FileNotFoundError(f"{training.run.folder} was removed during training")
     training.metrics.sync()
     training.progress.metrics_position = training.metrics.position
-
-
-def _write_checkpoint(training: _Training, parts: dict[str, Any]) -> Path:
-    run, config = training.run, training.run.config
-    path = save_checkpoint(
-        run.folder / "checkpoints",
-        step=training.progress.steps,
-        **parts,
-        extra={
-            "progress": dataclasses.asdict(training.progress),
-            "sampler": run.sampler.state_dict(),
-            "config": to_dict(config),
-            "world_size": run.sampler.world_size,
-            "data_sha256": run.data_sha256,
-        },
-        tensors=training.step.state_tensors() | rng_state(run.device),
-        keep_last=config.keep_last,
-    )
-    shutil.rmtree(_shards(run), ignore_errors=True)
-    return path
-
-
-def _shards(run: Run) -> Path:
-    """Where ranks leave their parts of the optimizer's state for rank 0."""
-    return run.folder / ".shards"
 
 
 # Setting up and resuming
@@ -471,7 +459,7 @@ def _load_model(run: Run, path: Path, model: TransformerLM) -> Checkpoint:
 
 def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
     """Restore all but the weights: optimizer, data order, loss scale and random numbers."""
-    step.parallel.load_state(loaded.path)
+    load_optimizer(loaded.path, step.optimizer)
     run.sampler.load_state_dict(loaded.extra["sampler"])
     step.load_state_tensors(loaded.tensors)
     set_rng_state(loaded.tensors, run.device)
@@ -486,8 +474,6 @@ def _restore(run: Run, step: TrainStep, loaded: Checkpoint) -> None:
 def _open_files(training: _Training, files: contextlib.ExitStack) -> None:
     """Describe the run in its folder, and open its metrics until `files` closes."""
     run, progress = training.run, training.progress
-    # what a killed save left
-    shutil.rmtree(_shards(run), ignore_errors=True)
     metrics = MetricsLog(
         run.folder / "metrics.jsonl",
         total_steps=run.config.steps,

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -37,7 +36,6 @@ from lib.ddp.process_group import broadcast_module, world_size
 from lib.ddp.settings import default_bucket_cap_mb
 from lib.ddp.wrappers import WRAPPERS, OverlappedDDP, wrap
 from lib.optimizer.adamw import AdamW
-from lib.training.checkpoint import load_optimizer
 from lib.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -156,23 +154,6 @@ class Parallel:
         """The model's state dict after the last update, whole, on rank 0."""
         self.gather()
         return self.model.state_dict()
-
-    def state(self, folder: Path, patient: dist.ProcessGroup | None) -> dict[str, Any]:
-        """What `save_checkpoint` needs of model and optimizer.
-
-        Args:
-            folder: where each rank leaves its part of a sharded optimizer's state.
-            patient: the same ranks, to wait for each other while they write.
-        """
-        if not self.is_sharded:
-            return {"model": self.model, "optimizer": self.optimizer}
-        weights = self.weights()
-        self.optimizer.save_shard(folder, patient)
-        return {"model": weights, "shards": folder}
-
-    def load_state(self, checkpoint: Path) -> None:
-        """Load the optimizer's state, this rank's part of it, without a collective."""
-        load_optimizer(checkpoint, self.optimizer, self.model)
 
 
 class Replicated(Parallel):
@@ -296,11 +277,6 @@ class FullySharded(Parallel):
         self.gather()
         return self.module.whole_state_dict()
 
-    def load_state(self, checkpoint: Path) -> None:
-        """Load this rank's part of the optimizer's state, without a collective."""
-        # the optimizer's parameters are not the model's, so they have no names
-        load_optimizer(checkpoint, self.optimizer, None)
-
 
 class TorchFullySharded(FullySharded):
     """PyTorch's fully_shard, the peer."""
@@ -314,10 +290,6 @@ class TorchFullySharded(FullySharded):
         self.module = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)
         self._shard_optimizer(groups, FullyShardedParameters(self.group))
-
-    def load_state(self, checkpoint: Path) -> None:
-        """Load this rank's part of the optimizer's state, without a collective."""
-        load_optimizer(checkpoint, self.optimizer, self.model)
 
 
 # The kind of each `ddp_wrapper` on several ranks.

@@ -139,7 +139,8 @@ def test_gradients_of_shards_are_held_too(settings):
     optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=0.1, **settings)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.finish_gradient_synchronization()
-    held = held_bytes(SimpleNamespace(model=model, optimizer=optimizer))
+    parallel = SimpleNamespace(is_sharded=True)
+    held = held_bytes(SimpleNamespace(model=model, optimizer=optimizer, parallel=parallel))
     assert held == {"parameters": 80, "gradients": 80, "optimizer_state": 0}
 
 

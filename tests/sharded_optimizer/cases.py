@@ -27,7 +27,7 @@ from lib.ddp.wrappers import wrap
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm, grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
-from lib.sharded_optimizer.saved_state import load_unsharded
+from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ddp.cases import Raise, input_of, stack
 from tests.ddp.workers import message_of, recorded_collectives
 
@@ -596,8 +596,11 @@ def check_what_one_rank_alone_is_given_is_refused_on_both() -> None:
     # still in step
     backward(module)
     update(later)
-    folder = shared_folder()
-    assert "TypeError" in message_of(lambda: later.save_shard((folder, None)[rank()]))
+    path = shared_folder() / "a file"
+    on_first_rank(path.touch)
+    for folder in (path, (path.parent, None)[rank()]):
+        message = message_of(lambda: save_checkpoint(folder, step=0, model={}, optimizer=later))  # noqa: B023
+        assert message.startswith(("NotADirectoryError: ", "TypeError: ")), message
 
 
 # Saved state
@@ -624,7 +627,7 @@ def check_state_dicts_hold_one_rank_and_load_there_bit_for_bit() -> None:
         check_equal(from_plain, alone, name, atol=0)
         if rank() == 1:
             message = message_of(lambda: made.load_state_dict(of_rank_0))  # noqa: B023
-            assert message.endswith("load the files of all ranks with load_shards"), message
+            assert message.endswith("load_checkpoint loads the state of all ranks"), message
 
 
 def check_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None:
@@ -649,45 +652,13 @@ def check_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() 
     backward(owned, 0)
     made.step()
     folder = shared_folder()
-    made.save_shard(folder)
+    save_checkpoint(folder, step=0, model={}, optimizer=made)
     zero = TorchZero(owned.parameters(), optimizer_class=AdamW, lr=0.1)
     for other in (made_of(owned, ADAMW), zero):
-        message = message_of(lambda: other.load_shards(folder))  # noqa: B023
-        assert message.startswith("ValueError: state step of parameter 0"), message
-
-
-def check_files_that_are_not_of_one_save_are_refused() -> None:
-    def is_refused(optimizer: ShardedOptimizer, words: str) -> None:
-        message = message_of(lambda: optimizer.load_shards(folder))
-        assert message.replace(str(folder), "FOLDER").startswith(words), message
-        barrier()
-
-    def on_rank_0(action: Callable[[], Any]) -> None:
-        on_first_rank(lambda: action() and None)
-
-    made, folder = made_of(stack(), SGD), shared_folder()
-    is_refused(made, "FileNotFoundError: no file shard-*-of-*.pt in FOLDER")
-    on_rank_0(lambda: (folder / "shard-00000-of-00003.pt").write_bytes(b"of three ranks before"))
-    path = made.save_shard(folder)
-    names = ["shard-00000-of-00002.pt", "shard-00001-of-00002.pt"]
-    assert sorted(file.name for file in folder.iterdir()) == names
-    first_save = path.read_bytes()
-    made.save_shard(folder)
-    made.load_shards(folder)
-    on_rank_0(lambda: path.write_bytes(first_save))
-    is_refused(made, "ValueError: the shards in FOLDER must be from one save, got 2")
-    for content in (first_save[:200], b"text", b""):
-        on_rank_0(lambda: path.write_bytes(content))  # noqa: B023
-        is_refused(made, "ValueError: FOLDER/shard-00000-of-00002.pt is damaged: ")
-    on_rank_0(lambda: torch.save({"of": "something else"}, path))
-    is_refused(made, "ValueError: FOLDER/shard-00000-of-00002.pt is damaged: it is not what")
-    on_rank_0(path.unlink)
-    is_refused(made, "FileNotFoundError: FOLDER lacks shard-00000-of-00002.pt")
-    made.save_shard(folder)
-    other = made_of(stack((4, 6, 8, 2)), SGD)
-    is_refused(other, "ValueError: FOLDER: parameter 2 must have shape (2, 8), got (3, 8)")
-    unwritable = message_of(lambda: made.save_shard(path if rank() else folder))
-    assert unwritable.startswith("NotADirectoryError: "), unwritable
+        message = message_of(lambda: load_checkpoint(folder, optimizer=other))  # noqa: B023
+        assert message.endswith(
+            "fit the optimizer: ['', 'SGD', [3, 4]] instead of ['', 'AdamW', [3, 4]]"
+        )
 
 
 def check_bfloat16_is_trained_with_masters_that_are_saved_and_cut_bit_for_bit() -> None:
@@ -705,11 +676,11 @@ def check_bfloat16_is_trained_with_masters_that_are_saved_and_cut_bit_for_bit() 
                 backward(alone, 0)
             update(made, plain)
         check_equal(module, alone, name, atol=0)
-        made.save_shard(folder / name)
+        save_checkpoint(folder / name, step=0, model={}, optimizer=made)
         sharded = made_of(copy.deepcopy(alone), ADAMW, group=alone_group)
-        sharded.load_shards(folder / name)
+        load_checkpoint(folder / name, optimizer=sharded)
         unsharded = plain_of(copy.deepcopy(alone), ADAMW)
-        load_unsharded(folder / name, unsharded)
+        load_checkpoint(folder / name, optimizer=unsharded)
         expected = plain.state_dict()["state"]
         for found in (sharded.state_dict()["state"], unsharded.state_dict()["state"]):
             assert found.keys() == expected.keys()

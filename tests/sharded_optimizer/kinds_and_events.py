@@ -31,7 +31,7 @@ from lib.ddp.process_group import (
 )
 from lib.ddp.wrappers import wrap
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
-from lib.sharded_optimizer.saved_state import load_unsharded
+from lib.training.checkpoint import load_checkpoint, save_checkpoint
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 # wrapper, and options of the sharded optimizer; None: there is none
@@ -292,7 +292,7 @@ class OnRanks:
         state = copy.deepcopy(self.model.state_dict())
         folder = Path(on_first_rank(tempfile.mkdtemp))
         if self.options is not None:
-            self.optimizer.save_shard(folder)
+            save_checkpoint(folder, step=0, model={}, optimizer=self.optimizer)
         saved = self.optimizer.state_dict() if self.options is None else None
         module = copy.deepcopy(self.module)
         module.load_state_dict(state)
@@ -300,7 +300,7 @@ class OnRanks:
         if saved is not None:
             optimizer.load_state_dict(saved)
         else:
-            load_unsharded(folder, optimizer)
+            load_checkpoint(folder, optimizer=optimizer)
         self.module = self.model = module
         self.optimizer = optimizer
         self.loss = functools.partial(OnOne.loss, self)  # type: ignore[method-assign, arg-type]

@@ -14,7 +14,7 @@ from lib.ddp import process_group, wrappers
 from lib.optimizer import adamw
 from lib.optimizer.schedule import clip_coefficient, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
-from lib.sharded_optimizer.saved_state import load_unsharded
+from lib.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ddp.training_cases import Toy, difference, digest, loss_of, part
 
 STEPS = 10
@@ -202,7 +202,7 @@ def resumed(folder: Path) -> dict[Any, float]:
         module, made, run = start_parts(WAYS[saved], None)
         run(range(5))
         made.param_groups[0]["lr"] *= 0.5
-        made.save_shard(place)
+        save_checkpoint(place, step=5, model={}, optimizer=made)
         weights = {name: value.clone() for name, value in module.state_dict().items()}
         run(range(5, STEPS))
         expected = [param.detach().clone() for param in module.parameters()]
@@ -211,13 +211,13 @@ def resumed(folder: Path) -> dict[Any, float]:
             if is_member:
                 module, made, run = start_parts(WAYS[loaded], group)
                 module.load_state_dict(weights)
-                made.load_shards(place)
+                load_checkpoint(place, optimizer=made)
                 run(range(5, STEPS))
                 errors[saved, size, loaded] = difference(module, expected)
         module = Toy(seed=0)
         module.load_state_dict(weights)
         made = adamw.AdamW(groups_of(module), lr=0.5)
-        load_unsharded(place, made)
+        load_checkpoint(place, optimizer=made)
         run_parts(module, made, module, range(PARTS), range(5, STEPS))
         errors[saved, 1, "unsharded"] = difference(module, expected)
     return errors

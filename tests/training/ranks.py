@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lib.fsdp
+import lib.training.checkpoint
 import lib.training.loop
 from lib.core.settings import from_json
 from lib.data.batches import random_tokens
@@ -25,7 +26,6 @@ from lib.ddp import process_group
 from lib.ddp.launcher import run_as_rank
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
-from lib.training import parallelism
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.evaluation import Evaluation, evaluate
 from lib.training.metrics import MetricsLog
@@ -291,14 +291,14 @@ def note_and_train(config: TrainConfig, begun: Path) -> lib.training.loop.TrainR
 def watched_run(config: TrainConfig) -> dict:
     """A run by all ranks, and what each of them wrote."""
     records, saved, opened = [], [], []
-    save, enter = lib.training.loop.save_checkpoint, MetricsLog.__enter__
+    publish, enter = lib.training.checkpoint._publish, MetricsLog.__enter__
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     with (
         mock.patch.object(
-            lib.training.loop,
-            "save_checkpoint",
-            lambda *a, **k: saved.append(k["step"]) or save(*a, **k),
+            lib.training.checkpoint,
+            "_publish",
+            lambda target, keep: saved.append(int(target.name[5:])) or publish(target, keep),
         ),
         mock.patch.object(MetricsLog, "__enter__", lambda log: opened.append(1) or enter(log)),
     ):
@@ -364,8 +364,8 @@ def refused_by_rank_1(config: TrainConfig) -> dict[str, tuple[str, str]]:
     }
     stop_before(5, config)
     refuse = OSError("no such disk") if is_second else None
-    wrapped = parallelism.load_optimizer
-    with mock.patch.object(parallelism, "load_optimizer", side_effect=refuse, wraps=wrapped):
+    wrapped = lib.training.loop.load_optimizer
+    with mock.patch.object(lib.training.loop, "load_optimizer", side_effect=refuse, wraps=wrapped):
         found["resuming"] = error_of(lambda: train(config))
     return found
 
@@ -459,15 +459,15 @@ def compiled(ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def dies_in_saving(config: TrainConfig) -> None:
     """Rank 1 is killed while it writes its second shard."""
-    write, calls = torch.save, []
+    write, calls = lib.training.checkpoint.write_tensors, []
 
-    def save(*args: Any, **options: Any) -> None:
+    def save(*args: Any) -> None:
         calls.append(1)
-        write(*args, **options)
+        write(*args)
         if process_group.rank() == 1 and len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(torch, "save", save):
+    with mock.patch.object(lib.training.checkpoint, "write_tensors", save):
         train(config)
 
 

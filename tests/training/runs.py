@@ -122,7 +122,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def final_state(folder: Path, step: int) -> list:
     """The bytes of the last checkpoint's weights and optimizer, and what else a step depends on."""
     path = folder / "checkpoints" / f"step-{step:08d}"
-    names = "model.safetensors", "optimizer.safetensors"
+    names = "model.safetensors", "shard-00000-of-00001.safetensors"
     tensors = load_checkpoint(path).tensors
     return [
         *((path / name).read_bytes() for name in names),

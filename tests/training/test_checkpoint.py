@@ -31,7 +31,7 @@ from tests.training.runs import ROOT, flip, truncate
 FILES = [
     "manifest.json",
     "model.safetensors",
-    "optimizer.safetensors",
+    "shard-00000-of-00001.safetensors",
     "state.json",
     "tensors.safetensors",
 ]
@@ -44,6 +44,14 @@ OPTIMIZERS = {
     "SGD without state": functools.partial(torch.optim.SGD, lr=0.01),
     "LBFGS": functools.partial(torch.optim.LBFGS, max_iter=3),
 }
+
+
+class AwkwardSGD(torch.optim.SGD):
+    """Keeps `memory`, any value, with its state."""
+
+    def __init__(self, memory, params=None):
+        super().__init__(params or [nn.Parameter(torch.ones(2))], lr=0.1)
+        self.state[self.param_groups[0]["params"][0]]["memory"] = memory
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -130,6 +138,34 @@ def test_float32_state_of_bfloat16_parameters_is_not_rounded(tmp_path):
     assert_same(optimizer.state_dict(), resumed.state_dict())
 
 
+def test_nested_plain_values_of_an_optimizer_come_back_bit_for_bit(tmp_path):
+    number = torch.tensor([1 + 2j])
+    memory = {
+        "counts": {3: 1, "3": 2, "a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+        "history": [(1, 2.5, None), [], {}, {"x": (torch.arange(3), True)}],
+        "odd": [float("inf"), 0.1 + 0.2, 2**70, "é"],
+        "twice": [number, number, number.conj()],
+    }
+    optimizer, other = AwkwardSGD(memory), AwkwardSGD(None)
+    optimizer.param_groups[0]["names"] = (("a", 1), ["b"])
+    load_checkpoint(
+        save_checkpoint(tmp_path, step=0, model={}, optimizer=optimizer), optimizer=other
+    )
+    twice = memory["twice"]
+    twice[2] = twice[2].resolve_conj()
+    assert_same(optimizer.state_dict(), other.state_dict())
+
+
+def test_a_learning_rate_tensor_stays_one_and_takes_the_saved_value(tmp_path):
+    model, lr = make_model(), torch.tensor(0.1)
+    saved = torch.optim.AdamW(model.parameters(), lr=0.25)
+    save_checkpoint(tmp_path, step=0, model=model, optimizer=saved)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    load_checkpoint(tmp_path, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.25
+
+
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     def make(is_tied: bool) -> nn.Module:
         model = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
@@ -210,7 +246,7 @@ def test_a_compiled_model_is_saved_and_loaded_as_the_model_itself(tmp_path):
 
 
 def test_who_may_read_one_file_of_a_checkpoint_may_read_all(tmp_path):
-    (path,) = save_steps(tmp_path, 1)
+    (path,) = save_steps(tmp_path, 1, optimizer=sgd(nn.Parameter(torch.ones(1))))
     assert visible(path) == FILES
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1
 
@@ -226,7 +262,7 @@ def test_who_may_read_one_file_of_a_checkpoint_may_read_all(tmp_path):
         ("manifest.json", Path.unlink),
         ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {}}')),
         ("manifest.json", lambda path: leave_out(path, "model.safetensors")),
-        ("manifest.json", lambda path: (path.parent / "shard-00000-of-00001.pt").touch()),
+        ("manifest.json", lambda path: (path.parent / "shard-00001-of-00002.safetensors").touch()),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
@@ -249,12 +285,22 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
     assert file in warning or (file, damage) == ("manifest.json", flip)
 
 
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    model = make_model()
+    optimizer = sgd(*model.parameters())
+    path = save_checkpoint(tmp_path, step=1, model=model, optimizer=optimizer)
+    shard = path / "shard-00000-of-00001.safetensors"
+    shard.rename(path / "shard-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"needs shard-00000-of-00001.* got shard-00001-of-00002"):
+        load_checkpoint(path, optimizer=optimizer, verify=False)
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_checkpoint_that_is_deleted_before_or_while_it_is_read_gives_the_next(
     tmp_path, monkeypatch, caplog, is_read
 ):
     save_steps(tmp_path, 1, 2)
-    name = "_load_tensors" if is_read else "list_checkpoints"
+    name = "read_tensors" if is_read else "list_checkpoints"
     original, is_training = getattr(lib.training.checkpoint, name), True
 
     def beside_a_training(folder):
@@ -279,7 +325,8 @@ def test_a_folder_whose_checkpoints_all_vanish_is_an_error_after_a_few_tries(
     monkeypatch.setattr(lib.training.checkpoint, "list_checkpoints", listings)
     with pytest.raises(FileNotFoundError, match="was deleted before it was read, 5 times"):
         read(tmp_path)
-    assert listings.call_count == 5
+    # the newest of none is None, which is found out before
+    assert listings.call_count == 5 + (read is newest_checkpoint)
 
 
 def test_where_there_are_none_the_newest_is_none(tmp_path):
@@ -327,7 +374,8 @@ def test_another_process_that_saves_is_waited_for(tmp_path, processes):
 
 # functions, and how often each is called to save one checkpoint
 @pytest.mark.parametrize(
-    ("function", "count"), [("save_file", 3), ("os.replace", 4), ("files.sync", 5), ("to_json", 1)]
+    ("function", "count"),
+    [("write_tensors", 3), ("os.replace", 7), ("files.sync", 5), ("to_json", 1)],
 )
 def test_an_error_at_any_point_keeps_the_earlier_checkpoints(
     tmp_path, monkeypatch, function, count
@@ -347,7 +395,9 @@ def test_an_error_at_any_point_keeps_the_earlier_checkpoints(
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
-            save_checkpoint(tmp_path, step=2, model=nn.Identity(), extra={"new": 1})
+            optimizer = sgd(nn.Parameter(torch.ones(1)))
+            extra = {"new": 1}
+            save_checkpoint(tmp_path, step=2, model=nn.Identity(), optimizer=optimizer, extra=extra)
 
     for failing in range(1, count + 1):
         with pytest.raises(OSError, match="Input/output error"):
@@ -381,12 +431,6 @@ def test_keep_last_deletes_oldest_first_and_hides_before_it_deletes(tmp_path, mo
     assert visible(tmp_path) == [".lock", "step-00000002", "step-00000003", "step-00000004"]
 
 
-def pretend_sharded() -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    optimizer.load_own_part = None
-    return optimizer
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -403,8 +447,7 @@ def pretend_sharded() -> torch.optim.Optimizer:
         ({"tensors": {"a": torch.ones(2).to_sparse()}}, "tensors: a must be dense, got .*_coo"),
         ({"model": nn.Linear(1, 1, device="meta")}, "model: weight must be a tensor with memory"),
         ({"model": {"__metadata__": torch.ones(1)}}, "model: __metadata__ must be under another"),
-        ({"optimizer": pretend_sharded()}, "optimizer must not be sharded; pass shards"),
-        ({"shards": ROOT}, "shards must be a folder that save_shard filled"),
+        ({"optimizer": AwkwardSGD({3: {1, 2}})}, "the optimizer's settings must be JSON values"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(tmp_path, arguments, message):
@@ -455,7 +498,9 @@ MISFITS = {
     ),
     "instead of None": lambda model: sgd(*model[0].parameters()),
     "optimizer": lambda model: torch.optim.AdamW(model.parameters()),
-    "number of parameter groups": lambda model: sgd(*({"params": p} for p in model.parameters())),
+    "must have groups of [1, 1, 1, 1] parameters, got [4]": lambda model: sgd(
+        *({"params": p} for p in model.parameters())
+    ),
 }
 
 
@@ -472,7 +517,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path, message):
     before = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load_checkpoint(path, model=model, optimizer=optimizer)
-    assert "number of" in message or str(path) in str(caught.value)
+    assert str(path) in str(caught.value)
     assert_same(before, [each.state_dict() for each in (model, optimizer)])
 
 
@@ -538,10 +583,9 @@ def test_training_on_a_gpu_continues_bit_for_bit(tmp_path, is_on_device):
 
 
 @pytest.mark.parametrize("state", ["[]", "{}", "[" * 100_000], ids=["list", "empty", "nested"])
-def test_a_state_that_is_no_checkpoints_is_named(tmp_path, monkeypatch, state):
+def test_a_state_that_is_no_checkpoints_is_named(tmp_path, state):
     save_checkpoint(tmp_path, step=1, model=make_model())
     path = newest_checkpoint(tmp_path)
     (path / "state.json").write_text(state)
-    monkeypatch.setattr("lib.training.checkpoint.find_checkpoint", lambda _: path)
     with pytest.raises(ValueError, match=r"state\.json: not the state of a checkpoint"):
-        load_checkpoint(tmp_path, model=make_model())
+        load_checkpoint(path, model=make_model(), verify=False)

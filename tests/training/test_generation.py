@@ -483,16 +483,15 @@ def test_one_checkpoint_of_a_run_is_loaded(run, monkeypatch):
 
 def test_a_checkpoint_that_is_deleted_before_it_is_read_gives_the_next(run, tmp_path, monkeypatch):
     folder, model = run()
-    find = lib.training.checkpoint.find_checkpoint
+    verify = lib.training.checkpoint._verify
 
-    def find_too_late(path):
-        found = find(path)
-        if found.name == "step-00000001":
+    def verify_too_early(path):
+        verify(path)
+        if path.name == "step-00000001":
             save_checkpoint(folder / "checkpoints", step=20, model=model, keep_last=1)
-        return found
 
     shutil.rmtree(folder / "checkpoints/step-00000020")
-    monkeypatch.setattr(lib.training.checkpoint, "find_checkpoint", find_too_late)
+    monkeypatch.setattr(lib.training.checkpoint, "_verify", verify_too_early)
     loaded, _, _ = load_model(folder, "cpu")
     assert torch.equal(loaded.output_weight, model.output_weight)
     save_checkpoint(folder / "checkpoints", step=1, model=model)

@@ -186,7 +186,7 @@ def train_and_die(config: TrainConfig, call: int) -> None:
         (os, "fsync"),
         (os, "replace"),
         (shutil, "rmtree"),
-        (lib.training.checkpoint, "save_file"),
+        (lib.training.checkpoint, "write_tensors"),
         (lib.training.metrics.MetricsLog, "write"),
         (lib.training.loop, "describe_run"),
     ]:
@@ -194,13 +194,21 @@ def train_and_die(config: TrainConfig, call: int) -> None:
     train(config)
 
 
-def test_kills_at_any_write_lose_and_repeat_nothing(config, straight, processes):
+# each starts a process
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_kills_at_any_write_lose_and_repeat_nothing(config, straight, processes, kills):
     draw = random.Random(0)
-    for _ in range(8):
+    while kills:
         process = processes.Process(target=train_and_die, args=(config, draw.randrange(1, 50)))
         process.start()
         process.join(120)
+        if process.exitcode == 0:
+            # it ended before its kill: the next one is a new run
+            assert_same_run(config.output, straight)
+            shutil.rmtree(config.output)
+            continue
         assert process.exitcode == -signal.SIGKILL
+        kills -= 1
         # a kill in the middle of a line is rare; this is what it would leave
         if draw.random() < 0.5:
             with open(config.output / "metrics.jsonl", "a") as file:
@@ -376,7 +384,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_continues_later(
 ):
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(lib.training.checkpoint, "save_file", mock.Mock(side_effect=full))
+        patch.setattr(lib.training.checkpoint, "write_tensors", mock.Mock(side_effect=full))
         with pytest.raises(OSError, match=r"no space left to write .*step-00000012: it needs"):
             train(stopped)
     assert load_checkpoint(stopped.output / "checkpoints").step == 10

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import get_args
 
 import pytest
 import torch
@@ -22,10 +23,9 @@ from lib.ddp.settings import DDP_WRAPPERS
 from lib.ddp.wrappers import WRAPPERS
 from lib.model.transformer import TransformerLM
 from lib.sharded_optimizer import optimizer
-from lib.sharded_optimizer.saved_state import read_shards
 from lib.training import parallelism
 from lib.training.checkpoint import load_checkpoint, newest_checkpoint
-from lib.training.config import TRAINING_WRAPPERS, TrainConfig
+from lib.training.config import TrainConfig, TrainingWrapper
 from lib.training.generation import load_model
 from lib.training.metrics import read_metrics
 from lib.training.parallelism import check_wrapper, parallelize
@@ -196,7 +196,7 @@ def test_one_rank_computes_nothing_for_the_sake_of_others():
 
 def test_wrappers_are_those_that_a_config_takes():
     assert tuple(WRAPPERS) == DDP_WRAPPERS
-    assert tuple(parallelism.KINDS) == TRAINING_WRAPPERS
+    assert tuple(parallelism.KINDS) == get_args(TrainingWrapper)
 
 
 @pytest.mark.slow
@@ -339,8 +339,7 @@ def test_a_signal_to_one_rank_ends_all_where_they_log_and_the_run_resumes_exactl
 def sharded_state(folder) -> list[torch.Tensor]:
     """Weights and the optimizer's state in a run's last checkpoint."""
     checkpoint = folder / "checkpoints" / f"step-{STEPS:08d}"
-    states = [state for shard in read_shards(checkpoint) for state in shard["state"].values()]
-    parts = [load_file(checkpoint / "model.safetensors"), *states]
+    parts = [load_file(path) for path in sorted(checkpoint.glob("[ms]*.safetensors"))]
     return [value for part in parts for value in part.values()]
 
 
@@ -390,10 +389,10 @@ def test_a_damaged_shard_makes_the_checkpoint_before_the_newest(ranks, folder, t
     shutil.copytree(folder / "zero1" / "checkpoints", tmp_path / "run")
     newest = newest_checkpoint(tmp_path / "run")
     assert newest.name == "step-00000012"
-    (newest / "shard-00001-of-00002.pt").unlink()
+    (newest / "shard-00001-of-00002.safetensors").unlink()
     older = newest_checkpoint(tmp_path / "run")
     assert older.name == "step-00000008"
-    shard = older / "shard-00000-of-00002.pt"
+    shard = older / "shard-00000-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
         newest_checkpoint(tmp_path / "run")
@@ -404,11 +403,10 @@ def test_a_rank_killed_in_saving_leaves_the_checkpoint_before(config, folder, on
     with pytest.raises(WorkerError):
         launch(workers.dies_in_saving, 2, run, **GLOO)
     assert checkpoint_names(run.output) == ["step-00000004"]
-    assert any((run.output / ".shards").iterdir())
     again = dataclasses.replace(config, output=run.output)
     assert workers.train(again).status == "finished"
     assert_close_run(run.output, one_process)
-    assert not (run.output / ".shards").exists()
+    assert not any((run.output / "checkpoints").glob(".step-*"))
 
 
 @pytest.mark.parametrize(

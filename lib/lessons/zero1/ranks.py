@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lib.ddp.process_group import (
     broadcast_module,
-    current_device,
     rank,
 )
 from lib.lessons.ddp.ranks import batch, make_model
@@ -24,7 +22,7 @@ from lib.model.config import ModelConfig
 from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm, grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
-from lib.sharded_optimizer.saved_state import load_unsharded
+from lib.training.checkpoint import load_checkpoint, save_checkpoint
 
 # With its usual eps, AdamW takes full-size steps on gradients that are mere rounding errors.
 SETTINGS: dict = {"lr": 1e-2, "eps": 1e-4}
@@ -84,12 +82,10 @@ def train_alone(shape: ModelConfig, batch_size: int, steps: int, ranks: int) -> 
 def train_and_save(
     shape: ModelConfig, batch_size: int, folder: str | os.PathLike, steps: int, further: int
 ) -> Trained:
-    """Train `steps`, save in `folder` each rank's shard and rank 0's weights, train `further`."""
+    """Train `steps`, save a checkpoint in `folder`, train `further`."""
     model, optimizer = _sharded(shape)
     _train(model, optimizer, batches_of(shape, batch_size, range(steps)))
-    optimizer.save_shard(folder)
-    if rank() == 0:
-        torch.save(model.state_dict(), Path(folder) / "model.pt")
+    save_checkpoint(folder, step=steps, model=model, optimizer=optimizer)
     _train(model, optimizer, batches_of(shape, batch_size, range(steps, steps + further)))
     return Trained(weights_of(model), state_bytes(optimizer))
 
@@ -104,9 +100,8 @@ def resume_alone(
 ) -> Trained:
     """Go on in this process, with a plain optimizer, where `train_and_save` saved."""
     module = make_model(shape)
-    module.load_state_dict(torch.load(Path(folder) / "model.pt", map_location=current_device()))
     optimizer = AdamW(module.parameters(), **SETTINGS)
-    load_unsharded(folder, optimizer)
+    load_checkpoint(folder, model=module, optimizer=optimizer)
     _train_whole(module, optimizer, batch_size, range(steps, steps + further), ranks)
     return Trained(weights_of(module), state_bytes(optimizer))
 
