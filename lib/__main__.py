@@ -255,11 +255,6 @@ class StoryConfig:
     output: Path = Path("artifacts/local/tiny_stories")
     """Folder for the model; `artifacts/tiny_stories` replaces the committed one."""
 
-    def __post_init__(self) -> None:
-        from lib.core.settings import check_fields
-
-        check_fields(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class TuneConfig:
@@ -646,9 +641,8 @@ def parse(cls: type[T], command: str, flags: list[str]) -> T:
 def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     """`parse` in this process, whatever happens in others."""
     import argparse
-    import importlib.util
 
-    from lib.core.settings import with_flags
+    import tyro
 
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
@@ -658,10 +652,6 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         default = read_config(cls, given.config)
     flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
     flags = [full_flag(cls, flag, command) for flag in flags]
-    if importlib.util.find_spec("tyro") is None:
-        return with_flags(default or cls(), flags)
-    import tyro
-
     presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lib.core import files
-from lib.core.settings import from_json, require, to_json
+from lib.core.settings import from_json, require, settings, to_json
 from lib.ddp.process_group import on_each_rank
 from lib.ddp.wrappers import inner_module
 from lib.sharded_optimizer.saved_state import SHARDS, load_unsharded
@@ -57,7 +57,7 @@ class Checkpoint:
     path: Path
 
 
-@dataclass(frozen=True)
+@settings
 class _Manifest:
     format: Literal[1]
     # size in bytes and SHA-256
