@@ -6,6 +6,7 @@ that runs it. Both are imported only when the command is used, so that help come
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -168,7 +169,7 @@ def generate(config: Any) -> int:
     return 0
 
 
-def tune_attention(config: TuneConfig) -> int:
+def tune_attention(config: Any) -> int:
     from lib.benchmarks.tune_attention import tune
     from lib.core.records import to_markdown
 
@@ -254,19 +255,6 @@ class StoryConfig:
 
     output: Path = Path("artifacts/local/tiny_stories")
     """Folder for the model; `artifacts/tiny_stories` replaces the committed one."""
-
-    def __post_init__(self) -> None:
-        from lib.core.settings import check_fields
-
-        check_fields(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneConfig:
-    """Settings of the attention tuner."""
-
-    head_dims: tuple[int, ...] = (64, 128)
-    """Head dimensions; others use the tiles of the next power of two."""
 
 
 class Command(NamedTuple):
@@ -494,7 +482,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        TuneConfig,
+        "lib.benchmarks.tune_attention:TuneConfig",
         tune_attention,
     ),
     "benchmark communication": Command(
@@ -646,9 +634,8 @@ def parse(cls: type[T], command: str, flags: list[str]) -> T:
 def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     """`parse` in this process, whatever happens in others."""
     import argparse
-    import importlib.util
 
-    from lib.core.settings import with_flags
+    import tyro
 
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
@@ -658,10 +645,6 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         default = read_config(cls, given.config)
     flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
     flags = [full_flag(cls, flag, command) for flag in flags]
-    if importlib.util.find_spec("tyro") is None:
-        return with_flags(default or cls(), flags)
-    import tyro
-
     presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
@@ -674,8 +657,37 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         description=f"{COMMANDS[command].help}\n\n{note}",
         args=flags,
         use_underscores=True,
+        registry=number_flags(),
         **start,
     )
+
+
+def number_flags() -> Any:
+    """tyro's rule for numbers: a word that is none goes to the config, which says what is right."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def number(asked: Any) -> PrimitiveConstructorSpec | None:
+        kind = asked.type
+        if kind not in (int, float):
+            return None
+
+        def read(words: list[str]) -> Any:
+            with contextlib.suppress(ValueError):
+                return kind(words[0])
+            return words[0]
+
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=kind.__name__.upper(),
+            instance_from_str=read,
+            is_instance=lambda value: isinstance(value, (kind, int)),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
 
 
 # Configs that a preset, or another file of a whole pipeline, has a part for.
@@ -813,7 +825,7 @@ def where_to_run(error: Exception) -> str:
     import importlib.util
     import shlex
 
-    needed = ("lazy_loader", "torch", "tqdm", "nbformat")
+    needed = ("lazy_loader", "torch", "tqdm", "nbformat", "pydantic", "tyro")
     if not isinstance(error, ModuleNotFoundError) or all(map(importlib.util.find_spec, needed)):
         return ""
     python = ".venv\\Scripts\\python" if os.name == "nt" else ".venv/bin/python"

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,14 @@ from lib.core.allocator import (
 )
 from lib.core.hardware import DtypeName, keep_freed_memory, local_results, pick_device, pick_dtype
 from lib.core.records import Record
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import (
+    NonEmpty,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    require,
+    settings,
+)
 from lib.core.terminal import one_line
 from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
@@ -92,7 +99,7 @@ REASON_LENGTH = 200
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class AttentionBenchmarkConfig:
     """Attention kernels by length, head_dim, mask and direction."""
 
@@ -102,10 +109,10 @@ class AttentionBenchmarkConfig:
     custom_tiers: tuple[str, ...] = ()
     """Lengths as QUERIES:KEYS, e.g. 1024:4096; if empty, 128 to 512 on CPU, to 32768 on GPU."""
 
-    head_dims: tuple[int, ...] = ()
+    head_dims: tuple[PositiveInt, ...] = ()
     """Head sizes; if empty, 64 on CPU, 64 and 128 on GPU."""
 
-    masks: tuple[Literal["causal", "full"], ...] = MASKS
+    masks: Annotated[tuple[Literal["causal", "full"], ...], NonEmpty] = MASKS
     """Keys a query attends to: those up to its own position, or all."""
 
     backward: bool = False
@@ -120,31 +127,31 @@ class AttentionBenchmarkConfig:
     dtype: DtypeName = "auto"
     """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
 
-    tokens: int | None = None
+    tokens: PositiveInt | None = None
     """Tokens per batch, whatever the length; if not set, 1024 on CPU, 16384 on GPU."""
 
-    width: int | None = None
+    width: PositiveInt | None = None
     """Heads × head_dim; if not set, 256 on CPU, 2048 on GPU."""
 
-    batch_size: int | None = None
+    batch_size: PositiveInt | None = None
     """Sequences, whatever the length; if not set, tokens / length."""
 
-    heads: int | None = None
+    heads: PositiveInt | None = None
     """Heads, whatever the head_dim; if not set, width / head_dim."""
 
-    warmup: int = 3
+    warmup: PositiveInt = 3
     """Calls of each kernel before sampling."""
 
-    iters: int = 20
+    iters: PositiveInt = 20
     """Samples of each kernel; fewer, but at least 3, if they exceed max_seconds."""
 
-    max_seconds: float = 1.0
+    max_seconds: PositiveFloat = 1.0
     """Approximate time limit for the samples of all kernels in one case."""
 
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the inputs."""
 
     restart: bool = False
@@ -154,19 +161,9 @@ class AttentionBenchmarkConfig:
     """Folder for records, tables and figures."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for tier in self.custom_tiers:
             is_tier = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", tier)
             require(is_tier, f"custom_tiers must be QUERIES:KEYS as in 1024:4096, got {tier!r}")
-        check(self, "head_dims", min(self.head_dims, default=1) > 0, "at least 1 each")
-        for field in ("tokens", "width", "batch_size", "heads"):
-            value = getattr(self, field)
-            check(self, field, value is None or value > 0, "at least 1")
-        check(self, "masks", bool(self.masks), "at least one mask")
-        check(self, "warmup", self.warmup > 0, "at least 1")
-        check(self, "iters", self.iters > 0, "at least 1")
-        check(self, "max_seconds", 0 < self.max_seconds < math.inf, "more than 0 and finite")
-        check(self, "seed", 0 <= self.seed < 2**63, "from 0 to 2⁶³ - 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,12 +285,12 @@ def target_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list
     few_heads = dataclasses.replace(config, batch_size=1, heads=12)
     exact = dataclasses.replace(config, dtype="float32", batch_size=None, heads=None)
     cases = []
-    for settings, kernels, lengths, *axes in (
+    for sizes, kernels, lengths, *axes in (
         (few_heads, (ours, naive, "sdpa"), (8192, 16384), (64,), MASKS, DIRECTIONS[:1]),
         (exact, (ours, naive, "sdpa"), (1024, 2048, 4096, 8192), (64, 128), MASKS, DIRECTIONS),
         (few_heads, (ours,), (A_QUARTER, LONGEST), (64,), MASKS[:1], DIRECTIONS),
     ):
-        cases += _combine(settings, device, kernels, [(n, n) for n in lengths], *axes)
+        cases += _combine(sizes, device, kernels, [(n, n) for n in lengths], *axes)
     return cases
 
 

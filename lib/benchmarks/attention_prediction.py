@@ -27,7 +27,7 @@ import torch
 from lib.benchmarks.sections import Section, Table, write_report
 from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record, append_record, new_record, read_records
-from lib.core.settings import check_fields, require
+from lib.core.settings import require, settings
 from lib.flash_attention.cuda import launch
 from lib.flash_attention.cuda.build import build
 from lib.profiling.measurement import measure
@@ -100,7 +100,7 @@ H200 = Chip(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class AttentionPredictionConfig:
     """A T4's speed on the CUDA C++ attention kernels, predicted from their machine code."""
 
@@ -109,9 +109,6 @@ class AttentionPredictionConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records and table."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def predict_attention(config: AttentionPredictionConfig) -> list[Record]:

@@ -27,7 +27,7 @@ from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import BLUE, PURPLE, SKY, VERMILLION, house_figure, save_figure
 from lib.core.hardware import local_results, pick_device
 from lib.core.records import Record
-from lib.core.settings import check, check_fields
+from lib.core.settings import PositiveInt, settings
 from lib.model.attention import attention
 
 # Steps in their order, as records name them and as tables and figures show them.
@@ -64,11 +64,11 @@ Tiles = tuple[Any, ...]
 Schedules = tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class AttentionStepsConfig:
     """The speed gained by each optimization of the attention kernels."""
 
-    samples: int = 30
+    samples: PositiveInt = 30
     """Samples of each step."""
 
     device: str = "cuda"
@@ -79,10 +79,6 @@ class AttentionStepsConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "samples", self.samples > 0, "at least 1")
 
 
 def measure_steps(config: AttentionStepsConfig) -> list[Record]:

@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ from lib.benchmarks.sweep import run_sweep
 from lib.core.figures import house_figure, save_figure
 from lib.core.hardware import DtypeName, local_results, pick_device
 from lib.core.records import Record
-from lib.core.settings import check, check_fields
+from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.training.config import OptimizerConfig, TrainConfig
@@ -66,20 +66,20 @@ class LossRun:
     """Dtype of activations and matmuls; with `float16` the loss is scaled."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class AttentionTrainingConfig:
     """The same training with different attention kernels."""
 
-    kernels: tuple[AttentionKernel, ...] = ("sdpa", "flash_attention_triton")
+    kernels: Annotated[tuple[AttentionKernel, ...], NonEmpty] = ("sdpa", "flash_attention_triton")
     """Kernels to compare; `flash_attention_triton` needs a GPU."""
 
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    seeds: Annotated[tuple[int, ...], NonEmpty] = (0, 1, 2, 3, 4, 5)
     """Seeds of the initial weights and the batches: a run of each kernel with each."""
 
     preset: PresetName | None = None
     """The model; None: 4 layers of width 512."""
 
-    steps: int = 300
+    steps: PositiveInt = 300
     """Optimizer steps."""
 
     dtype: DtypeName = "auto"
@@ -90,12 +90,6 @@ class AttentionTrainingConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("kernels", "seeds"):
-            check(self, field, bool(getattr(self, field)), "at least one")
-        check(self, "steps", self.steps >= 1, "at least 1")
 
 
 def train_with_kernels(config: AttentionTrainingConfig, run: LossRun = LossRun()) -> list[Record]:

@@ -10,10 +10,11 @@ import socket
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge
 from torch import Tensor
 
 from lib.benchmarks.communication_report import NAMES, size_name, write_report
@@ -22,7 +23,7 @@ from lib.core.allocator import Function, free_memory, is_out_of_memory
 from lib.core.files import make_folder
 from lib.core.hardware import device_name, keep_freed_memory, local_results
 from lib.core.records import Record
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, check, require, settings
 from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
     all_gather,
@@ -41,6 +42,7 @@ from lib.profiling.collectives import bus_bandwidth_gbs
 from lib.profiling.measurement import interquartile_range
 
 log = logging.getLogger(__name__)
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
 LARGEST_BYTES = {"nccl": 2**30, "gloo": 2**26}
@@ -50,40 +52,35 @@ MIN_SAMPLE_MS, MAX_CALLS = 5.0, 1000
 LARGEST_VALUE = 256
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class CommunicationBenchmarkConfig:
     """Time collectives between processes by size, against the formula of their cost."""
 
-    collectives: tuple[Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"], ...] = (
-        "all_reduce",
-        "reduce_scatter",
-        "all_gather",
-        "broadcast",
-    )
+    collectives: Annotated[tuple[Collective, ...], NonEmpty] = get_args(Collective)
     """Collectives to time."""
 
-    sizes_mb: tuple[float, ...] = ()
+    sizes_mb: tuple[PositiveFloat, ...] = ()
     """Sizes in MiB (2²⁰ bytes); by default 1 KiB to 64 MiB, and with NCCL to 1 GiB."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the tensors."""
 
-    ranks: int | None = None
+    ranks: Annotated[int, Ge(2)] | None = None
     """Processes; by default one per GPU, or 2 on a CPU. Under `torchrun`, as many as it started."""
 
     backend: Literal["nccl", "gloo"] | None = None
     """`nccl` (GPUs) or `gloo` (CPU); by default NCCL where there are enough GPUs."""
 
-    warmup: int = 5
+    warmup: PositiveInt = 5
     """Calls before anything is timed."""
 
-    samples: int = 20
+    samples: PositiveInt = 20
     """Samples per row; fewer, but at least three, where they would take more than `max_seconds`."""
 
-    max_seconds: float = 0.5
+    max_seconds: PositiveFloat = 0.5
     """About how long the samples of one row may take."""
 
-    timeout: float = 300.0
+    timeout: PositiveFloat = 300.0
     """Seconds that a rank waits for the others."""
 
     restart: bool = False
@@ -91,18 +88,6 @@ class CommunicationBenchmarkConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figure."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "collectives", bool(self.collectives), "at least one")
-        check(
-            self, "sizes_mb", all(0 < size < math.inf for size in self.sizes_mb), "each more than 0"
-        )
-        check(self, "ranks", self.ranks is None or self.ranks >= 2, "at least 2")
-        for field in ("warmup", "samples"):
-            check(self, field, getattr(self, field) > 0, "at least 1")
-        for field in ("max_seconds", "timeout"):
-            check(self, field, 0 < getattr(self, field) < math.inf, "more than 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)

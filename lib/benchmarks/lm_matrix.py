@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
@@ -31,7 +31,7 @@ from lib.benchmarks.rank_training import (
 )
 from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory, synchronize
 from lib.core.records import Record
-from lib.core.settings import check
+from lib.core.settings import NonEmpty, settings
 from lib.ddp.process_group import gather_objects
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
 from lib.model.config import (
@@ -47,7 +47,7 @@ CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class LmMatrixConfig(RanksBenchmarkConfig):
     """Train a language model with each attention kernel in each data-parallel wrapper.
 
@@ -57,7 +57,7 @@ class LmMatrixConfig(RanksBenchmarkConfig):
     kernels: tuple[AttentionKernel, ...] = ()
     """Attention kernels; by default four that run on a CPU, or the three fast ones of a GPU."""
 
-    wrappers: tuple[DdpWrapper, ...] = DDP_WRAPPERS
+    wrappers: Annotated[tuple[DdpWrapper, ...], NonEmpty] = DDP_WRAPPERS
     """Data-parallel wrappers; `none` is the baseline, where each rank has a model of its own."""
 
     model: PresetName | None = None
@@ -94,7 +94,6 @@ class LmMatrixConfig(RanksBenchmarkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, {"kernels": ATTENTION_KERNELS, "wrappers": DDP_WRAPPERS})
-        check(self, "wrappers", bool(self.wrappers), "at least one")
         if self.model is not None:
             # sizes that do not fit together are refused now
             self.shape()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from lib.core import ranges as core_ranges
 from lib.core.allocator import synchronize, without_stderr
 from lib.core.hardware import DtypeName, local_results
-from lib.core.settings import check, check_fields
+from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import ModelConfig, model_preset
@@ -55,38 +54,38 @@ class Plan:
     """Whether all their models may be in memory at once."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class RanksBenchmarkConfig:
     """Settings that the benchmarks of training on several ranks share."""
 
-    context_length: int | None = None
+    context_length: PositiveInt | None = None
     """Tokens per sequence; the preset's by default."""
 
-    tr_batch_size: int | None = None
+    tr_batch_size: PositiveInt | None = None
     """Sequences per rank and step; 2 by default on a CPU, more on GPUs."""
 
     epochs: int = 6
     """Epochs that each training runs."""
 
-    timed_epochs: int = 5
+    timed_epochs: PositiveInt = 5
     """How many of them, the last ones, are timed; each is one sample. The others warm up."""
 
-    steps_per_epoch: int | None = None
+    steps_per_epoch: PositiveInt | None = None
     """Steps in an epoch, one pass over the data; 3 by default on a CPU, more on GPUs."""
 
-    loss_steps: int = 20
+    loss_steps: NonNegativeInt = 20
     """Compare the losses of this many first steps."""
 
-    trace_steps: int = 3
+    trace_steps: NonNegativeInt = 3
     """Trace this many further steps with PyTorch's profiler to time communication; 0: none."""
 
-    ranks: int | None = None
+    ranks: PositiveInt | None = None
     """Processes; 2 by default on a CPU, or one per GPU. Under `torchrun`, as many as it started."""
 
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend: `nccl` by default on GPUs, `gloo` on CPUs."""
 
-    timeout: float = 300.0
+    timeout: PositiveFloat = 300.0
     """Seconds that a rank waits for the others."""
 
     dtype: DtypeName = "auto"
@@ -104,13 +103,13 @@ class RanksBenchmarkConfig:
     low_precision_weights: bool = False
     """Hold the model's matrices in `dtype`, and their float32 masters in AdamW."""
 
-    bucket_size_mb: float | None = None
+    bucket_size_mb: PositiveFloat | None = None
     """MiB per gradient bucket, where gradients are sent in buckets.
 
     By default 25, or a 32nd of all gradients where that is more.
     """
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of weights and tokens."""
 
     restart: bool = False
@@ -123,18 +122,8 @@ class RanksBenchmarkConfig:
     gpu_defaults: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("context_length", "tr_batch_size", "steps_per_epoch", "ranks"):
-            value = getattr(self, field)
-            check(self, field, value is None or value > 0, "at least 1")
-        check(self, "timed_epochs", self.timed_epochs > 0, "at least 1")
         right = f"more than timed_epochs ({self.timed_epochs}), as the first epoch warms up"
         check(self, "epochs", self.epochs > self.timed_epochs, right)
-        for field in ("loss_steps", "trace_steps", "seed"):
-            check(self, field, getattr(self, field) >= 0, "at least 0")
-        for field in ("timeout", "bucket_size_mb"):
-            value = getattr(self, field)
-            check(self, field, value is None or 0 < value < math.inf, "more than 0 and finite")
 
     def plans(self) -> list[Plan]:
         """The groups that are measured together, of a config `with_defaults`."""

@@ -23,11 +23,11 @@ from lib.benchmarks.sharding import Sharding
 from lib.benchmarks.sharding_cases import ShardingConfig
 from lib.core.hardware import local_results
 from lib.core.records import Record, read_records
-from lib.core.settings import check, check_fields
+from lib.core.settings import PositiveInt, settings
 from lib.ddp.process_group import init_from_environment, rank, world_size
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RepeatConfig:
     """Measure settings of kept records of training on several ranks again."""
 
@@ -37,7 +37,7 @@ class RepeatConfig:
     only: tuple[str, ...] = ()
     """Only settings whose report title contains one of these strings; all by default."""
 
-    ranks: int | None = None
+    ranks: PositiveInt | None = None
     """Only settings of this many processes; by default one per GPU, or 2 on a CPU."""
 
     restart: bool = False
@@ -45,10 +45,6 @@ class RepeatConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, tables and figures; records of other settings there are kept."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "ranks", self.ranks is None or self.ranks > 0, "at least 1")
 
 
 def benchmark_repeat(config: RepeatConfig) -> list[Record]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lib.benchmarks.multi_rank import epoch_ratios, loss_difference
 from lib.benchmarks.rank_training import (
@@ -15,7 +15,7 @@ from lib.benchmarks.rank_training import (
     case_fields,
     check_choices,
 )
-from lib.core.settings import check
+from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
 from lib.model.config import ATTENTION_KERNELS, MODEL_PRESETS, model_preset
 from lib.profiling.measurement import interquartile_range
 from lib.profiling.memory_formula import RankMemory
@@ -46,7 +46,7 @@ BASE = "flashddp"
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class ShardingConfig(RanksBenchmarkConfig):
     """Measure memory and time of training with the optimizer's state replicated and sharded.
 
@@ -56,7 +56,7 @@ class ShardingConfig(RanksBenchmarkConfig):
     models: tuple[str, ...] = ()
     """Model presets; `tiny` by default on a CPU, `large` and `xl` on GPUs."""
 
-    methods: tuple[str, ...] = tuple(SHARDING_METHODS)
+    methods: Annotated[tuple[str, ...], NonEmpty] = tuple(SHARDING_METHODS)
     """Ways to train; `none` is each rank alone, and `flashddp` what the others are compared with.
 
     `zero1` averages gradients itself; `WRAPPER+zero1` leaves that to the wrapper. `+checkpoints`
@@ -66,10 +66,10 @@ class ShardingConfig(RanksBenchmarkConfig):
     attention_kernel: str = "sdpa"
     """Attention kernel."""
 
-    loss_steps: int = 10
+    loss_steps: NonNegativeInt = 10
     """Compare the losses of this many first steps with those of `flashddp`."""
 
-    trace_steps: int = 2
+    trace_steps: NonNegativeInt = 2
     """Trace this many further steps with PyTorch's profiler to time communication; 0: none."""
 
     cpu_defaults: ClassVar[dict[str, Any]] = {
@@ -86,7 +86,6 @@ class ShardingConfig(RanksBenchmarkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, {"models": MODEL_PRESETS, "methods": SHARDING_METHODS})
-        check(self, "methods", bool(self.methods), "at least one")
         # no formula predicts what the compiler keeps
         kernels = [name for name in ATTENTION_KERNELS if not name.endswith("_compiled")]
         is_known = self.attention_kernel in kernels

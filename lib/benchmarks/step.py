@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -42,7 +42,7 @@ from lib.core.hardware import (
     pick_dtype,
 )
 from lib.core.records import Record
-from lib.core.settings import check, check_fields
+from lib.core.settings import NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, settings
 from lib.model.config import AttentionKernel, ModelConfig, model_preset
 from lib.model.costs import activation_bytes, flops_per_token, num_parameters, parameters_by_part
 from lib.model.loss import CHUNK_BYTES, CHUNK_PART
@@ -82,20 +82,20 @@ COLUMNS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class StepBenchmarkConfig:
     """Training steps by model size, context, mode, precision and compilation."""
 
     configs: tuple[str, ...] = ()
     """Model presets; if empty, `tiny` on CPU, `small` to `xl` on GPU."""
 
-    batch_size: int = 4
+    batch_size: PositiveInt = 4
     """Sequences per step."""
 
-    seq_lens: tuple[int, ...] = ()
+    seq_lens: tuple[PositiveInt, ...] = ()
     """Tokens per sequence; if empty, 32, 64 and 128 on CPU, 128 to 1024 on GPU."""
 
-    modes: tuple[Literal["forward", "forward_backward", "full_step"], ...] = (
+    modes: Annotated[tuple[Literal["forward", "forward_backward", "full_step"], ...], NonEmpty] = (
         "forward",
         "forward_backward",
         "full_step",
@@ -117,22 +117,22 @@ class StepBenchmarkConfig:
     compare_compile: bool = False
     """Measure both eager and compiled."""
 
-    attention_kernel: tuple[AttentionKernel, ...] = ("sdpa",)
+    attention_kernel: Annotated[tuple[AttentionKernel, ...], NonEmpty] = ("sdpa",)
     """Attention kernels."""
 
-    samples: int = 10
+    samples: PositiveInt = 10
     """Samples of each case; fewer, but at least 3, if they exceed max_seconds."""
 
-    warmup: int = 3
+    warmup: PositiveInt = 3
     """Steps before sampling."""
 
-    max_seconds: float = 2.0
+    max_seconds: PositiveFloat = 2.0
     """Approximate time limit for the samples of one case."""
 
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of weights and tokens."""
 
     restart: bool = False
@@ -140,16 +140,6 @@ class StepBenchmarkConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("batch_size", "samples", "warmup"):
-            check(self, field, getattr(self, field) > 0, "at least 1")
-        check(self, "seq_lens", min(self.seq_lens, default=1) > 0, "at least 1 each")
-        check(self, "modes", bool(self.modes), "at least one mode")
-        check(self, "attention_kernel", bool(self.attention_kernel), "at least one kernel")
-        check(self, "max_seconds", self.max_seconds > 0, "more than 0")
-        check(self, "seed", self.seed >= 0, "at least 0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Gt
 
 from lib.benchmarks.sections import Section, Table, write_report
 from lib.core.figures import BLUE, ORANGE, house_figure, save_figure
 from lib.core.hardware import available_cpus, local_results
 from lib.core.records import Record, append_record, new_record, to_csv
-from lib.core.settings import check, check_fields
+from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
 from lib.tokenizer.bpe import Tokenizer, train_bpe
 from lib.tokenizer.files import save_huggingface, to_tiktoken
@@ -66,20 +67,20 @@ FIGURE_TASKS = {"train": "Training, all cores", "encode": "Encoding, one core"}
 Sample = dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TokenizerBenchmarkConfig:
     """The tokenizer against its peers, on whole texts."""
 
     texts: tuple[str, ...] = ("stories",)
     """`stories` (generated), or UTF-8 text files."""
 
-    megabytes: int = 100
+    megabytes: PositiveInt = 100
     """Megabytes of each text to use."""
 
-    vocab_sizes: tuple[int, ...] = (10_000, 32_000)
+    vocab_sizes: Annotated[tuple[Annotated[int, Gt(256)], ...], NonEmpty] = (10_000, 32_000)
     """Vocabulary sizes to train; the first one also encodes."""
 
-    samples: int = 3
+    samples: PositiveInt = 3
     """Samples per candidate."""
 
     large_files: tuple[str, ...] = ()
@@ -90,13 +91,6 @@ class TokenizerBenchmarkConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for records, table and figure."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "megabytes", self.megabytes > 0, "at least 1")
-        check(self, "samples", self.samples > 0, "at least 1")
-        check(self, "vocab_sizes", bool(self.vocab_sizes), "at least one size")
-        check(self, "vocab_sizes", min(self.vocab_sizes) > 256, "above 256 (all bytes) each")
 
 
 def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:

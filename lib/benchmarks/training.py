@@ -28,7 +28,7 @@ from lib.core.allocator import synchronize
 from lib.core.figures import BLUE, ORANGE, SKY, house_figure, save_figure
 from lib.core.hardware import local_results, peak_flops, pick_device, pick_dtype
 from lib.core.records import Record, append_record, format_value, new_record, to_csv
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import PositiveInt, check, require, settings
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import flops_per_token, num_parameters
 from lib.model.loss import linear_cross_entropy
@@ -77,20 +77,20 @@ LOSS_COLUMNS = ("candidate", "tokens", "vocab_size", "median_ms", "peak_memory_g
 Step = Callable[[Tensor], None]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TrainingBenchmarkConfig:
     """Training steps: on a GPU against a peer, on a CPU against their matmuls alone."""
 
     models: tuple[str, ...] = ()
     """Model presets; if empty, `tiny` on CPU, `gpt2-124m` and `matrix` on GPU."""
 
-    batch_sizes: tuple[int, ...] = ()
+    batch_sizes: tuple[PositiveInt, ...] = ()
     """Sequences per step, one number for each model."""
 
-    samples: int | None = None
+    samples: PositiveInt | None = None
     """Samples per candidate; if not set, 30 on CPU and 7 on GPU. Ablations always have 3."""
 
-    steps: int = 30
+    steps: PositiveInt = 30
     """Steps per sample on a GPU; always 1 on a CPU."""
 
     ablations: bool = True
@@ -109,13 +109,9 @@ class TrainingBenchmarkConfig:
     """Folder for records, table and figure."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         count = len(self.models)
         is_complete = len(self.batch_sizes) == count
         check(self, "batch_sizes", is_complete, f"one number for each of {count} models")
-        check(self, "batch_sizes", min(self.batch_sizes, default=1) > 0, "at least 1 each")
-        check(self, "samples", self.samples is None or self.samples > 0, "at least 1")
-        check(self, "steps", self.steps > 0, "at least 1")
 
 
 def benchmark_training(config: TrainingBenchmarkConfig) -> Path:

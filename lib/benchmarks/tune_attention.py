@@ -12,13 +12,14 @@ import concurrent.futures
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from lib.core.hardware import available_cpus, pick_device, pick_dtype
+from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.core.terminal import bar_size
 from lib.flash_attention.tiles import (
     Tiles,
@@ -56,6 +57,14 @@ CANDIDATES = {
     ],
 }
 # fmt: on
+
+
+@settings
+class TuneConfig:
+    """Settings of the attention tuner."""
+
+    head_dims: Annotated[tuple[PositiveInt, ...], NonEmpty] = (64, 128)
+    """Head dimensions; others use the tiles of the next power of two."""
 
 
 class Choice(NamedTuple):

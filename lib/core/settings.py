@@ -1,9 +1,9 @@
-"""Settings: dataclasses checked when made, strict JSON and flags, errors that name the field.
+"""Settings: frozen dataclasses checked when made, strict JSON, errors that name the field.
 
-A config is a frozen dataclass that lives with its owner. Its `__post_init__` checks the types with
-`check_fields`, then the values with `check`; its fields and their docs become the flags and the
-`--help` of its command. `to_json` and `from_json` move it through a file without loss, and
-`with_flags` reads flags where tyro is missing, as in Kaggle's image.
+A config lives with its owner and carries `@settings`, which has pydantic check its fields by their
+types (`PositiveInt`, `Literal["a", "b"]`); `__post_init__` has the rules between fields. Fields and
+their docs become the flags and the `--help` of its command. `to_json` and `from_json` move it
+through a file without loss.
 """
 
 from __future__ import annotations
@@ -11,30 +11,36 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
-import math
 import operator
 import os
 import types
 import typing
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from annotated_types import Ge, Gt, Interval, MinLen
 
 T = TypeVar("T", bound=Any)
-TYPE_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    Path: "a path",
-}
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+# of a tuple: `Annotated[tuple[str, ...], NonEmpty]`
+NonEmpty = MinLen(1)
 
 
 def require(condition: object, message: str) -> None:
     """Raise a `ValueError` with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def check(config: Any, field: str, condition: object, expected: str) -> None:
+    """Raise `ValueError: FIELD must be EXPECTED, got VALUE` unless `condition` holds."""
+    require(condition, f"{field} must be {expected}, got {getattr(config, field)!r}")
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -52,32 +58,132 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def check(config: Any, field: str, condition: object, expected: str) -> None:
-    """Raise `ValueError: FIELD must be EXPECTED, got VALUE` unless `condition` holds."""
-    require(condition, f"{field} must be {expected}, got {getattr(config, field)!r}")
+# Configs
 
 
-def check_fields(config: Any) -> None:
-    """Check that each field has a value of its type, and numbers that a machine can hold.
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def settings(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass that checks its fields, whoever makes it.
 
-    Where only one value can be meant, the field takes that one: a tuple for a list, a `Path` for
-    text, a float for a whole number, Python's number for NumPy's.
+    Where only one value can be meant, a field takes that one: a tuple for a list, a `Path` for
+    text, a config for a dict, a float for a whole number, Python's number for NumPy's.
 
     Raises:
-        ValueError: a field has another type, is infinite or NaN, or has more than 63 bits.
+        ValueError: where an instance is made, a field is unknown or missing, has another type or a
+            value out of range, or is a number that is infinite or NaN or has more than 63 bits.
     """
-    hints = _hints(type(config))
-    for name in (field.name for field in dataclasses.fields(config)):
-        value = _convert(hints[name], getattr(config, name), name)
-        object.__setattr__(config, name, value)
-        if isinstance(value, float):
-            check(config, name, math.isfinite(value), "a finite number")
-        elif isinstance(value, int):
-            check(config, name, abs(value) < 2**63, "less than 2^63")
+    # a tenth of a second to import, and who only calls `require` needs none of it
+    import pydantic.dataclasses
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    cls.__annotations__ = {name: _strict(hints[name]) for name in inspect.get_annotations(cls)}
+    options = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+    made: Any = pydantic.dataclasses.dataclass(frozen=True, config=options)(cls)
+    init = made.__init__
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except pydantic.ValidationError as error:
+            raise ValueError(_message(made, error)) from None
+
+    made.__init__ = checked_init
+    return made
 
 
-# evaluating annotations takes longer than checking values
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+def _python_value(value: Any) -> Any:
+    """Turn NumPy's number into Python's, and refuse text that no file can hold."""
+    try:
+        if isinstance(value, (str, os.PathLike)):
+            str(value).encode()
+    except UnicodeEncodeError as error:
+        from pydantic_core import PydanticCustomError
+
+        raise PydanticCustomError("utf8", "text that UTF-8 can hold") from error
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+@functools.cache
+def _strict_types() -> dict[Any, Any]:
+    """Stricter types than pydantic's own, which take "1" for 1, and 1 for True."""
+    from pydantic import BeforeValidator, Strict
+
+    python = BeforeValidator(_python_value)
+    bits = Interval(gt=-(2**63), lt=2**63)
+    return {
+        int: Annotated[int, Strict(), bits, python],
+        float: Annotated[float, Strict(), python],
+        str: Annotated[str, Strict(), python],
+        bool: Annotated[bool, Strict()],
+        Path: Annotated[Path, python],
+    }
+
+
+def _strict(hint: Any) -> Any:
+    """Return the type `hint` with its parts replaced by those of `_strict_types`."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(_strict(parts[0]), *parts[1:])]
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_strict, parts))]  # noqa: UP007
+    if origin in (tuple, list, dict):
+        return origin[tuple(map(_strict, parts))]
+    return _strict_types().get(hint, hint) if isinstance(hint, type) else hint
+
+
+# What would be right, by the kind of pydantic's error; otherwise its own words say it.
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+    "literal_error": "one of {expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:.19g}",
+    "less_than_equal": "at most {le:g}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
+
+
+def _message(cls: Any, error: Any) -> str:
+    """The first error in one line; an unknown key comes before the one that it leaves missing."""
+    errors = error.errors(include_url=False)
+    first = min(errors, key=lambda each: each["type"] != "unexpected_keyword_argument")
+    kind, where, context = first["type"], list(first["loc"]), first.get("ctx", {})
+    if where and isinstance(where[0], int):
+        # an argument without a name
+        where[0] = dataclasses.fields(cls)[where[0]].name
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)[1:]
+    if kind == "unexpected_keyword_argument":
+        for part in where[:-1]:
+            cls = typing.get_type_hints(cls).get(str(part), cls)
+        known = [field.name for field in dataclasses.fields(cls)]
+        close = difflib.get_close_matches(str(where[-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"unknown key {path!r}; {hint}known keys: {', '.join(known)}"
+    if kind == "missing":
+        return f"key {path!r} is missing and has no default"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        context["expected"] = context["expected"].replace(" or ", ", ").replace("'", '"')
+    words = EXPECTED.get(kind)
+    expected = words.format(**context) if words else first["msg"].removeprefix("Input should be ")
+    given = first["input"]
+    # as the author of a JSON file writes it
+    shown = json.dumps(given) if given is None or isinstance(given, (bool, str)) else repr(given)
+    return f"{path} must be {expected}, got {shown}"
+
+
+# JSON
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -107,14 +213,13 @@ def plain(value: Any) -> Any:
 
 
 def from_json(cls: type[T], source: str | os.PathLike) -> T:
-    """Read the dataclass `cls` from JSON text or from a file.
+    """Read the config `cls` from JSON text or from a file.
 
     Text that starts with `{` is JSON; anything else is a path. Missing keys take their defaults.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: not UTF-8 or JSON, an unknown or duplicate key, a value of the wrong type, a
-            missing field without a default, or a value that the dataclass itself rejects.
+        ValueError: not UTF-8 or JSON, a duplicate key, or a value that `cls` refuses.
     """
     text = str(source)
     is_path = isinstance(source, os.PathLike) or not text.lstrip().startswith("{")
@@ -123,116 +228,10 @@ def from_json(cls: type[T], source: str | os.PathLike) -> T:
         if is_path:
             text = Path(source).read_text(encoding="utf-8-sig")
         values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=reject_constant)
-        return from_dict(cls, values)
+        require(isinstance(values, dict), f"must be an object, got {values!r}")
+        return cls(**values)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def from_dict(cls: type[T], values: dict[str, Any], *, path: str = "") -> T:
-    """Make the dataclass `cls` from plain JSON values, as strictly as `from_json`.
-
-    Args:
-        path: dotted name of `values` inside the outermost config, for error messages.
-    """
-    require(isinstance(values, dict), f"{path or cls.__name__} must be an object, got {values!r}")
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    for key in values:
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            known = ", ".join(fields)
-            raise ValueError(f"unknown key {_join(path, key)!r}; {hint}known keys: {known}")
-    missing = dataclasses.MISSING
-    for name, field in fields.items():
-        is_required = field.default is missing and field.default_factory is missing
-        if is_required and name not in values:
-            raise ValueError(f"key {_join(path, name)!r} is missing and has no default")
-    hints = _hints(cls)
-    return cls(
-        **{key: _convert(hints[key], value, _join(path, key)) for key, value in values.items()}
-    )
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Convert a value from JSON or Python to the type `hint`.
-
-    Raises:
-        ValueError: it does not fit; the message names `path`.
-    """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if getattr(value, "ndim", None) == 0:
-        # a NumPy number
-        value = value.item()
-    if isinstance(value, (str, os.PathLike)):
-        try:
-            str(value).encode()
-        except UnicodeEncodeError as error:
-            message = f"{path} must be text that UTF-8 can hold, got {str(value)!a}"
-            raise ValueError(message) from error
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(arguments, value, path)
-    # `type(...) is`, since True is also an int, and equal to 1
-    if origin is Literal and any(type(value) is type(a) and value == a for a in arguments):
-        return value
-    if origin in (tuple, list) and isinstance(value, (list, tuple)):
-        has_fixed_length = origin is tuple and arguments[-1] is not ...
-        kinds = arguments if has_fixed_length else arguments[:1] * len(value)
-        if len(kinds) == len(value):
-            items = enumerate(zip(kinds, value))
-            return origin(_convert(kind, item, f"{path}[{i}]") for i, (kind, item) in items)
-    if origin is dict and isinstance(value, dict):
-        return {key: _convert(arguments[1], item, _join(path, key)) for key, item in value.items()}
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else from_dict(hint, value, path=path)
-    if hint is Path and isinstance(value, (str, os.PathLike)):
-        return Path(value)
-    if hint is float and type(value) is int and abs(value) < 2**63:
-        return float(value)
-    if hint is Any or type(value) is hint:
-        return value
-    raise ValueError(f"{path} must be {_describe(hint)}, got {_show(value)}")
-
-
-def _convert_union(options: tuple, value: Any, path: str) -> Any:
-    """Convert `value` to the first of several types that takes it."""
-    if value is None and type(None) in options:
-        return None
-    options = tuple(option for option in options if option is not type(None))
-    if len(options) == 1:
-        return _convert(options[0], value, path)
-    for option in options:
-        try:
-            return _convert(option, value, path)
-        except ValueError:
-            continue
-    expected = " or ".join(map(_describe, options))
-    raise ValueError(f"{path} must be {expected}, got {_show(value)}")
-
-
-def _describe(hint: Any) -> str:
-    """Name a type as the author of a JSON file would."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(json.dumps, arguments))
-    if origin in (tuple, list):
-        has_fixed_length = origin is tuple and arguments[-1] is not ...
-        parts = ", ".join(_describe(a) for a in arguments if a is not ...)
-        return f"a list of exactly [{parts}]" if has_fixed_length else f"a list, each {parts}"
-    if origin is dict:
-        return f"an object, each value {_describe(arguments[1])}"
-    return TYPE_NAMES.get(hint) or str(hint)
-
-
-def _show(value: Any) -> str:
-    """Write a value as the author of a JSON file would, or else as Python does."""
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return repr(value)
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -246,59 +245,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def reject_constant(name: str) -> None:
     """Refuse NaN and infinities, which JSON lacks; a `parse_constant` for `json.loads`."""
     raise ValueError(f"{name} is not a number in JSON")
-
-
-def with_flags(config: T, flags: Sequence[str]) -> T:
-    """Return `config` changed by `flags`: `--steps 10`, `--model.d_model=64`, `--resume`.
-
-    A bool takes no value: `--name` is True and `--no_name` is False. A list takes several values.
-
-    Raises:
-        ValueError: an unknown flag, or a value of the wrong type.
-    """
-    values = to_dict(config)
-    rest = list(flags)
-    while rest:
-        flag = rest.pop(0)
-        name, equals, value = flag.removeprefix("--").partition("=")
-        words = [value] if equals else []
-        while rest and not rest[0].startswith("--"):
-            words.append(rest.pop(0))
-        # walk down to the dataclass that holds the field
-        *parents, last = name.split(".")
-        part: Any = values
-        kind: Any = type(config)
-        for parent in parents:
-            part = part.get(parent) if isinstance(part, dict) else None
-            kind = _hints(kind).get(parent) if dataclasses.is_dataclass(kind) else None
-        hints = _hints(kind) if dataclasses.is_dataclass(kind) else {}
-        positive = last.removeprefix("no_")
-        key = positive if last not in hints and hints.get(positive) is bool else last
-        if not flag.startswith("--") or key not in hints:
-            known = ", ".join(f"--{name}" for name in values)
-            raise ValueError(f"unknown flag {flag!r}; known without tyro: {known}")
-        part[key] = _flag_value(words, hints[key], is_on=key == last)
-    return from_dict(type(config), values)
-
-
-def _flag_value(words: list[str], hint: Any, *, is_on: bool) -> Any:
-    """Turn a flag's words into a JSON value for a field of type `hint`."""
-    if hint is bool and not words:
-        return is_on
-    if typing.get_origin(hint) is tuple:
-        return [_parse_word(word, typing.get_args(hint)[0]) for word in words]
-    values = [_parse_word(word, hint) for word in words]
-    return values[0] if len(values) == 1 and hint is not bool else values
-
-
-def _parse_word(word: str, hint: Any) -> Any:
-    """Read text as it is, and numbers as JSON."""
-    options = typing.get_args(hint)
-    if word == "None" and type(None) in options:
-        return None
-    if hint is str or hint is Path or {str, Path, word}.intersection(options):
-        return word
-    try:
-        return json.loads(word)
-    except ValueError:
-        return word

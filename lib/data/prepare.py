@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -11,10 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, Le
 
 from lib.core.files import lock_file, make_folder, write_atomically
-from lib.core.settings import check, check_fields
+from lib.core.settings import NonNegativeInt, PositiveInt, check, settings
 from lib.data.corpus import Corpus, Progress, prepare_corpus
 from lib.data.token_array import tokenize_file
 from lib.tokenizer import files as tokenizer_files
@@ -26,17 +27,17 @@ log = logging.getLogger(__name__)
 ProgressBar = Callable[[str, int | None], AbstractContextManager[Progress]]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TokenizeConfig:
     """From a corpus to a tokenizer and the token arrays that a model trains on."""
 
     corpus: str = "stories"
     """`stories` (generated here), `tinystories` (downloaded), or a UTF-8 text file or folder."""
 
-    corpus_bytes: int = 20_000_000
+    corpus_bytes: PositiveInt = 20_000_000
     """Bytes of `stories` to generate for training; other corpora are taken whole."""
 
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, Gt(0), Le(0.5)] = 0.05
     """Fraction of the text held out for validation; `tinystories` has a validation part."""
 
     vocab_size: int = 4096
@@ -45,7 +46,7 @@ class TokenizeConfig:
     special_tokens: tuple[str, ...] = (SEPARATOR,)
     """Texts with a token id of their own, `<|endoftext|>` among them; merges never cross them."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the generated stories."""
 
     data_dir: Path = Path("data")
@@ -55,26 +56,20 @@ class TokenizeConfig:
     """Folder for the tokenizer and the arrays (default: `DATA_DIR/CORPUS-VOCAB_SIZE`, and a hash
     for stories of another size or seed)."""
 
-    workers: int | None = None
+    workers: PositiveInt | None = None
     """Parallel workers (default: one per core). Any number gives the same result."""
 
     implementation: Literal["auto", "python", "numba"] = "auto"
     """`python` (readable), `numba` (compiled), or `auto`, which picks by size. Same result."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         num_special = len(self.special_tokens)
         smallest = 256 + num_special
         fits = f"at least 256 bytes + {num_special} special tokens = {smallest}"
-        fraction = self.validation_fraction
         check(self, "corpus", self.corpus, "a corpus name, a text file or a folder")
-        check(self, "corpus_bytes", self.corpus_bytes > 0, "at least 1")
-        check(self, "validation_fraction", 0 < fraction <= 0.5, "more than 0 and at most 0.5")
         is_distinct = all(self.special_tokens) and len({*self.special_tokens}) == num_special
         check(self, "special_tokens", is_distinct, "distinct texts, none of them empty")
         check(self, "vocab_size", self.vocab_size >= smallest, fits)
-        check(self, "seed", self.seed >= 0, "at least 0")
-        check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
 
     @property
     def output_dir(self) -> Path:

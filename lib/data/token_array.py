@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
@@ -29,7 +28,7 @@ from lib.core.files import (
     sync_folder,
     write_atomically,
 )
-from lib.core.settings import from_json, to_json
+from lib.core.settings import from_json, settings, to_json
 from lib.tokenizer.pretokenize import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ JOURNAL_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@settings
 class Manifest:
     """The content of a token array, and what it was made from."""
 

@@ -34,14 +34,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from annotated_types import Gt, Le
 from torch import Tensor
 
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, require, settings
 from lib.ddp.launcher import JOB_FOLDER
 from lib.ddp.process_group import register_backend
 from lib.lessons.ddp.costs import GRADIENT_BYTES, H200_LINKS, NETWORK_US, Cluster
@@ -56,62 +57,42 @@ SLOTS = 256
 PAUSE = 1e-4
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Straggler:
     """A rank whose calls come late."""
 
-    rank: int
-    delay_ms: float
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "rank", self.rank >= 0, "at least 0")
-        check(self, "delay_ms", self.delay_ms >= 0, "at least 0")
+    rank: NonNegativeInt
+    delay_ms: NonNegativeFloat
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class SlowLink:
     """A link, from `rank` to the next one of the ring, with a part of its bandwidth."""
 
-    rank: int
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "rank", self.rank >= 0, "at least 0")
-        check(self, "factor", 0 < self.factor <= 1, "more than 0 and at most 1")
+    rank: NonNegativeInt
+    factor: Annotated[float, Gt(0), Le(1)]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class LostRank:
     """A rank that falls silent after this many collectives."""
 
-    rank: int
-    after: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "rank", self.rank >= 0, "at least 0")
-        check(self, "after", self.after >= 0, "at least 0")
+    rank: NonNegativeInt
+    after: NonNegativeInt = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Workload:
     """The communication and computation of a training step."""
 
-    gradient_bytes: float
+    gradient_bytes: PositiveFloat
     """Bytes of all gradients."""
 
-    milliseconds: float
+    milliseconds: PositiveFloat
     """Time of a step on one rank alone."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("gradient_bytes", "milliseconds"):
-            check(self, field, getattr(self, field) > 0, "more than 0")
 
-
-@dataclasses.dataclass(frozen=True)
+@settings
 class Network:
     """The links between ranks, and what is wrong with them."""
 
@@ -125,9 +106,6 @@ class Network:
     slow_link: SlowLink | None = None
     lost_rank: LostRank | None = None
     clock: Literal["wall", "virtual"] = "wall"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def check_ranks(self, ranks: int) -> None:
         """Raise a `ValueError` if something is wrong with a rank that a job of `ranks` lacks."""

@@ -1,9 +1,10 @@
 """The shape of a model, and presets from a laptop's CPU to 3.4 billion parameters."""
 
-import dataclasses
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from lib.core.settings import check, check_fields
+from annotated_types import Ge
+
+from lib.core.settings import PositiveFloat, PositiveInt, settings
 
 AttentionKernel = Literal[
     "scaled_dot_prod_attention",
@@ -17,32 +18,32 @@ AttentionKernel = Literal[
 ATTENTION_KERNELS = get_args(AttentionKernel)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class ModelConfig:
     """Shape and variants of a decoder-only Transformer language model."""
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Ge(2)] | None = None
     """Rows of the embedding (default: the tokenizer's vocabulary; rows beyond it are padding)."""
 
-    context_length: int = 256
+    context_length: PositiveInt = 256
     """Longest sequence, in tokens."""
 
-    d_model: int = 512
+    d_model: PositiveInt = 512
     """Width of the residual stream."""
 
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Number of Transformer blocks."""
 
-    num_heads: int = 16
+    num_heads: PositiveInt = 16
     """Number of attention heads, each d_model / num_heads wide."""
 
-    d_ff: int = 1344
+    d_ff: PositiveInt = 1344
     """Inner width of SwiGLU; about 8/3 d_model, rounded to a multiple of 64."""
 
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     """Base of RoPE's frequencies; larger values rotate more slowly."""
 
-    norm_eps: float = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
 
     norm: Literal["pre", "post", "none"] = "pre"
@@ -65,10 +66,6 @@ class ModelConfig:
     line of output names; elsewhere sdpa."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("context_length", "d_model", "num_layers", "num_heads", "d_ff"):
-            check(self, field, getattr(self, field) > 0, "at least 1")
-        check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2")
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model must be a multiple of num_heads {self.num_heads}, got {self.d_model}"
@@ -78,8 +75,6 @@ class ModelConfig:
                 f"d_model / num_heads must be even with RoPE, got {self.d_model} / "
                 f"{self.num_heads} = {self.head_dim}"
             )
-        check(self, "rope_theta", self.rope_theta > 0, "more than 0")
-        check(self, "norm_eps", self.norm_eps > 0, "more than 0")
 
     @property
     def head_dim(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.core.settings import check, from_dict, require
+from lib.core.settings import check, require
 from lib.model.config import ModelConfig
 
 # Our name -> Llama's; `{}` is the layer. Where Llama has several matrices, ours stacks their rows.
@@ -213,7 +213,7 @@ def from_llama_config(fields: dict[str, Any]) -> ModelConfig:
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     require(isinstance(rope, dict), f"rope_parameters must be an object, got {rope!r}")
     shape["rope_theta"] = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
-    config = from_dict(ModelConfig, shape)
+    config = ModelConfig(**shape)
     activation = fields.get("hidden_act", "silu")
     for name, value, expected in (
         ("model_type", fields.get("model_type"), "llama"),

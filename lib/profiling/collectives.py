@@ -15,29 +15,23 @@ broadcast, puts into a reduce-scatter, and gets from an all-gather.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import NonNegativeFloat, PositiveFloat, require, settings
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Link:
     """The connection between neighbors of a ring."""
 
-    latency_us: float
+    latency_us: NonNegativeFloat
     """Microseconds that a message of any size takes."""
 
-    bandwidth_gbs: float
+    bandwidth_gbs: PositiveFloat
     """GB/s that each rank sends."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "latency_us", self.latency_us >= 0, "at least 0")
-        check(self, "bandwidth_gbs", self.bandwidth_gbs > 0, "more than 0")
 
 
 def messages(collective: str, ranks: int) -> int:

@@ -29,7 +29,7 @@ from lib.core.allocator import synchronize, without_stderr
 from lib.core.files import ROOT, make_folder, write_atomically
 from lib.core.hardware import DtypeName, keep_freed_memory, pick_device, pick_dtype
 from lib.core.records import new_record, to_markdown
-from lib.core.settings import check, check_fields, to_json
+from lib.core.settings import NonNegativeInt, PositiveInt, settings, to_json
 from lib.data.batches import random_tokens
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.model.costs import num_parameters
@@ -52,17 +52,17 @@ SHOWN_KERNELS = 15
 NAME_WIDTH = 72
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class ProfileConfig:
     """A few training steps of a model under PyTorch's profiler."""
 
     model: PresetName = "tiny"
     """A model preset."""
 
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Sequences per step."""
 
-    context_length: int | None = None
+    context_length: PositiveInt | None = None
     """Tokens per sequence (default: the preset's)."""
 
     attention_kernel: AttentionKernel = "sdpa"
@@ -80,10 +80,10 @@ class ProfileConfig:
     cuda_graph: bool = False
     """Record the whole step once as a CUDA graph and replay it."""
 
-    warmup_steps: int = 3
+    warmup_steps: PositiveInt = 3
     """Steps before the profile, which compile and allocate."""
 
-    steps: int = 3
+    steps: PositiveInt = 3
     """Steps in the profile."""
 
     memory: bool = True
@@ -98,19 +98,11 @@ class ProfileConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of weights and tokens."""
 
     output: Path = Path("artifacts/profile")
     """Folder for trace, tables and figures; replaces those of an earlier profile."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("batch_size", "warmup_steps", "steps"):
-            check(self, field, getattr(self, field) > 0, "at least 1")
-        length = self.context_length
-        check(self, "context_length", length is None or length > 0, "at least 1")
-        check(self, "seed", self.seed >= 0, "at least 0")
 
     def train_config(self) -> TrainConfig:
         """Return the settings of the training run whose steps are profiled."""

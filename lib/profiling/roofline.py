@@ -27,7 +27,7 @@ from lib.core.allocator import synchronize
 from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
 from lib.core.hardware import DtypeName, local_results, pick_device, pick_dtype
 from lib.core.records import Record, append_record, new_record
-from lib.core.settings import check, check_fields
+from lib.core.settings import PositiveInt, settings
 from lib.model.attention import causal_mask
 from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import num_parameters
@@ -408,17 +408,17 @@ def points_of(
     return limits, list(points.values())
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RooflineConfig:
     """A machine's limits, and the operations of a block against them."""
 
     model: PresetName = "gpt2-124m"
     """The preset whose block is measured."""
 
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Sequences that the block is given."""
 
-    context_length: int = 1024
+    context_length: PositiveInt = 1024
     """Tokens per sequence."""
 
     dtype: DtypeName = "auto"
@@ -429,11 +429,6 @@ class RooflineConfig:
 
     output: Path = dataclasses.field(default_factory=local_results)
     """Folder for `roofline.jsonl`, which is added to."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("batch_size", "context_length"):
-            check(self, field, getattr(self, field) > 0, "at least 1")
 
 
 def write_records(config: RooflineConfig) -> list[Record]:

@@ -12,7 +12,6 @@ documentation (`docs/kernels_metadata.md` and `docs/datasets_metadata.md` in Kag
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -25,14 +24,14 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import nbformat
 
 from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import output_of
 from lib.core.records import is_checkout, provenance
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import NonEmpty, PositiveFloat, check, require, settings
 from lib.publish.cells import FIRST_CELL, METADATA
 from lib.publish.run_notebooks import Job, find_notebooks, plan
 
@@ -111,11 +110,11 @@ for folder in folders:
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class KaggleBuildConfig:
     """A folder for Kaggle's command line: a dataset with the code, and a kernel per notebook."""
 
-    notebooks: tuple[str, ...] = ("10",)
+    notebooks: Annotated[tuple[str, ...], NonEmpty] = ("10",)
     """Numbers (`10`) or names (`10_speedrun`)."""
 
     parameters: str = "kaggle"
@@ -143,14 +142,12 @@ class KaggleBuildConfig:
     """Folder for the bundle; an existing bundle is rebuilt."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "notebooks", bool(self.notebooks), "at least one")
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
         is_slug = re.fullmatch(SLUG, self.dataset) and 6 <= len(self.dataset) <= 50
         check(self, "dataset", bool(is_slug), "6 to 50 of a-z, 0-9 and single dashes in between")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class KagglePushConfig:
     """An upload with Kaggle's own client."""
 
@@ -163,14 +160,12 @@ class KagglePushConfig:
     message: str = "Updated"
     """The note of a new version of the dataset."""
 
-    timeout: float = 900.0
+    timeout: PositiveFloat = 900.0
     """Seconds to wait for Kaggle to prepare the dataset."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
         check(self, "message", bool(self.message), "a text")
-        check(self, "timeout", self.timeout > 0, "more than 0")
 
 
 def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
@@ -202,13 +197,19 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
 
 
 def write_dataset(folder: Path, root: Path) -> None:
-    """Copy code, records and the committed model; bundle.json gives the commit and hashes."""
+    """Copy code, records, the committed model and `BROUGHT`; bundle.json has commit and hashes."""
     hashes = {}
     for name in files_to_bundle(root):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, target)
         hashes[name] = sha256_file(target)
+    for package in BROUGHT:
+        for file in metadata.files(package) or ():
+            if not {"..", "__pycache__"}.intersection(file.parts):
+                target = folder / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file.locate(), target)
     state = provenance()
     made = {name: state[name] for name in ("commit", "dirty", "date")}
     _write_json(folder / "bundle.json", made | {"sha256": hashes})
@@ -379,12 +380,14 @@ def _leaks_of_this_machine() -> dict[str, str]:
 # Packages that this workbook's notebooks import, directly or indirectly. Kaggle's image is Colab's
 # (googlecolab/backend-info, pip-freeze.gpu.txt) with further packages (Kaggle/docker-python,
 # kaggle_requirements.txt); these are there, in versions that requirements.txt allows. It lacks
-# tyro, without which the command line has no help, and math-core, which only the report needs.
+# math-core, which only the report needs, and `BROUGHT`.
 IMAGE_PACKAGES = (
     *("filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader", "matplotlib", "nbclient"),
     *("nbconvert", "nbformat", "numba", "numpy", "pandas", "papermill", "pip", "pooch", "pyyaml"),
     *("regex", "requests", "safetensors", "setuptools", "torch", "tqdm", "triton", "wandb"),
 )
+# What reads the command line, in pure Python.
+BROUGHT = ("tyro", "docstring-parser", "typeguard")
 # Variables of this environment that the notebook may see.
 ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 # Becomes papermill without root's right to write into read-only folders (PR_CAPBSET_DROP of
@@ -481,7 +484,7 @@ def absent_modules() -> list[str]:
     """Return the modules installed here that no package of Kaggle's image brings along."""
     # the image's packages, all that they require, and so on
     present: set[str] = set()
-    waiting = list(IMAGE_PACKAGES)
+    waiting = [*IMAGE_PACKAGES, *BROUGHT]
     while waiting:
         name = _normal(waiting.pop())
         if name in present:

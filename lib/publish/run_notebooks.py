@@ -44,7 +44,7 @@ from traitlets.config import Config
 from lib.core.files import ROOT, claim_folder, folder_for_sockets, lock_folder, write_together
 from lib.core.hardware import available_cpus
 from lib.core.records import provenance
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import PositiveInt, require, settings
 from lib.core.terminal import bar_size
 from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
@@ -55,7 +55,7 @@ THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
 
 
-@dataclass(frozen=True)
+@settings
 class RunConfig:
     """Which notebooks to run, and with which parameters."""
 
@@ -68,13 +68,9 @@ class RunConfig:
     report: Path | None = None
     """Folder for the pages: new, empty or a report (default: `artifacts/report`)."""
 
-    workers: int | None = None
+    workers: PositiveInt | None = None
     """Notebooks to run at a time (default: one per two cores; two if there are only two cores).
     Those that report timings always run alone."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "workers", self.workers is None or self.workers > 0, "at least 1")
 
 
 def run_notebooks(config: RunConfig, *, root: Path = ROOT) -> int:

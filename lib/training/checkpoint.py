@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lib.core import files
-from lib.core.settings import from_json, require, to_json
+from lib.core.settings import from_json, require, settings, to_json
 from lib.ddp.process_group import on_each_rank, rank, world_size
 from lib.ddp.wrappers import inner_module
 from lib.sharded_optimizer.saved_state import load_whole
@@ -70,7 +70,7 @@ class Checkpoint:
     path: Path
 
 
-@dataclass(frozen=True)
+@settings
 class _Manifest:
     # 1: see `old_checkpoints`
     format: Literal[1, 2]

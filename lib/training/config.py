@@ -4,66 +4,70 @@ Frozen dataclasses, checked when made. A field's docstring is its text in `--hel
 """
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from lib.core.hardware import DtypeName
-from lib.core.settings import check, check_fields
+from lib.core.settings import (
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check,
+    settings,
+)
 from lib.data.prepare import TokenizeConfig
 from lib.ddp.settings import DdpWrapper
 from lib.model.config import ModelConfig
 
 # FSDP shards the model itself, so it is not a wrapper around a whole model.
 TrainingWrapper = Literal[DdpWrapper, "fsdp", "fsdp2"]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    learning_rate: float = 1e-3
+    learning_rate: NonNegativeFloat = 1e-3
     """Peak learning rate, reached at the end of warmup."""
 
-    min_learning_rate: float = 1e-4
+    min_learning_rate: NonNegativeFloat = 1e-4
     """Learning rate of the last step, where the cosine ends."""
 
-    warmup_steps: int = 100
+    warmup_steps: NonNegativeInt = 100
     """Steps over which the learning rate rises linearly from 0.
 
     With fewer `steps` than this, it is a tenth of them.
     """
 
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices; vectors (the norms' weights) have none."""
 
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay rate of AdamW's first moment."""
 
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Decay rate of AdamW's second moment."""
 
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm to this value. 0 = no clipping."""
 
-    z_loss: float = 0.0
+    z_loss: NonNegativeFloat = 0.0
     """Weight of the auxiliary loss mean(logsumexp²), which keeps logits small (PaLM, section 5)."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "z_loss"):
-            check(self, field, getattr(self, field) >= 0, "at least 0")
         right = f"between 0 and learning_rate {self.learning_rate}"
-        check(self, "min_learning_rate", 0 <= self.min_learning_rate <= self.learning_rate, right)
-        for field in ("beta1", "beta2"):
-            check(self, field, 0 <= getattr(self, field) < 1, "at least 0 and less than 1")
-        check(self, "eps", self.eps > 0, "more than 0")
+        check(self, "min_learning_rate", self.min_learning_rate <= self.learning_rate, right)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TrainConfig:
     """Settings of a training run: model, data, schedule, hardware, and what is written when.
 
@@ -85,19 +89,19 @@ class TrainConfig:
     runs_dir: Path = Path("artifacts/runs")
     """Parent folder of runs without an `output`."""
 
-    steps: int = 1000
+    steps: PositiveInt = 1000
     """Total optimizer steps."""
 
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Sequences of context_length tokens per forward pass on each rank.
 
     An optimizer step uses batch_size × gradient_accumulation_steps × ranks sequences.
     """
 
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: PositiveInt = 1
     """Forward and backward passes per optimizer step, whose gradients are summed."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the initial weights and of the data order."""
 
     device: str = "auto"
@@ -134,7 +138,7 @@ class TrainConfig:
     compute again in long sequences; `matmuls` also keeps the outputs of all matmuls.
     """
 
-    checkpointed_blocks: int = 1
+    checkpointed_blocks: PositiveInt = 1
     """Apply `activation_checkpointing` to every block (1), every other one (2), and so on."""
 
     sharded_optimizer: Literal["none", "zero1", "torch_zero"] = "none"
@@ -147,7 +151,7 @@ class TrainConfig:
     zero1_strategy: Literal["flat", "parameters"] = "flat"
     """How zero1 divides the state: equal slices of flat buffers (`flat`), or whole `parameters`."""
 
-    bucket_size_mb: float | None = None
+    bucket_size_mb: PositiveFloat | None = None
     """MiB of gradients per bucket, for `flashddp`, `torch_ddp` and zero1's `flat`.
 
     None = 25, or 1/32 of all gradients if that is more.
@@ -156,28 +160,28 @@ class TrainConfig:
     deterministic: bool = False
     """Use deterministic kernels only, so that a repeated run is bitwise identical."""
 
-    log_interval: int = 10
+    log_interval: PositiveInt = 10
     """Log metrics every N steps."""
 
-    eval_interval: int = 100
+    eval_interval: NonNegativeInt = 100
     """Evaluate on the validation tokens every N steps. 0 = only at the end."""
 
-    eval_tokens: int = 100_000
+    eval_tokens: NonNegativeInt = 100_000
     """Number of validation tokens per evaluation, from the start. 0 = all."""
 
     checkpointing_interval: int = 0
     """Save a checkpoint every N steps; the last step is always saved. 0 or less = only that one."""
 
-    keep_last: int = 2
+    keep_last: PositiveInt = 2
     """Number of checkpoints to keep."""
 
     resume: bool = True
     """Resume the run found in `output`; if false, `output` must not contain a run."""
 
-    max_seconds: float = 0.0
+    max_seconds: NonNegativeFloat = 0.0
     """Checkpoint and stop after this many seconds; rerun to continue. 0 = no limit."""
 
-    max_nonfinite_steps: int = 20
+    max_nonfinite_steps: PositiveInt = 20
     """Abort after this many consecutive steps with a non-finite loss or gradient."""
 
     wandb: bool = False
@@ -187,20 +191,11 @@ class TrainConfig:
     """Also write event files for TensorBoard into the run's folder; needs its package."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_interval")
-        positive += ("keep_last", "max_nonfinite_steps", "checkpointed_blocks")
-        for field in positive:
-            check(self, field, getattr(self, field) > 0, "at least 1")
-        for field in ("seed", "eval_interval", "eval_tokens", "max_seconds"):
-            check(self, field, getattr(self, field) >= 0, "at least 0")
         if self.ddp_wrapper in ("fsdp", "fsdp2") and self.sharded_optimizer != "none":
             raise ValueError(
                 f"sharded_optimizer must be 'none' with ddp_wrapper {self.ddp_wrapper!r}, which "
                 f"shards the optimizer's state itself, got {self.sharded_optimizer!r}"
             )
-        cap = self.bucket_size_mb
-        check(self, "bucket_size_mb", cap is None or 0 < cap < math.inf, "more than 0, and finite")
 
     @property
     def effective_warmup_steps(self) -> int:
@@ -209,34 +204,27 @@ class TrainConfig:
         return asked if asked <= self.steps else self.steps // 10
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class SampleConfig:
     """Settings of sampling text from a trained model."""
 
-    prompts: tuple[str, ...] = ("Once upon a time",)
+    prompts: Annotated[tuple[str, ...], NonEmpty] = ("Once upon a time",)
     """Texts to continue, as one batch; an empty one starts a new document."""
 
-    max_new_tokens: int = 200
+    max_new_tokens: NonNegativeInt = 200
     """Maximum number of tokens added to each prompt."""
 
-    temperature: float = 0.8
+    temperature: NonNegativeFloat = 0.8
     """Logits are divided by this; higher is more random. 0 = always the most likely token."""
 
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens. 0 = from all."""
 
-    top_p: float = 0.95
+    top_p: Annotated[float, Gt(0), Le(1)] = 0.95
     """Sample from the smallest set of most likely tokens with this total probability. 1 = all."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Random seed."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "prompts", bool(self.prompts), "at least one text")
-        for field in ("max_new_tokens", "temperature", "top_k", "seed"):
-            check(self, field, getattr(self, field) >= 0, "at least 0")
-        check(self, "top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
 
     def options(self) -> dict[str, Any]:
         """The arguments of `lib.training.generation.generate_text` but the prompts."""
@@ -249,7 +237,7 @@ class SampleConfig:
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class GenerateConfig:
     """Settings of `generate`: the model, the texts to continue, and the sampling."""
 
@@ -262,11 +250,8 @@ class GenerateConfig:
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclasses.dataclass(frozen=True)
+@settings
 class ExportConfig:
     """Settings of `export`: the model, the format, and the folder to write."""
 
@@ -279,11 +264,8 @@ class ExportConfig:
     checkpoint: Path | None = None
     """A run's folder or one of its checkpoints. None = the newest run in `artifacts/runs`."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclasses.dataclass(frozen=True)
+@settings
 class ImportConfig:
     """Settings of `import`: the model to read, and the folder of its run."""
 
@@ -293,11 +275,8 @@ class ImportConfig:
     output: Path | None = None
     """The new run's folder. None = one in `artifacts/runs` with the name of `folder`."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclasses.dataclass(frozen=True)
+@settings
 class PipelineConfig:
     """Settings of the pipeline: corpus, training, sample."""
 
@@ -314,7 +293,6 @@ class PipelineConfig:
     """Skip the corpus step and train on the existing token arrays in `train.data`."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.skip_data and self.train.data is None:
             raise ValueError("train.data must be a folder of token arrays with skip_data, got None")
 

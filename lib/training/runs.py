@@ -12,24 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from lib.core.files import try_lock_folder
-from lib.core.settings import check_fields, require
+from lib.core.settings import require, settings
 from lib.training.metrics import last_evaluation, read_metrics
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RunsConfig:
     """Where runs are."""
 
     runs_dir: Path = Path("artifacts/runs")
     """The folder that holds a folder for each run."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclasses.dataclass(frozen=True)
+@settings
 class RemoveRunsConfig(RunsConfig):
     """Which runs are removed."""
 

@@ -193,7 +193,9 @@ def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkey
 
     monkeypatch.setattr(multi_rank, "launch", launch_full)
     settings = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
-    config = LmMatrixConfig(("sdpa",), ("flashddp", "flat"), output=tmp_path, **settings)
+    config = LmMatrixConfig(
+        kernels=("sdpa",), wrappers=("flashddp", "flat"), output=tmp_path, **settings
+    )
     records = benchmark_lm_matrix(config)
     rows = {record["config"]["wrapper"]: record["figures"] for record in records}
     assert rows["flashddp"]["status"] == "oom"
@@ -207,7 +209,7 @@ def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkey
 def test_settings_that_are_refused_leave_no_file(tmp_path):
     settings = SMALL | {"d_model": 100, "num_heads": 3, "output": tmp_path / "new"}
     with pytest.raises(ValueError, match="d_model"):
-        benchmark_lm_matrix(LmMatrixConfig(("sdpa",), **settings))
+        benchmark_lm_matrix(LmMatrixConfig(kernels=("sdpa",), **settings))
     assert not (tmp_path / "new").exists()
 
 
@@ -218,7 +220,9 @@ def run_twice(config: LmMatrixConfig) -> list[int]:
 
 def test_ranks_that_are_there_already_measure_and_rank_0_alone_keeps_records(tmp_path):
     settings = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
-    config = LmMatrixConfig(("sdpa",), ("none", "naive"), output=tmp_path, **settings)
+    config = LmMatrixConfig(
+        kernels=("sdpa",), wrappers=("none", "naive"), output=tmp_path, **settings
+    )
     assert launch(run_twice, 2, config, backend="gloo", timeout=60) == [[2, 2], [0, 0]]
     # nothing is measured twice unless it is asked for
     records = read_records(tmp_path / "lm_matrix.jsonl")

@@ -1,33 +1,34 @@
-"""Settings: strict JSON in and out, flags without tyro, errors that name the field."""
+"""Settings: strict JSON in and out, errors that name the field."""
 
 import dataclasses
-import importlib.util
+import functools
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
-import tyro
+from annotated_types import Gt, Lt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.__main__ import COMMANDS, NotebooksConfig, load
-from lib.benchmarks.attention import AttentionBenchmarkConfig
-from lib.core.settings import check, check_fields, from_json, to_json, with_flags
+from lib.__main__ import COMMANDS, load
+from lib.core.hardware import HAS_TRITON
+from lib.core.settings import NonEmpty, PositiveInt, check, from_json, settings, to_json
 from lib.data.prepare import TokenizeConfig
 from lib.model.config import ModelConfig
-from lib.training.config import GenerateConfig, OptimizerConfig, SampleConfig, TrainConfig
+from lib.training.config import OptimizerConfig, SampleConfig, TrainConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Inner:
     width: int = 8
     rate: float = 0.5
     name: str | None = None
+    part: Annotated[float, Gt(0), Lt(1)] = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Outer:
     steps: int
     inner: Inner = Inner()
@@ -39,25 +40,28 @@ class Outer:
     inners: list[Inner] = dataclasses.field(default_factory=list)
     table: dict[str, int] = dataclasses.field(default_factory=dict)
     free: Any = None
-    size: int | str = 0
-    one: Literal[1] = 1
+    count: PositiveInt | None = None
+    some: Annotated[tuple[PositiveInt, ...], NonEmpty] = (1,)
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-inners = st.builds(Inner, st.integers(), finite, st.none() | st.text())
+whole = functools.partial(st.integers, max_value=2**63 - 1)
+signed = whole(-(2**63) + 1)
+inners = st.builds(Inner, signed, finite, st.none() | st.text())
 outers = st.builds(
     Outer,
-    steps=st.integers(),
+    steps=signed,
     inner=inners,
     kind=st.sampled_from(["a", "b", 3]),
     is_on=st.booleans(),
     path=st.text("abc/.", min_size=1).map(Path),
     names=st.lists(st.text()).map(tuple),
-    pair=st.tuples(st.integers(), finite),
+    pair=st.tuples(signed, finite),
     inners=st.lists(inners, max_size=3),
-    table=st.dictionaries(st.text(), st.integers()),
+    table=st.dictionaries(st.text(), signed),
     free=st.none() | st.booleans() | st.text(),
-    size=st.integers() | st.text(),
+    count=st.none() | whole(1),
+    some=st.lists(whole(1), min_size=1).map(tuple),
 )
 
 
@@ -95,18 +99,18 @@ def test_whole_numbers_become_floats_where_a_number_is_expected():
         ('{"steps": 1.0}', "steps must be a whole number, got 1.0"),
         ('{"steps": null}', "steps must be a whole number, got null"),
         ('{"steps": 1, "is_on": 1}', "is_on must be true or false, got 1"),
-        ('{"steps": 1, "names": "abc"}', 'names must be a list, each text, got "abc"'),
+        ('{"steps": 1, "names": "abc"}', 'names must be a list, got "abc"'),
         ('{"steps": 1, "names": ["a", 2]}', r"names\[1\] must be text, got 2"),
-        ('{"steps": 1, "pair": [1]}', r"pair must be a list of exactly \[a whole number, a nu"),
         ('{"steps": 1, "kind": "c"}', 'kind must be one of "a", "b", 3, got "c"'),
-        ('{"steps": 1, "kind": 3.0}', 'kind must be one of "a", "b", 3, got 3.0'),
-        ('{"steps": 1, "one": true}', "one must be one of 1, got true"),
+        ('{"steps": 0, "count": 0}', "count must be at least 1, got 0"),
+        ('{"steps": 1, "some": [3, 0]}', r"some\[1\] must be at least 1, got 0"),
+        ('{"steps": 1, "some": []}', r"some must be a list of at least 1, got \[\]"),
+        ('{"steps": 1, "inner": {"part": 1}}', "inner.part must be less than 1, got 1"),
         ('{"steps": 1, "inner": {"rate": 1' + 400 * "0" + "}}", "inner.rate must be a number"),
         ('{"steps": 1, "free": ' + 100_000 * "[" + 100_000 * "]" + "}", "Outer: .*recursion"),
         ('{"steps": 1, "inner": 3}', "inner must be an object, got 3"),
         ('{"steps": 1, "inners": [{}, {"rate": "x"}]}', r"inners\[1\]\.rate must be a number"),
         ('{"steps": 1, "table": {"a": "b"}}', r"table\.a must be a whole number"),
-        ('{"steps": 1, "size": 1.5}', "size must be a whole number or text, got 1.5"),
         ('{"steps": 1, "steps": 2}', "duplicate key 'steps'"),
         ('{"steps": NaN}', "NaN is not a number in JSON"),
         ('{"steps": 1', "Outer: .*line 1"),
@@ -136,7 +140,10 @@ def test_a_value_of_the_wrong_type_is_refused_in_python_too(cls, wrong):
 
 
 CONFIGS = {
-    path: load(path) for path in (c.config for c in COMMANDS.values()) if isinstance(path, str)
+    path: load(path)
+    for path in (command.config for command in COMMANDS.values())
+    # the tuner imports Triton
+    if isinstance(path, str) and (HAS_TRITON or "tune" not in path)
 }
 
 
@@ -180,87 +187,6 @@ def test_a_check_names_the_field_what_is_right_and_the_value():
 
 @pytest.mark.parametrize("wrong", [{"rate": math.inf}, {"rate": math.nan}, {"width": 2**63}])
 def test_numbers_that_no_machine_holds_are_rejected(wrong):
-    check_fields(Inner(width=2**63 - 1))
+    Inner(width=2**63 - 1)
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-        check_fields(Inner(**wrong))
-    if "rate" in wrong:
-        with pytest.raises(ValueError, match="JSON"):
-            to_json(Inner(**wrong))
-
-
-# Flags without tyro
-
-TRAIN = TrainConfig(data=Path("data"), output=Path("run"), steps=700)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "--steps=100 --ddp_wrapper fsdp2",
-        "--model.d_model=64 --model.num_heads 4",
-        "--compile --no_tf32",
-        "--optimizer.learning_rate 3e-4 --output else/where",
-        "--seed 3 --compile --no_compile",
-    ],
-)
-def test_flags_give_what_tyro_gives(line):
-    by_tyro = tyro.cli(TrainConfig, args=line.split(), default=TRAIN, use_underscores=True)
-    assert with_flags(TRAIN, line.split()) == by_tyro
-    assert (by_tyro == TRAIN) == (line == "")
-
-
-def test_a_list_takes_several_values():
-    config = with_flags(TokenizeConfig(), ["--special_tokens", "<a>", "<b>", "--vocab_size=512"])
-    assert (config.special_tokens, config.vocab_size) == (("<a>", "<b>"), 512)
-
-
-@pytest.mark.parametrize(
-    ("cls", "line"),
-    [
-        # text that looks like a number or like JSON
-        (TokenizeConfig, "--corpus=1984 --data_dir 2024 --special_tokens 42 null"),
-        (TokenizeConfig, "--corpus true --output 1e3"),
-        (GenerateConfig, "--sample.prompts 42 [] 007 --checkpoint 10"),
-        (GenerateConfig, "--sample.prompts= --checkpoint None --sample.top_k 5"),
-        (NotebooksConfig, "--notebooks 01 1 10"),
-        (AttentionBenchmarkConfig, "--heads 8 --tokens None --kernels sdpa --head_dims 64 128"),
-    ],
-)
-def test_a_word_is_read_as_its_field_has_it(cls, line):
-    by_tyro = tyro.cli(cls, args=line.split(), use_underscores=True)
-    assert with_flags(cls(), line.split()) == by_tyro
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--compile yes", "compile must be true or false"),
-        ("--no_compile true", "compile must be true or false"),
-        ("--no_steps 5", "unknown flag '--no_steps'"),
-        ("--stepz 3", "unknown flag '--stepz'; known without tyro: .*--steps"),
-        ("steps 3", "unknown flag 'steps'"),
-        ("--nothing.steps 3", "unknown flag '--nothing.steps'"),
-        ("--steps.more 3", "unknown flag '--steps.more'"),
-        ("--steps many", "steps must be a whole number"),
-        ("--steps 1 2", "steps must be a whole number"),
-        ("--steps -3", "steps must be at least 1"),
-        ("--help", "unknown flag '--help'"),
-    ],
-)
-def test_wrong_flags_are_rejected_by_name(line, message):
-    with pytest.raises(ValueError, match=message):
-        with_flags(TRAIN, line.split())
-
-
-def test_the_command_line_works_without_tyro(tmp_path, monkeypatch):
-    from lib.__main__ import parse_alone
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "tyro" else find_spec(name)
-    )
-    (tmp_path / "train.json").write_text(to_json(TRAIN))
-    arguments = ["--config", str(tmp_path / "train.json"), "--steps", "900"]
-    assert parse_alone(TrainConfig, "train", arguments).steps == 900
-    assert parse_alone(TokenizeConfig, "tokenize", ["--vocab_size", "512"]).vocab_size == 512
+        Inner(**wrong)

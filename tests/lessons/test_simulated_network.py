@@ -124,10 +124,10 @@ def test_two_hosts_are_as_slow_as_their_network():
         (lambda: Network(5.0), "inside must be"),
         (lambda: Straggler(-1, 5.0), "rank must be at least 0, got -1"),
         (lambda: Straggler(1, -5.0), "delay_ms must be at least 0, got -5.0"),
-        (lambda: SlowLink(1, 0.0), "factor must be more than 0 and at most 1, got 0.0"),
+        (lambda: SlowLink(1, 0.0), "factor must be more than 0, got 0.0"),
         (lambda: SlowLink(True, 0.5), "rank must be a whole number, got true"),
         (lambda: LostRank(1, after=-1), "after must be at least 0, got -1"),
-        (lambda: Workload(0, 5.0), "gradient_bytes must be more than 0, got 0.0"),
+        (lambda: Workload(0, 5.0), "gradient_bytes must be more than 0, got 0"),
     ],
 )
 def test_what_no_network_can_have_is_refused(make, words):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import sys
 
 import pytest
 import tokenizers
@@ -271,12 +270,8 @@ def test_an_imported_model_cannot_be_trained_on_and_nothing_tells_to_remove_it(c
     assert "remove" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("has_tyro", [True, False])
-def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch, has_tyro):
+def test_the_commands_take_the_folder_as_a_word(make_run, capsys, monkeypatch):
     run = make_run()
-    if not has_tyro:
-        # as in Kaggle's image
-        monkeypatch.setitem(sys.modules, "tyro", None)
     monkeypatch.chdir(run.parent)
     assert main(["export", "--to", "transformers", "fox", "--checkpoint", "run"]) == 0
     assert capsys.readouterr().out.startswith("fox; transformers.AutoModelForCausalLM.from_")

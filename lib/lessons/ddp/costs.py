@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from lib.core.settings import check, check_fields, require
+from lib.core.settings import PositiveInt, require, settings
 from lib.model.config import ModelConfig
 from lib.model.costs import flops_per_token, num_parameters
 from lib.profiling.collectives import COLLECTIVES, Link, bus_factor, predicted_ms
@@ -133,21 +133,17 @@ BUCKET_CAPS_MB = (25, 50, 100, 200, 400, 800)
 GRADIENT_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Cluster:
     """Hosts with some GPUs each, and their links."""
 
-    gpus_per_host: int
+    gpus_per_host: PositiveInt
 
     inside: Link
     """The link between the GPUs of a host."""
 
     network: Link
     """The link between hosts; the bandwidth is a whole host's in one direction."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check(self, "gpus_per_host", self.gpus_per_host >= 1, "at least 1")
 
     def link(self, ranks: int) -> Link:
         """The bottleneck of a ring of `ranks`, with the mean latency of its messages.
