@@ -4,16 +4,29 @@ A check tries fresh random inputs, short ones first, and prints one of three ver
 attempted, right, or not yet with the first input that failed. It never raises, so that a notebook
 with open exercises runs to its end.
 
-The solution is an ordinary function. A common mistake is an edit of its source, so that solution
-and mistakes read as one page:
+An exercise is data: the solution, how its inputs are drawn, and the mistakes that readers make,
+each an edit of the solution's source and the sentence that names it:
 
-    def count(words):
-        return sum(words.values())
+    @exercise("warm-up", dict(words=lists(choices("the", "cat"), 1, 9), most=ints(1, 3)))
+    def count(words, most):
+        return min(len(set(words)), most)
 
-    COUNT = Exercise(count, draw, {"a word counts once": ("words.values()", "map(bool, words)")})
+    count.mistakes = '''
+    set(words) => words | a word that comes twice counts twice
+    min( => max( | `most` is a limit: the count is never above it
+    '''
 
-If the reader's results are those of such an edit on every input, the check names the mistake.
-Tensors and arrays are compared by shape, and then value by value up to rounding.
+    check = check_of(__name__)
+
+The notebook calls `exercises.check(count)`. If the reader's results are those of an edit on every
+input, the check names the mistake. Tensors and arrays are compared by shape, and then value by
+value up to rounding.
+
+Where a result can't be compared as it is, a `harness(function, *inputs)` calls the function and
+returns what is compared, by name. With `ranks=True` the last input is a number of ranks: the
+function, or its harness, runs on each of them with `ranks` last, and each rank's result and calls
+are compared. `collectives` lists those that it may call; `processes` runs a right answer on that
+many processes, too.
 
 Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the lesson is about, an
 *optional* one belongs to a part that may be skipped, and an *open* one has a figure to beat
@@ -22,12 +35,15 @@ Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
 import math
 import os
 import random
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +51,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lib.lessons.calls import NOT_FINISHED, Raised, call
-from lib.lessons.differences import equal, first_difference, shown
+from lib.lessons.differences import Named, equal, first_difference, shown
 
 TRIALS = 150
 # Seconds for one call; short, since an endless loop that appends fills memory.
@@ -44,27 +60,33 @@ TIME_LIMIT = 2
 MEASURING_LIMIT = 60
 # Longer results are not shown behind an error.
 SHOWN_BESIDE_ERRORS = 80
+# The size of the largest inputs; the first ones have 1.
+LARGEST = 15
 # The verdict on an untouched stub.
 NOT_ATTEMPTED = "not attempted: replace the `raise` line by your code, and run this cell again"
 # Names the file to which checks append their verdicts, as `python -m lib exercises` reads them.
 RESULTS = "WORKBOOK_EXERCISES"
 
+Tier = Literal["warm-up", "core", "optional", "open"]
+# (generator, size) -> a value of about that size.
+Draw = Callable[[random.Random, int], Any]
 
-@dataclass(frozen=True)
+
+@dataclass
 class Exercise:
     """A task for which right answers can be computed."""
 
     solve: Callable
     """The solution."""
 
-    draw: Callable[[random.Random, int], tuple]
-    """(generator, size) -> arguments of about that size."""
+    draw: Draw
+    """(generator, size) -> a tuple of arguments of about that size."""
 
-    mistakes: Mapping[str, tuple[str, str] | Callable]
-    """The mistake as a sentence -> (old, new) text of the solution's source, or, where no short
-    edit makes it, a function."""
+    mistakes: Mapping[str, tuple[str, str] | Callable] | str
+    """`old => new | sentence`, each an edit of the solution's source; or the mistake as a sentence
+    -> (old, new), or, where no short edit makes it, a function."""
 
-    tier: Literal["warm-up", "core", "optional", "open"] = "warm-up"
+    tier: Tier = "warm-up"
 
     trials: int = TRIALS
     """How many inputs are tried."""
@@ -87,15 +109,79 @@ class Exercise:
     baseline: Callable | None = None
     """The function to beat, if that is not the solution; measured as well, and shown by name."""
 
+    must_beat: bool = False
+    """Whether only what measures better than the baseline is right."""
+
     at_most: float | None = None
     """Where the figure counts: a right attempt has at most this many times the solution's."""
 
+    harness: Callable | None = None
+    """harness(function, *arguments) -> what is compared, instead of what the function returns."""
+
+    ranks: bool = False
+    """Whether the function runs on ranks; the last argument that is drawn is their number."""
+
+    collectives: tuple[str, ...] | None = None
+    """What ranks may call, such as "all_gather" and "send" (default: anything)."""
+
+    processes: int = 0
+    """How many processes a right attempt runs on, too."""
+
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
+        table = _edits_in(self.mistakes) if isinstance(self.mistakes, str) else self.mistakes
         return {
             sentence: mistake if callable(mistake) else edited(self.solve, *mistake)
-            for sentence, mistake in self.mistakes.items()
+            for sentence, mistake in table.items()
         }
+
+
+def exercise(
+    tier: Tier, inputs: Mapping[str, Draw] | Draw, **options: Any
+) -> Callable[[Callable], Exercise]:
+    """Make an exercise of the solution below; its `mistakes` follow.
+
+    Args:
+        inputs: how each argument is drawn, by name; or a function that draws a tuple of all.
+        options: the other fields of `Exercise`.
+    """
+
+    def draw(generator: random.Random, size: int) -> tuple:
+        return tuple(one(generator, size) for one in inputs.values())  # type: ignore[union-attr]
+
+    return lambda solve: Exercise(solve, inputs if callable(inputs) else draw, "", tier, **options)
+
+
+def ints(low: int, high: int) -> Draw:
+    """Whole numbers from `low` on, in the largest inputs up to `high`."""
+    return lambda generator, size: generator.randint(low, low - (low - high) * size // LARGEST)
+
+
+def choices(*values: Any) -> Draw:
+    """One of `values`."""
+    return lambda generator, size: generator.choice(values)
+
+
+def lists(of: Draw, low: int, high: int) -> Draw:
+    """Lists of `low` to `high` values, at first short ones."""
+    length = ints(low, high)
+    return lambda generator, size: [of(generator, size) for _ in range(length(generator, size))]
+
+
+def _edits_in(mistakes: str) -> dict[str, tuple[str, str]]:
+    """Sentence -> (old, new) of lines `old => new | sentence`, which lines without `=>` go on."""
+    entries: list[str] = []
+    for line in mistakes.strip().splitlines():
+        if "=>" in line:
+            entries.append(line.strip())
+        else:
+            entries[-1] += f" {line.strip()}"
+    found = {}
+    for entry in entries:
+        edit, _, sentence = entry.rpartition(" | ")
+        old, _, new = edit.partition("=>")
+        found[sentence] = old.strip(), new.strip()
+    return found
 
 
 @functools.cache
@@ -106,6 +192,8 @@ def edited(function: Callable, *texts: str) -> Callable:
         ValueError: an old text does not occur exactly once.
     """
     source = textwrap.dedent(inspect.getsource(function))
+    # without the data of the exercise above it
+    source = re.sub(r"\A@exercise\(.*?^(?=def |@)", "", source, flags=re.DOTALL | re.MULTILINE)
     for old, new in zip(texts[::2], texts[1::2], strict=True):
         if source.count(old) != 1:
             name, found = function.__name__, source.count(old)
@@ -123,8 +211,44 @@ def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> 
     inputs of another check.
     """
     text = verdict(exercise, attempt, seed=seed)
+    if exercise.processes and result_of(text) == "passed":
+        text = _on_processes(exercise, attempt, text)
     report(text, name_of(attempt), exercise.tier)
     return attempt if result_of(text) == "passed" else exercise.solve
+
+
+def check_of(module: str) -> Callable[..., Callable | None]:
+    """The function `check(attempt)` of a module's exercises, which finds them by their names."""
+
+    def check_by_name(
+        attempt: Callable, name: str = "", *, seed: int | None = None
+    ) -> Callable | None:
+        """Check a function against the exercise of its name, or of another `name`."""
+        found = {
+            key: one for key, one in vars(sys.modules[module]).items() if isinstance(one, Exercise)
+        }
+        wanted = name or name_of(attempt)
+        if wanted in found:
+            return check(found[wanted], attempt, seed=seed)
+        report(f"not yet: no exercise is called {wanted}; there are {', '.join(found)}", wanted, "")
+        return None
+
+    return check_by_name
+
+
+def check_on_processes(exercise: Exercise, played: Callable, *job: Any, **options: Any) -> None:
+    """Check an attempt on threads, and a right one on processes, too; print the verdict.
+
+    Args:
+        played: runs the attempt on threads, and wraps it, as `functools.wraps` does.
+        job, options: the arguments of `tried_on_processes` after the attempt.
+    """
+    from lib.lessons.ranks import tried_on_processes
+
+    text, attempt = verdict(exercise, played), played.__wrapped__  # type: ignore[attr-defined]
+    if result_of(text) == "passed":
+        text = tried_on_processes(text, attempt, *job, **options)
+    report(text, name_of(attempt), exercise.tier)
 
 
 def report(text: str, name: str, tier: str) -> None:
@@ -153,10 +277,10 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
     seconds = exercise.seconds or TIME_LIMIT
     for arguments in (inputs := draw_inputs(exercise, seed)):
         try:
-            result = call(attempt, arguments, seconds)
+            result = call(played(exercise, attempt), arguments, seconds)
         except NotImplementedError:
             return NOT_ATTEMPTED
-        expected = call(exercise.solve, arguments, seconds)
+        expected = call(played(exercise, exercise.solve), arguments, seconds)
         if not equal(result, expected):
             break
     else:
@@ -169,6 +293,81 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
     return "\n".join(lines)
 
 
+def played(exercise: Exercise, function: Callable) -> Callable[..., Any]:
+    """What a check calls with each input: the function, by its harness, on all ranks."""
+    if not (exercise.ranks or exercise.harness):
+        return function
+
+    # an error names its line in the function
+    @functools.wraps(function)
+    def play(*arguments: Any) -> Any:
+        if not exercise.ranks:
+            return _harnessed(exercise, function)(*arguments)
+        from lib.lessons.ranks import run_on_threads
+
+        *given, count = arguments
+        found = run_on_threads(_job(exercise, function, given), count)
+        return Named((f"rank {number}", one) for number, one in enumerate(found))
+
+    return play
+
+
+def _harnessed(exercise: Exercise, function: Callable) -> Callable[..., Any]:
+    """The exercise's harness on a function; of one that returns None, that is said."""
+    if not (harness := exercise.harness):
+        return function
+    returned: list[Any] = []
+
+    @functools.wraps(function)
+    def noting(*arguments: Any) -> Any:
+        returned.clear()
+        returned.append(function(*arguments))
+        return returned[0]
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return harness(noting, *arguments)
+        except (TypeError, AttributeError) as error:
+            if returned == [None]:
+                raise TypeError("the result is None; is a `return` missing?") from error
+            raise
+
+    return run
+
+
+def _job(exercise: Exercise, function: Callable, given: Sequence[Any]) -> Callable[[Any], Named]:
+    """What each rank does; it can be sent to processes."""
+    run, collectives = _harnessed(exercise, function), exercise.collectives
+
+    @functools.wraps(function)
+    def job(ranks: Any) -> Named:
+        ranks.allowed = collectives
+        found = run(*copy.deepcopy([*given]), ranks)
+        found = found if isinstance(found, Named) else Named(result=found)
+        return Named(found, calls=Named(ranks.calls))
+
+    return job
+
+
+def _on_processes(exercise: Exercise, attempt: Callable, text: str) -> str:
+    """Run an attempt that is right on threads on processes; return the verdict `text` with that."""
+    from lib.lessons.ranks import run_job, run_on_threads, tried_on_processes
+
+    count, (*given, _) = exercise.processes, draw_inputs(exercise, 0)[-1]
+
+    def judge(found: list[Named]) -> tuple[bool, str]:
+        right = run_on_threads(_job(exercise, exercise.solve, given), count)
+        both = [
+            Named((f"rank {n}", Named(one, calls={})) for n, one in enumerate(side))
+            for side in (found, right)
+        ]
+        wrong = first_difference(*both)
+        return not wrong, f"on {count} processes, {wrong or 'too'}"
+
+    job = _job(exercise, attempt, given)
+    return tried_on_processes(text, job, run_job, count, judge=judge)
+
+
 def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
     """The call that failed, or what it was run with, where a check calls it with something else.
 
@@ -178,9 +377,11 @@ def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
     name = name_of(attempt)
     if exercise.show:
         return f"{name}, with {exercise.show(*arguments)}"
-    played, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
-    if len(played) == len(arguments) and played != inner:
-        given = ", ".join(map("{}={}".format, played, map(shown, arguments)))
+    names, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
+    if exercise.harness:
+        names = _parameters(exercise.harness)[1:]
+    if len(names) == len(arguments) and (names != inner or exercise.ranks):
+        given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
         return f"{name}, run with {given}"
     return f"{name}({', '.join(map(shown, arguments))})"
 
@@ -210,7 +411,7 @@ def _described(exercise: Exercise, result: Any, expected: Any) -> str:
 def draw_inputs(exercise: Exercise, seed: int | None) -> list[tuple]:
     """Return the arguments of each trial, small ones first."""
     generator, trials = random.Random(seed), exercise.trials
-    return [exercise.draw(generator, 1 + 15 * trial // trials) for trial in range(trials)]
+    return [exercise.draw(generator, 1 + LARGEST * trial // trials) for trial in range(trials)]
 
 
 def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
@@ -227,6 +428,8 @@ def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
             return f"not yet: {tried}, but not where it is measured\n  {trouble}"
     unit = f" {exercise.unit}".rstrip()
     told = ", ".join(f"{name} {_rounded(figure)}{unit}" for name, figure in figures.items())
+    if exercise.must_beat and figures["yours"] >= [*figures.values()][-1]:
+        return f"not yet: {tried}, but no better than {[*figures][-1]}\n  {told}"
     most = exercise.at_most * figures["the solution"] if exercise.at_most else math.inf
     if figures["yours"] > most:
         return f"not yet: {tried}, but at too high a cost\n  {told}; {_rounded(most)}{unit} will do"
@@ -250,14 +453,14 @@ def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -
     results, seconds = [], exercise.seconds or TIME_LIMIT
     for arguments in inputs:
         try:
-            results.append(call(attempt, arguments, seconds))
+            results.append(call(played(exercise, attempt), arguments, seconds))
         except NotImplementedError:
             return None
         # no mistake loops forever, and each further input might take the whole limit
         if results[-1] is NOT_FINISHED:
             return None
     for name, function in exercise.wrong_functions().items():
-        made = (call(function, arguments, seconds) for arguments in inputs)
+        made = (call(played(exercise, function), arguments, seconds) for arguments in inputs)
         if all(map(equal, made, results)):
             return name
     return None
@@ -269,7 +472,7 @@ def difference(yours: Any, expected: Any) -> str:
         # a long result would bury the error
         is_short = isinstance(yours, Raised) and len(shown(expected)) <= SHOWN_BESIDE_ERRORS
         return f"{trouble}; expected {shown(expected)}" if is_short else trouble
-    return first_difference(yours, expected)
+    return first_difference(yours, expected) or ""
 
 
 def trouble_of(result: Any) -> str | None:

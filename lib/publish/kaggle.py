@@ -381,8 +381,19 @@ def _leaks_of_this_machine() -> dict[str, str]:
 # kaggle_requirements.txt); these are there, in versions that requirements.txt allows. It lacks
 # tyro, without which the command line has no help, and math-core, which only the report needs.
 IMAGE_PACKAGES = (
-    *("filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader", "matplotlib", "nbclient"),
-    *("nbconvert", "nbformat", "numba", "numpy", "pandas", "papermill", "pip", "pooch", "pyyaml"),
+    *("cloudpickle", "filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader", "matplotlib"),
+    *(
+        "nbclient",
+        "nbconvert",
+        "nbformat",
+        "numba",
+        "numpy",
+        "pandas",
+        "papermill",
+        "pip",
+        "pooch",
+        "pyyaml",
+    ),
     *("regex", "requests", "safetensors", "setuptools", "torch", "tqdm", "triton", "wandb"),
 )
 # Variables of this environment that the notebook may see.

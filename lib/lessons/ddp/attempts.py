@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from lib.ddp.process_group import rank, world_size
 from lib.lessons.ranks import Processes
-from lib.lessons.sending import Parcel, function_of
+from lib.lessons.sending import function_of
 
 ELEMENTS, STEPS, LR = 1_000_001, 3, 0.1
 
 
-def ring(parcel: Parcel, name: str) -> tuple[float, float]:
+def ring(parcel: bytes) -> tuple[float, float]:
     """The largest difference of an attempt's sum to gloo's, and its milliseconds."""
-    attempt, tensor = function_of(parcel, name), torch.arange(float(ELEMENTS)) / ELEMENTS + rank()
+    attempt, tensor = function_of(parcel), torch.arange(float(ELEMENTS)) / ELEMENTS + rank()
     total = tensor.clone()
     dist.all_reduce(total)
     ranks, start = Processes(), time.perf_counter()
@@ -54,7 +54,7 @@ def branches_batch(step: int, number: int) -> Tensor:
     return torch.randn(2, 4, generator=generator)
 
 
-def train_with_hooks(parcel: Parcel, name: str) -> Tensor:
+def train_with_hooks(parcel: bytes) -> Tensor:
     """Train on this rank with hooks of an attempt, which start all-reduces; return the weights."""
     model = Branches(is_reversed=rank() == 1)
     params = list(model.parameters())
@@ -66,7 +66,7 @@ def train_with_hooks(parcel: Parcel, name: str) -> Tensor:
         work = dist.all_reduce(flat, async_op=True)
         works.append((buckets[number], flat, work))  # type: ignore[arg-type]
 
-    function_of(parcel, name)(params, buckets, start)
+    function_of(parcel)(params, buckets, start)
     for step in range(STEPS):
         model(branches_batch(step, rank())).backward()
         for bucket, flat, work in works:
@@ -79,13 +79,13 @@ def train_with_hooks(parcel: Parcel, name: str) -> Tensor:
     return torch.cat([param.detach().flatten() for param in params])
 
 
-def train_wrapped(parcel: Parcel, name: str) -> Tensor:
+def train_wrapped(parcel: bytes) -> Tensor:
     """Train on this rank with an attempt at a wrapper, from weights of its own."""
     model = Branches(is_reversed=rank() == 1)
     params = list(model.parameters())
     for param in params:
         param.data += rank()
-    finish = function_of(parcel, name)(params, [[7, 6, 5], [4, 3], [2, 1, 0]], Processes())
+    finish = function_of(parcel)(params, [[7, 6, 5], [4, 3], [2, 1, 0]], Processes())
     for step in range(STEPS):
         model(branches_batch(step, rank())).backward()
         finish()

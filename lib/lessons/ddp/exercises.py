@@ -16,11 +16,10 @@ from torch import Tensor
 from lib.ddp.launcher import launch
 from lib.lessons.ddp import attempts
 from lib.lessons.ddp.stack import Layers, bucketed, time_steps
-from lib.lessons.exercise import Exercise, check, difference, edited
+from lib.lessons.exercise import Exercise, check, check_on_processes, difference, edited
 from lib.lessons.ranks import (
     MOST_OFF,
     Threads,
-    check_on_processes,
     compared_with,
     run_on_threads,
     whole_numbers,
