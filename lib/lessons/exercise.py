@@ -217,21 +217,18 @@ def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> 
     return attempt if result_of(text) == "passed" else exercise.solve
 
 
-def check_of(module: str) -> Callable[..., Callable | None]:
+def check_of(module: str) -> Callable[..., None]:
     """The function `check(attempt)` of a module's exercises, which finds them by their names."""
 
-    def check_by_name(
-        attempt: Callable, name: str = "", *, seed: int | None = None
-    ) -> Callable | None:
+    def check_by_name(attempt: Callable, name: str = "") -> None:
         """Check a function against the exercise of its name, or of another `name`."""
-        found = {
-            key: one for key, one in vars(sys.modules[module]).items() if isinstance(one, Exercise)
-        }
+        values = vars(sys.modules[module]).items()
+        found = {key: value for key, value in values if isinstance(value, Exercise)}
         wanted = name or name_of(attempt)
         if wanted in found:
-            return check(found[wanted], attempt, seed=seed)
-        report(f"not yet: no exercise is called {wanted}; there are {', '.join(found)}", wanted, "")
-        return None
+            check(found[wanted], attempt)
+        else:
+            report(f"not yet: no exercise is called {wanted}, but {', '.join(found)}", wanted, "")
 
     return check_by_name
 
@@ -268,7 +265,10 @@ def result_of(text: str) -> Literal["passed", "failed", "not attempted"]:
 
 
 def name_of(attempt: Any) -> str:
-    """The name of a function, or of the kind of thing that was given in its place."""
+    """The name of a function or kernel, or of the kind of thing that was given in its place."""
+    # under `triton.autotune` and the like
+    while hasattr(attempt, "fn") and not hasattr(attempt, "__name__"):
+        attempt = attempt.fn
     return getattr(attempt, "__name__", None) or type(attempt).__name__
 
 

@@ -381,20 +381,10 @@ def _leaks_of_this_machine() -> dict[str, str]:
 # kaggle_requirements.txt); these are there, in versions that requirements.txt allows. It lacks
 # tyro, without which the command line has no help, and math-core, which only the report needs.
 IMAGE_PACKAGES = (
-    *("cloudpickle", "filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader", "matplotlib"),
-    *(
-        "nbclient",
-        "nbconvert",
-        "nbformat",
-        "numba",
-        "numpy",
-        "pandas",
-        "papermill",
-        "pip",
-        "pooch",
-        "pyyaml",
-    ),
-    *("regex", "requests", "safetensors", "setuptools", "torch", "tqdm", "triton", "wandb"),
+    *("cloudpickle", "filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader"),
+    *("matplotlib", "nbclient", "nbconvert", "nbformat", "numba", "numpy", "pandas", "papermill"),
+    *("pip", "pooch", "pyyaml", "regex", "requests", "safetensors", "setuptools", "torch", "tqdm"),
+    *("triton", "wandb"),
 )
 # Variables of this environment that the notebook may see.
 ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")

@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from lib.lessons import exercise as lessons_exercise
+from lib.lessons.differences import Named
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
+from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR, SPLIT_GPT4
 from lib.tokenizer.bpe import merge_pair
 from tests.lessons.remembered import no_overflow_checks, remembered
@@ -212,6 +214,13 @@ MANY = dict.fromkeys(range(50), 1)
         (TENSOR * torch.nan, TENSOR, "(0, 0): yours nan, expected 1 (6 of"),
         ([[1, 2], [3, 4]], TENSOR, "of type list; expected tensor([[1, 2], [3, 4], [5, 6]])"),
         (None, torch.zeros(5, 4), "expected <tensor of shape (5, 4)>"),
+        ([[1, 2], [3]], [[1, 2], [4]], "position 1: yours [3], expected [4]"),
+        (
+            [0, {"a": [TENSOR]}],
+            [0, {"a": [TENSOR + 1]}],
+            "position 1, 'a', position 0, position (0,",
+        ),
+        (Named(a=Named(b=1.5)), Named(a=Named(b=2.0)), "  a, b: yours 1.5, expected 2"),
     ],
 )
 def test_the_first_difference_is_named(result, expected, message):
@@ -285,6 +294,33 @@ def test_of_an_error_of_pytorch_the_first_line_is_shown():
     text = verdict(SPLIT_GPT4, lambda text: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
     assert "raised RuntimeError: " in text
     assert len(text.splitlines()) == 2
+
+
+def test_a_function_is_checked_by_its_name_or_another_and_an_unknown_one_is_named(capsys):
+    zero1 = TOPICS["zero1"]
+    for given, name in ((zero1.sent_bytes.solve, ""), (lambda *given: 0.0, "sent_bytes")):
+        zero1.check(given, name)
+    zero1.check(double)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "right: as expected on 150 random inputs"
+    assert last.startswith("not yet: no exercise is called double, but balanced_owners, fair_owner")
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_what_is_right_on_threads_must_be_right_on_processes_too(capsys):
+    step = TOPICS["zero1"].zero1_step
+
+    def only_on_threads(params, grads, state, ranks):
+        if isinstance(ranks, Threads):
+            step.solve(params, grads, state, ranks)
+
+    for attempt in (step.solve, only_on_threads):
+        check(step, attempt)
+    right, also, wrong = capsys.readouterr().out.splitlines()
+    assert [right, also] == ["right: as expected on 30 random inputs", "  on 2 processes, too"]
+    assert wrong.startswith(
+        "not yet: as expected on 30 random inputs; on 2 processes, rank 0, step"
+    )
 
 
 def test_an_unusual_mistake_is_shown_without_a_guess():
