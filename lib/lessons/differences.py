@@ -27,6 +27,10 @@ class Named(dict):
     """Results by name; a difference is named "rank 0, step 1, m", without quotes."""
 
 
+class AtMost(float):
+    """A cost, expected as an upper bound: less is as right."""
+
+
 def equal(yours: Any, expected: Any) -> bool:
     """Return whether a result is right; what can't be compared is not."""
     try:
@@ -45,6 +49,8 @@ def first_difference(yours: Any, expected: Any) -> str | None:
 
 def _compare(yours: Any, expected: Any, path: str) -> str | None:
     """What differs first, with its `path` from the result on, which is empty for all of it."""
+    if isinstance(expected, AtMost):
+        return None if yours <= expected else f"{path}: yours {yours:g}, at most {expected:g}"
     if _are_arrays(yours, expected):
         return _array_difference(_array(yours), _array(expected), path)
     if is_array(expected):

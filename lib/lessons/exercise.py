@@ -26,7 +26,7 @@ Where a result can't be compared as it is, a `harness(function, *inputs)` calls 
 returns what is compared, by name. With `ranks=True` the last input is a number of ranks: the
 function, or its harness, runs on each of them with `ranks` last, and each rank's result and calls
 are compared. `collectives` lists those that it may call; `processes` runs a right answer on that
-many processes, too.
+many processes, too. A harness gives what something costs as `AtMost(cost)`: less is as right.
 
 Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the lesson is about, an
 *optional* one belongs to a part that may be skipped, and an *open* one has a figure to beat
@@ -35,7 +35,6 @@ Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
@@ -46,12 +45,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lib.lessons.calls import NOT_FINISHED, Raised, call
-from lib.lessons.differences import Named, equal, first_difference, shown
+from lib.lessons.differences import equal, first_difference, shown
+from lib.lessons.inputs import LARGEST, Draw
+from lib.lessons.play import on_processes, played
 
 TRIALS = 150
 # Seconds for one call; short, since an endless loop that appends fills memory.
@@ -60,16 +61,12 @@ TIME_LIMIT = 2
 MEASURING_LIMIT = 60
 # Longer results are not shown behind an error.
 SHOWN_BESIDE_ERRORS = 80
-# The size of the largest inputs; the first ones have 1.
-LARGEST = 15
 # The verdict on an untouched stub.
 NOT_ATTEMPTED = "not attempted: replace the `raise` line by your code, and run this cell again"
 # Names the file to which checks append their verdicts, as `python -m lib exercises` reads them.
 RESULTS = "WORKBOOK_EXERCISES"
 
 Tier = Literal["warm-up", "core", "optional", "open"]
-# (generator, size) -> a value of about that size.
-Draw = Callable[[random.Random, int], Any]
 
 
 @dataclass
@@ -124,15 +121,27 @@ class Exercise:
     collectives: tuple[str, ...] | None = None
     """What ranks may call, such as "all_gather" and "send" (default: anything)."""
 
+    same_calls: bool = True
+    """Whether each rank must call as many collectives of each kind as in the solution."""
+
     processes: int = 0
     """How many processes a right attempt runs on, too."""
 
+    process_harness: Callable | None = None
+    """process_harness(function, ranks) -> what is compared there (default: as on threads)."""
+
+    launch_options: Mapping[str, Any] = field(default_factory=dict)
+    """The backend of those processes, and its options (default: gloo)."""
+
+    def mistake_table(self) -> Mapping[str, tuple[str, ...] | Callable]:
+        """The mistake as a sentence -> (old, new, …) texts of the source, or a function."""
+        return _edits_in(self.mistakes) if isinstance(self.mistakes, str) else self.mistakes
+
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
-        table = _edits_in(self.mistakes) if isinstance(self.mistakes, str) else self.mistakes
         return {
             sentence: mistake if callable(mistake) else edited(self.solve, *mistake)
-            for sentence, mistake in table.items()
+            for sentence, mistake in self.mistake_table().items()
         }
 
 
@@ -152,35 +161,22 @@ def exercise(
     return lambda solve: Exercise(solve, inputs if callable(inputs) else draw, "", tier, **options)
 
 
-def ints(low: int, high: int) -> Draw:
-    """Whole numbers from `low` on, in the largest inputs up to `high`."""
-    return lambda generator, size: generator.randint(low, low - (low - high) * size // LARGEST)
+def _edits_in(mistakes: str) -> dict[str, tuple[str, ...]]:
+    """Sentence -> (old, new, …) of `old => new | sentence`, or `old => new && old => new | …`.
 
-
-def choices(*values: Any) -> Draw:
-    """One of `values`."""
-    return lambda generator, size: generator.choice(values)
-
-
-def lists(of: Draw, low: int, high: int) -> Draw:
-    """Lists of `low` to `high` values, at first short ones."""
-    length = ints(low, high)
-    return lambda generator, size: [of(generator, size) for _ in range(length(generator, size))]
-
-
-def _edits_in(mistakes: str) -> dict[str, tuple[str, str]]:
-    """Sentence -> (old, new) of lines `old => new | sentence`, which lines without `=>` go on."""
+    A line without `=>`, or after `&&`, continues the one before it.
+    """
     entries: list[str] = []
     for line in mistakes.strip().splitlines():
-        if "=>" in line:
+        if "=>" in line and not line.lstrip().startswith("&&"):
             entries.append(line.strip())
         else:
             entries[-1] += f" {line.strip()}"
     found = {}
     for entry in entries:
-        edit, _, sentence = entry.rpartition(" | ")
-        old, _, new = edit.partition("=>")
-        found[sentence] = old.strip(), new.strip()
+        edits, _, sentence = entry.rpartition(" | ")
+        texts = [text.strip() for edit in edits.split("&&") for text in edit.split("=>")]
+        found[sentence] = tuple(texts)
     return found
 
 
@@ -212,7 +208,7 @@ def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> 
     """
     text = verdict(exercise, attempt, seed=seed)
     if exercise.processes and result_of(text) == "passed":
-        text = _on_processes(exercise, attempt, text)
+        text = on_processes(exercise, attempt, text, draw_inputs(exercise, 0)[-1])
     report(text, name_of(attempt), exercise.tier)
     return attempt if result_of(text) == "passed" else exercise.solve
 
@@ -291,81 +287,6 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
     if result is not NOT_FINISHED and (name := _recognize(exercise, attempt, inputs)):
         lines.append(f"  It looks as if {name}.")
     return "\n".join(lines)
-
-
-def played(exercise: Exercise, function: Callable) -> Callable[..., Any]:
-    """What a check calls with each input: the function, by its harness, on all ranks."""
-    if not (exercise.ranks or exercise.harness):
-        return function
-
-    # an error names its line in the function
-    @functools.wraps(function)
-    def play(*arguments: Any) -> Any:
-        if not exercise.ranks:
-            return _harnessed(exercise, function)(*arguments)
-        from lib.lessons.ranks import run_on_threads
-
-        *given, count = arguments
-        found = run_on_threads(_job(exercise, function, given), count)
-        return Named((f"rank {number}", one) for number, one in enumerate(found))
-
-    return play
-
-
-def _harnessed(exercise: Exercise, function: Callable) -> Callable[..., Any]:
-    """The exercise's harness on a function; of one that returns None, that is said."""
-    if not (harness := exercise.harness):
-        return function
-    returned: list[Any] = []
-
-    @functools.wraps(function)
-    def noting(*arguments: Any) -> Any:
-        returned.clear()
-        returned.append(function(*arguments))
-        return returned[0]
-
-    def run(*arguments: Any) -> Any:
-        try:
-            return harness(noting, *arguments)
-        except (TypeError, AttributeError) as error:
-            if returned == [None]:
-                raise TypeError("the result is None; is a `return` missing?") from error
-            raise
-
-    return run
-
-
-def _job(exercise: Exercise, function: Callable, given: Sequence[Any]) -> Callable[[Any], Named]:
-    """What each rank does; it can be sent to processes."""
-    run, collectives = _harnessed(exercise, function), exercise.collectives
-
-    @functools.wraps(function)
-    def job(ranks: Any) -> Named:
-        ranks.allowed = collectives
-        found = run(*copy.deepcopy([*given]), ranks)
-        found = found if isinstance(found, Named) else Named(result=found)
-        return Named(found, calls=Named(ranks.calls))
-
-    return job
-
-
-def _on_processes(exercise: Exercise, attempt: Callable, text: str) -> str:
-    """Run an attempt that is right on threads on processes; return the verdict `text` with that."""
-    from lib.lessons.ranks import run_job, run_on_threads, tried_on_processes
-
-    count, (*given, _) = exercise.processes, draw_inputs(exercise, 0)[-1]
-
-    def judge(found: list[Named]) -> tuple[bool, str]:
-        right = run_on_threads(_job(exercise, exercise.solve, given), count)
-        both = [
-            Named((f"rank {n}", Named(one, calls={})) for n, one in enumerate(side))
-            for side in (found, right)
-        ]
-        wrong = first_difference(*both)
-        return not wrong, f"on {count} processes, {wrong or 'too'}"
-
-    job = _job(exercise, attempt, given)
-    return tried_on_processes(text, job, run_job, count, judge=judge)
 
 
 def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
@@ -461,7 +382,8 @@ def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -
             return None
     for name, function in exercise.wrong_functions().items():
         made = (call(played(exercise, function), arguments, seconds) for arguments in inputs)
-        if all(map(equal, made, results)):
+        # both ways, since a cost may be lower
+        if all(equal(mine, theirs) and equal(theirs, mine) for mine, theirs in zip(made, results)):
             return name
     return None
 

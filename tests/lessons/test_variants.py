@@ -252,7 +252,7 @@ def f(tiles):
     ),
     "ddp: all to rank 0, and back": (
         "ddp",
-        "verdict(RING, on_ring(f), seed=0)",
+        "verdict(ring, f, seed=0)",
         """
 def f(tensor, ranks):
     if ranks.number:
@@ -263,7 +263,7 @@ def f(tensor, ranks):
     for other in others:
         ranks.send(total, other)
     return total""",
-        "rank 0 sent to 4 ranks; in a ring, a rank sends to one",
+        "rank 0, ranks that it sends to: yours 2, at most 1",
     ),
     "fsdp: the whole MLP on every rank": (
         "fsdp",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lib.lessons.differences import Named, is_array
-from lib.lessons.exercise import check_of, choices, exercise, ints, lists
+from lib.lessons.exercise import check_of, exercise
+from lib.lessons.inputs import choices, ints, lists
 from lib.lessons.ranks import Threads
 from lib.sharded_optimizer import whole_parameters
 
