@@ -1,4 +1,4 @@
-"""Compare an attempt's result with the expected one, and say where they differ.
+"""Compare an attempt's result with the expected one, and name the first value that differs.
 
 Numbers are equal up to rounding where one of them is a float, also inside lists and dicts; tuples
 are equal to lists. Nothing here raises, whatever a reader's function returns.
@@ -18,34 +18,76 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 SHOWN_VALUES = 16
 # Longer texts are cut.
 SHOWN_LETTERS = 2000
+# A list in a list is shown as one value up to this length.
+SHOWN_WHOLE = 60
 MISSING = object()
+
+
+class Named(dict):
+    """Results by name; a difference is named "rank 0, step 1, m", without quotes."""
+
+
+class AtMost(float):
+    """A cost, expected as an upper bound: less is as right."""
 
 
 def equal(yours: Any, expected: Any) -> bool:
     """Return whether a result is right; what can't be compared is not."""
     try:
-        return _equal(yours, expected)
+        return _compare(yours, expected, "") is None
     except Exception:
         return False
 
 
-def _equal(yours: Any, expected: Any) -> bool:
-    if are_arrays(yours, expected):
-        return array_difference(_array(yours), _array(expected)) is None
+def first_difference(yours: Any, expected: Any) -> str | None:
+    """The first value in which a result differs from the expected one; None if it doesn't."""
+    try:
+        return _compare(yours, expected, "")
+    except Exception as error:
+        return f"it returned {shown(yours)}, which can't be compared: {type(error).__name__}"
+
+
+def _compare(yours: Any, expected: Any, path: str) -> str | None:
+    """What differs first, with its `path` from the result on, which is empty for all of it."""
+    if isinstance(expected, AtMost):
+        return None if yours <= expected else f"{path}: yours {yours:g}, at most {expected:g}"
+    if _are_arrays(yours, expected):
+        return _array_difference(_array(yours), _array(expected), path)
     if is_array(expected):
-        return False
+        return _unequal(yours, expected, path)
     if is_array(yours):
         yours = yours.tolist()
-    if isinstance(yours, Mapping) and isinstance(expected, Mapping):
-        return yours.keys() == expected.keys() and all(
-            _equal(yours[key], value) for key, value in expected.items()
-        )
-    if isinstance(yours, (list, tuple)) and isinstance(expected, (list, tuple)):
-        return len(yours) == len(expected) and all(map(_equal, yours, expected))
+    both = yours, expected
+    if all(isinstance(value, Mapping) for value in both):
+        strange = expected and {*map(_kind, yours)} - {*map(_kind, expected)}
+        if strange and not path and len(repr(yours)) <= 80:
+            return f"it returned {yours!r}, with keys of another kind; expected {shown(expected)}"
+        keys = [*expected, *(key for key in yours if key not in expected)]
+        label = str if isinstance(expected, Named) else repr
+        parts = [(label(key), yours.get(key, MISSING), expected.get(key, MISSING)) for key in keys]
+    elif all(isinstance(value, (list, tuple)) for value in both):
+        pairs = enumerate(zip_longest(*both, fillvalue=MISSING))
+        parts = [(f"position {place}", mine, right) for place, (mine, right) in pairs]
+    else:
+        return None if _same(yours, expected) else _unequal(yours, expected, path)
+    within = f"{path}, " if path else ""
+    found = (_compare(mine, right, within + label) for label, mine, right in parts)
+    first = next((words for words in found if words), None)
+    is_short = path and max(map(len, map(shown, both))) <= SHOWN_WHOLE
+    return _unequal(yours, expected, path) if first and is_short and _is_flat(expected) else first
+
+
+def _same(yours: Any, expected: Any) -> bool:
     if type(yours) is type(expected) and type(yours).__eq__ is object.__eq__:
         # objects that are equal to themselves alone, such as a toy's losses, by what they show
         return repr(yours) == repr(expected)
     return bool(yours == expected)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not any(
+        isinstance(part, (Mapping, list)) or is_array(part) for part in value
+    )
 
 
 def is_array(value: Any) -> bool:
@@ -53,8 +95,8 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "tolist")
 
 
-def are_arrays(yours: Any, expected: Any) -> bool:
-    """Return whether to compare up to rounding; two ints are compared exactly.
+def _are_arrays(yours: Any, expected: Any) -> bool:
+    """Whether to compare up to rounding; two ints are compared exactly.
 
     A number counts as an array of no dimensions, but where a tensor is expected it is none.
     """
@@ -65,7 +107,7 @@ def are_arrays(yours: Any, expected: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    # one with a comparison of its own, as `Close`, keeps it
+    # one with a comparison of its own keeps it
     return isinstance(value, float) and type(value).__eq__ is float.__eq__
 
 
@@ -79,59 +121,29 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value, dtype=np.float64)
 
 
-def array_difference(yours: np.ndarray, expected: np.ndarray) -> str | None:
-    """The shape or the first value in which `yours` differs; None where they are equal.
-
-    Equal up to rounding; NaN equals NaN.
-    """
+def _array_difference(yours: np.ndarray, expected: np.ndarray, path: str) -> str | None:
+    """The shape or the first value that differs, up to rounding; NaN equals NaN."""
     if yours.shape != expected.shape:
-        return f"the result: yours has shape {yours.shape}, expected {expected.shape}"
+        where = path or "the result"
+        return f"{where}: yours has shape {yours.shape}, expected {expected.shape}"
     wrong = ~np.isclose(yours, expected, **TOLERANCE, equal_nan=True)
     if not wrong.any():
         return None
     place = tuple(np.argwhere(wrong)[0].tolist())
-    where = f"position {place}" if place else "result"
-    text = f"{where}: yours {yours[place]:.6g}, expected {expected[place]:.6g}"
+    where = ", ".join(filter(None, (path, f"position {place}" if place else "")))
+    text = f"{where or 'result'}: yours {yours[place]:.6g}, expected {expected[place]:.6g}"
     return f"{text} ({wrong.sum()} of {wrong.size} values differ)" if place else text
 
 
-def first_difference(yours: Any, expected: Any) -> str:
-    """The first value in which a result that is not equal to the expected one differs from it."""
-    try:
-        return _first_difference(yours, expected)
-    except Exception as error:
-        return f"it returned {shown(yours)}, which can't be compared: {type(error).__name__}"
-
-
-def _first_difference(yours: Any, expected: Any) -> str:
-    if are_arrays(yours, expected):
-        return array_difference(_array(yours), _array(expected))  # type: ignore[return-value]
-    if yours is None:
-        return f"it returned None (is a `return` missing?); expected {shown(expected)}"
-    if not is_array(expected) and is_array(yours):
-        yours = yours.tolist()
-    for kind in (Mapping, (list, tuple)):
-        if isinstance(yours, kind) and isinstance(expected, kind):
-            break
-    else:
-        if type(yours) is type(expected):
-            return f"result: yours {shown(yours)}, expected {shown(expected)}"
-        name = type(yours).__name__
-        right = shown(expected)
-        if is_array(expected) and not right.startswith(("tensor", "<")):
-            right = f"tensor({right})"
-        return f"it returned {shown(yours)}, of type {name}; expected {right}"
-    if isinstance(expected, Mapping):
-        strange = expected and {*map(_kind, yours)} - {*map(_kind, expected)}
-        if strange and len(repr(yours)) <= 80:
-            return f"it returned {yours!r}, with keys of another kind; expected {shown(expected)}"
-        keys = [*expected, *(key for key in yours if key not in expected)]
-        places = [(repr(key), yours.get(key, MISSING), expected.get(key, MISSING)) for key in keys]
-    else:
-        pairs = enumerate(zip_longest(yours, expected, fillvalue=MISSING))
-        places = [(f"position {i}", mine, right) for i, (mine, right) in pairs]
-    place, mine, right = next(place for place in places if not equal(place[1], place[2]))
-    return f"{place}: yours {shown(mine)}, expected {shown(right)}"
+def _unequal(yours: Any, expected: Any, path: str) -> str:
+    right = shown(expected)
+    if is_array(expected) and not right.startswith(("tensor", "<")):
+        right = f"tensor({right})"
+    if not path and yours is None:
+        return f"it returned None (is a `return` missing?); expected {right}"
+    if path or type(yours) is type(expected):
+        return f"{path or 'result'}: yours {shown(yours)}, expected {right}"
+    return f"it returned {shown(yours)}, of type {type(yours).__name__}; expected {right}"
 
 
 def _kind(key: Any) -> Any:

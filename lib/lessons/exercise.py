@@ -4,16 +4,29 @@ A check tries fresh random inputs, short ones first, and prints one of three ver
 attempted, right, or not yet with the first input that failed. It never raises, so that a notebook
 with open exercises runs to its end.
 
-The solution is an ordinary function. A common mistake is an edit of its source, so that solution
-and mistakes read as one page:
+An exercise is data: the solution, how its inputs are drawn, and the mistakes that readers make,
+each an edit of the solution's source and the sentence that names it:
 
-    def count(words):
-        return sum(words.values())
+    @exercise("warm-up", dict(words=lists(choices("the", "cat"), 1, 9), most=ints(1, 3)))
+    def count(words, most):
+        return min(len(set(words)), most)
 
-    COUNT = Exercise(count, draw, {"a word counts once": ("words.values()", "map(bool, words)")})
+    count.mistakes = '''
+    set(words) => words | a word that comes twice counts twice
+    min( => max( | `most` is a limit: the count is never above it
+    '''
 
-If the reader's results are those of such an edit on every input, the check names the mistake.
-Tensors and arrays are compared by shape, and then value by value up to rounding.
+    check = check_of(__name__)
+
+The notebook calls `exercises.check(count)`. If the reader's results are those of an edit on every
+input, the check names the mistake. Tensors and arrays are compared by shape, and then value by
+value up to rounding.
+
+Where a result can't be compared as it is, a `harness(function, *inputs)` calls the function and
+returns what is compared, by name. With `ranks=True` the last input is a number of ranks: the
+function, or its harness, runs on each of them with `ranks` last, and each rank's result and calls
+are compared. `collectives` lists those that it may call; `processes` runs a right answer on that
+many processes, too. A harness gives what something costs as `AtMost(cost)`: less is as right.
 
 Exercises come in tiers: a *warm-up* takes a few lines, a *core* one is what the lesson is about, an
 *optional* one belongs to a part that may be skipped, and an *open* one has a figure to beat
@@ -28,14 +41,18 @@ import json
 import math
 import os
 import random
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lib.lessons.calls import NOT_FINISHED, Raised, call
 from lib.lessons.differences import equal, first_difference, shown
+from lib.lessons.inputs import LARGEST, Draw
+from lib.lessons.play import on_processes, played
 
 TRIALS = 150
 # Seconds for one call; short, since an endless loop that appends fills memory.
@@ -49,22 +66,24 @@ NOT_ATTEMPTED = "not attempted: replace the `raise` line by your code, and run t
 # Names the file to which checks append their verdicts, as `python -m lib exercises` reads them.
 RESULTS = "WORKBOOK_EXERCISES"
 
+Tier = Literal["warm-up", "core", "optional", "open"]
 
-@dataclass(frozen=True)
+
+@dataclass
 class Exercise:
     """A task for which right answers can be computed."""
 
     solve: Callable
     """The solution."""
 
-    draw: Callable[[random.Random, int], tuple]
-    """(generator, size) -> arguments of about that size."""
+    draw: Draw
+    """(generator, size) -> a tuple of arguments of about that size."""
 
-    mistakes: Mapping[str, tuple[str, str] | Callable]
-    """The mistake as a sentence -> (old, new) text of the solution's source, or, where no short
-    edit makes it, a function."""
+    mistakes: Mapping[str, tuple[str, str] | Callable] | str
+    """`old => new | sentence`, each an edit of the solution's source; or the mistake as a sentence
+    -> (old, new), or, where no short edit makes it, a function."""
 
-    tier: Literal["warm-up", "core", "optional", "open"] = "warm-up"
+    tier: Tier = "warm-up"
 
     trials: int = TRIALS
     """How many inputs are tried."""
@@ -87,15 +106,78 @@ class Exercise:
     baseline: Callable | None = None
     """The function to beat, if that is not the solution; measured as well, and shown by name."""
 
+    must_beat: bool = False
+    """Whether only what measures better than the baseline is right."""
+
     at_most: float | None = None
     """Where the figure counts: a right attempt has at most this many times the solution's."""
+
+    harness: Callable | None = None
+    """harness(function, *arguments) -> what is compared, instead of what the function returns."""
+
+    ranks: bool = False
+    """Whether the function runs on ranks; the last argument that is drawn is their number."""
+
+    collectives: tuple[str, ...] | None = None
+    """What ranks may call, such as "all_gather" and "send" (default: anything)."""
+
+    same_calls: bool = True
+    """Whether each rank must call as many collectives of each kind as in the solution."""
+
+    processes: int = 0
+    """How many processes a right attempt runs on, too."""
+
+    process_harness: Callable | None = None
+    """process_harness(function, ranks) -> what is compared there (default: as on threads)."""
+
+    launch_options: Mapping[str, Any] = field(default_factory=dict)
+    """The backend of those processes, and its options (default: gloo)."""
+
+    def mistake_table(self) -> Mapping[str, tuple[str, ...] | Callable]:
+        """The mistake as a sentence -> (old, new, …) texts of the source, or a function."""
+        return _edits_in(self.mistakes) if isinstance(self.mistakes, str) else self.mistakes
 
     def wrong_functions(self) -> dict[str, Callable]:
         """The mistake as a sentence -> a function that makes it."""
         return {
             sentence: mistake if callable(mistake) else edited(self.solve, *mistake)
-            for sentence, mistake in self.mistakes.items()
+            for sentence, mistake in self.mistake_table().items()
         }
+
+
+def exercise(
+    tier: Tier, inputs: Mapping[str, Draw] | Draw, **options: Any
+) -> Callable[[Callable], Exercise]:
+    """Make an exercise of the solution below; its `mistakes` follow.
+
+    Args:
+        inputs: how each argument is drawn, by name; or a function that draws a tuple of all.
+        options: the other fields of `Exercise`.
+    """
+
+    def draw(generator: random.Random, size: int) -> tuple:
+        return tuple(one(generator, size) for one in inputs.values())  # type: ignore[union-attr]
+
+    return lambda solve: Exercise(solve, inputs if callable(inputs) else draw, "", tier, **options)
+
+
+def _edits_in(mistakes: str) -> dict[str, tuple[str, ...]]:
+    """Sentence -> (old, new, …) of `old => new | sentence`, or `old => new && old => new | …`.
+
+    A line without `=>`, or after `&&`, continues the one before it.
+    """
+    entries: list[str] = []
+    for line in mistakes.strip().splitlines():
+        if "=>" in line and not line.lstrip().startswith("&&"):
+            entries.append(line.strip())
+        else:
+            entries[-1] += f" {line.strip()}"
+    found = {}
+    for entry in entries:
+        edits, _, sentence = entry.rpartition(" | ")
+        texts = [text.strip() for edit in edits.split("&&") for text in edit.split("=>")]
+        found[sentence] = tuple(texts)
+    return found
 
 
 @functools.cache
@@ -106,6 +188,8 @@ def edited(function: Callable, *texts: str) -> Callable:
         ValueError: an old text does not occur exactly once.
     """
     source = textwrap.dedent(inspect.getsource(function))
+    # without the data of the exercise above it
+    source = re.sub(r"\A@exercise\(.*?^(?=def |@)", "", source, flags=re.DOTALL | re.MULTILINE)
     for old, new in zip(texts[::2], texts[1::2], strict=True):
         if source.count(old) != 1:
             name, found = function.__name__, source.count(old)
@@ -123,8 +207,41 @@ def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> 
     inputs of another check.
     """
     text = verdict(exercise, attempt, seed=seed)
+    if exercise.processes and result_of(text) == "passed":
+        text = on_processes(exercise, attempt, text, draw_inputs(exercise, 0)[-1])
     report(text, name_of(attempt), exercise.tier)
     return attempt if result_of(text) == "passed" else exercise.solve
+
+
+def check_of(module: str) -> Callable[..., None]:
+    """The function `check(attempt)` of a module's exercises, which finds them by their names."""
+
+    def check_by_name(attempt: Callable, name: str = "") -> None:
+        """Check a function against the exercise of its name, or of another `name`."""
+        values = vars(sys.modules[module]).items()
+        found = {key: value for key, value in values if isinstance(value, Exercise)}
+        wanted = name or name_of(attempt)
+        if wanted in found:
+            check(found[wanted], attempt)
+        else:
+            report(f"not yet: no exercise is called {wanted}, but {', '.join(found)}", wanted, "")
+
+    return check_by_name
+
+
+def check_on_processes(exercise: Exercise, played: Callable, *job: Any, **options: Any) -> None:
+    """Check an attempt on threads, and a right one on processes, too; print the verdict.
+
+    Args:
+        played: runs the attempt on threads, and wraps it, as `functools.wraps` does.
+        job, options: the arguments of `tried_on_processes` after the attempt.
+    """
+    from lib.lessons.ranks import tried_on_processes
+
+    text, attempt = verdict(exercise, played), played.__wrapped__  # type: ignore[attr-defined]
+    if result_of(text) == "passed":
+        text = tried_on_processes(text, attempt, *job, **options)
+    report(text, name_of(attempt), exercise.tier)
 
 
 def report(text: str, name: str, tier: str) -> None:
@@ -144,7 +261,10 @@ def result_of(text: str) -> Literal["passed", "failed", "not attempted"]:
 
 
 def name_of(attempt: Any) -> str:
-    """The name of a function, or of the kind of thing that was given in its place."""
+    """The name of a function or kernel, or of the kind of thing that was given in its place."""
+    # under `triton.autotune` and the like
+    while hasattr(attempt, "fn") and not hasattr(attempt, "__name__"):
+        attempt = attempt.fn
     return getattr(attempt, "__name__", None) or type(attempt).__name__
 
 
@@ -153,10 +273,10 @@ def verdict(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -
     seconds = exercise.seconds or TIME_LIMIT
     for arguments in (inputs := draw_inputs(exercise, seed)):
         try:
-            result = call(attempt, arguments, seconds)
+            result = call(played(exercise, attempt), arguments, seconds)
         except NotImplementedError:
             return NOT_ATTEMPTED
-        expected = call(exercise.solve, arguments, seconds)
+        expected = call(played(exercise, exercise.solve), arguments, seconds)
         if not equal(result, expected):
             break
     else:
@@ -178,9 +298,11 @@ def _called(exercise: Exercise, attempt: Callable, arguments: tuple) -> str:
     name = name_of(attempt)
     if exercise.show:
         return f"{name}, with {exercise.show(*arguments)}"
-    played, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
-    if len(played) == len(arguments) and played != inner:
-        given = ", ".join(map("{}={}".format, played, map(shown, arguments)))
+    names, inner = _parameters(exercise.solve), _parameters(inspect.unwrap(exercise.solve))
+    if exercise.harness:
+        names = _parameters(exercise.harness)[1:]
+    if len(names) == len(arguments) and (names != inner or exercise.ranks):
+        given = ", ".join(map("{}={}".format, names, map(shown, arguments)))
         return f"{name}, run with {given}"
     return f"{name}({', '.join(map(shown, arguments))})"
 
@@ -210,7 +332,7 @@ def _described(exercise: Exercise, result: Any, expected: Any) -> str:
 def draw_inputs(exercise: Exercise, seed: int | None) -> list[tuple]:
     """Return the arguments of each trial, small ones first."""
     generator, trials = random.Random(seed), exercise.trials
-    return [exercise.draw(generator, 1 + 15 * trial // trials) for trial in range(trials)]
+    return [exercise.draw(generator, 1 + LARGEST * trial // trials) for trial in range(trials)]
 
 
 def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
@@ -227,6 +349,8 @@ def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
             return f"not yet: {tried}, but not where it is measured\n  {trouble}"
     unit = f" {exercise.unit}".rstrip()
     told = ", ".join(f"{name} {_rounded(figure)}{unit}" for name, figure in figures.items())
+    if exercise.must_beat and figures["yours"] >= [*figures.values()][-1]:
+        return f"not yet: {tried}, but no better than {[*figures][-1]}\n  {told}"
     most = exercise.at_most * figures["the solution"] if exercise.at_most else math.inf
     if figures["yours"] > most:
         return f"not yet: {tried}, but at too high a cost\n  {told}; {_rounded(most)}{unit} will do"
@@ -250,15 +374,16 @@ def _recognize(exercise: Exercise, attempt: Callable, inputs: Sequence[tuple]) -
     results, seconds = [], exercise.seconds or TIME_LIMIT
     for arguments in inputs:
         try:
-            results.append(call(attempt, arguments, seconds))
+            results.append(call(played(exercise, attempt), arguments, seconds))
         except NotImplementedError:
             return None
         # no mistake loops forever, and each further input might take the whole limit
         if results[-1] is NOT_FINISHED:
             return None
     for name, function in exercise.wrong_functions().items():
-        made = (call(function, arguments, seconds) for arguments in inputs)
-        if all(map(equal, made, results)):
+        made = (call(played(exercise, function), arguments, seconds) for arguments in inputs)
+        # both ways, since a cost may be lower
+        if all(equal(mine, theirs) and equal(theirs, mine) for mine, theirs in zip(made, results)):
             return name
     return None
 
@@ -269,7 +394,7 @@ def difference(yours: Any, expected: Any) -> str:
         # a long result would bury the error
         is_short = isinstance(yours, Raised) and len(shown(expected)) <= SHOWN_BESIDE_ERRORS
         return f"{trouble}; expected {shown(expected)}" if is_short else trouble
-    return first_difference(yours, expected)
+    return first_difference(yours, expected) or ""
 
 
 def trouble_of(result: Any) -> str | None:

@@ -79,10 +79,10 @@ def report_exercises(
 
 @dataclass(frozen=True)
 class Check:
-    """A call `exercises.check_merge_pair(merge)` in a notebook."""
+    """A call `exercises.check_merge_pair(merge)` or `exercises.check(merge_pair)` in a notebook."""
 
     name: str
-    """`check_merge_pair`"""
+    """`check_merge_pair`; `check merge_pair` where one function checks all."""
 
     exercise: str
     """`merge`, the function that the reader is asked for."""
@@ -154,5 +154,9 @@ def _checked(source: str, number: int) -> list[Check]:
         name = getattr(called.func, "attr", getattr(called.func, "id", ""))
         given = called.args[0] if called.args else None
         if name.startswith("check") and isinstance(given, ast.Name):
+            if name == "check":
+                # the second argument tells which one, if the function is called something else
+                (other,) = called.args[1:2] or [given]
+                name += f" {getattr(other, 'value', given.id)}"
             found.append(Check(name, given.id, number))
     return found

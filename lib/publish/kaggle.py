@@ -382,9 +382,10 @@ def _leaks_of_this_machine() -> dict[str, str]:
 # kaggle_requirements.txt); these are there, in versions that requirements.txt allows. It lacks
 # math-core, which only the report needs, and `BROUGHT`.
 IMAGE_PACKAGES = (
-    *("filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader", "matplotlib", "nbclient"),
-    *("nbconvert", "nbformat", "numba", "numpy", "pandas", "papermill", "pip", "pooch", "pyyaml"),
-    *("regex", "requests", "safetensors", "setuptools", "torch", "tqdm", "triton", "wandb"),
+    *("cloudpickle", "filelock", "ipykernel", "ipython", "ipywidgets", "lazy-loader"),
+    *("matplotlib", "nbclient", "nbconvert", "nbformat", "numba", "numpy", "pandas", "papermill"),
+    *("pip", "pooch", "pyyaml", "regex", "requests", "safetensors", "setuptools", "torch", "tqdm"),
+    *("triton", "wandb"),
 )
 # What reads the command line, in pure Python.
 BROUGHT = ("tyro", "docstring-parser", "typeguard")

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import linecache
 import math
-import pickle
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ from lib.lessons.ranks import (
     run_on_threads,
     tried_on_processes,
 )
-from lib.lessons.sending import Parcel, function_of, parcel_of
+from lib.lessons.sending import function_of, parcel_of
 
 
 def messages(ranks) -> list[torch.Tensor]:
@@ -226,21 +225,17 @@ def test_processes_get_all_that_a_function_uses_of_its_notebook():
     linecache.cache["<cell 7>"] = (len(CELL), None, CELL.splitlines(keepends=True), "<cell 7>")
     names: dict = {"__name__": "a notebook", "model": threading.Lock()}
     exec(compile(CELL, "<cell 7>", "exec"), names)
-    parcel = pickle.loads(pickle.dumps(parcel_of(names["attempt"])))
-    assert not parcel.left_out
-    assert function_of(parcel, "attempt")(4) == names["attempt"](4) == 2 + 3 + 4 + 0.5 + 5 + 4
+    attempt = function_of(parcel_of(names["attempt"]))
+    assert attempt(4) == names["attempt"](4) == 2 + 3 + 4 + 0.5 + 5 + 4
+    assert attempt.__globals__ is not names["attempt"].__globals__
 
 
-LOCK = threading.Lock()
+def rooted(parcel: bytes, x: float) -> float:
+    return function_of(parcel)(x)
 
 
-def uses_a_lock(x):
-    with LOCK:
-        return x
-
-
-def rooted(parcel: Parcel, name: str, x: float) -> float:
-    return function_of(parcel, name)(x)
+def fails_on_processes(x):
+    raise KeyError(x)
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -253,13 +248,16 @@ def test_what_processes_find_decides():
 
     assert verdict(4) == "right: as expected\n  found [3.0, 3.0]"
     assert verdict(9) == "not yet: as expected; found [4.0, 4.0]"
-    failed = verdict(4, uses_a_lock)
+    assert verdict(4, functools.partial(attempt)).startswith("right")
+    names: dict = {"LOCK": threading.Lock(), "__name__": "a notebook"}
+    exec("def uses_a_lock(x):\n    with LOCK:\n        return x", names)
+    assert verdict(4, names["uses_a_lock"]) == (
+        "not yet: as expected; for processes, `LOCK` can't be sent: "
+        "TypeError: cannot pickle '_thread.lock' object"
+    )
+    failed = verdict(4, fails_on_processes)
     assert failed.startswith("not yet: as expected; on processes rank")
     assert "The processes get this function, and what it uses of the notebook" in failed
-    assert "`LOCK` can't be sent: TypeError" in failed
-    assert "a function written with `def` is needed, got functools.partial" in verdict(
-        4, functools.partial(attempt)
-    )
 
 
 def test_weights_of_any_rank_that_are_off_are_not_right():

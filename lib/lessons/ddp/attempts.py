@@ -1,31 +1,17 @@
-"""Jobs that run an attempt at an exercise of notebook 07 on processes."""
+"""What a right answer of notebook 07 does on processes: train a model whose gradients arrive in
+another order on each rank.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.process_group import rank, world_size
-from lib.lessons.ranks import Processes
-from lib.lessons.sending import Parcel, function_of
-
-ELEMENTS, STEPS, LR = 1_000_001, 3, 0.1
-
-
-def ring(parcel: Parcel, name: str) -> tuple[float, float]:
-    """The largest difference of an attempt's sum to gloo's, and its milliseconds."""
-    attempt, tensor = function_of(parcel, name), torch.arange(float(ELEMENTS)) / ELEMENTS + rank()
-    total = tensor.clone()
-    dist.all_reduce(total)
-    ranks, start = Processes(), time.perf_counter()
-    found = attempt(tensor, ranks)
-    milliseconds = 1e3 * (time.perf_counter() - start)
-    ranks.wait_for_messages()
-    return (found - total).abs().max().item(), milliseconds
+STEPS, LR = 3, 0.1
+BUCKETS = ((7, 6, 5), (4, 3), (2, 1, 0))
 
 
 class Branches(nn.Module):
@@ -48,62 +34,50 @@ class Branches(nn.Module):
         return torch.stack([outputs[layer] for layer in self.layers]).sum(0).square().mean()
 
 
-def branches_batch(step: int, number: int) -> Tensor:
+def batch(step: int, number: int) -> Tensor:
     """The sequences of a rank in a step."""
     generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(2, 4, generator=generator)
 
 
-def train_with_hooks(parcel: Parcel, name: str) -> Tensor:
-    """Train on this rank with hooks of an attempt, which start all-reduces; return the weights."""
-    model = Branches(is_reversed=rank() == 1)
+def train_with_hooks(add_hooks: Callable, ranks: Any) -> Tensor:
+    """Train on this rank with hooks that start all-reduces; return the weights, flat."""
+    model = Branches(is_reversed=ranks.number == 1)
     params = list(model.parameters())
-    buckets = [[7, 6, 5], [4, 3], [2, 1, 0]]
-    works: list[tuple[Sequence[int], Tensor, dist.Work]] = []
+    works: list[tuple[Sequence[int], Callable[[], Tensor]]] = []
 
     def start(number: int) -> None:
-        flat = torch.cat([params[index].grad.flatten() for index in buckets[number]])  # type: ignore[union-attr]
-        work = dist.all_reduce(flat, async_op=True)
-        works.append((buckets[number], flat, work))  # type: ignore[arg-type]
+        bucket = BUCKETS[number]
+        flat = torch.cat([params[index].grad.flatten() for index in bucket])  # type: ignore[union-attr]
+        works.append((bucket, ranks.start_all_reduce(flat)))
 
-    function_of(parcel, name)(params, buckets, start)
-    for step in range(STEPS):
-        model(branches_batch(step, rank())).backward()
-        for bucket, flat, work in works:
-            work.wait()
-            means = flat.div(world_size()).split([params[index].numel() for index in bucket])
+    def finish() -> None:
+        for bucket, wait in works:
+            means = (wait() / ranks.count).split([params[index].numel() for index in bucket])
             for index, mean in zip(bucket, means):
                 params[index].grad = mean.view_as(params[index])
         works.clear()
-        _descend(params)
-    return torch.cat([param.detach().flatten() for param in params])
+
+    add_hooks(params, BUCKETS, start)
+    return train(model, finish, ranks.number)
 
 
-def train_wrapped(parcel: Parcel, name: str) -> Tensor:
-    """Train on this rank with an attempt at a wrapper, from weights of its own."""
-    model = Branches(is_reversed=rank() == 1)
+def train_wrapped(data_parallel: Callable, ranks: Any) -> Tensor:
+    """Train on this rank with a wrapper, from weights of its own; return the weights, flat."""
+    model = Branches(is_reversed=ranks.number == 1)
     params = list(model.parameters())
     for param in params:
-        param.data += rank()
-    finish = function_of(parcel, name)(params, [[7, 6, 5], [4, 3], [2, 1, 0]], Processes())
+        param.data += ranks.number
+    return train(model, data_parallel(params, BUCKETS, ranks), ranks.number)
+
+
+def train(model: Branches, finish: Callable, *numbers: int) -> Tensor:
+    """Train on the sequences of the ranks `numbers`; return the weights, flat."""
     for step in range(STEPS):
-        model(branches_batch(step, rank())).backward()
+        model(torch.cat([batch(step, number) for number in numbers])).backward()
         finish()
-        _descend(params)
-    return torch.cat([param.detach().flatten() for param in params])
-
-
-def train_branches_alone(ranks: int) -> Tensor:
-    """The same training in one process, on the sequences of all ranks."""
-    model = Branches(is_reversed=False)
-    for step in range(STEPS):
-        model(torch.cat([branches_batch(step, number) for number in range(ranks)])).backward()
-        _descend(list(model.parameters()))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad, alpha=LR)  # type: ignore[arg-type]
+                param.grad = None
     return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-@torch.no_grad()
-def _descend(params: Sequence[Tensor]) -> None:
-    for param in params:
-        param -= LR * param.grad  # type: ignore[operator]
-        param.grad = None

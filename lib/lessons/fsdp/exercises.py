@@ -24,6 +24,7 @@ from lib.lessons.exercise import (
     TIME_LIMIT,
     Exercise,
     check,
+    check_on_processes,
     difference,
     name_of,
     report,
@@ -35,7 +36,6 @@ from lib.lessons.fsdp.ranks import mlp_alone, run_mlp_attempt, train_alone, trai
 from lib.lessons.ranks import (
     MOST_OFF,
     Threads,
-    check_on_processes,
     compared_with,
     run_on_threads,
     whole_numbers,

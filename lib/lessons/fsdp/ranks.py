@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from lib.lessons.ranks import Processes
-from lib.lessons.sending import Parcel, function_of
+from lib.lessons.sending import function_of
 
 
-def train_attempt(parcel: Parcel, name: str, steps: int) -> Tensor:
-    """Train an MLP on this rank with the function `name` of `parcel`; return its whole weights.
+def train_attempt(parcel: bytes, steps: int) -> Tensor:
+    """Train an MLP on this rank with the function of `parcel`; return its whole weights.
 
     The function is an attempt at exercise 2: `name(x, shard, d_ff, ranks)` -> output, backward.
     """
-    attempt, ranks, d_ff = function_of(parcel, name), Processes(), 12
+    attempt, ranks, d_ff = function_of(parcel), Processes(), 12
     whole, parts = mlp_case(d_ff, ranks.count)
     shard = whole.chunk(ranks.count)[ranks.number].clone()
     x, target = (part.chunk(ranks.count)[ranks.number] for part in parts)
@@ -48,13 +48,13 @@ def train_alone(d_ff: int, count: int, steps: int) -> Tensor:
     return whole.detach()
 
 
-def run_mlp_attempt(parcel: Parcel, name: str) -> dict[str, Tensor]:
-    """Run an MLP forward and backward on this rank with the function `name` of `parcel`.
+def run_mlp_attempt(parcel: bytes) -> dict[str, Tensor]:
+    """Run an MLP forward and backward on this rank with the function of `parcel`.
 
     The function is an attempt at exercise 7: `name(x, w1, w2, ranks)` -> output, backward.
     """
     x, w1, w2, grad_y = tensor_parallel_case()
-    y, backward = function_of(parcel, name)(x, w1, w2, Processes())
+    y, backward = function_of(parcel)(x, w1, w2, Processes())
     return dict(zip(("y", "grad_x", "grad_w1", "grad_w2"), (y.detach(), *backward(grad_y))))
 
 

@@ -8,7 +8,7 @@ import pytest
 from lib.ddp.launcher import launch
 from lib.ddp.wrappers import wrap
 from lib.lessons.ddp.costs import predict_scaling
-from lib.lessons.ddp.exercises import PLAN, a_quarter_each, step_ms
+from lib.lessons.ddp.exercises import a_quarter_each, plan, step_ms
 from lib.lessons.ddp.stack import Layers, bucketed, time_steps, timeline
 from lib.lessons.simulated_network import Network, Straggler, Transfer
 from lib.profiling.collectives import Link
@@ -105,4 +105,4 @@ def test_the_fastest_step_is_the_same_one_on_all_ranks():
 def test_the_rule_of_the_open_exercise_is_beaten_by_its_solution():
     # as the notebook says
     assert step_ms(a_quarter_each) == pytest.approx(57.0, abs=0.05)
-    assert 50.3 < step_ms(PLAN.solve) < 51.35
+    assert 50.3 < step_ms(plan.solve) < 51.35

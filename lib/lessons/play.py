@@ -1,0 +1,96 @@
+"""How a check runs a function: by its exercise's harness, on threads as ranks, on processes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lib.lessons.differences import Named, first_difference
+
+
+def played(exercise: Any, function: Callable) -> Callable[..., Any]:
+    """What a check calls with each input: the function, by its harness, on all ranks."""
+    if not (exercise.ranks or exercise.harness):
+        return function
+
+    # an error names its line in the function
+    @functools.wraps(function)
+    def play(*arguments: Any) -> Any:
+        if not exercise.ranks:
+            return _harnessed(exercise.harness, function)(*arguments)
+        from lib.lessons.ranks import run_on_threads
+
+        *given, count = arguments
+        job = _job(exercise, exercise.harness, function, given)
+        found = run_on_threads(job, count)
+        return Named((f"rank {number}", one) for number, one in enumerate(found))
+
+    return play
+
+
+def _harnessed(harness: Callable | None, function: Callable) -> Callable[..., Any]:
+    """A harness on a function; of one that returns None, that is said."""
+    if not harness:
+        return function
+    returned: list[Any] = []
+
+    @functools.wraps(function)
+    def noting(*arguments: Any) -> Any:
+        returned.clear()
+        returned.append(result := function(*arguments))
+        return result
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return harness(noting, *arguments)
+        except (TypeError, AttributeError) as error:
+            if returned == [None] and "NoneType" in str(error):
+                raise TypeError("the result is None; is a `return` missing?") from error
+            raise
+
+    return run
+
+
+def _job(
+    exercise: Any, harness: Callable | None, function: Callable, given: Sequence[Any]
+) -> Callable[[Any], Named]:
+    """What each rank does; it can be sent to processes."""
+    collectives, same_calls = exercise.collectives, exercise.same_calls
+
+    @functools.wraps(function)
+    def job(ranks: Any) -> Named:
+        ranks.allowed = collectives
+        # of this rank: others call the function at the same time
+        found = _harnessed(harness, function)(*copy.deepcopy([*given]), ranks)
+        found = found if isinstance(found, Named) else Named(result=found)
+        return Named(found, calls=Named(ranks.calls)) if same_calls else found
+
+    return job
+
+
+def on_processes(exercise: Any, attempt: Callable, text: str, arguments: tuple) -> str:
+    """Run an attempt that is right on threads on processes; return the verdict `text` with that.
+
+    `arguments` are those of a check; there are as many ranks as the exercise says.
+    """
+    from lib.lessons.ranks import run_job, run_on_threads, tried_on_processes
+
+    count, harness, given = exercise.processes, exercise.process_harness, []
+    if not harness:
+        harness, (*given, _) = exercise.harness, arguments
+
+    def judge(found: list[Named]) -> tuple[bool, str]:
+        right = run_on_threads(_job(exercise, harness, exercise.solve, given), count)
+        # there, calls are not counted
+        both = [
+            Named((f"rank {n}", Named(one, calls={})) for n, one in enumerate(side))
+            for side in (found, right)
+        ]
+        wrong = first_difference(*both)
+        return not wrong, f"on {count} processes, {wrong or 'too'}"
+
+    job = _job(exercise, harness, attempt, given)
+    options = {"backend": "gloo", **exercise.launch_options}
+    return tried_on_processes(text, job, run_job, count, judge=judge, **options)
