@@ -53,6 +53,8 @@ from lib.publish.kernels import KERNEL_ARGUMENTS, NO_TERMINAL, UTF8, connection
 
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
+# Ends the name of a new version beside a copy that the reader changed: 07_ddp.new.ipynb
+NEW = ".new"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def find_notebooks(selection: Sequence[str], root: Path, name: str = "notebooks"
     They are in the folder called `name` of the workbook at `root`.
     """
     known = sorted((root / name).glob("[0-9][0-9]_*.ipynb"))
+    known = [path for path in known if not path.stem.endswith(NEW)]
     if not known:
         raise ValueError(f"no notebook is named like 01_topic.ipynb in {root / name}")
     chosen = set()
