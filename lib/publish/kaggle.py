@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -29,13 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from nbclient.exceptions import CellExecutionError
 
 from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import output_of
 from lib.core.records import is_checkout
 from lib.core.settings import check, check_fields, require
-from lib.publish.cells import FIRST_CELL, METADATA
-from lib.publish.run_notebooks import Job, find_notebooks, plan
+from lib.publish.cells import FIRST_CELL, METADATA, read_notebook
+from lib.publish.execute import execute, insert_parameters
+from lib.publish.plan import Job, find_notebooks, plan
 
 TITLE = "Training workbook"
 DESCRIPTION = """\
@@ -69,6 +70,13 @@ for name, sha256 in json.loads((bundle / "bundle.json").read_text())["sha256"].i
         print("not as it was bundled:", name)
 sys.path.insert(0, str(bundle))
 %load_ext lib.lessons.notebook"""
+
+# Above the parameters, a line each.
+SIZES = """\
+from lib.lessons.notebook import small
+
+# Sizes for this machine, except in a quick test.
+if not small():"""
 
 # The kernel that times attention: its name, its text, its cells after the first.
 ATTENTION = "attention_on_t4"
@@ -265,7 +273,9 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
             cell.outputs, cell.execution_count = [], None
             if cell.source == FIRST_CELL:
                 cell.source = KAGGLE_FIRST_CELL
-    _insert_sizes(content.cells, job.parameters)
+    if job.parameters:
+        lines = (f"    {name} = {value!r}" for name, value in job.parameters.items())
+        insert_parameters(content, "\n".join((SIZES, *lines)))
     write_notebook(folder, job.name, content, config)
 
 
@@ -315,19 +325,6 @@ def write_notebook(
     _write_json(folder / "kernel-metadata.json", about)
 
 
-def _insert_sizes(cells: list, parameters: dict[str, Any]) -> None:
-    """Put a cell that sets `parameters` after the one tagged so, as papermill does."""
-    if not parameters:
-        return
-    source = "from lib.lessons.notebook import small\n\n"
-    source += "# Sizes for this machine, except in a quick test.\nif not small():\n"
-    source += "\n".join(f"    {name} = {value!r}" for name, value in parameters.items())
-    cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["injected-parameters"]})
-    tags = [cell.metadata.get("tags", ()) for cell in cells]
-    index = next(index for index, found in enumerate(tags) if "parameters" in found)
-    cells.insert(index + 1, cell)
-
-
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -337,30 +334,24 @@ def run_kernel(bundle: Path, kernel: str, dataset: str) -> float:
     """Run the notebook of `kernel` with small sizes, from a copy of the dataset; return seconds.
 
     Raises:
-        ValueError: it does not run; the message ends with what it printed.
+        ValueError: it does not run; the message ends with its traceback.
     """
     with tempfile.TemporaryDirectory(prefix="kaggle-") as name:
         folder = Path(name)
         shutil.copytree(bundle / "dataset", folder / "input" / dataset)
         (folder / "working").mkdir()
-        notebook = folder / "working" / f"{kernel}.ipynb"
-        source = (bundle / "kernels" / kernel / notebook.name).read_text(encoding="utf-8")
-        notebook.write_text(source.replace(INPUT, str(folder / "input")), encoding="utf-8")
+        notebook = read_notebook(bundle / "kernels" / kernel / f"{kernel}.ipynb")
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(INPUT, str(folder / "input"))
+        environment = {"WORKBOOK_SMALL": "1", "KAGGLE_KERNEL_RUN_TYPE": "Batch"}
         # nothing of this workbook
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        environment |= {"WORKBOOK_SMALL": "1", "WANDB_MODE": "disabled"}
-        environment |= {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "JUPYTER_PREFER_ENV_PATH": "1"}
-        command = [sys.executable, "-m", "papermill", notebook.name, "executed.ipynb"]
-        # a busy machine takes long to start a kernel
-        command += ["-k", "python3", "--no-progress-bar", "--start-timeout", "300"]
+        environment |= {"PYTHONPATH": "", "WANDB_MODE": "disabled"}
         started = time.monotonic()
-        done = subprocess.run(
-            command, cwd=notebook.parent, env=environment, capture_output=True, text=True
-        )
-        if done.returncode:
-            # without colors
-            lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr).strip().splitlines()
-            raise ValueError(f"{kernel} does not run:\n" + "\n".join(lines[-25:]))
+        try:
+            execute(notebook, folder / "working", environment=environment)
+        except (CellExecutionError, RuntimeError) as error:
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+            raise ValueError(f"{kernel} does not run:\n" + "\n".join(lines[-25:])) from error
         return time.monotonic() - started
 
 

@@ -15,7 +15,7 @@ import nbformat
 
 from lib.core.files import ROOT, make_folder, write_atomically
 from lib.publish.cells import read_notebook
-from lib.publish.run_notebooks import NEW, find_notebooks
+from lib.publish.plan import NEW, find_notebooks
 
 RECORD = ".origins.json"
 

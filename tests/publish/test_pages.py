@@ -100,14 +100,11 @@ def test_the_contents_list_the_sections_and_lead_to_them(book):
 
 
 def test_an_error_is_shown_on_top_once_and_leads_to_its_cell(book):
-    # as papermill leaves it
-    added = new_markdown_cell('<a href="#papermill-error-cell">An Exception was encountered</a>')
-    marked = new_markdown_cell('<span id="papermill-error-cell">here</span>')
-    page = page_of(book, added, "text", marked, error="In [3]: <KeyError>")
+    failed = new_code_cell("{}['a']", id="failed")
+    page = page_of(book, "text", failed, error="In [3]: <KeyError>", cell="failed")
     (top,) = page.select(".report-error")
     assert top.text.strip() == "In [3]: <KeyError>"
     assert page.find(id=top.a["href"].removeprefix("#"))
-    assert "An Exception was encountered" not in page.text
     # outside of all cells it leads nowhere
     (top,) = page_of(book, "# One", error="needs <01>, which failed").select(".report-error")
     assert top.text.strip() == "needs <01>, which failed"

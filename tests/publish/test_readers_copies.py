@@ -13,8 +13,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_output
 
+from lib.publish.plan import find_notebooks
 from lib.publish.readers_copies import update_copies
-from lib.publish.run_notebooks import find_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS, PROSE = 2, 3
