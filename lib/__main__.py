@@ -486,12 +486,6 @@ COMMANDS: dict[str, Command] = {
         prints="{config.output}/attention_training.md",
         interrupted=RESUMES,
     ),
-    "benchmark attention-prediction": Command(
-        "Predict a T4's speed on the CUDA C++ attention kernels from their machine code.",
-        "lib.benchmarks.attention_prediction:AttentionPredictionConfig",
-        "lib.benchmarks.attention_prediction:predict_attention",
-        prints="{config.output}/attention_prediction.md",
-    ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
         TuneConfig,

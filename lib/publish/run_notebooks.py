@@ -40,7 +40,7 @@ from lib.publish.plan import Job, find_notebooks, next_job, plan
 
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
-BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}, {remaining} left"
+BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}<{remaining}"
 
 
 @dataclass(frozen=True)
