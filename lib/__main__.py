@@ -433,13 +433,6 @@ COMMANDS: dict[str, Command] = {
         unpacks=True,
         trains_on_ranks=True,
     ),
-    "lessons timeline": Command(
-        "Record when each warpgroup of the Hopper attention kernel does what.",
-        NoConfig,
-        "lib.lessons.flash_attention.timeline_gluon:record_timeline",
-        prints="{result}",
-        unpacks=True,
-    ),
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,
@@ -470,13 +463,6 @@ COMMANDS: dict[str, Command] = {
         "lib.benchmarks.attention:AttentionBenchmarkConfig",
         benchmark_attention,
         prints="{config.output}/attention_sweep_report.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark attention-steps": Command(
-        "Measure what each step of the attention kernels gains, on a Hopper GPU.",
-        "lib.benchmarks.attention_steps:AttentionStepsConfig",
-        "lib.benchmarks.attention_steps:measure_steps",
-        prints="{config.output}/attention_steps.md",
         interrupted=RESUMES,
     ),
     "benchmark attention-training": Command(
