@@ -374,13 +374,6 @@ COMMANDS: dict[str, Command] = {
         "lib.publish.run_notebooks:refresh_notebooks",
         unpacks=True,
     ),
-    "lessons map": Command(
-        "Draw the map of the notebooks that the README shows.",
-        NoConfig,
-        "lib.lessons.start.map:save_map",
-        prints="{result}",
-        unpacks=True,
-    ),
     "lessons story": Command(
         "Make a story model like the committed one from a training run.",
         StoryConfig,
