@@ -222,7 +222,7 @@ COMPARISONS = (
     ),
     Comparison(
         "data parallelism, 969 million parameters, {scaling_efficiency:.1%} of two alone",
-        "lm_matrix",
+        "lm_matrix_repeats",
         {"model": "large", "tr_batch_size": 128, "low_precision_weights": True, "ranks": 2},
         *("wrapper", "flashddp", ("torch_ddp",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",

@@ -129,7 +129,7 @@ def held_bytes(step: TrainStep) -> dict[str, int]:
     """Bytes of a step's parameters, gradients and optimizer state on this rank."""
     params = list(step.model.parameters())
     shards = getattr(step.optimizer, "shards", [])
-    grads = [param.grad for param in params] + [shard.grad for shard in shards]
+    grads = [param.grad for param in params] + [shard.leaf.grad for shard in shards]
     # PyTorch's ZeroRedundancyOptimizer wraps an optimizer of this rank's parameters
     state = getattr(step.optimizer, "optim", step.optimizer).state
     values = [value for of_param in state.values() for value in of_param.values()]

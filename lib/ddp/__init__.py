@@ -1,4 +1,4 @@
-"""Data parallelism: `wrappers.py` decides when gradients are averaged, `buckets.py` averages them.
+"""Data parallelism: `flat.py` sends buckets of gradients in order, `wrappers.py` averages them.
 
 `launcher.py` starts the processes.
 """

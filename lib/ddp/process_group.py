@@ -332,13 +332,18 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 def reduce_scatter(output: Tensor, tensor: Tensor, **options: Any) -> Any:
     """`torch.distributed.reduce_scatter_tensor`, which PyTorch 2.13 renamed."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(output, tensor, **options)
+    return scatter(as_real(output), as_real(tensor), **options)
 
 
 def all_gather(output: Tensor, tensor: Tensor, **options: Any) -> Any:
     """`torch.distributed.all_gather_into_tensor`, which PyTorch 2.13 renamed."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, tensor, **options)
+    return gather(as_real(output), as_real(tensor), **options)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The tensor itself, or pairs of real numbers for complex ones, which NCCL does not have."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

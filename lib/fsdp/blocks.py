@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from lib.core.settings import require
 from lib.ddp.process_group import describe_tensor, is_sharded
 from lib.fsdp.flat_parameters import FlatParameters, Places
-from lib.fsdp.stand_ins import Gathered
 
 # Modules that are gathered together: one, or several that run one after another.
 BlockOf = nn.Module | Sequence[nn.Module]
@@ -22,29 +20,31 @@ BlockOf = nn.Module | Sequence[nn.Module]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class Use:
-    """One call of a block in a forward pass, which lives as long as its graph."""
-
-
 class Block:
-    """Modules whose parameters are gathered together.
+    """Modules whose parameters are gathered together."""
 
-    Attributes:
-        stays: gathered until the end of backward, not just while its modules run.
-        open: calls in forward whose backward has not begun.
-    """
+    def __init__(self, modules: list[nn.Module], flats: list[FlatParameters], index: int) -> None:
+        self.modules, self.flats, self.index = modules, flats, index
 
-    def __init__(
-        self, modules: list[nn.Module], flats: list[FlatParameters], index: int, stays: bool
-    ) -> None:
-        self.modules, self.flats, self.index, self.stays = modules, flats, index, stays
-        self.open: weakref.WeakSet[Use] = weakref.WeakSet()
-        self.is_sent = self.is_reached = False
-
-    def each(self, method: Callable[[FlatParameters], None]) -> None:
-        """Call a method of all its flat parameters."""
+    def start_gathering(self) -> None:
+        """Start the all-gathers."""
         for flat in self.flats:
-            method(flat)
+            flat.start_gathering()
+
+    def gather(self) -> None:
+        """Gather all parameters."""
+        self.start_gathering()
+        for flat in self.flats:
+            flat.gather()
+
+    def drop(self) -> None:
+        """Free all parameters."""
+        for flat in self.flats:
+            flat.drop()
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that were not taken."""
+        return any(whole.grad is not None for flat in self.flats for whole in flat.whole)
 
 
 def default_blocks(module: nn.Module) -> list[nn.Module]:
@@ -93,7 +93,7 @@ def make_blocks(
             at = [places[id(param)] for param in members.values()]
             keeps = id(next(iter(members.values()))) in keeps_dtype
             flats.append(FlatParameters(members, at, group, None if keeps else compute_dtype))
-        blocks.append(Block(modules, flats, index, stays=not modules))
+        blocks.append(Block(modules, flats, index))
     return blocks, named
 
 
@@ -216,8 +216,3 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from (tensor for item in fields for tensor in tensors_in(item))
     elif type(value) in torch.utils._pytree.SUPPORTED_NODES:
         yield from tensors_in(torch.utils._pytree.tree_leaves(value))
-
-
-def is_gathered_weight(tensor: Tensor) -> bool:
-    """Whether it is a gathered parameter, or a view of one."""
-    return isinstance(tensor._base if tensor._is_view() else tensor, Gathered)

@@ -8,6 +8,8 @@ Matrices of 6 and 10 elements on two ranks, each with a slice of 16; `.` aligns 
 
 all-gather: slices → whole, in the dtype of computation; reduce-scatter: whole gradients → mean of a
 slice. Parameters are views of the gathered buffer, so that nothing is copied after an all-gather.
+The buffer is new each time. Autograd keeps none of it from forward to backward (`saved`), but a
+weight that the caller has kept is whole and right as long as it is kept.
 
 The module's own parameters become the **shards**, this rank's part of each. They alone hold state:
 what is gathered is made from them anew in each pass, and freed.
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.buckets import ALIGNMENT, has_average
+from lib.ddp.flat import ALIGNMENT, has_average
 from lib.ddp.process_group import (
     all_gather,
     as_sent,
@@ -36,7 +38,7 @@ from lib.ddp.process_group import (
     reduce_scatter,
     world_size,
 )
-from lib.fsdp.stand_ins import Gathered, StandIn, stand_in_for
+from lib.fsdp.stand_ins import WholeParameter, with_gradients_of
 
 # A parameter's places in the model: tied ones have several.
 Places = list[tuple[nn.Module, str]]
@@ -59,7 +61,15 @@ class FlatParameters:
         named: parameters by name, of one device; they become this rank's shards.
         places: where each is found in the model.
         compute_dtype: of the gathered parameters, and so of what is sent; None: their own.
+
+    Attributes:
+        before_forward: called when a parameter is read that is not gathered.
+        before_backward: called when backward needs a parameter, or has a gradient of one.
+        flat_at: which flat parameters are gathered where, by their storage; shared by all.
     """
+
+    before_forward: Callable[[], None]
+    before_backward: Callable[[], None]
 
     def __init__(
         self,
@@ -68,16 +78,12 @@ class FlatParameters:
         group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype | None,
     ) -> None:
+        self.flat_at: dict[int, FlatParameters] = {}
         self.names, self.shards = list(named), list(named.values())
         self.shapes = [param.shape for param in self.shards]
         self.places, self.group, self.compute_dtype = places, group, compute_dtype
         self.ranks = world_size(group)
         self.is_trained = any(param.requires_grad for param in self.shards)
-        self.setters = [
-            (_setter(module), name, index)
-            for index, found in enumerate(places)
-            for module, name in found
-        ]
 
         # layout, in elements: parameters, then equal slices
         step = ALIGNMENT // min(2, self.shards[0].element_size())
@@ -134,24 +140,21 @@ class FlatParameters:
         self.addresses = [shard.data_ptr() for shard in self.shards]
 
     def _make_whole(self) -> None:
-        """Make the gathered buffer and its views, both without memory between uses."""
+        """Make the whole parameters, which have no memory."""
         own = self.slice.dtype
-        dtype = self.compute_dtype if own.is_floating_point and self.compute_dtype else own
+        self.dtype = self.compute_dtype if own.is_floating_point and self.compute_dtype else own
         # gradients are sums: in float32, or in the parameter's dtype if that has more digits
         is_narrow = own.is_floating_point and own.itemsize < 4
         self.grad_dtype = torch.float32 if is_narrow else own
-        self.buffer = self.slice.new_empty(self.ranks * self.slice_length, dtype=dtype)
-        self.whole = [
-            Gathered(self._view(self.buffer, i), requires_grad=shard.requires_grad)
-            for i, shard in enumerate(self.shards)
-        ]
-        self.stand_ins: list[StandIn] = [stand_in_for(whole) for whole in self.whole]
-        self.num_bytes = self.buffer.untyped_storage().nbytes()
-        self.buffer.untyped_storage().resize_(0)
+        self.whole = [WholeParameter(self, i) for i in range(len(self.shards))]
         self.is_gathered = self.is_in_pass = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of gathered memory, which lives on if the caller has kept a weight."""
+        self.buffer = self.slice.new_empty(0)
+        self.gathered: list[Tensor] = []
         self.gathering: Any = None
-        # of the shards when they were gathered last, and what the buffer's own is but for changes
-        self.shards_version, self.buffer_version = -1, self.buffer._version
 
     # Shards: what a caller may have done to them between passes
 
@@ -172,10 +175,10 @@ class FlatParameters:
                     )
         if is_moved:
             self._follow_data()
-        for shard, whole in zip(self.shards, self.whole):
-            if whole.requires_grad != shard.requires_grad:
+        self.is_trained = any(shard.requires_grad for shard in self.shards)
+        with torch._C.DisableTorchFunctionSubclass():
+            for shard, whole in zip(self.shards, self.whole):
                 whole.requires_grad_(shard.requires_grad)
-                self.is_trained = any(shard.requires_grad for shard in self.shards)
 
     def _follow_data(self) -> None:
         kinds = {(shard.dtype, shard.device) for shard in self.shards}
@@ -194,7 +197,7 @@ class FlatParameters:
             self._make_whole()
 
     @torch.no_grad()
-    def gathered(self) -> list[Tensor]:
+    def copies(self) -> list[Tensor]:
         """Copies of the whole parameters, in their own dtype; on all ranks."""
         flat = self.slice
         if self.ranks > 1:
@@ -202,79 +205,96 @@ class FlatParameters:
             all_gather(as_sent(flat), as_sent(self.slice), group=self.group)
         return [self._view(flat, i).clone() for i in range(len(self.shards))]
 
-    # Parameters: gathered before forward and backward, released after
+    # Parameters: gathered before forward and backward, dropped after
 
     def show(self, *, in_pass: bool) -> None:
-        """Let the model have whole parameters or their stand-ins in a pass, else the shards."""
+        """Let the model have whole parameters in a pass, else the shards."""
         self.is_in_pass = in_pass
-        is_ready = self.is_gathered and self.gathering is None
-        self._use(self.whole if in_pass and is_ready else self._resting())
+        self._put_into_model()
 
-    def _resting(self) -> list[Any]:
-        return self.stand_ins if self.is_in_pass else self.shards
-
-    def _use(self, params: list[Any]) -> None:
-        for set_parameter, name, index in self.setters:
-            set_parameter(name, params[index])
+    def _put_into_model(self) -> None:
+        params: list[Any] = (self.gathered or self.whole) if self.is_in_pass else self.shards
+        for param, found in zip(params, self.places):
+            for module, name in found:
+                _put(module, name, param)
 
     @torch.no_grad()
     def start_gathering(self) -> None:
         """Start the all-gather, unless the parameters are there or on their way."""
         if self.is_gathered:
             return
-        self.is_gathered = True
-        self.buffer.untyped_storage().resize_(self.num_bytes)
-        self.notice_updates()
-        # `.data`: autograd must not notice that memory which it saved is filled again
-        buffer, sent = self.buffer.data, self.slice.to(self.buffer.dtype)
+        self.is_gathered, self.version = True, self.shards_version()
+        with torch.inference_mode(False):
+            # memory of its own each time: what else refers to the last one may go on
+            self.buffer = self.slice.new_empty(self.ranks * self.slice_length, dtype=self.dtype)
+        sent = self.slice.to(self.dtype)
         if self.ranks == 1:
-            buffer.copy_(sent)
+            self.buffer.copy_(sent)
             return
         with annotate("all-gather"):
-            work = all_gather(as_sent(buffer), as_sent(sent), group=self.group, async_op=True)
+            work = all_gather(as_sent(self.buffer), as_sent(sent), group=self.group, async_op=True)
         # what is sent lives until it has arrived
         self.gathering = work, sent
 
-    def notice_updates(self) -> None:
-        """Let autograd notice that the shards are not those anymore which an older graph saved."""
-        version = sum(shard._version for shard in self.shards)
-        if version != self.shards_version:
-            self.shards_version = version
-            torch.autograd.graph.increment_version(self.buffer)
-            self.buffer_version += 1
+    def shards_version(self) -> int:
+        """A number that grows when a shard is changed in place."""
+        return sum(shard._version for shard in self.shards)
 
-    def finish_gathering(self) -> None:
+    def gather(self) -> None:
         """Wait for the all-gather (on a GPU only its stream waits), and let the model have it."""
-        self._use(self.whole)
         self.start_gathering()
         if self.gathering is not None:
             self.gathering[0].wait()
             self.gathering = None
+        if not self.gathered:
+            buffer = self.buffer.detach()
+            views = [self._view(buffer, i) for i in range(len(self.shards))]
+            self.gathered = with_gradients_of(self.whole, views)
+            self.gathered_version = self.buffer._version
+            self.flat_at[self.buffer.untyped_storage()._cdata] = self
+            self._put_into_model()
 
-    def release(self) -> None:
-        """Free the gathered parameters; autograd's references stay, to be filled again.
+    def drop(self) -> None:
+        """Free the gathered parameters.
 
         Raises:
             RuntimeError: they were changed in place, which would be lost.
         """
-        if self.is_gathered:
-            if self.gathering is not None:
-                self.finish_gathering()
-            self._use(self._resting())
-            self.buffer.untyped_storage().resize_(0)
-            self.is_gathered = False
-            if self.buffer._version != self.buffer_version:
-                raise RuntimeError(
-                    f"a forward pass changed one of {', '.join(self.names)} in place, in memory "
-                    "that is gathered for the pass alone; change parameters between steps"
-                )
+        if not self.is_gathered:
+            return
+        if self.gathering is not None:
+            self.gathering[0].wait()
+        is_changed = self.gathered and self.buffer._version != self.gathered_version
+        self.flat_at.pop(self.buffer.untyped_storage()._cdata, None)
+        self.is_gathered = False
+        self._forget()
+        self._put_into_model()
+        if is_changed:
+            raise RuntimeError(
+                f"a forward pass changed one of {', '.join(self.names)} in place, in memory "
+                "that is gathered for the pass alone; change parameters between steps"
+            )
+
+    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What autograd keeps of a gathered parameter or a view of one: how to gather it again."""
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return functools.partial(self._gathered_again, self.version, tensor.dtype, *layout)
+
+    def _gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
+        self.before_backward()
+        if self.shards_version() != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: one of {', '.join(self.names)} is not as in the forward pass"
+            )
+        return self.buffer.new_empty(0, dtype=dtype).set_(self.buffer.untyped_storage(), *layout)
 
     # Gradients: reduce-scattered when backward has passed the block
 
     @torch.no_grad()
     def take_gradients(self, *, send: bool) -> None:
         """Move the whole gradients into one flat tensor, and send it or keep it for later."""
-        grads = {i: whole.grad for i, whole in enumerate(self.whole) if whole.grad is not None}
+        grads = {i: grad for i, whole in enumerate(self.whole) if (grad := whole.grad) is not None}
         self._forget_cleared()
         for index, grad in grads.items():
             require(
@@ -287,7 +307,9 @@ class FlatParameters:
         if self.added is None and (grads or send):
             # zeros for parameters without a gradient
             make = torch.empty if len(grads) == len(self.whole) else torch.zeros
-            self.added = make(len(self.buffer), dtype=self.grad_dtype, device=self.slice.device)
+            self.added = make(
+                self.ranks * self.slice_length, dtype=self.grad_dtype, device=self.slice.device
+            )
         if grads:
             views = [self._view(self.added, i) for i in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
@@ -393,18 +415,13 @@ class FlatParameters:
             whole.grad = None
 
 
-def _setter(module: nn.Module) -> Callable[[str, Any], Any]:
-    """Return a function that sets a module's parameter, quickly where nothing depends on it."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        return module._parameters.__setitem__
-    is_recurrent = isinstance(module, nn.RNNBase)
-    return functools.partial(_set_recurrent if is_recurrent else setattr, module)
-
-
-def _set_recurrent(module: Any, name: str, param: Any) -> None:
-    """Set a parameter of a module that holds them twice, and moves those that it finds changed."""
-    setattr(module, name, param)
-    module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in module._flat_weights]
+def _put(module: nn.Module, name: str, param: Any) -> None:
+    """Put a shard, a whole or a gathered parameter where a module finds its own."""
+    module._parameters[name] = param
+    if isinstance(module, nn.RNNBase):
+        # which holds them twice, and moves those that it finds changed
+        module._flat_weights = [module._parameters[own] for own in module._flat_weights_names]
+        module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
 
 
 def as_real(flat: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.fsdp.wrapper import FSDP
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, make_shard
+from lib.sharded_optimizer.shards import Shard, ShardingStrategy, whole_shard
 
 if TYPE_CHECKING:
     from lib.model.transformer import MeanLoss
@@ -34,8 +34,14 @@ class ShardedLoss(FSDP):
             outer.append(model.lm_head)
             blocks.append(model.lm_head)
         super().__init__(loss, loss.dtype, blocks=blocks, full_precision=outer, group=group)
+        self.block_of = {id(part): block for block in self.blocks for part in block.modules}
         # the head's matrix is read without calling it
-        model.before_part = self.before_part
+        model.before_part = self._before_part
+
+    def _before_part(self, part: nn.Module) -> None:
+        block = self.block_of.get(id(part))
+        if block is not None:
+            self.before_forward(block)
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Gather the model's state dict on rank 0's CPU, block by block; empty on other ranks."""
@@ -47,6 +53,8 @@ class ShardedLoss(FSDP):
 
 class FSDPShards(ShardingStrategy):
     """The strategy of `ShardedOptimizer` for the parameters of an FSDP: ranks send nothing here.
+
+    FSDP averages gradients and leaves them in its shards.
 
     The optimizer is given whole parameters, `whole_parameters`, which have a shape but no memory.
     """
@@ -66,20 +74,12 @@ class FSDPShards(ShardingStrategy):
         added = []
         for number, param in enumerate(params, start=first):
             if id(param) not in self.place_of:
-                weight = param.detach().view(-1)
-                shard = make_shard(param, number, 0, param.numel(), weight)
-                shard.leaf = param
-                self.copies.append(shard)
-                added.append(shard)
+                self.copies.append(whole_shard(param, number))
+                added.append(self.copies[-1])
                 continue
             flat, index = self.place_of[id(param)]
             leaf, (start, stop) = flat.shards[index], flat.ranges[index]
             if stop > start:
-                added.append(Shard(param, number, start, stop, leaf.detach(), leaf))
+                added.append(Shard(param, number, start, stop, leaf))
         self.shards += added
         return added
-
-    def finish_gradient_synchronization(self) -> None:
-        """Give every shard its gradient, which FSDP has averaged."""
-        for shard in self.shards:
-            shard.grad = shard.leaf.grad

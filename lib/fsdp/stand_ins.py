@@ -1,48 +1,35 @@
-"""Stand-ins for whole parameters that are not gathered."""
+"""Whole parameters, which are gathered when they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# What may be asked of a stand-in without gathering.
-DESCRIPTIONS = {
-    getattr(torch.Tensor, name).__get__
-    for name in ("dtype", "device", "shape", "ndim", "is_cuda", "requires_grad", "layout")
-} | {
-    getattr(torch.Tensor, name)
-    for name in ("size", "dim", "numel", "nelement", "element_size", "is_floating_point")
-}
+# What may be asked of a whole parameter without gathering.
+PROPERTIES = ("dtype", "device", "shape", "ndim", "is_cuda", "requires_grad", "layout", "grad")
+PROPERTIES += ("is_leaf", "retains_grad")
+METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
+METHODS += ("untyped_storage",)
+DESCRIPTIONS = {getattr(torch.Tensor, name) for name in METHODS}
+DESCRIPTIONS |= {getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
+DESCRIPTIONS |= {torch.Tensor.grad.__set__, torch.Tensor.__repr__}  # type: ignore[attr-defined]
 
 
-class Gathered(nn.Parameter):
-    """A whole parameter: a view of the gathered buffer, which has no memory between uses."""
+class WholeParameter(nn.Parameter):
+    """A parameter without memory: has a shape, takes a gradient, and is gathered to be read."""
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        if self.untyped_storage().nbytes():
-            return super().__repr__()
-        return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
+    flat: Any
+    number: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._require_memory()
-        return super().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._require_memory()
-        return super().__reduce_ex__(protocol)
-
-    def _require_memory(self) -> None:
-        if not self.untyped_storage().nbytes():
-            raise TypeError(f"copied must be what FSDP.full_parameters() returns, got a {self!r}")
-
-
-class StandIn(nn.Parameter):
-    """A parameter that tells its shape and dtype, and gathers its block when it is used."""
-
-    read_whole: Callable[[], Tensor]
+    def __new__(cls, flat: Any, index: int) -> WholeParameter:
+        """Stand for parameter `index` of `flat`."""
+        shard, shape = flat.shards[index], flat.shapes[index]
+        empty = shard.detach().new_empty((), dtype=flat.dtype).expand(shape)
+        whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
+        whole.flat, whole.number = flat, index
+        return whole
 
     @classmethod
     def __torch_function__(
@@ -52,15 +39,42 @@ class StandIn(nn.Parameter):
         if function in DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        args, kwargs = torch.utils._pytree.tree_map_only(StandIn, _whole, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map_only(WholeParameter, _gathered, (args, kwargs))
         return function(*args, **kwargs)
 
-
-def stand_in_for(whole: Tensor) -> StandIn:
-    """A stand-in of a parameter's shape, dtype and device, without its memory."""
-    empty = whole.detach().new_empty(()).expand(whole.shape)
-    return StandIn(empty, requires_grad=whole.requires_grad)
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
 
 
-def _whole(stand_in: StandIn) -> Tensor:
-    return stand_in.read_whole()
+def _gathered(whole: WholeParameter) -> Tensor:
+    if not whole.flat.is_gathered:
+        whole.flat.before_forward()
+    whole.flat.gather()
+    return whole.flat.gathered[whole.number]
+
+
+class _WithGradients(torch.autograd.Function):
+    """Gathered parameters, whose gradients are those of the whole parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: list[Tensor], *whole: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.before_backward = whole[0].flat.before_backward
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.before_backward()
+        return None, *grads
+
+
+def with_gradients_of(whole: list[WholeParameter], gathered: list[Tensor]) -> list[Tensor]:
+    """Return the tensors `gathered` as parameters, for which backward gives `whole` gradients."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        trained = [i for i, param in enumerate(whole) if param.requires_grad]
+        if trained:
+            given = [gathered[i] for i in trained]
+            given = _WithGradients.apply(given, *(whole[i] for i in trained))
+            for i, tensor in zip(trained, given):
+                gathered[i] = tensor
+    return gathered

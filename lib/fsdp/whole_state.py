@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from lib.core.settings import require
 from lib.ddp.process_group import rank
@@ -41,7 +40,7 @@ class WholeState:
         whole: dict[str, Tensor] = {}
         for flat in self.flats:
             flat.follow_shards()
-            tensors = flat.gathered()
+            tensors = flat.copies()
             if on_first_only:
                 tensors = [t.cpu() for t in tensors] if rank(self.group) == 0 else []
             whole |= zip(flat.names, tensors)
@@ -104,16 +103,7 @@ class WholeState:
             f"state_dict must have the module's names, but differs in "
             f"{', '.join(sorted(own.keys() ^ state_dict.keys()))}",
         )
-        names = [name for name in own if name in state_dict]
-        parts = self._parts_of({name: state_dict[name] for name in names}, own)
-        for name in names:
-            if isinstance(own[name], Tensor):
-                own[name].copy_(parts[name])
-            else:
-                owner = name.removesuffix("_extra_state").removesuffix(".")
-                self.module.get_submodule(owner).set_extra_state(parts[name])
-        missing = [name for name in own if name not in state_dict]
-        return _IncompatibleKeys(missing, [name for name in state_dict if name not in own])
+        return self.module.load_state_dict(self._parts_of(state_dict, own), strict)
 
     def _parts_of(self, state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of each whole value.

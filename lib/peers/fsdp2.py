@@ -114,7 +114,7 @@ class FullyShardedParameters(ShardingStrategy):
         """Give every shard its gradient, which FSDP2 has averaged."""
         for shard in self.shards:
             grad: Any = shard.param.grad
-            shard.grad = None if grad is None else grad.to_local().view(shard.weight.shape)
+            shard.leaf.grad = None if grad is None else grad.to_local().view(shard.leaf.shape)
 
 
 def _check_average(group: dist.ProcessGroup | None) -> None:

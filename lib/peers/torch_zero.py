@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from lib.ddp.process_group import on_each_rank, rank, world_size
 from lib.optimizer.schedule import grad_norm
 from lib.sharded_optimizer.saved_state import pack_shards, read_shards, unpack_shards, write_shard
-from lib.sharded_optimizer.shards import Shard
+from lib.sharded_optimizer.shards import Shard, whole_shard
 
 
 class TorchZero(ZeroRedundancyOptimizer):
@@ -37,10 +37,7 @@ class TorchZero(ZeroRedundancyOptimizer):
     def shards(self) -> list[Shard]:
         """The shards that this rank updates, in the order of `inner`."""
         numbers = {id(param): number for number, param in enumerate(_params(self))}
-        return [
-            Shard(param, numbers[id(param)], 0, param.numel(), param.detach(), param)
-            for param in _params(self.optim)
-        ]
+        return [whole_shard(param, numbers[id(param)]) for param in _params(self.optim)]
 
     def grad_norm(self) -> Tensor:
         """The L2 norm of all gradients: 0-dim, float32."""

@@ -6,22 +6,21 @@ send as much (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.1).
 
 One bucket on two ranks, a slice being 4 elements:
 
-    parameters   | a a a . | b b b . |      `.` pads each start to 16 bytes, and slices to one size
+    buffer       | a a a . | b b b . |      the parameters; `.` pads (see `lib/ddp/flat.py`)
     gradients    | a a a . | b b b . |      on each rank, packed the same way
                       reduce-scatter
     mean         | rank 0  | rank 1  |      each rank holds its slice
                       update
                       all-gather
-    parameters   | a a a . | b b b . |
+    buffer       | a a a . | b b b . |
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,162 +28,49 @@ from torch import Tensor, nn
 
 from lib.core.ranges import annotate
 from lib.core.settings import require
-from lib.ddp.buckets import ALIGNMENT, GradientSync, fill_buckets, has_average
-from lib.ddp.process_group import all_gather, global_rank, rank, reduce_scatter, world_size
-from lib.ddp.wrappers import wrapper_of
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy, check_is_dense, make_shard
+from lib.ddp.flat import Bucket, InOrder, fill_buckets, start_all_reduce
+from lib.ddp.process_group import all_gather, rank, reduce_scatter, world_size
+from lib.ddp.wrapper_base import wrapper_of
+from lib.sharded_optimizer.shards import (
+    Shard,
+    ShardingStrategy,
+    make_shard,
+    name_of,
+    whole_shard,
+)
 
 
-class FlatBucket:
-    """Parameters of one dtype and device as views of one buffer, which is cut into equal slices.
+class FlatBucket(Bucket):
+    """Parameters as views of one `buffer`; this rank updates its slice, `mine`."""
 
-    Each parameter starts at a multiple of 16 bytes and all slices have one length, so that gaps of
-    zeros follow parameters; they belong to no shard.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        self.params, self.group = params, group
-        # layout, in elements: parameters, then equal slices
-        step = max(1, ALIGNMENT // params[0].element_size())
-        self.lengths = [-(-param.numel() // step) * step for param in params]
-        self.starts = [0, *itertools.accumulate(self.lengths)]
-        ranks = world_size(group)
-        self.slice_length = -(-self.starts[-1] // (step * ranks)) * step
-        self.begin = rank(group) * self.slice_length
-
-        # zeros behind each parameter, and at the end; None if there are none anywhere
-        gaps = [length - param.numel() for param, length in zip(params, self.lengths)]
-        gaps[-1] += ranks * self.slice_length - self.starts[-1]
-        zeros = params[0].detach().new_zeros(max(gaps))
-        self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else None
-
+    def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        super().__init__(params, world_size(group))
         # parameters become views
-        self.flat = self._pack([param.detach() for param in params])  # (ranks · slice_length,)
-        for param, start in zip(params, self.starts):
-            param.data = self.flat[start : start + param.numel()].view(param.shape)
+        self.buffer = self.pack([param.detach() for param in params])  # (ranks · slice_length,)
+        for param, view in zip(params, self.views(self.buffer)):
+            param.data = view
         self.addresses = [param.data_ptr() for param in params]
 
-        # this rank's shards, and where each starts in its slice
+        # this rank's slice, and which parameters are in it
+        begin = rank(group) * self.slice_length
+        self.mine = self.buffer[begin : begin + self.slice_length]  # (slice_length,)
+        self.own = list(self.parts(rank(group)))
         self.shards: list[Shard] = []
-        self.shard_starts: list[int] = []
-        # ids of parameters whose gradients arrived in backward, and how many are expected
-        self.arrived: set[int] = set()
-        self.num_expected = 0
-        # ids of parameters trained at the last reduction, which all ranks agree on
-        self.were_trained = {id(param) for param in params if param.requires_grad}
-        # parameters that had no gradient when this rank's were sent
-        self.absent: list[nn.Parameter] = []
-        # whether shards hold gradients, on any rank
-        self.has_means = False
-        self.sent: Tensor | None = None
-        self.mean: Tensor | None = None
-        self.reduction: Any = None
+        # the all-gather under way
         self.gathering: Any = None
 
-    def make_shards(self, numbers: dict[int, int]) -> list[Shard]:
-        """Cut this rank's shards; `numbers` maps a parameter's id to its index."""
-        for param, param_start in zip(self.params, self.starts):
-            start = max(0, self.begin - param_start)
-            stop = min(param.numel(), self.begin + self.slice_length - param_start)
-            if start < stop:
-                weight = self.flat[param_start + start : param_start + stop]  # (stop - start,)
-                self.shards.append(make_shard(param, numbers[id(param)], start, stop, weight))
-                self.shard_starts.append(param_start + start - self.begin)
-        return self.shards
 
-    @property
-    def is_trained(self) -> bool:
-        # frozen since the backward pass, a parameter is still updated once more
-        used = (param.requires_grad or param.grad is not None for param in self.params)
-        return self.has_means or bool(self.were_trained) or any(used)
-
-    @property
-    def is_full(self) -> bool:
-        # never full if all parameters were frozen when the hooks were registered
-        return 0 < self.num_expected == len(self.arrived)
-
-    def check_addresses(self) -> None:
-        """Raise a `RuntimeError` if a parameter has left the buffer."""
-        for param, address in zip(self.params, self.addresses):
-            if param.data_ptr() != address:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} was moved to other memory after "
-                    "the optimizer was created, for example by module.to(); move and convert "
-                    "modules before"
-                )
-
-    def start_reduction(self) -> None:
-        """Start the reduce-scatter of the gradients; the parameters no longer hold them."""
-        grads, absent = [], []
-        for param in self.params:
-            grad = param.grad
-            if grad is None:
-                absent.append(param)
-                grad = torch.zeros_like(param)
-            check_is_dense(grad)
-            grads.append(grad.detach())
-        self.absent, self.sent = absent, self._pack(grads)  # (ranks · slice_length,)
-        # only the packed copy stays
-        del grad, grads
-        for param in self.params:
-            param.grad = None
-        self.mean = self.sent.new_empty(self.slice_length)
-        op = dist.ReduceOp.AVG if has_average(self.sent, self.group) else dist.ReduceOp.SUM
-        self.reduction = reduce_scatter(
-            self.mean, self.sent, op=op, group=self.group, async_op=True
-        )
-
-    def free_sent(self) -> None:
-        """Wait for the reduce-scatter (on a GPU only its stream waits) and free its input."""
-        if self.sent is not None:
-            self.reduction.wait()
-            self.sent = None
-
-    def finish_reduction(self, unused: set[int]) -> None:
-        """Add the means to the shards' gradients, except for parameters that no rank used."""
-        self.free_sent()
-        if not has_average(self.mean, self.group):
-            self.mean.div_(world_size(self.group))
-        for shard, start in zip(self.shards, self.shard_starts):
-            if id(shard.param) not in unused:
-                grad = self.mean[start : start + shard.stop - shard.start].view_as(shard.weight)
-                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self.has_means |= not unused or any(id(param) not in unused for param in self.params)
-        self.mean = self.reduction = None
-        self.arrived.clear()
-
-    def start_gathering(self) -> None:
-        """Start the all-gather of the updated slices, in place."""
-        mine = self.flat[self.begin : self.begin + self.slice_length]  # (slice_length,)
-        self.gathering = all_gather(self.flat, mine, group=self.group, async_op=True)
-
-    def finish_gathering(self) -> None:
-        """Wait for the all-gather, if one is pending (on a GPU only its stream waits)."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
-    def _pack(self, tensors: list[Tensor]) -> Tensor:
-        """Concatenate tensors and gaps; a single tensor without gaps is returned as it is."""
-        if len(tensors) == 1 and not self.gaps and tensors[0].is_contiguous():
-            return tensors[0].view(-1)
-        pieces = [tensor.reshape(-1) for tensor in tensors]
-        if self.gaps:
-            pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
-        return torch.cat(pieces)
-
-
-class FlatSlices(GradientSync, ShardingStrategy):
-    """Cuts every bucket of parameters into a slice per rank.
+class FlatSlices(InOrder, ShardingStrategy):
+    """Cuts every bucket of parameters into a slice per rank. Frozen parameters must stay frozen.
 
     Args:
         reduces_gradients: whether gradients are this rank's own, to be averaged here. They move
             into the shards then, and the parameters' `.grad` becomes None.
         bucket_cap_mb: MiB of parameters in a bucket.
-        overlap: whether a bucket's reduce-scatter starts in backward, as soon as the bucket is
-            full. All ranks start them in one order: that in which they became full on rank 0 in
-            the first step, which overlaps nothing.
+        overlap: whether a bucket's reduce-scatter starts in backward, as soon as it is full.
     """
+
+    collective = "reduce-scatter"
 
     def __init__(
         self,
@@ -195,92 +81,64 @@ class FlatSlices(GradientSync, ShardingStrategy):
         overlap: bool,
     ) -> None:
         super().__init__(group)
-        self.reduces_gradients, self.overlap = reduces_gradients, overlap
+        self.start(group)
+        self.reduces_gradients, self.overlaps = reduces_gradients, overlap
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
-        self.bucket_of: dict[int, FlatBucket] = {}
-        # gradients: the order in which buckets are sent, None until the ranks have agreed on it;
-        # indices of buckets in the order they became full; how many were started
-        self.order: list[FlatBucket] | None = None
-        self.filled: list[int] = []
-        self.num_started = 0
-        self.is_reduced = False
+        self.bucket_with: dict[int, FlatBucket] = {}
+        self.frozen: list[nn.Parameter] = []
         # parameters: buckets that a forward pass waits for instead of the step, whether it also
         # starts the all-gathers, and whether they still have to be started
         self.awaited_in_forward: set[FlatBucket] = set()
         self.starts_in_forward = self.must_gather = False
 
-    def __getstate__(self) -> NoReturn:
-        """Refuse `copy.deepcopy` and pickle: copied parameters would not share buffers."""
-        raise TypeError(
-            "strategy 'flat' of several ranks cannot be copied or pickled; make a ShardedOptimizer "
-            "for the copied parameters, and give it this one's state_dict()"
-        )
-
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
-        self._finish_started()
         self._check_not_wrapped(params)
-        numbers = {id(param): first + index for index, param in enumerate(params)}
-        added = []
-        for is_trained in (True, False):
-            # gradients arrive in about the reverse order
-            chosen = [param for param in reversed(params) if param.requires_grad is is_trained]
-            for filled in fill_buckets(chosen, cap_bytes=self.cap_bytes):
-                bucket = FlatBucket(filled.params, self.group)  # type: ignore[arg-type]  # those chosen
-                added += bucket.make_shards(numbers)
-                self._register_hooks(bucket, len(self.buckets))
-                self.buckets.append(bucket)
-        self.order = None
+        numbers: dict[Tensor, int] = {param: n for n, param in enumerate(params, start=first)}
+        # frozen ones have no state, and stay where they are
+        frozen = [param for param in params if not param.requires_grad]
+        self.frozen += frozen
+        added = [whole_shard(param, numbers[param]) for param in frozen if rank(self.group) == 0]
+        # gradients arrive in about the reverse order
+        trained = [param for param in reversed(params) if param.requires_grad]
+        for filled in fill_buckets(trained, cap_bytes=self.cap_bytes):
+            bucket = FlatBucket(filled, self.group)
+            for param, start, stop, offset in bucket.own:
+                weight = bucket.mine[offset : offset + stop - start]
+                bucket.shards.append(make_shard(param, numbers[param], start, stop, weight))  # type: ignore[arg-type]  # those given
+            added += bucket.shards
+            self.buckets.append(bucket)
+            self.bucket_with |= dict.fromkeys(map(id, filled), bucket)
+            self.watch([(name_of(param), param) for param in filled], hooks=self.overlaps)
         added.sort(key=lambda shard: shard.number)
         self.shards += added
         return added
 
     # Gradients: reduce-scatter, started in backward with `overlap`
 
-    def _register_hooks(self, bucket: FlatBucket, index: int) -> None:
-        # through a weak reference, so that parameters can outlive the optimizer
-        this = weakref.ref(self)
+    def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
+        """The buckets in the order in which they become complete if `params` arrive in theirs."""
+        place = {param: index for index, param in enumerate(params)}
+        return sorted(self.buckets, key=lambda bucket: max(place[p] for p in bucket.params))
+
+    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
+        """Start the reduce-scatter of a bucket's gradients, which parameters no longer hold."""
+        # at most two are under way: later gradients need the memory of earlier ones
+        if self.num_sent >= 2:
+            self.receive(self.order[self.num_sent - 2])
+        flat = bucket.pack([param.grad for param in bucket.params])  # (ranks · slice_length,)
         for param in bucket.params:
-            self.bucket_of[id(param)] = bucket
-            if self.overlap and param.requires_grad:
-                bucket.num_expected += 1
-                hook = functools.partial(_gradient_hook, this, index)
-                param.register_post_accumulate_grad_hook(hook)
-
-    def _on_gradient(self, index: int, param: Tensor) -> None:
-        """Called in backward when the gradient of `param`, in bucket `index`, is complete."""
-        # in no_sync, gradients only add up
-        if not self.is_syncing:
-            return
-        bucket = self.buckets[index]
-        if id(param) in bucket.arrived or self.is_reduced:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} grew again after its "
-                "reduce-scatter had started; run one backward pass per step, and those before it "
-                "in no_sync()"
-            )
-        # once the bucket is full, start all that may start, in the order of all ranks
-        bucket.arrived.add(id(param))
-        if bucket.is_full:
-            self.filled.append(index)
-            if self.order is not None:
-                with torch.no_grad():
-                    while self.num_started < len(self.order) and self._next_is_ready():
-                        self._start_next()
-
-    def _next_is_ready(self) -> bool:
-        bucket = self.order[self.num_started]
-        return bucket.is_full or not bucket.is_trained
-
-    def _start_next(self) -> None:
-        # at most two are pending: later gradients need the memory of earlier ones
-        if self.num_started >= 2:
-            self.order[self.num_started - 2].free_sent()
-        bucket = self.order[self.num_started]
-        self.num_started += 1
-        if bucket.is_trained:
-            bucket.start_reduction()
+            param.grad = None
+        mean = flat.new_empty(bucket.slice_length)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        bucket.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
+        # what is sent lives until it has arrived
+        bucket.sent, bucket.means = [flat], [mean]
+        if presence is not None:
+            bucket.works += start_all_reduce([presence], self.group, self.averages)
+            bucket.means.append(presence)
+            self.presence = presence
 
     def finish_gradient_synchronization(self) -> None:
         """Give every shard the mean gradient of its elements.
@@ -288,18 +146,19 @@ class FlatSlices(GradientSync, ShardingStrategy):
         Once they are averaged, a further call only checks that no gradient came after.
 
         Raises:
-            RuntimeError: a parameter was moved, or a gradient came after.
+            RuntimeError: a parameter was moved, or trained though it was frozen, or a gradient came
+                after.
         """
-        for bucket in self.buckets:
-            bucket.check_addresses()
+        if not self.is_closed:
+            self._check_parameters()
         if not self.reduces_gradients:
             # a wrapper has averaged them
             for shard in self.shards:
-                shard.grad = shard.slice_of(shard.param.grad)
-        elif not self.is_reduced:
-            with annotate("reduce-scatter"):
+                shard.leaf.grad = shard.slice_of(shard.param.grad)
+        elif not self.is_closed:
+            with annotate(self.collective):
                 self._reduce()
-        elif any(param.grad is not None for bucket in self.buckets for param in bucket.params):
+        elif any(param.grad is not None for param in self.params):
             raise RuntimeError(
                 "a backward pass ran after the gradients were averaged; run all backward passes "
                 "first"
@@ -307,124 +166,97 @@ class FlatSlices(GradientSync, ShardingStrategy):
 
     def _reduce(self) -> None:
         """Average the gradients since the last call, and add them to those of the shards."""
-        # start what backward did not
-        self._agree_on_order()
-        while self.num_started < len(self.order):
-            self._start_next()
-        # finish all
-        reduced = [bucket for bucket in self.order if bucket.reduction is not None]
-        if reduced:
-            unused = self._unused(reduced)
-            for bucket in reduced:
-                bucket.finish_reduction(unused)
-        for bucket in self.buckets:
-            bucket.were_trained = {id(param) for param in bucket.params if param.requires_grad}
-        self.num_started, self.is_reduced = 0, True
-        self.filled.clear()
+        if not self.order:
+            self._check_not_wrapped(self.params)
+        if self.params:
+            means, unused = self.finish()
+            dropped = {id(param) for param in unused}
+            for bucket, (mean, *_) in zip(self.order, means):
+                for shard, part in zip(bucket.shards, bucket.own):  # type: ignore[attr-defined]
+                    if id(shard.param) not in dropped:
+                        grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)
+                        has_grad = shard.leaf.grad is not None
+                        shard.leaf.grad = shard.leaf.grad.add_(grad) if has_grad else grad
+        self.is_closed = True
 
-    def _agree_on_order(self) -> None:
-        """Send buckets in the order in which they became full on rank 0."""
-        if self.order is not None:
-            return
-        self._check_not_wrapped(param for bucket in self.buckets for param in bucket.params)
-        order = [*self.filled, *(n for n in range(len(self.buckets)) if n not in self.filled)]
-        if self.overlap and self.buckets:
-            indices = torch.tensor(order, device=self.buckets[0].flat.device)
-            dist.broadcast(indices, global_rank(0, self.group), group=self.group)
-            order = indices.tolist()
-        self.order = [self.buckets[index] for index in order]
+    def _check_parameters(self) -> None:
+        """Raise a `RuntimeError` if one has left its buffer, or is not in any but trained."""
+        for bucket in self.buckets:
+            for param, address in zip(bucket.params, bucket.addresses):
+                if param.data_ptr() != address:
+                    raise RuntimeError(
+                        f"{name_of(param)} was moved to other memory after the optimizer was "
+                        "created, for example by module.to(); move and convert modules before"
+                    )
+        for param in self.frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"{name_of(param)} was frozen when the optimizer was created and is trained "
+                    "now; make a new optimizer"
+                )
 
     def _check_not_wrapped(self, params: Iterable[Tensor]) -> None:
         """Raise a `ValueError` if something else averages the gradients, too."""
         for wrapper in map(wrapper_of, params) if self.reduces_gradients else ():
-            name = type(wrapper).__name__
             require(
-                wrapper is None,
+                not wrapper,
                 "reduces_gradients must be False for the parameters of a wrapper, which averages "
-                f"the same gradients, got True with {name}; use the module without it",
+                f"the same gradients, got True with {wrapper}; use the module without it",
             )
-
-    def _unused(self, buckets: list[FlatBucket]) -> set[int]:
-        """The ids of parameters without a gradient on any rank.
-
-        The host waits for its device only where a gradient is missing.
-        """
-        params = [param for bucket in buckets for param in bucket.params]
-        absent = {id(param) for bucket in buckets for param in bucket.absent}
-        # frozen before the last reduction: absent on every rank. Frozen since: another rank may
-        # have used it
-        were_trained = {number for bucket in buckets for number in bucket.were_trained}
-        frozen = {
-            id(param)
-            for param in params
-            if id(param) in absent - were_trained and not param.requires_grad
-        }
-        uncertain = [n for n, param in enumerate(params) if id(param) in absent - frozen]
-        presence = torch.ones(len(params), device=buckets[0].flat.device)  # (parameters,)
-        if uncertain:
-            presence[uncertain] = 0
-        dist.all_reduce(presence, group=self.group)
-        counts = presence[uncertain].tolist() if uncertain else []
-        return frozen | {id(params[n]) for n, count in zip(uncertain, counts) if count == 0}
-
-    def _finish_started(self) -> None:
-        """Finish what a backward pass started, in the same order on all ranks."""
-        if any(bucket.arrived for bucket in self.buckets):
-            self._reduce()
-            self.is_reduced = False
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drop the shards' gradients, or set them to zero."""
-        self._finish_started()
-        self.is_reduced = False
-        if set_to_none:
-            for bucket in self.buckets:
-                bucket.has_means = False
-        for shard in self.shards:
-            if set_to_none or not self.reduces_gradients:
-                shard.grad = None
-            elif shard.grad is not None:
-                shard.grad.zero_()
+        # what a backward pass has started is finished, in the same order on all ranks
+        if self.arrived:
+            self._reduce()
+        self.is_closed = False
+        super().clear_gradients(set_to_none)
 
     # Parameters: all-gather, awaited in the step or just before a forward pass needs them
 
     def gather_parameters(self) -> None:
         """All-gather every slice; those that a forward pass waits for stay pending."""
-        self.is_reduced = False
+        self.is_closed = False
         self.must_gather = True
         if not self.starts_in_forward:
             self._gather()
 
     def _gather(self) -> None:
-        order = self.order or self.buckets
         self.must_gather = False
-        # forward needs first what backward finished last
+        order: list[Any] = self.order or self.buckets  # type: ignore[assignment]
         with annotate("all-gather"):
+            # forward needs first what backward finished last
             for bucket in reversed(order):
-                if bucket.is_trained:
-                    bucket.start_gathering()
-            for bucket in order:
-                if bucket not in self.awaited_in_forward:
-                    bucket.finish_gathering()
+                bucket.gathering = all_gather(
+                    bucket.buffer, bucket.mine, group=self.group, async_op=True
+                )
+            self._wait_for(bucket for bucket in order if bucket not in self.awaited_in_forward)
+
+    def _wait_for(self, buckets: Iterable[FlatBucket]) -> None:
+        """Wait for all-gathers under way (on a GPU only its stream waits)."""
+        for bucket in buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) are complete."""
-        self._wait_for(self.buckets if params is None else self._buckets_of(params))
-
-    def _wait_for(self, buckets: list[FlatBucket]) -> None:
         if self.must_gather:
             self._gather()
-        for bucket in buckets:
-            bucket.finish_gathering()
+        if params is None:
+            self._wait_for(self.buckets)
+        else:
+            found = (self.bucket_with.get(id(param)) for param in params)
+            self._wait_for(bucket for bucket in found if bucket is not None)
 
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool
     ) -> Callable[[nn.Module], None]:
         """See `ShardedOptimizer.overlap_gather_with_forward`."""
         self.starts_in_forward = in_graph
-        covered = {id(param) for part in parts for param in part.parameters()}
+        covered = {param for part in parts for param in part.parameters()}
         self.awaited_in_forward |= {
-            bucket for bucket in self.buckets if all(id(p) in covered for p in bucket.params)
+            bucket for bucket in self.buckets if covered.issuperset(bucket.params)
         }
         # through a weak reference, so that the model can outlive the optimizer
         return functools.partial(_before_part, weakref.ref(self))
@@ -432,16 +264,6 @@ class FlatSlices(GradientSync, ShardingStrategy):
     def mark_replayed(self) -> None:
         """See `ShardedOptimizer.mark_replayed`."""
         self.must_gather = self.starts_in_forward
-
-    def _buckets_of(self, params: Iterable[Tensor]) -> list[FlatBucket]:
-        found = (self.bucket_of.get(id(param)) for param in params)
-        return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
-
-
-def _gradient_hook(slices: Callable[[], FlatSlices | None], index: int, param: Tensor) -> None:
-    this = slices()
-    if this is not None:
-        this._on_gradient(index, param)
 
 
 # compiled blocks must not trace into it

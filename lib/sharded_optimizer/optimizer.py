@@ -16,10 +16,9 @@ A step has four phases:
 Two strategies give the same result:
 
 - `parameters`: whole parameters are assigned to ranks, balanced by size, and each owner broadcasts
-  its own after the update. Easy to read, and for any optimizer.
+  its own after the update. Easy to read.
 - `flat`: parameters are laid out in flat buffers, which are cut into equal slices. Reduce-scatter
-  and all-gather together send what one all-reduce does. For elementwise optimizers, such as SGD
-  and the Adam family.
+  and all-gather together send what one all-reduce does.
 
 One step of `parameters`, behind a wrapper that averages gradients:
 
@@ -69,14 +68,14 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.buckets import checked_cap
+from lib.ddp.flat import checked_cap
 from lib.ddp.process_group import (
     agree,
     checksums,
@@ -92,30 +91,29 @@ from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import (
     pack_shards,
     read_shards,
-    settings_of,
     unpack_shards,
     write_shard,
 )
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy
+from lib.sharded_optimizer.shards import Shard, ShardingStrategy, settings_of
 from lib.sharded_optimizer.whole_parameters import WholeParameters
 
 STRATEGIES = ("parameters", "flat")
-# Optimizers whose update of an element depends on the rest of the parameter, or on all parameters.
-NEEDS_WHOLE_PARAMETERS = ("LBFGS", "Adafactor", "Muon")
-NEEDS_ALL_PARAMETERS = ("LBFGS",)
+# Their update of an element reads no other one, so that a slice can be updated by itself.
+OPTIMIZERS = (AdamW, torch.optim.AdamW, torch.optim.SGD)
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer whose state is divided among the ranks of a group.
+    """AdamW or SGD whose state is divided among the ranks of a group.
 
-    To its caller it is one optimizer over all parameters: parameter groups, schedulers, closures
-    and `add_param_group` work as usual. `inner` is the `optimizer_cls` over this rank's shards;
-    `state` is the inner optimizer's. In a group of one rank it is the plain optimizer. All ranks
-    make the same calls in the same order, starting from equal parameters.
+    To its caller it is one optimizer over all parameters, with parameter groups and schedulers.
+    `inner` is the `optimizer_cls` over this rank's shards; `state` is the inner optimizer's. In a
+    group of one rank it is the plain optimizer. All ranks make the same calls in the same order,
+    starting from equal parameters.
 
     Args:
         params: as for any optimizer; tied parameters once.
-        optimizer_cls: such as torch.optim.SGD or `lib.optimizer.adamw.AdamW`.
+        optimizer_cls: `lib.optimizer.adamw.AdamW`, torch.optim.AdamW, torch.optim.SGD, or a
+            subclass whose update of an element reads no other one.
         group: the ranks that share the state (default: all).
         strategy: `parameters` or `flat`, see above; or a `ShardingStrategy`, such as one for
             parameters that FSDP has already divided among the ranks.
@@ -133,7 +131,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        optimizer_cls: type[torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
         strategy: Literal["parameters", "flat"] | ShardingStrategy = "parameters",
@@ -142,83 +140,65 @@ class ShardedOptimizer(Optimizer):
         bucket_cap_mb: float = 25.0,
         **kwargs: Any,
     ) -> None:
-        flat_options: dict = {
+        options: dict[str, Any] = {
             "reduces_gradients": reduces_gradients,
             "overlap": overlap,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.group, self.optimizer_cls, self.kwargs = group, optimizer_cls, kwargs
-        self.has_stepped = False
+        self.group, self.has_stepped = group, False
         self.shards_whole = isinstance(strategy, str)
         self.inner: torch.optim.Optimizer | None = None
 
         def checked() -> dict[str, str]:
-            _check_arguments(optimizer_cls, strategy, **flat_options)
-            # without parameters, to learn its class and defaults
-            empty = self._make_inner([{"params": []}])
-            _check_elementwise(type(empty), strategy)
-            super(ShardedOptimizer, self).__init__(params, dict(empty.defaults))
+            _check_arguments(optimizer_cls, strategy, **options)
+            # without parameters, to learn its defaults
+            defaults = dict(optimizer_cls([{"params": []}], **kwargs).defaults)
+            Optimizer.__init__(self, params, defaults)
             name = strategy if isinstance(strategy, str) else type(strategy).__name__
-            facts = {"strategy": name, "optimizer_cls": type(empty).__qualname__} | flat_options
-            return {name: str(value) for name, value in facts.items()} | self._facts(0)
+            facts = {"strategy": name, "optimizer_cls": optimizer_cls.__qualname__} | options
+            return {name: str(value) for name, value in facts.items()} | self._facts()
 
         agree(checked, group)
-        self.strategy = _make_strategy(strategy, group, flat_options)
-        inner_groups = [self._shard(index) for index in range(len(self.param_groups))]
-        # over all groups at once: some optimizers create state here, not in the first step
-        self.inner = on_each_rank(lambda: self._make_inner(inner_groups), group)
+        self.strategy = _make_strategy(strategy, group, options)
+
+        # the inner optimizer has this rank's shards of each parameter group
+        first, inner_groups = 0, []
+        for param_group in self.param_groups:
+            shards = self.strategy.add(param_group["params"], first)
+            first += len(param_group["params"])
+            leaves = [shard.leaf for shard in shards]
+            inner_groups.append({**settings_of(param_group), "params": leaves})
+        self.inner = on_each_rank(lambda: optimizer_cls(inner_groups, **kwargs), group)
         self.state = self.inner.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for `copy.deepcopy` and pickle.
-
-        Raises:
-            TypeError: the strategy is `flat` on several ranks, or the optimizer has a group of its
-                own.
-        """
-        if self.group is not None:
-            raise TypeError(
-                "a ShardedOptimizer with a group of its own cannot be copied or pickled; make one "
-                "for the copied parameters, and give it this one's state_dict()"
-            )
-        own = ("group", "optimizer_cls", "kwargs", "has_stepped", "shards_whole", "strategy")
-        own += ("inner",)
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+        """Refuse `copy.deepcopy` and pickle with a TypeError."""
+        raise TypeError(
+            "a ShardedOptimizer cannot be copied or pickled; make one for the copied parameters, "
+            "and give it this one's state_dict()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard further parameters, with settings of their own; on all ranks, also in training.
+        """Called by the constructor for each parameter group.
 
         Raises:
-            ValueError: `optimizer_cls` refuses the settings, or parameters differ between ranks.
+            ValueError: a parameter is given twice.
+            RuntimeError: called later.
         """
-        count = len(self.param_groups)
+        if self.inner is not None:
+            raise RuntimeError(
+                "a ShardedOptimizer takes all parameters when it is created; make a new one with "
+                "these, too"
+            )
+        super().add_param_group(param_group)
+        different = len(set(param_group["params"]))
+        is_once = different == len(param_group["params"])
+        require(is_once, "params must hold each parameter once, got one of them twice")
 
-        def checked() -> dict[str, str]:
-            self._make_inner([_inner_group(param_group, [])])
-            super(ShardedOptimizer, self).add_param_group(param_group)
-            ids = {id(param) for param in param_group["params"]}
-            is_once = len(ids) == len(param_group["params"])
-            require(is_once, "params must hold each parameter once, got one of them twice")
-            return self._facts(count)
-
-        if self.inner is None:
-            # in the constructor, where the ranks compare all groups at once
-            checked()
-            return
-        try:
-            agree(checked, self.group)
-        except Exception:
-            del self.param_groups[count:]
-            raise
-        self.inner.add_param_group(self._shard(count))
-        # the next step compares the ranks' parameters again
-        self.has_stepped = False
-
-    def _facts(self, first: int) -> dict[str, str]:
-        """The properties of parameter groups from `first` on that all ranks must share."""
-        facts, groups = {}, self.param_groups[first:]
-        number = self._num_params(first)
-        for group in groups:
+    def _facts(self) -> dict[str, str]:
+        """The properties of parameter groups that all ranks must share."""
+        facts, number = {}, 0
+        for index, group in enumerate(self.param_groups):
             # names if the caller gave them
             names = group.get("param_names") or [""] * len(group["params"])
             for name, param in zip(names, group["params"]):
@@ -229,20 +209,10 @@ class ShardedOptimizer(Optimizer):
                     "give the plain optimizer this rank's shards",
                 )
                 number += 1
-        for index, group in enumerate(groups, start=first):
             facts[f"length of parameter group {index}"] = str(len(group["params"]))
             for name, value in settings_of(group).items():
                 facts[f"{name} of parameter group {index}"] = _as_text(value)
         return facts
-
-    def _shard(self, index: int) -> dict[str, Any]:
-        """Shard parameter group `index`; return the inner optimizer's group, of this rank's."""
-        group = self.param_groups[index]
-        return _inner_group(group, self.strategy.add(group["params"], self._num_params(index)))
-
-    def _num_params(self, groups: int) -> int:
-        """The number of parameters in the first `groups` groups."""
-        return sum(len(group["params"]) for group in self.param_groups[:groups])
 
     @property
     def shards(self) -> list[Shard]:
@@ -272,11 +242,11 @@ class ShardedOptimizer(Optimizer):
 
         float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
         """
-        self._take_gradients()
+        self.strategy.finish_gradient_synchronization()
         if isinstance(self.inner, AdamW):
             norm = self.inner.grad_norm()
         else:
-            norm = grad_norm(shard.leaf for shard in self.shards)
+            norm = grad_norm(shard.leaf for shard in self.strategy.shards)
         if world_size(self.group) == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
@@ -287,10 +257,10 @@ class ShardedOptimizer(Optimizer):
         # norm² of the whole = sum of the ranks' norm²
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
-        if self.strategy.copies:
+        copies = [shard.leaf for shard in self.strategy.copies if shard.leaf.grad is not None]
+        if copies:
             # counted once on each rank; infinity less infinity would be no number
-            copies = grad_norm(shard.leaf for shard in self.strategy.copies)
-            once = copies.to(device, torch.float64).square()
+            once = grad_norm(copies).to(device, torch.float64).square()
             others = (world_size(self.group) - 1) * once
             square = torch.where(once.isfinite(), square - others, once)
         return square.sqrt().to(torch.float64 if is_double else torch.float32)
@@ -307,53 +277,47 @@ class ShardedOptimizer(Optimizer):
         """
         check_max_norm(max_norm)
         norm = self.grad_norm()
-        grads = [shard.grad for shard in self.shards if shard.grad is not None]
+        grads = [shard.leaf.grad for shard in self.shards if shard.leaf.grad is not None]
         if grads:
             torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
         return norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update this rank's shards and gather all parameters; return what `closure` returns.
+    def step(self, closure: None = None, **options: Any) -> None:  # type: ignore[override]
+        """Update this rank's shards and gather all parameters.
 
-        The phases: take the averaged gradients, update this rank's shards with the inner optimizer,
+        The phases: finish averaging gradients, update this rank's shards with the inner optimizer,
         and gather the parameters, for which the next forward pass may wait.
 
         Args:
-            closure: called once, on every rank.
+            closure: must be None.
             options: for the inner optimizer's step, such as `grad_scale` and `skip` of
                 `lib.optimizer.adamw.AdamW`.
 
         Raises:
             RuntimeError: as `finish_gradient_synchronization`.
             TypeError: the inner optimizer does not know an option; in the first step on all ranks.
-            ValueError: options or the values of parameters differ between ranks, in the first step
-                and the first after `add_param_group`.
+            ValueError: there is a closure; in the first step also if options or the values of
+                parameters differ between ranks.
         """
+        require(closure is None, f"closure must be None, got {closure}; call backward before step")
         if not self.has_stepped:
             agree(lambda: self._checked_options(options), self.group)
             self._check_values()
             self.has_stepped = True
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         # parameters of the step before, if nothing has waited for them since
-        self.wait_for_parameters()
+        self.strategy.wait_for_parameters()
 
-        # take the averaged gradients
-        self._take_gradients()
+        # average gradients: reduce-scatter, unless that is done
+        self.strategy.finish_gradient_synchronization()
 
-        # update this rank's shards; schedulers set `lr` here, and some optimizers change settings
+        # update this rank's shards; schedulers set `lr` here
         for group, inner_group in zip(self.param_groups, self.inner.param_groups):
             inner_group.update(settings_of(group))
         self.inner.step(**options)
-        for group, inner_group in zip(self.param_groups, self.inner.param_groups):
-            group.update(settings_of(inner_group))
 
         # gather the parameters
         self.strategy.gather_parameters()
-        return loss
 
     def _checked_options(self, options: dict[str, Any]) -> dict[str, str]:
         inspect.signature(self.inner.step).bind(**options)
@@ -379,9 +343,6 @@ class ShardedOptimizer(Optimizer):
         """Drop the gradients, or set them to zero; on all ranks."""
         self.strategy.clear_gradients(set_to_none)
         super().zero_grad(set_to_none)
-        for shard in self.shards:
-            if shard.leaf is not shard.param:
-                shard.leaf.grad = None
 
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool
@@ -418,8 +379,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, and which elements it is for; see `saved_state`."""
         self.wait_for_parameters()
-        left_to_first = self.strategy.copies if rank(self.group) else []
-        own = [shard for shard in self.shards if shard not in left_to_first]
+        saved_by_rank_0 = self.strategy.copies if rank(self.group) else []
+        own = [shard for shard in self.shards if shard not in saved_by_rank_0]
         packed = pack_shards(own, self.inner, self.param_groups)
         return packed | {"rank": rank(self.group), "world_size": world_size(self.group)}
 
@@ -462,32 +423,28 @@ class ShardedOptimizer(Optimizer):
         """`load_shards` for a caller that itself raises an error of one rank on all."""
         self._load(read_shards(folder), folder)
 
+    def _refuse_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer calls no hook of state_dict or load_state_dict, which hold one "
+            "rank's part of the state; change what state_dict() returns"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
     def _load(self, state_dicts: list[dict[str, Any]], source: str | os.PathLike) -> None:
         unpack_shards(state_dicts, source, self.shards, self.inner, self.param_groups)
         self.state = self.inner.state
 
-    def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return self.optimizer_cls(groups, **self.kwargs)
-
-    def _take_gradients(self) -> None:
-        """Give the inner optimizer the averaged gradients; average them first if needed."""
-        self.finish_gradient_synchronization()
-        for shard in self.shards:
-            shard.leaf.grad = shard.grad
-
 
 def _make_strategy(
-    name: str | ShardingStrategy, group: dist.ProcessGroup | None, flat_options: dict[str, Any]
+    name: str | ShardingStrategy, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> ShardingStrategy:
     if isinstance(name, ShardingStrategy):
         return name
     if name == "parameters" or world_size(group) == 1:
         return WholeParameters(group)
-    return FlatSlices(group, **flat_options)
-
-
-def _inner_group(group: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:
-    return {**settings_of(group), "params": [shard.leaf for shard in shards]}
+    return FlatSlices(group, **options)
 
 
 def _as_text(setting: Any) -> str:
@@ -513,9 +470,12 @@ def _check_arguments(
     overlap: bool,
     bucket_cap_mb: float,
 ) -> None:
+    is_class = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, OPTIMIZERS)
+    name = getattr(optimizer_cls, "__qualname__", repr(optimizer_cls))
     require(
-        callable(optimizer_cls),
-        f"optimizer_cls must be a class, such as torch.optim.AdamW, got {optimizer_cls!r}",
+        is_class,
+        "optimizer_cls must be AdamW, of lib.optimizer or torch.optim, or torch.optim.SGD, or a "
+        f"subclass, got {name}",
     )
     known = ", ".join(STRATEGIES)
     is_known = isinstance(strategy, ShardingStrategy) or strategy in STRATEGIES
@@ -528,16 +488,3 @@ def _check_arguments(
     message = "overlap must be False without reduces_gradients, got True"
     require(reduces_gradients or not overlap, message)
     checked_cap(bucket_cap_mb)
-
-
-def _check_elementwise(optimizer_cls: type[torch.optim.Optimizer], strategy: Any) -> None:
-    """Refuse optimizers whose update of an element reads others that may be on another rank."""
-    names = {cls.__name__ for cls in optimizer_cls.__mro__}
-    needs_all = not names.isdisjoint(NEEDS_ALL_PARAMETERS)
-    needs_whole = strategy != "parameters" and not names.isdisjoint(NEEDS_WHOLE_PARAMETERS)
-    if needs_all or needs_whole:
-        remedy = "use another optimizer" if needs_all else "use strategy 'parameters'"
-        raise ValueError(
-            f"optimizer_cls must update each element by itself, but {optimizer_cls.__name__} reads "
-            f"others, which may be on another rank; {remedy}"
-        )

@@ -12,6 +12,7 @@ import copy
 import math
 import os
 import pickle
+import re
 import secrets
 from collections import defaultdict
 from pathlib import Path
@@ -25,11 +26,12 @@ from lib.core.files import atomic_write
 from lib.core.settings import require
 from lib.ddp.process_group import on_each_rank, on_first_rank, rank, world_size
 from lib.optimizer.adamw import AdamW
-from lib.sharded_optimizer.shards import Shard
+from lib.sharded_optimizer.shards import Shard, settings_of, whole_shard
 
 Groups = list[dict[str, Any]]
 # The files of all ranks; `shard_name` is that of one.
 SHARDS = "shard-*-of-*.pt"
+SHARD = re.compile(r"shard-\d{5,}-of-(\d{5,})\.pt")
 
 
 def pack_shards(shards: list[Shard], inner: torch.optim.Optimizer, groups: Groups) -> dict:
@@ -104,7 +106,7 @@ def load_unsharded(folder: str | os.PathLike, optimizer: torch.optim.Optimizer) 
         ValueError: the files do not fit the optimizer, or are from different saves.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    whole = [Shard(param, n, 0, param.numel(), param, param) for n, param in enumerate(params)]
+    whole = [whole_shard(param, number) for number, param in enumerate(params)]
     unpack_shards(read_shards(folder), folder, whole, optimizer, optimizer.param_groups)
 
 
@@ -132,8 +134,9 @@ def write_shard(
         return path
 
     def remove_other_world_sizes() -> None:
-        for other in Path(folder).glob(SHARDS):
-            if not other.stem.endswith(f"-of-{ranks:05d}"):
+        for other in Path(folder).iterdir():
+            name = SHARD.fullmatch(other.name)
+            if name and int(name[1]) != ranks:
                 other.unlink()
 
     path = on_each_rank(write, group)
@@ -148,20 +151,36 @@ def read_shards(folder: str | os.PathLike) -> list[dict[str, Any]]:
         FileNotFoundError: there are none, or one is missing.
         ValueError: they are from different saves, or one is damaged.
     """
-    paths = sorted(Path(folder).glob(SHARDS))
+    paths = shard_paths(folder)
     if not paths:
         raise FileNotFoundError(f"no file {SHARDS} in {folder}")
-    ranks = int(paths[-1].stem.rpartition("-")[2])
-    expected = [paths[-1].with_name(shard_name(n, ranks)) for n in range(ranks)]
-    missing = [path.name for path in expected if path not in paths]
-    if missing:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}")
-    others = ", ".join(path.name for path in paths if path not in expected)
-    require(not others, f"{folder} must hold the files of {ranks} ranks only, got also {others}")
-    loaded = [_read_shard(path) for path in expected]
+    loaded = [_read_shard(path) for path in paths]
     saves = {state_dict["save"] for state_dict in loaded}
     require(len(saves) == 1, f"the shards in {folder} must be from one save, got {len(saves)}")
     return loaded
+
+
+def shard_paths(folder: str | os.PathLike) -> list[Path]:
+    """The files of all ranks in `folder`, in the order of ranks; none if there are none.
+
+    Raises:
+        FileNotFoundError: one is missing.
+        ValueError: there are files of several numbers of ranks.
+    """
+    folder = Path(folder)
+    names = [path.name for path in folder.glob(SHARDS)]
+    found = {name: int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
+    sizes = sorted(set(found.values()))
+    require(
+        len(sizes) <= 1,
+        f"{folder} must hold the files of one number of ranks, got those of "
+        f"{' and of '.join(map(str, sizes))}: {', '.join(sorted(found))}",
+    )
+    expected = [shard_name(n, ranks) for ranks in sizes for n in range(ranks)]
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}")
+    return [folder / name for name in expected]
 
 
 def _read_shard(path: Path) -> dict[str, Any]:
@@ -172,11 +191,6 @@ def _read_shard(path: Path) -> dict[str, Any]:
     is_shard = isinstance(loaded, dict) and "save" in loaded
     require(is_shard, f"{path} is damaged: it is not what save_shard writes")
     return loaded
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _numbered(groups: Groups) -> Groups:
@@ -264,7 +278,7 @@ def _assemble(shard: Shard, pieces: list[_Piece]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.shape == parts[0].shape:
             # a value per element
             cut_out = [part.state[name].reshape(-1)[cut] for part, cut in zip(parts, cuts)]
-            state[name] = torch.cat(cut_out).view(shard.weight.shape)
+            state[name] = torch.cat(cut_out).view(shard.leaf.shape)
         elif isinstance(value, Tensor) and value.dim() and not is_uncut:
             raise ValueError(
                 f"state {name} of parameter {shard.number} has shape {tuple(value.shape)}, which "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.core.settings import require
+from lib.ddp.flat import not_dense
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,47 +30,47 @@ class Shard:
     stop: int
     """One past its last element."""
 
-    weight: Tensor
-    """These elements, in the parameter's memory; in its shape if they are all that it has."""
-
     leaf: nn.Parameter
-    """The parameter that the inner optimizer updates: `weight`."""
+    """These elements, in the parameter's memory, for the inner optimizer to update.
 
-    grad: Tensor | None = None
-    """Averaged gradient of these elements, in the shape of `weight`."""
+    In the parameter's shape if they are all that it has. Its `.grad` is their averaged gradient."""
 
     def slice_of(self, grad: Tensor | None) -> Tensor | None:
         """This shard's part of the whole parameter's gradient, a view where possible."""
-        if grad is None or grad.shape == self.weight.shape:
+        if grad is None or grad.shape == self.leaf.shape:
             return grad
-        check_is_dense(grad)
+        if grad.layout != torch.strided:
+            raise not_dense(name_of(self.param), grad)
         return grad.reshape(-1)[self.start : self.stop]  # (stop - start,)
 
 
-def check_is_dense(grad: Tensor) -> None:
-    """Raise a `ValueError` if a gradient cannot be cut into slices."""
-    require(
-        grad.layout == torch.strided,
-        f"the gradient of a parameter of shape {tuple(grad.shape)} must be dense (sparse=False), "
-        f"got {grad.layout}",
-    )
+def name_of(param: Tensor) -> str:
+    """A parameter in words, for an optimizer that was given no names."""
+    return f"a parameter of shape {tuple(param.shape)}"
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group, without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def make_shard(param: nn.Parameter, number: int, start: int, stop: int, weight: Tensor) -> Shard:
     """The shard of elements `start` to `stop` of `param`, whose memory is the 1-dim `weight`."""
     if stop - start == param.numel():
         weight = weight.view(param.shape)
-    # integers have no gradients
-    can_be_trained = weight.is_floating_point() or weight.is_complex()
-    leaf = nn.Parameter(weight, requires_grad=can_be_trained)
-    return Shard(param, number, start, stop, weight, leaf)
+    return Shard(param, number, start, stop, nn.Parameter(weight))
+
+
+def whole_shard(param: nn.Parameter, number: int) -> Shard:
+    """The shard of all elements, whose leaf is the parameter itself."""
+    return Shard(param, number, 0, param.numel(), param)
 
 
 class ShardingStrategy:
     """How parameters are split into shards, and what the ranks send each other.
 
-    The methods that do nothing suit gradients that something else averages, and parameters that
-    are complete when `gather_parameters` returns.
+    The methods that do nothing suit gradients that something else averages and leaves in the
+    shards' leaves, and parameters that are complete when `gather_parameters` returns.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -84,12 +85,14 @@ class ShardingStrategy:
 
     def finish_gradient_synchronization(self) -> None:
         """Give every shard its averaged gradient."""
-        raise NotImplementedError
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drop the shards' gradients; the parameters' own are the caller's to drop."""
+        """Drop the shards' gradients, or set them to zero."""
         for shard in self.shards:
-            shard.grad = None
+            if set_to_none or shard.leaf.grad is None:
+                shard.leaf.grad = None
+            else:
+                shard.leaf.grad.zero_()
 
     def gather_parameters(self) -> None:
         """Give every rank the parameters that the others updated."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp.process_group import global_rank, rank, world_size
-from lib.sharded_optimizer.shards import Shard, ShardingStrategy
+from lib.sharded_optimizer.shards import Shard, ShardingStrategy, whole_shard
 
 # Smaller tensors share a message: one of their own would cost more than the copy.
 SMALL_BYTES = 2**20
@@ -60,7 +60,7 @@ class WholeParameters(ShardingStrategy):
                 owners[index] = owner
 
         added = [
-            Shard(param, first + index, 0, param.numel(), param.detach(), param)
+            whole_shard(param, first + index)
             for index, param in enumerate(params)
             if owners[index] == rank(self.group)
         ]
@@ -71,11 +71,6 @@ class WholeParameters(ShardingStrategy):
                 owned = [param for param, its_owner in zip(params, owners) if its_owner == owner]
                 self.messages += [(owner, message) for message in _messages(owned)]
         return added
-
-    def finish_gradient_synchronization(self) -> None:
-        """Give every shard its parameter's gradient, which a wrapper has averaged."""
-        for shard in self.shards:
-            shard.grad = shard.param.grad
 
     def gather_parameters(self) -> None:
         """Broadcast every parameter from its owner, all at once."""

@@ -36,7 +36,7 @@ from lib.core import files
 from lib.core.settings import from_json, require, to_json
 from lib.ddp.process_group import on_each_rank
 from lib.ddp.wrappers import inner_module
-from lib.sharded_optimizer.saved_state import SHARDS, load_unsharded
+from lib.sharded_optimizer.saved_state import SHARDS, load_unsharded, shard_paths
 
 # The second form is a checkpoint that was moved aside while another of its step replaces it.
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
@@ -119,7 +119,7 @@ def save_checkpoint(
         for name, value in content.items():
             problem = _why_not_saved(name, value)
             require(not problem, f"{part}: {name} must be {problem}")
-    shard_files = [] if shards is None else sorted(Path(shards).glob(SHARDS))
+    shard_files = [] if shards is None else shard_paths(shards)
     message = f"shards must be a folder that save_shard filled, got {shards}, which has no shards"
     require(shards is None or shard_files, message)
 
@@ -390,7 +390,7 @@ def load_optimizer(path: Path, optimizer: Optimizer, model: nn.Module | None) ->
     are not compared.
     """
     packed = _read_state(path)["optimizer"]
-    if packed is None and any(path.glob(SHARDS)):
+    if packed is None and shard_paths(path):
         if _is_sharded(optimizer):
             optimizer.load_own_part(path)  # type: ignore[attr-defined]  # as `_is_sharded` saw
         else:

@@ -196,11 +196,10 @@ def finished_checkpoint(run: Run) -> Path | None:
     if not is_complete or not saved or saved[0].name != f"step-{run.config.steps:08d}":
         return None
     try:
-        find_checkpoint(saved[0])
+        extra = read_extra(find_checkpoint(saved[0]))
     except (ValueError, FileNotFoundError):
         # damaged or gone: `newest_checkpoint` will name it and take the one before
         return None
-    extra = read_extra(saved[0])
     check_same_run(run, saved_identity(extra["config"], extra))
     return saved[0]
 

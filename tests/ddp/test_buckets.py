@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lib.ddp.buckets import Bucket, fill_buckets
+from lib.ddp.flat import Bucket, fill_buckets
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from lib.ddp.buckets import Bucket, fill_buckets
 def test_buckets_fill_in_order_within_their_cap(sizes_mb, cap_mb, expected):
     params = [nn.Parameter(torch.empty(int(size * 2**18), device="meta")) for size in sizes_mb]
     buckets = fill_buckets(params, cap_bytes=None if cap_mb is None else cap_mb * 2**20)
-    found = [[param.nbytes / 2**20 for param in bucket.params] for bucket in buckets]
+    found = [[param.nbytes / 2**20 for param in bucket] for bucket in buckets]
     assert found == expected
 
 
@@ -28,28 +28,37 @@ def test_a_bucket_has_one_dtype_and_they_come_in_the_order_of_their_last_paramet
     dtypes = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
     params = [nn.Parameter(torch.empty(4, dtype=dtype)) for dtype in dtypes]
     buckets = fill_buckets(params)
-    assert [bucket.params[0].dtype for bucket in buckets] == [torch.bfloat16, torch.float32]
+    assert [bucket[0].dtype for bucket in buckets] == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_keeps_gradients_and_aligns_them(dtype):
+def test_packing_keeps_tensors_and_aligns_them(dtype):
     shapes = [(3,), (), (2, 5), (0,), (4, 4)]
     params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
     grads = [torch.randn(shape).to(dtype) for shape in shapes]
     # as a transposed weight has
     grads[4] = grads[4].T
-    for param, grad in zip(params, grads):
-        param.grad = grad
     last = torch.ones(5, dtype=dtype)
     bucket = Bucket(params)
-    (buffer,) = bucket.pack_gradients(last)
+    buffer = bucket.pack(grads, last)
     assert torch.equal(buffer[-5:], last)
-    for param, grad in zip(params, grads):
-        assert torch.equal(param.grad, grad)
-        assert param.grad.storage_offset() * buffer.element_size() % 16 == 0
-    # all are views, and found again
+    views = bucket.views(buffer)
+    for view, grad in zip(views, grads):
+        assert torch.equal(view, grad)
+        assert view.storage_offset() * buffer.element_size() % 16 == 0
     buffer.fill_(7)
-    assert all((param.grad == 7).all() for param in params)
-    again, after = bucket.pack_gradients(last)
-    assert again.data_ptr() == buffer.data_ptr()
-    assert after is last
+    assert all((view == 7).all() for view in views)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_slices_hold_every_element_once(ranks):
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(3,), (), (2, 5), (0,), (4, 4)]]
+    bucket = Bucket(params, ranks)
+    buffer = bucket.pack([param.detach() for param in params])
+    assert len(buffer) == bucket.length == ranks * bucket.slice_length
+    assert bucket.slice_length % 4 == 0
+    found = {param: torch.zeros(param.numel()) for param in params}
+    for number, own in enumerate(buffer.split(bucket.slice_length)):
+        for param, start, stop, offset in bucket.parts(number):
+            found[param][start:stop] += own[offset : offset + stop - start]
+    assert all(torch.equal(found[param], param.flatten()) for param in params)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,6 +219,49 @@ def check_a_step_sends_each_block_three_times() -> None:
     with recorded_collectives(lambda kind, _: sent.append(kind)), model.no_sync():
         loss_of(model, *part(0, 0, rank())).backward()
     assert "reduce_scatter" not in sent
+
+
+class Keeping(nn.Linear):
+    """A layer whose caller keeps what it read in the pass: its weight, a view, an array."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.weight, self.weight.T[1:], self.weight.detach().cpu().numpy()]
+        return super().forward(x)
+
+
+def check_a_weight_that_is_kept_from_a_pass_stays_whole() -> None:
+    module = nn.Sequential(*(Keeping(6, 6) for _ in range(3))).to(current_device())
+    model = FSDP(module)
+    whole = model.full_parameters()
+    seen = []
+    module[1].register_forward_hook(lambda *args: seen.append(module[0].weight))
+    module[0].register_forward_pre_hook(lambda *args: seen.append(module[2].weight))
+    model(torch.ones(2, 6, device=current_device())).sum().backward()
+    model.finish_gradient_synchronization()
+    for param in model.parameters():
+        param.data.zero_()
+    for index, layer in enumerate(module):
+        expected = whole[f"{index}.weight"]
+        weight, view, array = layer.kept
+        assert torch.equal(weight, expected)
+        assert torch.equal(view, expected.T[1:])
+        assert torch.equal(torch.from_numpy(array), expected.cpu())
+    # one that was not gathered when it was kept is not gathered after the pass
+    for weight in seen:
+        assert "must be called through its FSDP" in message_of(weight.sum)
+    # autograd keeps none of it from forward to backward, but the last block's
+    model(torch.ones(2, 6, device=current_device()))
+    storages = [layer.kept[0].untyped_storage() for layer in module]
+    for layer in module:
+        del layer.kept
+    if current_device().type == "cpu":
+        # gloo's threads let go of what they gathered a little later
+        for _ in range(500):
+            counts = [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+            if counts[:2] == [1, 1]:
+                break
+            time.sleep(0.01)
+        assert counts[:2] == [1, 1], counts
 
 
 # Mixed precision
@@ -451,10 +495,10 @@ def check_misuse_is_refused_by_name() -> None:
     expected = whole["last.weight"].sum() + whole["embedding.weight"][tokens].sum()
     torch.testing.assert_close(found, expected)
 
-    grown = nn.Sequential(nn.Linear(4, 4))
+    grown = nn.Sequential(nn.Linear(4, 4)).to(current_device())
     model = FSDP(grown)
     grown.append(nn.Linear(4, 4))
-    message = message_of(lambda: model(torch.ones(1, 4)))
+    message = message_of(lambda: model(torch.ones(1, 4, device=current_device())))
     assert "1.weight was added or replaced after FSDP had divided the module" in message, message
     sparse = FSDP(Indexed(sparse=True))
     message = message_of(lambda: sparse(tokens).sum().backward())

@@ -372,8 +372,8 @@ KINDS: dict[str, Kind] = {
     "attention": Kind(Attention),
     "sometimes": Kind(Sometimes),
     "convolutions": Kind(lambda: nn.Sequential(nn.Unflatten(1, (1, D)), nn.Conv1d(1, 3, 2))),
+    "returns a weight": Kind(OwnWeight),
     # refused
     "wrapped twice": Kind(Stack, _wrap_first),
-    "returns a weight": Kind(OwnWeight),
     "changes a weight": Kind(Clamped),
 }

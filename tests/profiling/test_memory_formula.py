@@ -67,7 +67,7 @@ def count(way: str, is_short: bool) -> dict[str, int]:
     grads = [param.grad for param in model.parameters()]
     if way == "flat alone":
         assert not any(grad is not None for grad in grads)
-        grads = [shard.grad for shard in optimizer.shards]
+        grads = [shard.leaf.grad for shard in optimizer.shards]
     counted = {"parameters": size(model.parameters()), "averaged_gradients": size(grads)}
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]

@@ -493,15 +493,6 @@ def pickled_and_shown(side: Any) -> None:
     steps(side)
 
 
-def copied_with_gradients(side: Any) -> None:
-    step(side, 0)
-    side.loss(1).backward()
-    side.finish()
-    side.copied(copy.deepcopy)
-    side.optimizer.zero_grad()
-    steps(side)
-
-
 def cast(side: Any) -> None:
     step(side, 0)
     side.model.double()
@@ -535,7 +526,6 @@ EVENTS: dict[str, Callable[[Any], None]] = {
         load_weights_by_assignment,
         load_optimizer,
         copied,
-        copied_with_gradients,
         cast,
         pickled_and_shown,
         goes_on_in_one_process,
@@ -606,8 +596,10 @@ for way in TORCH:
     REFUSED[way, "cast"] = "RuntimeError: the module was cast after it was wrapped; wrap it again"
 for way in FLAT:
     REFUSED[way, "cast"] = "RuntimeError: a parameter of shape "
-    for event in ("copied", "copied_with_gradients", "pickled_and_shown"):
-        REFUSED[way, event] = "TypeError: strategy 'flat' of several ranks cannot be copied or pick"
+for way, (wrapper, _) in WAYS.items():
+    words = "TypeError: a ShardedOptimizer cannot be copied or pickled"
+    for event in ("copied", "pickled_and_shown"):
+        REFUSED[way, event] = "TypeError: " if wrapper else words
 REFUSED["zero1", "finish_for_each_pass"] = "RuntimeError: a backward pass ran after the gradients"
 for event in ("two_backwards", "finish_for_each_pass"):
     REFUSED["zero1, overlapped", event] = "RuntimeError: the gradient of a parameter of shape "

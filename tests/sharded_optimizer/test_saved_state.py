@@ -33,6 +33,25 @@ def test_a_learning_rate_tensor_stays_one_and_takes_the_saved_value(tmp_path, un
     assert lr.item() == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize(
+    ("stray", "message"),
+    [
+        ("shard-00003-of-00004.pt", "got those of 1 and of 4: .*, shard-00003-of-00004.pt"),
+        ("shard-00001-of-00001.pt", None),
+        ("shard-best-of-all.pt", None),
+    ],
+)
+def test_a_file_that_is_no_shard_of_the_save_is_named_or_left_alone(tmp_path, stray, message):
+    made_of(stack(), SGD).save_shard(tmp_path)
+    (tmp_path / stray).write_bytes(b"from before")
+    plain = torch.optim.SGD(stack().parameters(), lr=0.1)
+    if message is None:
+        load_unsharded(tmp_path, plain)
+        return
+    with pytest.raises(ValueError, match=message):
+        load_unsharded(tmp_path, plain)
+
+
 def test_masters_are_dropped_by_optimizers_that_keep_none(tmp_path):
     module = stack().bfloat16()
     made = made_of(module, ADAMW)
@@ -46,9 +65,9 @@ def test_masters_are_dropped_by_optimizers_that_keep_none(tmp_path):
     assert "master" not in plain.state_dict()["state"][0]
 
 
-def test_state_that_is_not_by_element_is_not_cut():
+def test_state_that_is_not_that_of_its_elements_is_not_cut():
     module = stack()
-    made = made_of(module, {"optimizer_cls": torch.optim.Adafactor, "lr": 0.1})
+    made = made_of(module, ADAMW)
     backward(module)
     made.step()
     saved = made.state_dict()

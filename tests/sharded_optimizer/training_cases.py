@@ -20,8 +20,6 @@ from tests.ddp.training_cases import Toy, difference, digest, loss_of, part
 STEPS = 10
 # of a batch, for one, two or three ranks
 PARTS = 6
-# the step before which a group of parameters is added
-ADDED_AT = 3
 MAX_NORM = 0.7
 
 
@@ -51,17 +49,15 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 
 
 def groups_of(module: Toy) -> list[dict[str, Any]]:
-    """Two groups, of which the first has a learning rate of its own and a frozen parameter."""
-    added = {id(param) for param in module.sometimes.parameters()}
-    params = [param for param in module.parameters() if id(param) not in added]
+    """Three groups, of which the first has a learning rate of its own and a frozen parameter."""
+    sometimes = list(module.sometimes.parameters())
+    last = {id(param) for param in sometimes}
+    params = [param for param in module.parameters() if id(param) not in last]
     return [
         {"params": [param for param in params if param.ndim == 2], "lr": 0.02},
         {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0},
+        {"params": sometimes, "lr": 0.005},
     ]
-
-
-def added_group(module: Toy) -> dict[str, Any]:
-    return {"params": list(module.sometimes.parameters()), "lr": 0.005}
 
 
 def schedule_of(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -87,13 +83,9 @@ def train(
     backward: Callable[[int], None],
     steps: range = range(STEPS),
 ) -> Iterator[float]:
-    """Train with a schedule, clipping and a group added later; yields each step's norm."""
+    """Train with a schedule and clipping; yields each step's norm."""
     schedule = schedule_of(made)
     for step in steps:
-        if step == ADDED_AT:
-            made.add_param_group(added_group(module))
-            # schedulers do not know of groups that come after them
-            schedule = schedule_of(made)
         backward(step)
         norm = clip(made)
         made.step()

@@ -146,18 +146,20 @@ def keep(run: Path | None, output: Path) -> dict[str, Any]:
     """
     import torch
 
-    from lib.training.checkpoint import find_checkpoint, save_checkpoint
-    from lib.training.generation import load_model, newest_run
+    from lib.training.checkpoint import read_checkpoint, save_checkpoint
+    from lib.training.generation import checkpoints_of, load_model, newest_run
     from lib.training.metrics import read_metrics
 
     run = run or newest_run()
-    model, tokenizer, config = load_model(run, "cpu")
+    checkpoint, (model, tokenizer, config) = read_checkpoint(
+        checkpoints_of(run), lambda path: (path, load_model(path, "cpu"))
+    )
     made = json.loads((run / "run.json").read_text(encoding="utf-8"))
     last = read_metrics(run / "metrics.jsonl")[-1]
     if output.resolve() != FOLDER:
         claim_folder(output, "a story model", setting="output")
     before = evaluate_on_stories(model, tokenizer)
-    step = int(find_checkpoint(run / "checkpoints").name.removeprefix("step-"))
+    step = int(checkpoint.name.removeprefix("step-"))
     # the model card, README.md, stays
     shutil.rmtree(output / "checkpoints", ignore_errors=True)
     tokenizer.save(tokenizer_files.find(output))

@@ -129,7 +129,7 @@ def _train(
         model(inputs, targets).backward()
         model.finish_gradient_synchronization()
         optimizer.grad_norm()
-        own = grad_norm([shard for shard in optimizer.shards if shard.grad is not None])
+        own = grad_norm(shard.leaf for shard in optimizer.shards)
         norms.append((optimizer.clip_grad_norm(MAX_NORM).item(), own.item()))
         optimizer.step()
         optimizer.zero_grad()

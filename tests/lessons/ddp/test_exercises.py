@@ -10,7 +10,7 @@ import nbformat
 import pytest
 import torch
 
-from lib.ddp.buckets import fill_buckets
+from lib.ddp.flat import fill_buckets
 from lib.lessons.ddp import exercises
 from lib.lessons.ddp.exercises import (
     ADD_HOOKS,
@@ -97,7 +97,7 @@ def test_buckets_are_those_of_the_wrapper(seed):
     params = [torch.empty(size // 4) for size in sizes]
     index = {id(param): i for i, param in enumerate(params)}
     buckets = fill_buckets(reversed(params), cap_bytes=3 * 2**20)
-    numbers = [[index[id(param)] for param in bucket.params] for bucket in buckets]
+    numbers = [[index[id(param)] for param in bucket] for bucket in buckets]
     assert numbers == ASSIGN_BUCKETS.solve(sizes, 3 * 2**20, 2**20)
 
 

@@ -1,0 +1,392 @@
+"""Gradients in flat buckets, sent while backward computes others, in one order on all ranks.
+
+`Bucket` is the layout: parameters side by side in one buffer, which can be cut into a slice per
+rank. `InOrder` is the order: each bucket is sent as soon as its gradients are complete, and all
+ranks send the same bucket at the same time. What is sent is the subclass's to say: an all-reduce in
+data parallelism (`wrappers.py`), a reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
+
+One bucket of two parameters for two ranks, a slice being 4 elements:
+
+    | a a a . | b b b . |      `.` pads each start to 16 bytes, and slices to one size
+    | slice 0 | slice 1 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import numbers
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.core.ranges import annotate
+from lib.core.settings import require
+from lib.ddp.process_group import as_real, global_rank, world_size
+
+# Fused optimizers read and write gradients this many bytes at a time.
+ALIGNMENT = 16
+# A small first bucket, so that the first message starts early in backward.
+FIRST_BUCKET_BYTES = 2**20
+
+
+class Part(NamedTuple):
+    """The part of a slice that belongs to one parameter, in elements."""
+
+    param: Tensor
+
+    start: int
+    """Its first element of the parameter, in row-major order."""
+
+    stop: int
+    """One past its last."""
+
+    offset: int
+    """Where `start` is in the slice."""
+
+
+class Bucket:
+    """Parameters of one dtype and device, side by side in a buffer that is cut into equal slices.
+
+    Each parameter starts at a multiple of 16 bytes, and so does each slice. The gaps are zeros.
+    """
+
+    def __init__(self, params: Sequence[Tensor], ranks: int = 1) -> None:
+        self.params, self.ranks = list(params), ranks
+        # gradients that have not arrived in this backward pass
+        self.missing = len(self.params)
+        # while it is sent: handles to wait for, what must live until then, and what will be means
+        self.works: list[Any] = []
+        self.sent: list[Tensor] = []
+        self.means: list[Tensor] = []
+        self.lay_out(self.params[0].detach())
+
+    def lay_out(self, like: Tensor) -> None:
+        """Compute where parameters start in a buffer of the dtype of `like`, in elements."""
+        self.dtype = like.dtype
+        step = max(1, ALIGNMENT // like.element_size())
+        self.lengths = [-(-param.numel() // step) * step for param in self.params]
+        self.starts = [0, *itertools.accumulate(self.lengths)][:-1]
+
+        # equal slices; the last length has what is left of them
+        self.slice_length = -(-sum(self.lengths) // (step * self.ranks)) * step
+        self.length = self.ranks * self.slice_length
+        self.lengths[-1] += self.length - sum(self.lengths)
+
+        # zeros behind each parameter; none if there is no gap anywhere
+        gaps = [length - param.numel() for param, length in zip(self.params, self.lengths)]
+        zeros = like.new_zeros(max(gaps))
+        self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else []
+
+    def pack(self, tensors: list[Tensor], last: Tensor | None = None) -> Tensor:
+        """Return a buffer of `tensors`, one per parameter, and the 1-dim `last` behind them.
+
+        A single tensor without gaps is returned as it is, flat.
+        """
+        if tensors[0].dtype != self.dtype:
+            self.lay_out(tensors[0])
+        pieces = [tensor.reshape(-1) for tensor in tensors]
+        # tensor, gap, tensor, gap, ..., last
+        if self.gaps:
+            pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
+        if last is not None:
+            pieces.append(last)
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]  # (length + len(last),)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in a buffer that `pack` returned, each in its parameter's shape."""
+        parts = flat[: self.length].split(self.lengths)
+        return [
+            (part[: param.numel()] if self.gaps else part).view(param.shape)
+            for part, param in zip(parts, self.params)
+        ]
+
+    def parts(self, number: int) -> Iterator[Part]:
+        """The parameters, or parts of them, in slice `number`."""
+        begin = number * self.slice_length
+        for param, at in zip(self.params, self.starts):
+            start = max(0, begin - at)
+            stop = min(param.numel(), begin + self.slice_length - at)
+            if start < stop:
+                yield Part(param, start, stop, at + start - begin)
+
+
+def fill_buckets(params: Iterable[Tensor], *, cap_bytes: float | None = None) -> list[list[Tensor]]:
+    """Divide parameters into buckets, in their order.
+
+    A bucket has one dtype and device, and is filled up to `cap_bytes`, the first one up to 1 MiB.
+    Without a cap there is one per dtype and device. Buckets are sorted by their last parameters,
+    the order in which they become complete.
+    """
+    params = list(params)
+    full: list[list[Tensor]] = []
+    filling: dict[Any, list[Tensor]] = {}
+    for param in params:
+        bucket = filling.setdefault((param.dtype, param.device), [])
+        size = sum(other.nbytes for other in bucket) + param.nbytes
+        limit = cap_bytes if full else min(cap_bytes or 0, FIRST_BUCKET_BYTES)
+        # a parameter above the cap fills a bucket by itself
+        if bucket and cap_bytes is not None and size > limit:
+            full.append(bucket)
+            bucket = filling[param.dtype, param.device] = []
+        bucket.append(param)
+    place = {param: index for index, param in enumerate(params)}
+    return sorted([*full, *filling.values()], key=lambda bucket: place[bucket[-1]])
+
+
+def checked_cap(bucket_cap_mb: float) -> str:
+    """The cap of a bucket as text.
+
+    Raises:
+        ValueError: it is not a number more than 0.
+    """
+    is_cap = isinstance(bucket_cap_mb, numbers.Real) and bucket_cap_mb > 0
+    require(is_cap, f"bucket_cap_mb must be more than 0, got {bucket_cap_mb!r}")
+    return str(bucket_cap_mb)
+
+
+class GradientSync:
+    """A mixin for what averages gradients in backward, unless `no_sync` is on."""
+
+    is_syncing = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the block, backward passes only add up gradients on this rank."""
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+
+class InOrder(GradientSync):
+    """Averages the gradients of a group's ranks, a bucket at a time, in one order on all ranks.
+
+    The order is that in which gradients arrived on rank 0 in the first step. That step overlaps
+    nothing, so that every step of every run has the same order, and a resumed run the same bits. A
+    gradient that arrives early waits for those before it, so that ranks whose backward passes
+    differ do not mix up tensors.
+
+    A parameter without a gradient here counts as zero. The last bucket also carries who has
+    gradients, so that one that no rank has used can be told from one whose mean is zero.
+    """
+
+    # what `send` starts, for profilers and error messages
+    collective = "all-reduce"
+    # whether buckets are sent in backward
+    overlaps = True
+    # whether gradients that arrive now would be too late
+    is_closed = False
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        """Begin without parameters; `watch` adds them."""
+        self.group, self.ranks = group, world_size(group)
+        self.params: list[Tensor] = []
+        # by a parameter's id, which is quick: its name, its index, and the bucket that has it
+        self.names: dict[int, str] = {}
+        self.number_of: dict[int, int] = {}
+        self.bucket_of: dict[int, Bucket] = {}
+        # ids of parameters whose gradients arrived since the last synchronization, in that order
+        self.arrived: dict[int, None] = {}
+        self.is_in_backward = False
+        # buckets in the order in which they are sent, empty until all ranks agree; how many were
+        self.order: list[Bucket] = []
+        self.num_sent = 0
+        # parameters without a gradient here, and the ranks' mean of who has one
+        self.absent: list[Tensor] = []
+        self.presence: Tensor | None = None
+
+    def watch(self, named: Iterable[tuple[str, Tensor]], *, hooks: bool = True) -> None:
+        """Average the gradients of further parameters; `hooks` tell when they arrive."""
+        for name, param in named:
+            self.names[id(param)] = name
+            self.number_of[id(param)] = len(self.params)
+            self.params.append(param)
+            if hooks:
+                add_hook(param, self)
+
+    def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
+        """The buckets, in the order in which they become complete if `params` arrive in theirs."""
+        raise NotImplementedError
+
+    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
+        """Start to average the bucket's gradients, and `presence` (1-dim) with the last one."""
+        raise NotImplementedError
+
+    def gradient_arrived(self, param: Tensor) -> None:
+        """Called in backward when a gradient is complete: send what is full, in order."""
+        key = id(param)
+        if key in self.arrived or self.is_closed:
+            raise RuntimeError(
+                f"the gradient of {self.names[key]} grew again after its {self.collective} had "
+                "started; run one backward pass before finish_gradient_synchronization(), and "
+                "those before it in no_sync()"
+            )
+        if param.grad.layout != torch.strided:
+            raise not_dense(self.names[key], param.grad)
+        # in no_sync, gradients only add up
+        if not self.is_syncing:
+            return
+        if not self.arrived and not self.is_in_backward:
+            self.is_in_backward = True
+            # not called if an exception ends the backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        self.arrived[key] = None
+        # the first step only records the order
+        if self.overlaps and self.order:
+            self.bucket_of[key].missing -= 1
+            while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
+                with torch.no_grad(), annotate(self.collective):
+                    self.send_next()
+
+    def _on_backward_end(self) -> None:
+        self.is_in_backward = False
+
+    def send_next(self) -> None:
+        """Send the next bucket; the last one also carries who has gradients."""
+        bucket, presence = self.order[self.num_sent], None
+        if bucket is self.order[-1]:
+            # 1, or 0 if this rank has no gradient; the mean is 0 if no rank has
+            presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
+            for param in self.absent:
+                presence[self.number_of[id(param)]] = 0
+        self.send(bucket, presence)
+        self.num_sent += 1
+
+    def receive(self, bucket: Bucket) -> None:
+        """Wait for a bucket (on a GPU only its stream waits), whose sums become means."""
+        for work in bucket.works:
+            work.wait()
+        if bucket.works and not self.averages:
+            for tensor in bucket.means:
+                tensor.div_(self.ranks)
+        bucket.works, bucket.sent = [], []
+
+    def finish(self) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Send what backward did not, and wait for all; every rank calls it.
+
+        Returns:
+            The means of each bucket of `order`, and the parameters that no rank has used. To find
+            those, the host waits for its device, but only where a gradient is missing here.
+        """
+        # send what is left, in the first step all
+        if not self.order:
+            self._agree_on_order()
+        if self.num_sent < len(self.order):
+            self._fill_in_absent()
+            while self.num_sent < len(self.order):
+                self.send_next()
+
+        # wait
+        for bucket in self.order:
+            self.receive(bucket)
+        unused = []
+        if self.absent:
+            numbers = [self.number_of[id(param)] for param in self.absent]
+            shares = self.presence[numbers].tolist()  # type: ignore[index]  # sent with the last
+            unused = [param for param, share in zip(self.absent, shares) if share == 0]
+
+        # ready for the next step
+        means = [bucket.means for bucket in self.order]
+        for bucket in self.order:
+            bucket.means, bucket.missing = [], len(bucket.params)
+        self.arrived.clear()
+        self.absent, self.presence = [], None
+        self.num_sent, self.is_in_backward = 0, False
+        return means, unused
+
+    def _fill_in_absent(self) -> None:
+        """Give parameters without a gradient one of zeros, in buckets that were not sent."""
+        for bucket in self.order[self.num_sent :]:
+            for param in bucket.params:
+                if param.grad is None:
+                    self.absent.append(param)
+                    param.grad = torch.zeros_like(param)
+                if param.grad.layout != torch.strided:
+                    raise not_dense(self.names[id(param)], param.grad)
+
+    def _agree_on_order(self) -> None:
+        """Make the buckets; where they overlap, in the order of rank 0's gradients."""
+        params = self.params
+        self.averages = has_average(params[0], self.group)
+        if self.overlaps:
+            left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
+            order = [self.number_of[key] for key in (*self.arrived, *left)]
+            agreed = torch.tensor(order, device=params[0].device)  # (parameters,)
+            dist.broadcast(agreed, global_rank(0, self.group), group=self.group)
+            params = [self.params[number] for number in agreed.tolist()]
+        self.order = self.make_buckets(params)
+        self.bucket_of = {id(param): bucket for bucket in self.order for param in bucket.params}
+
+
+def add_hook(param: Tensor, owner: Any) -> None:
+    """Let backward call `owner.gradient_arrived(param)` whenever the gradient is complete.
+
+    Through a weak reference, so that a parameter can outlive its owner.
+    """
+    param.register_post_accumulate_grad_hook(functools.partial(_hook, weakref.ref(owner)))
+
+
+def _hook(owner: weakref.ref, param: Tensor) -> None:
+    this = owner()
+    if this is not None:
+        this.gradient_arrived(param)
+
+
+def owners_of(param: Tensor) -> list[Any]:
+    """What has a hook on the parameter, and lives."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    found = [hook.args[0]() for hook in hooks if getattr(hook, "func", None) is _hook]
+    return [owner for owner in found if owner is not None]
+
+
+def not_dense(name: str, grad: Tensor) -> ValueError:
+    """The error for a gradient that has no flat memory."""
+    return ValueError(f"the gradient of {name} must be dense (sparse=False), got {grad.layout}")
+
+
+def require_finished(must_finish: bool) -> None:
+    """Refuse a forward pass after gradients that were not averaged."""
+    if must_finish:
+        raise RuntimeError(
+            "forward after a backward pass whose gradients were not averaged; call "
+            "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
+            "backward passes but the last in no_sync()"
+        )
+
+
+def has_average(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's backend can average such a tensor by itself."""
+    return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "nccl"
+
+
+def start_all_reduce(
+    tensors: list[Tensor], group: dist.ProcessGroup | None, averages: bool
+) -> list[Any]:
+    """Start to sum contiguous tensors in place, or to average them; return what to wait for.
+
+    NCCL averages by itself and takes all tensors in one launch; others sum them one by one.
+    """
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    if len(tensors) == 1 or not averages:
+        return [dist.all_reduce(tensor, op, group=group, async_op=True) for tensor in tensors]
+    # as dist.all_reduce_coalesced, which warns that it is deprecated
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = op  # type: ignore[assignment]  # PyTorch's stub asks for the wrapper
+    real = [as_real(tensor) for tensor in tensors]
+    return [(group or dist.group.WORLD).allreduce_coalesced(real, options)]
+
+
+def average(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Turn a contiguous tensor into its mean over the ranks."""
+    averages = has_average(tensor, group)
+    for work in start_all_reduce([tensor], group, averages):
+        work.wait()
+    if not averages:
+        tensor.div_(world_size(group))
