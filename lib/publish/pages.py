@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import mimetypes
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -213,6 +214,14 @@ class Renderer(IPythonRenderer):
                 return text
             url = self.links.resolve(url) or url
         return super().image(text, url, title)
+
+    def _src_to_base64(self, src: str) -> str | None:
+        # nbconvert's takes nothing from above the notebook's folder; the limit is the workbook
+        path = (self.links.source / src).resolve() if self.links else Path(src)
+        if not (self.links and path.is_file() and path.is_relative_to(self.links.root.resolve())):
+            return None
+        data = base64.b64encode(path.read_bytes()).decode()
+        return f"data:{mimetypes.guess_type(path)[0]};base64,{data}"
 
     def _html_embed_images(self, html: str) -> str:
         # its parser would close a <details> that ends in a later block

@@ -125,6 +125,15 @@ def test_a_picture_is_smaller_on_the_page_and_the_same_in_every_pixel(book):
     assert pixels.tobytes() == Image.open(png).tobytes()
 
 
+def test_a_picture_file_of_the_workbook_is_in_the_page_and_no_other(book):
+    for path in (book / "lib/map.svg", book.parent / "secret.svg"):
+        path.write_text("<svg/>")
+    page = page_of(book, "![map](../lib/map.svg) ![other](../../secret.svg)")
+    inside, outside = (image["src"] for image in page.select("img"))
+    assert inside == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
+    assert outside == "../../secret.svg"
+
+
 def test_pictures_have_a_text_from_their_metadata_or_beside_them(book):
     png = io.BytesIO()
     Image.new("RGB", (1, 1)).save(png, "PNG")
