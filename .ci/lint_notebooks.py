@@ -16,7 +16,7 @@ import papermill
 
 from lib.publish.cells import FIRST_CELL, METADATA, cell_metadata
 from lib.publish.pages import mathml_errors
-from lib.publish.run_notebooks import parameter_names
+from lib.publish.plan import parameter_names
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -362,13 +362,6 @@ COMMANDS: dict[str, Command] = {
         "lib.publish.run_notebooks:refresh_notebooks",
         unpacks=True,
     ),
-    "lessons map": Command(
-        "Draw the map of the notebooks that the README shows.",
-        NoConfig,
-        "lib.lessons.start.map:save_map",
-        prints="{result}",
-        unpacks=True,
-    ),
     "lessons story": Command(
         "Make a story model like the committed one from a training run.",
         StoryConfig,
@@ -421,13 +414,6 @@ COMMANDS: dict[str, Command] = {
         unpacks=True,
         trains_on_ranks=True,
     ),
-    "lessons timeline": Command(
-        "Record when each warpgroup of the Hopper attention kernel does what.",
-        NoConfig,
-        "lib.lessons.flash_attention.timeline_gluon:record_timeline",
-        prints="{result}",
-        unpacks=True,
-    ),
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,
@@ -460,25 +446,12 @@ COMMANDS: dict[str, Command] = {
         prints="{config.output}/attention_sweep_report.md",
         interrupted=RESUMES,
     ),
-    "benchmark attention-steps": Command(
-        "Measure what each step of the attention kernels gains, on a Hopper GPU.",
-        "lib.benchmarks.attention_steps:AttentionStepsConfig",
-        "lib.benchmarks.attention_steps:measure_steps",
-        prints="{config.output}/attention_steps.md",
-        interrupted=RESUMES,
-    ),
     "benchmark attention-training": Command(
         "Train the same model with different attention kernels and compare the losses.",
         "lib.benchmarks.attention_training:AttentionTrainingConfig",
         "lib.benchmarks.attention_training:train_with_kernels",
         prints="{config.output}/attention_training.md",
         interrupted=RESUMES,
-    ),
-    "benchmark attention-prediction": Command(
-        "Predict a T4's speed on the CUDA C++ attention kernels from their machine code.",
-        "lib.benchmarks.attention_prediction:AttentionPredictionConfig",
-        "lib.benchmarks.attention_prediction:predict_attention",
-        prints="{config.output}/attention_prediction.md",
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",

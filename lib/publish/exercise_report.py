@@ -24,7 +24,9 @@ from lib.core.records import to_markdown
 from lib.core.terminal import bar_size
 from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
-from lib.publish.run_notebooks import find_notebooks, read_notebook, run_past_errors
+from lib.publish.cells import read_notebook
+from lib.publish.execute import execute
+from lib.publish.plan import find_notebooks
 
 Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
 
@@ -105,7 +107,10 @@ def answers_in(path: Path) -> list[Answer]:
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "results.jsonl"
         lines.touch()
-        ran = run_past_errors(path, {RESULTS: str(lines), "WORKBOOK_SMALL": "1"}).cells
+        environment = {RESULTS: str(lines), "WORKBOOK_SMALL": "1"}
+        ran = execute(
+            read_notebook(path), path.parent, environment=environment, past_errors=True
+        ).cells
         found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     # of a check that ran twice, the last verdict
     by_name = {line["exercise"]: line for line in found}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import mimetypes
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -30,8 +31,6 @@ from lib.publish.cells import static_widgets
 from lib.publish.links import Links
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-# Papermill marks a failed cell with this id, and adds a cell on top that links to it.
-ERROR_ID = "papermill-error-cell"
 # Browsers set a prime that is a superscript too small and too high: fonts raise it already.
 PRIMED = re.compile(r"<msup>(<m[in]>[^<]*</m[in]><mo>[′″‴]</mo>)</msup>")
 # A formula in a line with more TeX than this may be wider than a phone.
@@ -60,15 +59,13 @@ def render_page(
     """Return the executed `notebook` as the web page called `name`.
 
     Args:
-        notebook: its `metadata.workbook` (see `lib.publish.run_notebooks`) gives the lines on top.
+        notebook: its `metadata.workbook`, which `lib.publish.run_notebooks.publish` writes, gives
+            the lines on top.
         source_folder: the notebook's folder in the workbook, for relative links and pictures.
         titles: name -> title of the report's pages in reading order; links to others are left out.
     """
     about = notebook.metadata.get("workbook", {})
     shown = static_widgets(notebook)
-    # the page shows the error on top itself
-    shown.cells = [cell for cell in shown.cells if f'href="#{ERROR_ID}"' not in cell.source]
-    has_failed_cell = any(f'id="{ERROR_ID}"' in cell.source for cell in shown.cells)
     before, after = _neighbors(name, titles)
 
     links = Links(source_folder, source_folder.parent, titles)
@@ -82,7 +79,8 @@ def render_page(
         after=after,
         note=page_note(about),
         error=about.get("error"),
-        error_id=ERROR_ID if has_failed_cell else "",
+        # as nbconvert calls it
+        error_id=f"cell-id={about['cell']}" if about.get("cell") else "",
         contents_mark=CONTENTS_MARK,
     )
     metadata = {"name": title_of(notebook), "path": str(source_folder)}
@@ -216,6 +214,14 @@ class Renderer(IPythonRenderer):
                 return text
             url = self.links.resolve(url) or url
         return super().image(text, url, title)
+
+    def _src_to_base64(self, src: str) -> str | None:
+        # nbconvert's takes nothing from above the notebook's folder; the limit is the workbook
+        path = (self.links.source / src).resolve() if self.links else Path(src)
+        if not (self.links and path.is_file() and path.is_relative_to(self.links.root.resolve())):
+            return None
+        data = base64.b64encode(path.read_bytes()).decode()
+        return f"data:{mimetypes.guess_type(path)[0]};base64,{data}"
 
     def _html_embed_images(self, html: str) -> str:
         # its parser would close a <details> that ends in a later block

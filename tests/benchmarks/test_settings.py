@@ -5,7 +5,6 @@ import math
 import pytest
 
 from lib.benchmarks.attention import AttentionBenchmarkConfig
-from lib.benchmarks.attention_steps import AttentionStepsConfig
 from lib.benchmarks.communication import CommunicationBenchmarkConfig
 from lib.benchmarks.lm_matrix import LmMatrixConfig
 from lib.benchmarks.repeat import RepeatConfig
@@ -34,7 +33,6 @@ REFUSED = {
         ({"max_seconds": math.inf}, "max_seconds .* got inf"),
         ({"seed": 2**63}, "seed .* got 9223372036854775808"),
     ),
-    AttentionStepsConfig: (({"samples": 0}, "samples must be at least 1"),),
     CommunicationBenchmarkConfig: (
         ({"ranks": 1}, "ranks must be at least 2"),
         ({"sizes_mb": (1.0, 0.0)}, r"sizes_mb\[1\] must be more than 0, got 0.0"),

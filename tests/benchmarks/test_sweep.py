@@ -194,7 +194,7 @@ def test_the_code_version_changes_with_every_file_that_is_imported_and_with_no_o
 
 
 def test_a_module_run_by_its_name_has_the_version_of_that_name(monkeypatch):
-    spec = types.SimpleNamespace(name="lib.benchmarks.attention_steps")
+    spec = types.SimpleNamespace(name="lib.benchmarks.attention_training")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     assert code_version("__main__") == code_version(spec.name) != code_version("elsewhere")
     # a script has no name

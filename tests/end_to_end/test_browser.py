@@ -178,47 +178,39 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory, make_notebook) -> Path:
-    """A report: notebooks with the outputs that they are committed with, and one run twice."""
-    from lib.publish.front_page import keep_earlier_run, write_front_page
-    from lib.publish.run_notebooks import Job, Result, Run, execute, publish
+    """A report: notebooks with the outputs that they are committed with, and one that is run."""
+    from lib.publish.cells import read_notebook
+    from lib.publish.execute import execute
+    from lib.publish.front_page import write_front_page
+    from lib.publish.plan import Job
+    from lib.publish.run_notebooks import Result, Run, publish
 
     folder = tmp_path_factory.mktemp("report")
     own = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom lib.lessons.model import explorers"
     figures = ("%md $$\\frac{q \\cdot k}{\\sqrt{d}}$$", "explorers.scale_slider()")
     widgets = make_notebook(folder / "notebooks/99_widgets.ipynb", "steps = 3", *figures, first=own)
-    executed = folder / "executed.ipynb"
-    execute(widgets, executed)
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {one.params.get("page") for one in parameters if one}
     sources = [ROOT / f"notebooks/{name}.ipynb" for name in NOTEBOOKS if name in wanted]
-    sources.append(widgets)
-    titles = {source.stem: source.stem for source in sources}
-    pages = folder / "pages"
-
-    def publish_all(sources, titles):
-        for source in sources:
-            notebook = executed if source == widgets else source
-            run = Run(pages, "", "now", titles)
-            publish(Result(source.stem, "done", 1.0), notebook, Job(source, {}, ()), run)
-
-    publish_all([widgets], {widgets.stem: "Widgets"})
-    keep_earlier_run(pages, titles)
-    (earlier,) = (pages / "previous").iterdir()
-    earlier.rename(pages / "previous/first")
-    publish_all(sources, titles)
-    write_front_page(pages, titles)
+    titles = {source.stem: source.stem for source in (*sources, widgets)}
+    run = Run(folder / "pages", "", "now", titles)
+    for source in (*sources, widgets):
+        notebook = read_notebook(source)
+        if source == widgets:
+            execute(notebook, folder)
+        publish(Result(source.stem, "done", 1.0), notebook, Job(source, {}, ()), run)
+    write_front_page(run.report, titles)
     # as it arrives by mail: alone, in another folder
-    return pages.rename(folder / "mailed")
+    return run.report.rename(folder / "mailed")
 
 
 NOTEBOOKS = [path.stem for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
 DOCUMENTS = ["workbook/README.md", "workbook/artifacts/README.md", "workbook/lib/training/step.py"]
-EARLIER = ["previous/first/index", "previous/first/99_widgets"]
 # Publishing all of them takes a quarter of a minute.
 OTHERS = [
     pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS if name not in NOTEBOOKS[::3]
 ]
-PAGES = ["index", *NOTEBOOKS[::3], *OTHERS, "99_widgets", *DOCUMENTS, *EARLIER]
+PAGES = ["index", *NOTEBOOKS[::3], *OTHERS, "99_widgets", *DOCUMENTS]
 
 
 @pytest.fixture(scope="module", params=PAGES)

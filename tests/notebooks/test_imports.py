@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from lib.core.files import ROOT
-from lib.publish.run_notebooks import find_notebooks
+from lib.publish.plan import find_notebooks
 
 
 def imported(source: str):

@@ -18,9 +18,10 @@ from lib.publish.cells import (
     WIDGET_STATE,
     WIDGET_VIEW,
     clean,
+    read_notebook,
     static_widgets,
 )
-from lib.publish.run_notebooks import execute
+from lib.publish.execute import execute
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,7 +183,7 @@ def test_output_widgets_do_not_talk_back_to_the_kernel(tmp_path, make_notebook):
         "print(len(out.outputs))",
     ]
     path = make_notebook(tmp_path / "01_x.ipynb", "steps = 3", *cells, first="1")
-    executed = static_widgets(execute(path, None))
+    executed = static_widgets(execute(read_notebook(path), tmp_path))
     assert executed.cells[3].outputs[0].text == "inside\n"
     assert executed.cells[4].outputs[0].text == "0\n"
 

@@ -1,6 +1,5 @@
-"""The front page over executed notebooks, and earlier runs beside the newest one."""
+"""The front page over executed notebooks: their state, times, errors, key figures and records."""
 
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -10,8 +9,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lib.lessons.notebook import KEY_FIGURES
 from lib.publish import front_page
-from lib.publish.front_page import keep_earlier_run, key_figures_of
-from lib.publish.run_notebooks import execute
+from lib.publish.cells import read_notebook
+from lib.publish.execute import execute
+from lib.publish.front_page import key_figures_of
 
 NAMES = ["01_good", "02_bad", "03_unrun"]
 PROVENANCE = {
@@ -98,61 +98,6 @@ def test_the_front_page_says_what_this_is_and_leads_to_readme_and_results(report
     assert len(page.select("main > p a")) == 3
 
 
-def test_an_earlier_run_stays_whole_in_a_folder_of_its_date(report):
-    write_front_page(report, NAMES)
-    keep_earlier_run(report, NAMES)
-    put(report, "01_good", day=2)
-    page = soup(write_front_page(report, NAMES))
-    (link,) = page.select("h2 + ul a")
-    earlier = (report / link["href"]).parent
-    assert earlier == report / "previous/2026-01-01T10-00-00"
-    assert link.text.startswith("01 January 2026, ")
-    assert (earlier / "01_good.html").read_text() == "page of day 1"
-    assert (report / "01_good.html").read_text() == "page of day 2"
-    # every link of it leads to something, also back to the newest run
-    old = soup(earlier / "index.html")
-    assert (earlier / old.main.a["href"]).resolve() == report / "index.html"
-    for a in old.select("a[href]"):
-        assert (earlier / a["href"]).is_file(), a
-    assert not (earlier / "previous").exists()
-
-
-def test_only_the_newest_runs_are_kept_each_once(report, monkeypatch):
-    for _ in range(2):
-        keep_earlier_run(report, NAMES)
-    assert len(list((report / "previous").iterdir())) == 1
-    keep_earlier_run(report.with_name("none"), NAMES)
-    assert not report.with_name("none").exists()
-    monkeypatch.setattr(front_page, "KEPT_RUNS", 3)
-    # folders of the reader's: one with an own name, a copy with an own name, one with a date
-    (report / "previous/0-mine").mkdir()
-    (report / "previous/2020-01-01T10-00-00").mkdir()
-    shutil.copytree(report / "previous/2026-01-01T10-00-00", report / "previous/2026-best")
-    for day in range(1, 7):
-        put(report, "01_good", day=day)
-        keep_earlier_run(report, NAMES)
-    kept = sorted(path.name[:10] for path in (report / "previous").iterdir())
-    own = ["0-mine", "2020-01-01", "2026-01-04", "2026-01-05", "2026-01-06", "2026-best"]
-    assert kept == own
-    links = soup(write_front_page(report, NAMES)).select("h2 + ul a")
-    assert [link["href"][9:19] for link in links] == [f"2026-01-0{day}" for day in (6, 5, 4)]
-
-
-def test_an_earlier_run_whose_copying_was_interrupted_is_copied_again(report, monkeypatch):
-    def interrupted(source, target, **_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("lib.publish.front_page.write_front_page", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            keep_earlier_run(report, NAMES)
-    (earlier,) = (report / "previous").iterdir()
-    (earlier / "01_good.html").unlink()
-    keep_earlier_run(report, NAMES)
-    assert (earlier / "01_good.html").read_text() == "page of day 1"
-    assert (earlier / "index.html").exists()
-
-
 def test_key_figures_are_shown_and_kept_in_their_order(make_notebook, tmp_path):
     cell = (
         "from lib.lessons.notebook import key_figures\n"
@@ -160,8 +105,8 @@ def test_key_figures_are_shown_and_kept_in_their_order(make_notebook, tmp_path):
     )
     first = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})"
     path = make_notebook(tmp_path / "01_x.ipynb", "", cell, first=first)
-    nbformat.write(execute(path, None), path)
-    executed = nbformat.read(path, as_version=4)
+    nbformat.write(execute(read_notebook(path), tmp_path), path)
+    executed = read_notebook(path)
     expected = [("tokens/s", "12,346"), ("bits per byte", "0.253"), ("device", "x")]
     assert key_figures_of(executed) == expected
     assert executed.cells[3].outputs[0].data["text/plain"] == (

@@ -100,14 +100,11 @@ def test_the_contents_list_the_sections_and_lead_to_them(book):
 
 
 def test_an_error_is_shown_on_top_once_and_leads_to_its_cell(book):
-    # as papermill leaves it
-    added = new_markdown_cell('<a href="#papermill-error-cell">An Exception was encountered</a>')
-    marked = new_markdown_cell('<span id="papermill-error-cell">here</span>')
-    page = page_of(book, added, "text", marked, error="In [3]: <KeyError>")
+    failed = new_code_cell("{}['a']", id="failed")
+    page = page_of(book, "text", failed, error="In [3]: <KeyError>", cell="failed")
     (top,) = page.select(".report-error")
     assert top.text.strip() == "In [3]: <KeyError>"
     assert page.find(id=top.a["href"].removeprefix("#"))
-    assert "An Exception was encountered" not in page.text
     # outside of all cells it leads nowhere
     (top,) = page_of(book, "# One", error="needs <01>, which failed").select(".report-error")
     assert top.text.strip() == "needs <01>, which failed"
@@ -126,6 +123,15 @@ def test_a_picture_is_smaller_on_the_page_and_the_same_in_every_pixel(book):
     assert len(shown) < len(data["image/png"]) / 3
     pixels = Image.open(io.BytesIO(base64.b64decode(shown))).convert("RGBA")
     assert pixels.tobytes() == Image.open(png).tobytes()
+
+
+def test_a_picture_file_of_the_workbook_is_in_the_page_and_no_other(book):
+    for path in (book / "lib/map.svg", book.parent / "secret.svg"):
+        path.write_text("<svg/>")
+    page = page_of(book, "![map](../lib/map.svg) ![other](../../secret.svg)")
+    inside, outside = (image["src"] for image in page.select("img"))
+    assert inside == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
+    assert outside == "../../secret.svg"
 
 
 def test_pictures_have_a_text_from_their_metadata_or_beside_them(book):

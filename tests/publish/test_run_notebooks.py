@@ -1,38 +1,32 @@
-"""Notebooks are found, planned, run beside or after one another, reported, and stored."""
+"""Notebooks run beside or after one another, and are reported; outputs are stored."""
 
+import io
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import ClassVar
 from urllib.parse import unquote
 
 import nbformat
-import papermill
 import pytest
 from bs4 import BeautifulSoup
 
 from lib.core.hardware import available_cpus
-from lib.publish.cells import clean
+from lib.publish.cells import clean, read_notebook
+from lib.publish.plan import Job
 from lib.publish.run_notebooks import (
     THREADS,
-    Job,
     Result,
     Run,
     RunConfig,
-    find_notebooks,
-    next_job,
-    parameter_names,
-    plan,
     publish,
     refresh_notebooks,
     run_all,
     run_notebooks,
-    run_one,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,33 +56,6 @@ def test_unknown_names_are_refused_before_anything_runs(shelf, arguments, messag
     assert not (shelf / "artifacts").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("03_three: {a: 1}", "no notebook is called '03_three'"),
-        ("steps: 3", "steps must be a mapping of parameters, got 3"),
-        ("- steps", "must map notebook names to parameters"),
-        ("a: [", "while parsing"),
-        ("ä: {}", "can't decode"),
-        # values that YAML has and Python's source or JSON have not
-        ("01_one: {steps: 2026-01-01}", r"01_one\.steps must be text \(in quotes\), a finite"),
-        ("01_one: {steps: !!set {1, 2}}", r"01_one\.steps must be .* got \{1, 2\}"),
-        ("01_one: {size: {a: [1, 12:30:00Z, .inf]}}", r"01_one\.size\.a\[2\] must be .* got inf"),
-        ("01_one: {size: !!binary aGk=}", r"01_one\.size must be .* got b'hi'"),
-        ("01_one: {1: 2}", "01_one must have names in quotes, got 1"),
-        ("01_one: {size: &all [*all]}", "recursion"),
-        # of two, the first would be lost
-        ("01_one: {steps: 1}\n02_two: {}\n01_one: {size: 2}", "got twice: 01_one"),
-        ("01_one: {steps: 1, steps: 2}", "got twice: steps"),
-    ],
-)
-def test_a_parameter_file_of_another_form_is_refused(shelf, text, said):
-    path = shelf / "own.yaml"
-    path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=rf"own\.yaml: .*{said}"):
-        plan(find_notebooks((), shelf), path, shelf)
-
-
 BROKEN_PICTURE = """\
 from IPython.display import display
 display({"image/png": "bm8gcGljdHVyZQ=="}, raw=True)"""
@@ -114,8 +81,8 @@ def test_a_page_that_cannot_be_written_fails_its_notebook_and_no_other(
         ("01_one.ipynb", b"", "01_one.ipynb is no notebook"),
         ("01_one.ipynb", b'{"cells": [', "01_one.ipynb is no notebook"),
         ("01_one.ipynb", b"\xff\xfe", "01_one.ipynb is no notebook"),
-        ("01_one.ipynb", None, "only 01_one.html is there"),
-        ("01_one.html", None, "only 01_one.ipynb is there"),
+        ("01_one.ipynb", None, "No such file or directory"),
+        ("01_one.html", None, "No such file or directory"),
         ("01_one.ipynb", "status", "KeyError('lost')"),
         ("01_one.ipynb", "finished", "ValueError"),
     ],
@@ -125,7 +92,7 @@ def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
 ):
     def run_one_job(jobs, *arguments):
         for job in jobs:
-            publish(Result(job.name, "done"), job.source, job, arguments[0])
+            publish(Result(job.name, "done"), read_notebook(job.source), job, arguments[0])
         return []
 
     monkeypatch.setattr("lib.publish.run_notebooks.run_all", run_one_job)
@@ -144,7 +111,7 @@ def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
     run_notebooks(RunConfig(("02",)), root=shelf)
     assert "1 notebook " in (report / "index.html").read_text()
     told = capsys.readouterr().err
-    assert f"01_one in {report} is damaged and left out" in told
+    assert f"01_one in {report} is damaged" in told
     assert said in told
     assert "make run NOTEBOOKS=01 writes it again" in told
     # made again
@@ -154,166 +121,104 @@ def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
     assert "damaged" not in capsys.readouterr().err.splitlines()[-1:]
 
 
-def test_a_parameters_cell_that_is_no_python_stops_only_who_sets_its_parameters(
-    shelf, make_notebook
-):
-    make_notebook(shelf / "notebooks/02_two.ipynb", "%matplotlib inline\n# needs: 01\nratio = 2")
-    path = shelf / "own.yaml"
-    path.write_text("01_one: {steps: 1}")
-    _, two = plan(find_notebooks((), shelf), path, shelf)
-    assert two.needs == ("01_one",)
-    path.write_text("02_two: {ratio: 1}")
-    with pytest.raises(ValueError, match=r"02_two\.ipynb: its cell tagged `parameters` must be"):
-        plan(find_notebooks((), shelf), path, shelf)
+@pytest.fixture
+def run_as(monkeypatch):
+    """Run jobs by calling a function with each; return their names and how they ended."""
 
+    def results(run_cells, *jobs: Job, published=lambda result, *_: result) -> list:
+        monkeypatch.setattr("lib.publish.run_notebooks.run_cells", run_cells)
+        monkeypatch.setattr("lib.publish.run_notebooks.read_notebook", lambda path: None)
+        monkeypatch.setattr("lib.publish.run_notebooks._published", published)
+        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
 
-def test_a_plan_has_each_notebooks_parameters_needs_and_whether_it_runs_alone(shelf):
-    path = shelf / "notebooks/parameters/gpu.yaml"
-    path.write_text("01_one:\n  steps: 100\n")
-    one, two = find_notebooks((), shelf)
-    assert plan([one, two], "gpu", shelf) == [
-        Job(one, {"steps": 100}, (), runs_alone=False),
-        Job(two, {}, ("01_one",), runs_alone=True),
-    ]
-    assert parameter_names(one) == {"steps", "size"}
-    assert find_notebooks(["2", "02_two.ipynb"], shelf) == [two]
-
-
-@pytest.mark.parametrize("needed", ["02", "03", "nothing"])
-def test_only_an_earlier_notebook_can_be_needed(shelf, make_notebook, needed):
-    make_notebook(shelf / "notebooks/02_two.ipynb", f"# needs: {needed}\nratio = 2")
-    with pytest.raises(ValueError, match=f"needs '{needed}'; earlier ones: there are: 01_one"):
-        plan(find_notebooks((), shelf), None, shelf)
-
-
-@pytest.mark.parametrize("path", find_notebooks((), ROOT), ids=lambda path: path.stem)
-def test_papermill_finds_the_same_parameters(path):
-    # of others it warns that it does not know them
-    assert set(papermill.inspect_notebook(path)) == parameter_names(path)
+    return results
 
 
 def job(name, *needs, alone=False):
     return Job(Path(f"{name}.ipynb"), {}, needs, runs_alone=alone)
 
 
-@pytest.mark.parametrize(
-    ("waiting", "running", "unfinished", "expected"),
-    [
-        # beside one another, and no more than there are workers
-        ([job("a"), job("b")], [], "ab", "a"),
-        ([job("b")], [job("a")], "ab", "b"),
-        ([job("c")], [job("a"), job("b")], "abc", None),
-        # after what they need
-        ([job("b", "a")], [job("a")], "ab", None),
-        ([job("b", "a")], [], "b", "b"),
-        ([job("b", "a"), job("c")], [job("a")], "abc", "c"),
-        # alone: after all others, and nothing beside
-        ([job("a", alone=True), job("b")], [], "ab", "b"),
-        ([job("a", alone=True)], [job("b")], "ab", None),
-        ([job("a", alone=True), job("c", "b")], [], "ac", "c"),
-        ([job("a", alone=True), job("b", alone=True)], [], "ab", "a"),
-        ([job("b")], [job("a", alone=True)], "ab", None),
-        ([], [], "", None),
-    ],
-)
-def test_the_next_job_may_run_beside_those_running(waiting, running, unfinished, expected):
-    found = next_job(waiting, running, set(unfinished), workers=2)
-    assert (found and found.name) == expected
-
-
-class Pool(ThreadPoolExecutor):
-    """Threads in place of processes, which are all free when they are asked."""
-
-    made: ClassVar[list] = []
-
-    def __init__(self, workers, *_, **__):
-        super().__init__(workers)
-        self.workers, self.futures = workers, []
-        self.made.append(self)
-
-    def submit(self, *arguments):
-        assert sum(not future.done() for future in self.futures) < self.workers
-        self.futures.append(super().submit(*arguments))
-        return self.futures[-1]
-
-
-@pytest.fixture
-def run_as(monkeypatch):
-    """Run jobs by calling a function with each; return their names and how they ended."""
-
-    def results(run_job, *jobs: Job) -> list[tuple[str, str]]:
-        monkeypatch.setattr("lib.publish.run_notebooks._run_in_pool", run_job)
-        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
-
-    monkeypatch.setattr(Pool, "made", [])
-    monkeypatch.setattr("lib.publish.run_notebooks.ProcessPoolExecutor", Pool)
-    monkeypatch.setattr("lib.publish.run_notebooks.publish", lambda *_: None)
-    return results
-
-
 def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(run_as):
     second, seen = threading.Event(), {}
 
-    def run(job, run, events, threads):
+    def run_cells(job, threads, clients):
         if job.name == "first":
             seen["beside its cells"] = second.wait(0.5)
-            events.put((job.name, None, 1))
-            seen["beside its page"] = second.wait(20)
         elif job.name == "second":
             second.set()
-        return Result(job.name, "done")
+        return Result(job.name, "done"), None
+
+    def published(result, *_):
+        if result.name == "first":
+            seen["beside its page"] = second.wait(20)
+        return result
 
     alone = job("first", alone=True), job("second", alone=True)
-    assert all(status == "done" for _, status in run_as(run, job("a"), job("b"), *alone))
+    found = run_as(run_cells, job("a"), job("b"), *alone, published=published)
+    assert all(status == "done" for _, status in found)
     assert seen == {"beside its cells": False, "beside its page": True}
 
 
-def test_no_job_waits_for_a_process_since_it_would_start_after_ctrl_c(run_as):
-    def run(job, run, events, threads):
-        events.put((job.name, None, 1))
-        # its page takes a while
-        time.sleep(0.3)
-        return Result(job.name, "done")
-
-    # one process is enough for these
-    assert run_as(run, job("a", alone=True), job("b", alone=True)) == [("a", "done"), ("b", "done")]
-    assert [pool.workers for pool in Pool.made] == [1]
-
-
-def test_a_process_that_dies_stops_no_later_notebook(run_as):
-    def run(job, run, events, threads):
+def test_whoever_needs_a_failed_notebook_even_through_others_is_skipped(run_as):
+    def run_cells(job, threads, clients):
         if job.name == "a":
-            raise BrokenProcessPool("killed")
-        return Result(job.name, "done")
+            raise RuntimeError("of this program")
+        return Result(job.name, "done"), None
 
-    assert run_as(run, job("a"), job("b", "a"), job("c", alone=True)) == [
-        ("a", "failed"),
-        ("b", "skipped"),
-        ("c", "done"),
-    ]
-    assert len(Pool.made) == 2
+    needy = job("b", "a"), job("c", "b"), job("d", alone=True)
+    statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
+    assert statuses == ["failed", "skipped", "skipped", "done"]
 
 
 RUN = """\
 import sys
 from pathlib import Path
-from lib.publish.run_notebooks import RunConfig, run_notebooks
-root, parameters, *names = sys.argv[1:]
-config = RunConfig(tuple(names), parameters, report=Path(root, "report"), workers=2)
-sys.exit(run_notebooks(config, root=Path(root)))
+from lib import __main__ as command_line
+from lib.publish import run_notebooks as runs
+
+root = Path(sys.argv[1])
+run = runs.run_notebooks
+runs.run_notebooks = lambda config: run(config, root=root)
+sys.exit(command_line.main(["run", "--report", str(root / "report")]))
 """
 
 
-def run(root: Path, *names: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", RUN, str(root), str(root / "settings.yaml"), *names]
-    # as if nobody had set it
-    environment = {name: value for name, value in os.environ.items() if name != THREADS}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a group of processes")
+def test_ctrl_c_ends_all_kernels_and_what_they_started_and_keeps_finished_pages(
+    tmp_path, make_notebook
+):
+    endless = (
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open('pids.new', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename('pids.new', 'pids')\n"
+        "time.sleep(600)"
+    )
+    make_notebook(tmp_path / "notebooks/01_done.ipynb", "", "1", first="1")
+    make_notebook(tmp_path / "notebooks/02_long.ipynb", "# needs: 01", endless, first="1")
+    command = [sys.executable, "-c", RUN, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    pids = tmp_path / "notebooks/pids"
+    deadline = time.monotonic() + 120
+    while not pids.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopped; finished pages are in the report" in output
+    assert "Traceback" not in output
+    for pid in map(int, pids.read_text().split()):
+        # gone, or dead and waiting to be collected
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "Z (zombie)" in status.read_text()
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert names == {"01_done.html", "01_done.ipynb", "index.html", ".workbook", ".lock"}
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory, make_notebook) -> tuple[subprocess.CompletedProcess, Path]:
-    """The process and the folder of one run of notebooks good and bad."""
+def done(tmp_path_factory, make_notebook) -> tuple[int, str, Path]:
+    """Exit code, output and folder of one run of notebooks good and bad."""
     root = tmp_path_factory.mktemp("book")
 
     def make(name: str, *cells: str) -> None:
@@ -339,7 +244,18 @@ def done(tmp_path_factory, make_notebook) -> tuple[subprocess.CompletedProcess, 
         (root / path).parent.mkdir(exist_ok=True)
         (root / path).write_text("")
     (root / "settings.yaml").write_text("01_good: {steps: 7}\n")
-    return run(root, "1", "2", "3", "4", "5"), root
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        # as if nobody had set it
+        patch.delenv(THREADS, raising=False)
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, text)
+        return run(root, "1", "2", "3", "4", "5"), text.getvalue(), root
+
+
+def run(root: Path, *names: str) -> int:
+    sizes = str(root / "settings.yaml")
+    return run_notebooks(RunConfig(names, sizes, root / "report", workers=2), root=root)
 
 
 def page(root: Path, name: str) -> BeautifulSoup:
@@ -351,9 +267,8 @@ def about(root: Path, name: str) -> dict:
 
 
 def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
-    process, root = done
-    output = process.stdout + process.stderr
-    assert process.returncode == 1
+    code, output, root = done
+    assert code == 1
     for name, mark in {"01_good": "✓", "02_bad": "✗", "03_after_good": "✓", "05_dead": "✗"}.items():
         assert f"{mark} {name}" in output
     assert "In [2]: ZeroDivisionError: division by zero" in output
@@ -366,15 +281,15 @@ def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
 
 
 def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
-    process, root = done
-    assert "– 04_after_bad" in process.stdout + process.stderr
+    _, output, root = done
+    assert "– 04_after_bad" in output
     assert "needs 02_bad, which failed" in page(root, "index").text
     # 7 comes from the parameter file through 01
     assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
 
 
 def test_the_one_that_runs_alone_starts_when_all_others_have_finished(done):
-    _, root = done
+    _, _, root = done
     finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
     assert about(root, "03_after_good")["finished"] >= max(finished.values())
     # and has all cores, which the others share
@@ -383,7 +298,7 @@ def test_the_one_that_runs_alone_starts_when_all_others_have_finished(done):
 
 
 def test_a_page_shows_widgets_links_records_and_its_error(done):
-    _, root = done
+    _, _, root = done
     good = page(root, "01_good")
     assert "n: 4" in good.text
     assert "square 16" in good.text
@@ -400,15 +315,15 @@ def test_a_page_shows_widgets_links_records_and_its_error(done):
 
 
 def test_kernels_are_reached_through_files_since_ports_may_be_taken_before_they_start(done):
-    _, root = done
+    _, _, root = done
     assert "by ipc" in page(root, "01_good").text
 
 
 def test_what_child_processes_print_is_on_the_page_and_not_on_the_terminal(done):
-    process, root = done
+    _, output, root = done
     for text in ("from a child", "error of a child"):
         assert text in page(root, "01_good").text
-        assert text not in process.stdout + process.stderr
+        assert text not in output
 
 
 def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch):
@@ -457,27 +372,11 @@ def test_a_report_never_goes_to_work_even_before_the_first_copies(shelf):
     assert not (shelf / "work").exists()
 
 
-def test_an_interrupted_run_leaves_the_pages_of_the_one_before(done):
-    class Full:
-        def put(self, event):
-            raise KeyboardInterrupt
-
-    _, root = done
-    source, report = root / "notebooks/01_good.ipynb", root / "report"
-    before = (report / "01_good.html").read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        run_one(Job(source, {}, ()), Run(report, "", "2026-01-01T00:00:00+00:00"), Full(), None)
-    assert (report / "01_good.html").read_bytes() == before
-
-
-def test_a_later_run_keeps_the_one_before_and_links_pages_to_its_own(done):
-    _, root = done
-    again = run(root, "06")
-    assert again.returncode == 0, again.stderr
+def test_a_later_run_keeps_other_pages_and_links_them_to_its_own(done):
+    _, _, root = done
+    assert run(root, "06") == 0
     assert "6 notebooks" in page(root, "index").text
     assert {a.text for a in page(root, "01_good").select("main p a")} == {"next", "code", "later"}
-    (earlier,) = (root / "report/previous").iterdir()
-    assert "5 notebooks" in (earlier / "index.html").read_text()
     for path in (root / "report").rglob("*.html"):
         for link in BeautifulSoup(path.read_text(), "html.parser").select("a[href]"):
             href = link["href"].split("#")[0]

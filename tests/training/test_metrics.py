@@ -10,7 +10,6 @@ import sys
 import types
 from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 
@@ -207,7 +206,8 @@ def test_a_terminal_gets_one_line_without_color(path, monkeypatch):
 
 
 def test_a_notebook_stores_one_text(tmp_path, make_notebook, monkeypatch):
-    from lib.publish.run_notebooks import execute
+    from lib.publish.cells import read_notebook
+    from lib.publish.execute import execute
 
     # a folder of its own for the kernel's files
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -221,14 +221,14 @@ def test_a_notebook_stores_one_text(tmp_path, make_notebook, monkeypatch):
         "        metrics.advance(step, loss=1 / step, tokens_per_s=1000)\n"
     )
     source = make_notebook(tmp_path / "01_topic.ipynb", "steps = 3", cell, first="1")
-    notebook = execute(source, tmp_path / "done.ipynb")
+    notebook = execute(read_notebook(source), tmp_path)
     (output,) = notebook.cells[-1].outputs
     assert output.output_type == "display_data"
     assert list(output.data) == ["text/plain"]
     text = output.data["text/plain"]
     assert text.startswith("step 300/300 |████████████████████| 00:0")
     assert text.endswith("00:00 left, loss 0.003, 1,000 tokens/s")
-    assert "widgets" not in nbformat.read(tmp_path / "done.ipynb", 4).metadata
+    assert "widgets" not in notebook.metadata
 
 
 # Weights & Biases

@@ -294,21 +294,44 @@ def measure_ladder(path: Path = RECORDS) -> Path:
         ValueError: there is no Hopper GPU.
     """
     need_hopper()
-    from lib.benchmarks.attention import flash_attention_4, make_inputs, measure_right
-    from lib.benchmarks.attention_steps import corners, ladder, largest_error, steps_case
+    from lib.benchmarks.attention import (
+        AttentionCase,
+        flash_attention_4,
+        make_inputs,
+        measure_right,
+        named_attention,
+    )
+    from lib.flash_attention.hopper import launch as hopper
 
-    device = torch.device("cuda")
-    case = steps_case(*SHAPE, "forward", 30)
-    inputs = make_inputs(case, device, seed=0)
-    q, k, v, _ = (x.detach() for x in inputs)
-    exact = [corners(x).float() for x in (q, k, v)]
-    expected = (run_rung(LADDER[0], exact[0], exact[1], exact[2]),)
+    device, (batch_size, heads, tokens, head_dim) = torch.device("cuda"), SHAPE
+    case = AttentionCase(
+        queries=tokens,
+        keys=tokens,
+        head_dim=head_dim,
+        is_causal=True,
+        direction="forward",
+        dtype="bfloat16",
+        batch_size=batch_size,
+        heads=heads,
+        kernels=(),
+        warmup=5,
+        samples=30,
+        max_seconds=20.0,
+    )
+    q, k, v, _ = make_inputs(case, device, seed=0)
+    expected = run_rung(LADDER[0], *(_corners(x).float() for x in (q, k, v)))
 
     def prepare(function: Callable[[], tuple[Tensor]]) -> tuple[Callable, dict[str, Any]]:
-        return function, {"error": largest_error(function(), expected)}
+        error = (_corners(function()[0]).float() - expected).norm() / expected.norm()
+        return function, {"error": float(error)}
 
     functions = {rung.step: lambda rung=rung: (run_rung(rung, q, k, v),) for rung in LADDER}
-    peers = {name: step for name, (_, step) in ladder(case, inputs).items() if name in PEERS}
+    two = LADDER[5].schedule()._replace(warpgroups=2)
+    cudnn = named_attention("sdpa_cudnn", case, device)
+    peers: dict[str, Callable] = {
+        "hopper": lambda: hopper.flash_forward(q, k, v, True, head_dim**-0.5, schedule=two)[:1],
+        "cudnn": lambda: (cudnn(q, k, v),),
+    }
     with contextlib.suppress(ImportError):
         fa4 = flash_attention_4(case, deterministic=False)
         peers["fa4"] = lambda: (fa4(q, k, v),)
@@ -321,6 +344,11 @@ def measure_ladder(path: Path = RECORDS) -> Path:
     record = new_record({"flops": case.flops, "steps": steps}, config=case, seed=0, device=device)
     append_record(path, record)
     return path
+
+
+def _corners(x: Tensor) -> Tensor:
+    """The first and the last head of the first and the last sequence."""
+    return x[:: max(1, len(x) - 1), :: max(1, x.shape[1] - 1)]
 
 
 def recorded_ladder() -> tuple[list[dict[str, Any]], str]:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lib.benchmarks.attention_steps import NAMES, draw_steps
 from lib.flash_attention import reference
 from lib.lessons import show
 from lib.lessons.flash_attention.explorers import (
@@ -224,19 +223,6 @@ def test_visited_tiles_are_those_that_hold_a_visible_pair(queries, keys, tile):
     draw_visited_tiles(axes, queries, keys, tile)
     assert axes.collections[0].get_array().ravel().tolist() == kinds
     assert f"{np.mean(np.array(kinds) > 0):.0%} visited" in axes.get_title()
-
-
-def test_bars_are_as_long_as_speeds_and_a_failure_is_a_word():
-    shape = {"batch_size": 1, "heads": 2, "tokens": 64, "head_dim": 64, "direction": "forward"}
-    rows = [{**shape, "step": "textbook", "tflops": None, "status": "oom"}]
-    rows += [{**shape, "step": "hopper", "tflops": 300.0, "status": "ok"}]
-    figure = Figure()
-    draw_steps(figure, rows)
-    (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [0, 300]
-    assert [text.get_text() for text in axes.texts] == ["oom", "300"]
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == [NAMES["textbook"], NAMES["hopper"]]
 
 
 def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):

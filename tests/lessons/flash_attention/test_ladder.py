@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from matplotlib.figure import Figure
 pytest.importorskip("triton")
 
 from lib.core.records import new_record
-from lib.flash_attention.hopper import forward
-from lib.lessons.flash_attention import ladder_triton, timeline_gluon
+from lib.lessons.flash_attention import ladder_triton, timeline
 from lib.lessons.flash_attention.ladder_triton import LADDER, diff, run_rung, watch_rung
 
 
@@ -71,43 +69,27 @@ def test_speeds_come_from_the_newest_record_and_the_rest_is_not_measured(tmp_pat
     assert ladder_triton.recorded_ladder()[0][1]["gain"] == 10
 
 
-def test_the_stamped_kernel_is_the_kernel_with_some_lines_more():
-    source = Path(forward.__file__).read_text(encoding="utf-8")
-    kernel = timeline_gluon.stamped_kernel()
-    stamped = kernel.fn.__globals__["_attend"].src
-    assert [stamped.count(f"_stamp(args, i, {event}, PART)") for event in range(5)] == [1] * 5
-    assert all(source.count(old) == 1 for old, _ in timeline_gluon.EDITS)
-
-
-def timeline(is_ordered: bool) -> dict:
+def recorded(is_ordered: bool) -> dict:
     """Steps of 100 clocks: 10 ordering, 20 waiting for scores, 40 of softmax, 5 for the rest."""
     steps = [[100 * i + x for x in (0, 10, 30, 70, 75)] for i in range(8)]
     return {"figures": {"is_ordered": is_ordered, "clocks": [steps] * 3}}
 
 
 def test_shares_of_a_timeline_are_times_between_stamps():
-    shares = timeline_gluon.shares(timeline(True))
+    shares = timeline.shares(recorded(True))
     assert list(shares.values()) == pytest.approx([0.1, 0.2, 0.4, 0.05, 0.25])
 
 
-def test_clocks_start_at_the_first_stamp_also_where_32_bits_run_over_and_a_step_is_missing():
-    before, after = 2**32 - 10, 5
-    clocks = [[[0] * 5, [before] * 5], [[before + 4] * 5, [after] * 5]]
-    signed = [[[x - 2**32 if x > 2**31 else x for x in step] for step in g] for g in clocks]
-    for given in (clocks, signed):
-        assert timeline_gluon.from_zero(given) == [[[0] * 5], [[4] * 5, [15] * 5]]
-
-
 def test_tensor_cores_are_busy_for_their_matmuls_at_the_peak():
-    record = timeline(True) | {"config": {"head_dim": 64}}
+    record = recorded(True) | {"config": {"head_dim": 64}}
     # three warpgroups, 64 queries, 128 keys
-    assert timeline_gluon.mean_step(record) == 100
-    assert timeline_gluon.busy_share(record) == 3 * 4 * 64 * 128 * 64 / 4096 / 100
+    assert timeline.mean_step(record) == 100
+    assert timeline.busy_share(record) == 3 * 4 * 64 * 128 * 64 / 4096 / 100
 
 
 def test_each_part_of_a_step_is_a_bar():
     figure = Figure()
-    timeline_gluon.draw_recorded(figure, timeline(False))
+    timeline.draw_recorded(figure, recorded(False))
     (axes,) = figure.axes
     assert len(axes.patches) == 3 * 4 * 4
     assert "unordered" in axes.get_title()
@@ -115,8 +97,7 @@ def test_each_part_of_a_step_is_a_bar():
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bars))
 
 
-@pytest.mark.parametrize("command", [ladder_triton.measure_ladder, timeline_gluon.record_timeline])
-def test_without_a_hopper_gpu_a_recording_says_so(command, tmp_path, monkeypatch):
+def test_without_a_hopper_gpu_a_recording_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="this needs a Hopper GPU"):
-        command(tmp_path / "records.jsonl")
+        ladder_triton.measure_ladder(tmp_path / "records.jsonl")
