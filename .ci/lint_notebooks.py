@@ -14,9 +14,9 @@ from pathlib import Path
 import nbformat
 import papermill
 
-from lib.publish.cells import FIRST_CELL, METADATA, cell_metadata
-from lib.publish.pages import mathml_errors
-from lib.publish.plan import parameter_names
+from lib.tools.publish.cells import FIRST_CELL, METADATA, cell_metadata
+from lib.tools.publish.pages import mathml_errors
+from lib.tools.publish.plan import parameter_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +79,7 @@ def _check_order(cells: list) -> Iterator[str]:
         yield "cell 1: is not a Markdown cell that starts with the title, `# …`; add one"
     code = [cell for cell in cells if cell.cell_type == "code"]
     if not code or code[0].source != FIRST_CELL:
-        yield "the first code cell is not lib.publish.cells.FIRST_CELL; copy it from there, whole"
+        yield "the first code cell is not FIRST_CELL of lib/tools/publish/cells.py; copy it"
     tagged = [n for n, c in enumerate(cells, 1) if "parameters" in c.metadata.get("tags", [])]
     if len(tagged) != 1:
         where = f"cells {tagged}" if tagged else "no cell"

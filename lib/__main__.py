@@ -170,16 +170,16 @@ def generate(config: Any) -> int:
 
 
 def tune_attention(config: Any) -> int:
-    from lib.benchmarks.tune_attention import tune
     from lib.core.records import to_markdown
+    from lib.tools.benchmarks.tune_attention import tune
 
     print(to_markdown(tune(config.head_dims)))
     return 0
 
 
 def benchmark_attention(config: Any) -> list[dict]:
-    from lib.benchmarks.attention import benchmark_attention
-    from lib.benchmarks.attention_report import summary
+    from lib.tools.benchmarks.attention import benchmark_attention
+    from lib.tools.benchmarks.attention_report import summary
 
     records = benchmark_attention(config)
     print(summary(records))
@@ -340,26 +340,26 @@ COMMANDS: dict[str, Command] = {
     ),
     "run": Command(
         "Run the notebooks and write the report.",
-        "lib.publish.run_notebooks:RunConfig",
-        "lib.publish.run_notebooks:run_notebooks",
+        "lib.tools.publish.run_notebooks:RunConfig",
+        "lib.tools.publish.run_notebooks:run_notebooks",
         interrupted="finished pages are in the report; the same command runs all notebooks again",
     ),
     "exercises": Command(
         "Run the notebooks and list which exercises are solved.",
         NotebooksConfig,
-        "lib.publish.exercise_report:report_exercises",
+        "lib.tools.publish.exercise_report:report_exercises",
         unpacks=True,
     ),
     "notebooks copy": Command(
         "Make your copies of the notebooks in work/, or bring them up to date.",
         NoConfig,
-        "lib.publish.readers_copies:update_copies",
+        "lib.tools.publish.readers_copies:update_copies",
         unpacks=True,
     ),
     "notebooks refresh": Command(
         "Run notebooks and store their outputs in them, as they are committed.",
         NotebooksConfig,
-        "lib.publish.run_notebooks:refresh_notebooks",
+        "lib.tools.publish.run_notebooks:refresh_notebooks",
         unpacks=True,
     ),
     "lessons story": Command(
@@ -417,79 +417,79 @@ COMMANDS: dict[str, Command] = {
     "notebooks clean": Command(
         "Bring the notebooks' metadata into the form that is committed, without running them.",
         NoConfig,
-        "lib.publish.run_notebooks:clean_notebooks",
+        "lib.tools.publish.run_notebooks:clean_notebooks",
         unpacks=True,
     ),
     "benchmark tokenizer": Command(
         "Measure the tokenizer against its peers.",
-        "lib.benchmarks.tokenizer:TokenizerBenchmarkConfig",
-        "lib.benchmarks.tokenizer:benchmark_tokenizer",
+        "lib.tools.benchmarks.tokenizer:TokenizerBenchmarkConfig",
+        "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
         prints="{config.output}/tokenizer_benchmark.md",
     ),
     "benchmark training": Command(
         "Measure training steps against a peer, or on a CPU against their matmuls.",
-        "lib.benchmarks.training:TrainingBenchmarkConfig",
-        "lib.benchmarks.training:benchmark_training",
+        "lib.tools.benchmarks.training:TrainingBenchmarkConfig",
+        "lib.tools.benchmarks.training:benchmark_training",
         prints="{result}",
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
-        "lib.benchmarks.step:StepBenchmarkConfig",
-        "lib.benchmarks.step:benchmark_step",
+        "lib.tools.benchmarks.step:StepBenchmarkConfig",
+        "lib.tools.benchmarks.step:benchmark_step",
         prints="{config.output}/step_benchmark.md",
         interrupted=RESUMES,
     ),
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
-        "lib.benchmarks.attention:AttentionBenchmarkConfig",
+        "lib.tools.benchmarks.attention:AttentionBenchmarkConfig",
         benchmark_attention,
         prints="{config.output}/attention_sweep_report.md",
         interrupted=RESUMES,
     ),
     "benchmark attention-training": Command(
         "Train the same model with different attention kernels and compare the losses.",
-        "lib.benchmarks.attention_training:AttentionTrainingConfig",
-        "lib.benchmarks.attention_training:train_with_kernels",
+        "lib.tools.benchmarks.attention_training:AttentionTrainingConfig",
+        "lib.tools.benchmarks.attention_training:train_with_kernels",
         prints="{config.output}/attention_training.md",
         interrupted=RESUMES,
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        "lib.benchmarks.tune_attention:TuneConfig",
+        "lib.tools.benchmarks.tune_attention:TuneConfig",
         tune_attention,
     ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
-        "lib.benchmarks.communication:CommunicationBenchmarkConfig",
-        "lib.benchmarks.communication:benchmark_communication",
+        "lib.tools.benchmarks.communication:CommunicationBenchmarkConfig",
+        "lib.tools.benchmarks.communication:benchmark_communication",
         prints="{config.output}/communication_benchmark.md",
         interrupted=RESUMES,
     ),
     "benchmark lm-matrix": Command(
         "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
-        "lib.benchmarks.lm_matrix:LmMatrixConfig",
-        "lib.benchmarks.lm_matrix:benchmark_lm_matrix",
+        "lib.tools.benchmarks.lm_matrix:LmMatrixConfig",
+        "lib.tools.benchmarks.lm_matrix:benchmark_lm_matrix",
         prints="{config.output}/lm_matrix_report.md",
         interrupted=RESUMES,
     ),
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
-        "lib.benchmarks.sharding_cases:ShardingConfig",
-        "lib.benchmarks.sharding:benchmark_sharding",
+        "lib.tools.benchmarks.sharding_cases:ShardingConfig",
+        "lib.tools.benchmarks.sharding:benchmark_sharding",
         prints="{config.output}/sharding_benchmark.md",
         interrupted=RESUMES,
     ),
     "benchmark repeat": Command(
         "Measure settings of existing multi-rank records again.",
-        "lib.benchmarks.repeat:RepeatConfig",
-        "lib.benchmarks.repeat:benchmark_repeat",
+        "lib.tools.benchmarks.repeat:RepeatConfig",
+        "lib.tools.benchmarks.repeat:benchmark_repeat",
         prints="{config.output}",
         interrupted=RESUMES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
         NoConfig,
-        "lib.benchmarks.headline:fill_readme",
+        "lib.tools.benchmarks.headline:fill_readme",
         unpacks=True,
     ),
     "profile": Command(
@@ -505,14 +505,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
-        "lib.publish.kaggle:KaggleBuildConfig",
-        "lib.publish.kaggle:build",
+        "lib.tools.publish.kaggle:KaggleBuildConfig",
+        "lib.tools.publish.kaggle:build",
         prints="{result}",
     ),
     "kaggle push": Command(
         "Upload the folder that `kaggle build` made, with Kaggle's own client.",
-        "lib.publish.kaggle:KagglePushConfig",
-        "lib.publish.kaggle:push",
+        "lib.tools.publish.kaggle:KagglePushConfig",
+        "lib.tools.publish.kaggle:push",
     ),
 }
 
@@ -577,7 +577,7 @@ def run_command(name: str, flags: list[str]) -> int:
 def print_committed(results: Path) -> None:
     """Print what is on record beside new `results`, if the repository has a file of that name."""
     if (PRESETS.parents[1] / "artifacts" / results.name).is_file():
-        from lib.benchmarks.headline import on_record
+        from lib.tools.benchmarks.headline import on_record
 
         print(on_record(results), end="")
 

@@ -114,7 +114,7 @@ def make_notebook() -> Callable[..., Path]:
     from nbformat import from_dict, write
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-    from lib.publish.cells import FIRST_CELL, METADATA
+    from lib.tools.publish.cells import FIRST_CELL, METADATA
 
     def make(path: Path, parameters: str = "steps = 3", *cells: str, first: str = FIRST_CELL):
         content = [

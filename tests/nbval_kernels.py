@@ -3,6 +3,6 @@
 import nbval.kernel
 from jupyter_client.manager import KernelManager
 
-from lib.publish.execute import connection
+from lib.tools.publish.execute import connection
 
 nbval.kernel.KernelManager = lambda **options: KernelManager(**connection(), **options)

@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From top to bottom. `lib/__main__.py` and the doors, which lie beside the rooms, see all of them.
 ROOMS = [
-    "publish",
+    "tools.publish",
     "lessons",
-    "benchmarks",
+    "tools.benchmarks",
     "profiling",
     "training",
-    "peers",
+    "tools.peers",
     "fsdp",
     "sharded_optimizer",
     "ddp",
@@ -30,7 +30,7 @@ ROOMS = [
     "core",
 ]
 # Rooms whose import loads no torch, and the two files of core that need it.
-LIGHT = ("core", "tokenizer", "data", "publish")
+LIGHT = ("core", "tokenizer", "data", "tools.publish")
 WITH_TORCH = {"lib.core.allocator", "lib.core.ranges"}
 # Settings of commands are read before anything heavy is loaded.
 LIGHT_FILES = (
@@ -95,9 +95,9 @@ def imports() -> dict[str, set[str]]:
 
 
 def test_every_room_is_listed_and_only_doors_lie_beside_them():
-    assert {path.name for path in (ROOT / "lib").iterdir() if (path / "__init__.py").exists()} == {
-        *ROOMS
-    }
+    packages = {name for name, path in FILES.items() if path.name == "__init__.py"}
+    listed = {f"lib.{name}" for name in ROOMS} | {"lib", "lib.tools"}
+    assert {name for name in packages if name.count(".") < 2 or "tools" in name} == listed
     beside = {path.name for path in (ROOT / "lib").glob("*.py")}
     assert beside == {"__init__.py", "__main__.py", "checkpoint.py", "flash_attention_triton.py"}
 
@@ -129,7 +129,7 @@ def may_import_triton(module: str) -> bool:
     return (
         module.endswith(("_triton", "_gluon", ".triton_kernels", ".triton_attention"))
         or module.startswith(("lib.flash_attention.hopper.", "lib.flash_attention.cuda."))
-        or module == "lib.benchmarks.tune_attention"
+        or module == "lib.tools.benchmarks.tune_attention"
     )
 
 

@@ -3,7 +3,7 @@
 A record is a dict of plain JSON values: `config`, `figures`, `device`, `versions`, `commit`,
 `seed`, `date` and the rest of `provenance`. A file holds one record per line (JSON Lines), so that
 a sweep can append each result as it is measured and resume after an interruption. For more than a
-table, load the records into pandas (`lib.benchmarks.sections`).
+table, load the records into pandas (`lib.tools.benchmarks.sections`).
 """
 
 from __future__ import annotations

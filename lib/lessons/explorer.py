@@ -1,8 +1,8 @@
 """`explorer`: sliders above an output that follows them, with stills for pages without Python.
 
 In a running notebook the output is redrawn whenever a slider moves. Committed notebooks and reports
-have no Python behind them: there `lib.publish.cells` shows the output of the last setting and the
-`still` ones, which are hidden while the sliders work.
+have no Python behind them: there `lib.tools.publish.cells` shows the output of the last setting and
+the `still` ones, which are hidden while the sliders work.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def png_output(png: bytes, words: str, width: int, height: int) -> Output:
     """A PNG as a notebook output, with `words` as its alternative text.
 
     JupyterLab shows a PNG without alternative text, so the output also has HTML with it, which
-    `lib.publish.cells` leaves out of what is stored.
+    `lib.tools.publish.cells` leaves out of what is stored.
 
     Args:
         width, height: on the page, in pixels.

@@ -175,7 +175,7 @@ class Replicated(Parallel):
         if config.sharded_optimizer == "zero1":
             self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
         elif config.sharded_optimizer == "torch_zero":
-            from lib.peers.torch_zero import TorchZero
+            from lib.tools.peers.torch_zero import TorchZero
 
             self.optimizer = TorchZero(groups, AdamW, process_group=self.group, **self.adamw)
             self.is_sharded = True
@@ -284,8 +284,8 @@ class TorchFullySharded(FullySharded):
     cannot = ("cuda_graph", "low_precision_weights")
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
-        from lib.peers.fsdp2 import FullySharded as Peer
-        from lib.peers.fsdp2 import FullyShardedParameters
+        from lib.tools.peers.fsdp2 import FullySharded as Peer
+        from lib.tools.peers.fsdp2 import FullyShardedParameters
 
         self.module = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 
-from lib.publish.cells import static_widgets
+from lib.tools.publish.cells import static_widgets
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "artifacts/screenshots"
@@ -179,11 +179,11 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory, make_notebook) -> Path:
     """A report: notebooks with the outputs that they are committed with, and one that is run."""
-    from lib.publish.cells import read_notebook
-    from lib.publish.execute import execute
-    from lib.publish.front_page import write_front_page
-    from lib.publish.plan import Job
-    from lib.publish.run_notebooks import Result, Run, publish
+    from lib.tools.publish.cells import read_notebook
+    from lib.tools.publish.execute import execute
+    from lib.tools.publish.front_page import write_front_page
+    from lib.tools.publish.plan import Job
+    from lib.tools.publish.run_notebooks import Result, Run, publish
 
     folder = tmp_path_factory.mktemp("report")
     own = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom lib.lessons.model import explorers"

@@ -225,7 +225,7 @@ def test_what_a_command_returns_decides_what_is_printed_and_the_exit_code(
 
 
 def test_notebooks_are_run_refreshed_and_cleaned_as_asked(monkeypatch):
-    from lib.publish import run_notebooks
+    from lib.tools.publish import run_notebooks
 
     calls = []
     for name in ("run_notebooks", "refresh_notebooks", "clean_notebooks"):

@@ -5,7 +5,7 @@ from typing import Any
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-from lib.publish.cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
+from lib.tools.publish.cells import WIDGET_STATE, WIDGET_VIEW, static_widgets
 
 
 def stored_outputs(box: Any) -> list[NotebookNode]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lib.core.figures import house_figure
 from lib.lessons.explorer import explorer, figure_output, markup, picture
-from lib.publish.cells import WIDGET_VIEW
+from lib.tools.publish.cells import WIDGET_VIEW
 from tests.lessons.stored import stored_outputs
 
 

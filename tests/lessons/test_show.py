@@ -23,9 +23,9 @@ from lib.lessons.show import (
     show_tokens,
     visible,
 )
-from lib.publish.cells import WIDGET_VIEW
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import SEPARATOR
+from lib.tools.publish.cells import WIDGET_VIEW
 from tests.core.contrast import contrast
 from tests.lessons.stored import stored_outputs
 from tests.texts import tricky_text

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from lib.core.files import ROOT
-from lib.publish.plan import find_notebooks
+from lib.tools.publish.plan import find_notebooks
 
 
 def imported(source: str):

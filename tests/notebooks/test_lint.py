@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_markdown_cell, new_output
 
-from lib.publish.cells import METADATA
+from lib.tools.publish.cells import METADATA
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = "steps: int = 3  # how many there are"
@@ -93,7 +93,10 @@ NOT_FOR_PAPERMILL = [
         ),
         (cell(4, source="open('C:\\\\data')"), "cell 5: source has a path of one machine"),
         (cell(0, source="Some text"), "cell 1: is not a Markdown cell that starts with the title"),
-        (cell(1, source="import sys"), "the first code cell is not lib.publish.cells.FIRST_CELL"),
+        (
+            cell(1, source="import sys"),
+            "the first code cell is not FIRST_CELL",
+        ),
         (cell(2, metadata={}), "no cell tagged `parameters`"),
         *(
             (cell(2, source=source), "parameter steps needs a type and a comment on its line")

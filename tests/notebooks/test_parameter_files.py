@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from lib.core.files import ROOT
-from lib.publish.plan import find_notebooks, plan
+from lib.tools.publish.plan import find_notebooks, plan
 
 FILES = sorted(path.stem for path in (ROOT / "notebooks/parameters").glob("*.yaml"))
 NOTEBOOKS = find_notebooks((), ROOT)

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from lib.lessons import notebook
-from lib.publish.plan import find_notebooks
+from lib.tools.publish.plan import find_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a reader may have made, in each folder that is not committed.

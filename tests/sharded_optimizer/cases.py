@@ -632,7 +632,7 @@ def check_state_dicts_hold_one_rank_and_load_there_bit_for_bit() -> None:
 
 def check_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None:
     # which loads torch.jit, and warns of it
-    from lib.peers.torch_zero import TorchZero
+    from lib.tools.peers.torch_zero import TorchZero
 
     module = stack()
     momentum = plain_of(module, SGD | {"lr": 0.7})

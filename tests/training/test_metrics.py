@@ -206,8 +206,8 @@ def test_a_terminal_gets_one_line_without_color(path, monkeypatch):
 
 
 def test_a_notebook_stores_one_text(tmp_path, make_notebook, monkeypatch):
-    from lib.publish.cells import read_notebook
-    from lib.publish.execute import execute
+    from lib.tools.publish.cells import read_notebook
+    from lib.tools.publish.execute import execute
 
     # a folder of its own for the kernel's files
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

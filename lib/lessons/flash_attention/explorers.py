@@ -190,8 +190,8 @@ def recorded_on_gpu(path: str | os.PathLike) -> Sequence[Mapping[str, Any]]:
     """The newest record of each case in an attention sweep, on the GPU with the most records."""
     from collections import Counter
 
-    from lib.benchmarks.attention_report import newest_records
     from lib.core.records import read_records
+    from lib.tools.benchmarks.attention_report import newest_records
 
     records = [r for r in read_records(path) if r["device"] != r["cpu"]]
     if not records:

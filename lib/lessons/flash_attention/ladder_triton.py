@@ -294,14 +294,14 @@ def measure_ladder(path: Path = RECORDS) -> Path:
         ValueError: there is no Hopper GPU.
     """
     need_hopper()
-    from lib.benchmarks.attention import (
+    from lib.flash_attention.hopper import launch as hopper
+    from lib.tools.benchmarks.attention import (
         AttentionCase,
         flash_attention_4,
         make_inputs,
         measure_right,
         named_attention,
     )
-    from lib.flash_attention.hopper import launch as hopper
 
     device, (batch_size, heads, tokens, head_dim) = torch.device("cuda"), SHAPE
     case = AttentionCase(

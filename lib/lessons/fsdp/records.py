@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lib.benchmarks.sharding_report import fsdp_table, make_settings, sharding_rows
 from lib.core.files import ROOT
 from lib.core.records import Record, read_records
 from lib.lessons.profiling.records import block_on_gpu
+from lib.tools.benchmarks.sharding_report import fsdp_table, make_settings, sharding_rows
 
 RECORDS = ROOT / "artifacts/sharding_benchmark.jsonl"
 TRACED = ROOT / "artifacts/ddp_tuning/10_fsdp_on_two_h100s.jsonl"

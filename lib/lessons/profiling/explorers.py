@@ -164,8 +164,8 @@ def step_estimator(
         limits: by dtype.
         dispatch_ms: what the host takes to launch the step's operations.
     """
-    from lib.benchmarks.step import StepBench, StepBenchmarkConfig, StepCase
     from lib.profiling.roofline import predicted_ms
+    from lib.tools.benchmarks.step import StepBench, StepBenchmarkConfig, StepCase
 
     bench = StepBench(StepBenchmarkConfig(configs=(preset,), seq_lens=tuple(contexts)), device)
     fixed: dict = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from lib.benchmarks.multi_rank_report import Setting
-from lib.benchmarks.sharding_report import make_settings, sharding_rows
 from lib.core.records import Record
 from lib.lessons.explorer import explorer, picture
 from lib.lessons.zero1.figures import CARDS, KINDS, draw_kinds, kinds_legend
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
 from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, RankMemory, rank_memory
+from lib.tools.benchmarks.multi_rank_report import Setting
+from lib.tools.benchmarks.sharding_report import make_settings, sharding_rows
 
 if TYPE_CHECKING:
     from ipywidgets import VBox

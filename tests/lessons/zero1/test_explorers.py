@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from lib.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 from lib.lessons.zero1.explorers import (
     CONTEXTS,
     OWN,
@@ -22,6 +21,7 @@ from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
 from lib.profiling.memory_formula import RankMemory, rank_memory
+from lib.tools.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 from tests.lessons.drawing_time import charts_per_move
 from tests.lessons.stored import stored_outputs
 

@@ -1,0 +1,1 @@
+"""What users run and no lesson teaches: benchmarks, their peers, and publishing the notebooks."""

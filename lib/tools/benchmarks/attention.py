@@ -1,0 +1,575 @@
+"""Time and memory of attention kernels, ours and PyTorch's, interleaved on the same inputs.
+
+`benchmark_attention` sweeps lengths, head sizes, masks and directions, and writes its
+records, tables and figures (`lib.tools.benchmarks.attention_report`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lib.core.allocator import (
+    Function,
+    allocated_bytes,
+    free_memory,
+    is_out_of_memory,
+    without_stderr,
+)
+from lib.core.hardware import DtypeName, keep_freed_memory, local_results, pick_device, pick_dtype
+from lib.core.records import Record
+from lib.core.settings import (
+    NonEmpty,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    require,
+    settings,
+)
+from lib.core.terminal import one_line
+from lib.model.attention import attention
+from lib.model.config import ATTENTION_KERNELS
+from lib.profiling.measurement import Measurement, measure_interleaved
+from lib.tools.benchmarks.attention_report import case_line, write_attention_report
+from lib.tools.benchmarks.sections import SAMPLING
+from lib.tools.benchmarks.step import device_memory
+from lib.tools.benchmarks.sweep import records_like, run_sweep
+from lib.training.step import numerics
+
+# PyTorch's own: FlexAttention, compiled, and each backend that `sdpa` chooses from (`sdpa_flash` is
+# FlashAttention-2). FlashAttention-4, in two modes, if the package flash-attn-4 is installed.
+BACKENDS = {
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+FLASH_ATTENTION_4 = ("fa4", "fa4_deterministic")
+PEERS = ("flex_attention", *FLASH_ATTENTION_4, *BACKENDS)
+# Ours with gradients that need not repeat to the bit: added up in any order on Hopper GPUs.
+UNORDERED = "flash_attention_triton_unordered"
+SWEEP_KERNELS = (*ATTENTION_KERNELS, UNORDERED, *PEERS)
+GPU_ONLY = (
+    "flash_attention_triton",
+    UNORDERED,
+    "flash_attention_cuda",
+    "flex_attention",
+    *FLASH_ATTENTION_4,
+    "sdpa_cudnn",
+    "sdpa_efficient",
+)
+# These refuse some dtypes and head sizes.
+LIMITED = (*PEERS, "flash_attention_cuda")
+
+# Defaults of a sweep: (queries, keys), then head_dims, tokens and width.
+CPU_TIERS = ((128, 128), (256, 256), (512, 512), (128, 512), (512, 128))
+GPU_TIERS = tuple((2**n, 2**n) for n in range(7, 16))
+GPU_TIERS += ((1024, 4096), (4096, 1024), (1024, 16384), (16384, 1024))
+CPU_SIZES = ((64,), 1024, 256)
+GPU_SIZES = ((64, 128), 16384, 2048)
+MASKS: tuple[Literal["causal", "full"], ...] = ("causal", "full")
+DIRECTIONS = ("forward", "backward")
+# The length that one GPU must handle, and the length to compare its memory with.
+LONGEST, A_QUARTER = 2**20, 2**18
+
+# These keep the scores for the backward pass; two of them at a time may not fit.
+HOLD_SCORES = ("vectorized_torch", "vectorized_torch_compiled", "sdpa_math")
+# These launch thousands of small kernels, more slowly than a GPU runs them. The kernel measured
+# next would find an empty queue, and its launch latency would count.
+HOST_BOUND = ("scaled_dot_prod_attention", "flash_attention_torch")
+# The largest relative error of a correct result: several times what bfloat16 costs.
+LARGEST_ERROR = 0.03
+# Rows of the output that are checked, at its beginning and at its end.
+CHECKED_ROWS = 32
+# Compilers put whole programs into their messages.
+REASON_LENGTH = 200
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@settings
+class AttentionBenchmarkConfig:
+    """Attention kernels by length, head_dim, mask and direction."""
+
+    kernels: tuple[str, ...] = ()
+    """Kernels to compare; if empty, all that the device runs."""
+
+    custom_tiers: tuple[str, ...] = ()
+    """Lengths as QUERIES:KEYS, e.g. 1024:4096; if empty, 128 to 512 on CPU, to 32768 on GPU."""
+
+    head_dims: tuple[PositiveInt, ...] = ()
+    """Head sizes; if empty, 64 on CPU, 64 and 128 on GPU."""
+
+    masks: Annotated[tuple[Literal["causal", "full"], ...], NonEmpty] = MASKS
+    """Keys a query attends to: those up to its own position, or all."""
+
+    backward: bool = False
+    """Measure the backward pass too."""
+
+    targets: bool = False
+    """Measure the additional cases that the table of targets needs (GPU only)."""
+
+    cuda_graphs: bool = False
+    """Replay each call from a CUDA graph, so that the host does not count (GPU only)."""
+
+    dtype: DtypeName = "auto"
+    """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
+
+    tokens: PositiveInt | None = None
+    """Tokens per batch, whatever the length; if not set, 1024 on CPU, 16384 on GPU."""
+
+    width: PositiveInt | None = None
+    """Heads × head_dim; if not set, 256 on CPU, 2048 on GPU."""
+
+    batch_size: PositiveInt | None = None
+    """Sequences, whatever the length; if not set, tokens / length."""
+
+    heads: PositiveInt | None = None
+    """Heads, whatever the head_dim; if not set, width / head_dim."""
+
+    warmup: PositiveInt = 3
+    """Calls of each kernel before sampling."""
+
+    iters: PositiveInt = 20
+    """Samples of each kernel; fewer, but at least 3, if they exceed max_seconds."""
+
+    max_seconds: PositiveFloat = 1.0
+    """Approximate time limit for the samples of all kernels in one case."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the inputs."""
+
+    restart: bool = False
+    """Measure again what already has a record."""
+
+    output: Path = dataclasses.field(default_factory=local_results)
+    """Folder for records, tables and figures."""
+
+    def __post_init__(self) -> None:
+        for tier in self.custom_tiers:
+            is_tier = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", tier)
+            require(is_tier, f"custom_tiers must be QUERIES:KEYS as in 1024:4096, got {tier!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One record of the benchmark: `kernels`, interleaved on the same inputs.
+
+    q is (batch_size, heads, queries, head_dim); k and v are (batch_size, heads, keys, head_dim).
+    With `is_causal`, query i attends to keys 0 to i. The `direction` is `forward`, or `backward`:
+    the gradients of q, k and v from that of the output. Each kernel is called `warmup` times and
+    sampled at most `samples` times, in about `max_seconds` for all. With `in_graph` a call is the
+    replay of a CUDA graph; without, Python launches the kernels.
+    """
+
+    queries: int
+    keys: int
+    head_dim: int
+    is_causal: bool
+    direction: str
+    dtype: str
+    batch_size: int
+    heads: int
+    kernels: tuple[str, ...]
+    warmup: int
+    samples: int
+    max_seconds: float
+    in_graph: bool = False
+
+    @property
+    def is_square(self) -> bool:
+        """Whether there are as many queries as keys."""
+        return self.queries == self.keys
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matmuls: 4 · head_dim per head and visible (query, key) pair, forward.
+
+        The forward pass has two matmuls; the five of the backward pass cost 2.5 times as much. With
+        a causal mask, N queries and N keys count as N² / 2 pairs, as is customary; for unequal
+        numbers the visible pairs are counted one by one.
+        """
+        pairs = self.queries * self.keys
+        if self.is_causal and self.is_square:
+            pairs /= 2
+        elif self.is_causal:
+            short = min(self.queries, self.keys)
+            pairs = short * (short + 1) // 2 + (self.queries - short) * self.keys
+        passes = {"forward": 1, "backward": 2.5}[self.direction]
+        return 4 * self.head_dim * self.batch_size * self.heads * pairs * passes
+
+
+def benchmark_attention(config: AttentionBenchmarkConfig) -> list[Record]:
+    """Measure the cases of `config` that have no record yet; write tables and figures.
+
+    Writes attention_sweep.jsonl to the folder `output`, and from all its records of this device
+    and these versions attention_sweep_results.csv, _report.md, _forward.png, _heatmap.png and
+    _scaling.png.
+
+    Returns:
+        The records of the cases of `config`.
+    """
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    cases = attention_cases(config, device)
+    path = config.output / "attention_sweep.jsonl"
+    records = run_sweep(
+        path,
+        cases,
+        lambda case: measure_case(case, device=device, seed=config.seed),
+        expect=lambda case: {"flops": case.flops, "kernels": {}},
+        show=case_line,
+        seed=config.seed,
+        device=device,
+        restart=config.restart,
+    )
+    same = ("device", "versions", "threads") if device.type == "cpu" else ("device", "versions")
+    # the last record of a case counts, which must be one of those just asked for
+    write_attention_report([*records_like(path, records[0], same), *records], config.output)
+    return records
+
+
+def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[AttentionCase]:
+    """List the cases of `config`, neighbors sharing compiled code.
+
+    Raises:
+        ValueError: a kernel is unknown, the device lacks the dtype, or `targets` is set without a
+            GPU.
+    """
+    on_gpu = device.type == "cuda"
+    known = ", ".join(SWEEP_KERNELS)
+    for kernel in config.kernels:
+        require(kernel in SWEEP_KERNELS, f"kernels must be among {known}, got {kernel!r}")
+    require(on_gpu or not config.targets, f"targets must be False without a GPU, got {device}")
+    require(
+        on_gpu or not config.cuda_graphs, f"cuda_graphs must be False without a GPU, got {device}"
+    )
+    kernels = config.kernels or [k for k in SWEEP_KERNELS if _runs_here(k, on_gpu)]
+    tiers = [tuple(map(int, tier.split(":"))) for tier in config.custom_tiers]
+    tiers = tiers or (GPU_TIERS if on_gpu else CPU_TIERS)
+    head_dims, _, _ = GPU_SIZES if on_gpu else CPU_SIZES
+    directions = DIRECTIONS if config.backward else DIRECTIONS[:1]
+    axes = (config.head_dims or head_dims, config.masks, directions)
+    cases = _combine(config, device, kernels, tiers, *axes)
+    return cases + (target_cases(config, device) if config.targets else [])
+
+
+def _runs_here(kernel: str, on_gpu: bool) -> bool:
+    """Whether the device runs a kernel, and its package is installed."""
+    is_installed = kernel not in FLASH_ATTENTION_4 or (
+        # the package of FlashAttention-2 has the same name and lacks `cute`
+        importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    )
+    return bool(is_installed) and (on_gpu or kernel not in GPU_ONLY)
+
+
+def target_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[AttentionCase]:
+    """List the cases of the targets beyond the sweep: naive, float32, and a million tokens."""
+    ours, naive = "flash_attention_triton", "vectorized_torch"
+    few_heads = dataclasses.replace(config, batch_size=1, heads=12)
+    exact = dataclasses.replace(config, dtype="float32", batch_size=None, heads=None)
+    cases = []
+    for sizes, kernels, lengths, *axes in (
+        (few_heads, (ours, naive, "sdpa"), (8192, 16384), (64,), MASKS, DIRECTIONS[:1]),
+        (exact, (ours, naive, "sdpa"), (1024, 2048, 4096, 8192), (64, 128), MASKS, DIRECTIONS),
+        (few_heads, (ours,), (A_QUARTER, LONGEST), (64,), MASKS[:1], DIRECTIONS),
+    ):
+        cases += _combine(sizes, device, kernels, [(n, n) for n in lengths], *axes)
+    return cases
+
+
+def _combine(
+    config: AttentionBenchmarkConfig,
+    device: torch.device,
+    kernels: Sequence[str],
+    tiers: Sequence[tuple[int, int]],
+    *axes: Sequence,
+) -> list[AttentionCase]:
+    """All combinations of tiers, head_dims, masks and directions.
+
+    The batch size and heads keep tokens × width the same for all lengths.
+    """
+    _, tokens, width = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    tokens, width = config.tokens or tokens, config.width or width
+    cases = []
+    for (queries, keys), head_dim, mask, direction in itertools.product(tiers, *axes):
+        longest = max(queries, keys)
+        heads = config.heads or max(1, width // head_dim * min(tokens, longest) // longest)
+        case = AttentionCase(
+            queries=queries,
+            keys=keys,
+            head_dim=head_dim,
+            is_causal=mask == "causal",
+            direction=direction,
+            dtype=str(pick_dtype(device, config.dtype)).removeprefix("torch."),
+            batch_size=config.batch_size or max(1, tokens // longest),
+            heads=heads,
+            kernels=tuple(kernels),
+            warmup=config.warmup,
+            samples=config.iters,
+            max_seconds=config.max_seconds,
+            in_graph=config.cuda_graphs,
+        )
+        cases.append(case)
+    return cases
+
+
+def measure_case(case: AttentionCase, *, device: torch.device, seed: int = 0) -> dict[str, Any]:
+    """Measure each kernel of a case: the figures of its `Measurement`, and more.
+
+    - `status`: also `unsupported` (with a `reason`) or `wrong`
+    - `tflops`: by `AttentionCase.flops`
+    - `error`: relative error of some rows of the output
+    - `peak_memory_bytes`: in the case of a backward pass, of both passes
+    - `became_sdpa`: whether the compiler replaced naive attention with PyTorch's own
+    """
+    from torch._functorch import config as functorch
+
+    # otherwise code compiled for other shapes would make this case's code dynamic
+    torch.compiler.reset()
+    inputs = make_inputs(case, device, seed)
+    results = {}
+    # compiled code keeps what its backward pass reads, so that the pass can be repeated
+    repeats = functorch.patch(donated_buffer=False)
+    with numerics(tf32=False, deterministic=False), repeats:
+        for group in groups(case, device):
+            fitting = [kernel for kernel in group if _fits_memory(case, kernel, device)]
+            results |= {kernel: {"status": "oom", "was_tried": False} for kernel in group}
+            prepare = _prepare_graph if case.in_graph else _prepare
+            candidates = {name: functools.partial(prepare, name, case, inputs) for name in fitting}
+            results |= measure_right(case, candidates, device)
+    return {"kernels": {kernel: results[kernel] for kernel in case.kernels}}
+
+
+def groups(case: AttentionCase, device: torch.device) -> list[list[str]]:
+    """Group the kernels to interleave: all of them, except those that must be measured alone."""
+    alone = HOST_BOUND if device.type == "cuda" else HOST_BOUND[:1]
+    if case.direction == "backward":
+        alone += HOLD_SCORES
+    together = [kernel for kernel in case.kernels if kernel not in alone]
+    return [together] * bool(together) + [[k] for k in case.kernels if k in alone]
+
+
+def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output: (batch, heads, tokens, head_dim), standard normal."""
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {"device": device, "dtype": getattr(torch, case.dtype), "generator": generator}
+    tokens = (case.queries, case.keys, case.keys, case.queries)
+    size = (case.batch_size, case.heads)
+    *leaves, grad_out = (torch.randn(*size, n, case.head_dim, **options) for n in tokens)
+    if case.direction == "backward":
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+    return *leaves, grad_out
+
+
+def measure_right(
+    case: AttentionCase,
+    candidates: Mapping[str, Callable[[], tuple[Function, dict[str, Any]]]],
+    device: torch.device,
+) -> dict[str, dict[str, Any]]:
+    """Check each candidate, then interleave the ones that are right; return their figures.
+
+    Args:
+        candidates: name -> a function that returns the function to measure and first figures, among
+            them the `error`. If it raises, the candidate is `oom`, or `unsupported` if a peer.
+    """
+    results, functions = {}, {}
+    for name, prepare in candidates.items():
+        try:
+            function, figures = prepare()
+        except Exception as error:
+            results[name] = _failure(name, error)
+            free_memory(error)
+            continue
+        error = figures["error"]
+        status = "ok" if error <= LARGEST_ERROR else "wrong"
+        results[name] = figures | {
+            "status": status,
+            "error": error if math.isfinite(error) else None,
+        }
+        if status == "ok":
+            functions[name] = function
+    for name, measured in zip(functions, _interleave(list(functions.values()), case, device)):
+        # memory that is known already is that of both passes
+        results[name] = measured.figures() | results[name] | {"status": measured.status}
+        if measured.status == "ok":
+            results[name]["tflops"] = case.flops / measured.median_ms / 1e9
+    return results
+
+
+def _prepare(
+    kernel: str, case: AttentionCase, inputs: tuple[Tensor, ...]
+) -> tuple[Function, dict[str, Any]]:
+    """The function to measure, already called once, and what is known about it before."""
+    *leaves, grad_out = inputs
+    attention = named_attention(kernel, case, grad_out.device)
+    out = attention(*leaves)
+    q, k, v = (leaf.detach() for leaf in leaves)
+    error = error_of_rows(out.detach(), q, k, v, case.is_causal)
+    figures: dict[str, Any] = {"error": error}
+    if case.direction == "forward":
+
+        def run() -> Any:
+            return attention(*leaves)
+
+    else:
+
+        def both_passes() -> None:
+            torch.autograd.grad(attention(*leaves), leaves, grad_out)
+
+        def run() -> Any:
+            return torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+        # free what the forward pass kept, so that it is not there twice
+        out = None
+        both_passes()
+        figures |= _memory(both_passes, grad_out.device)
+        out = attention(*leaves)
+    if kernel == "vectorized_torch_compiled":
+        figures["became_sdpa"] = runs_sdpa(run)
+    return run, figures
+
+
+def _memory(fn: Function, device: torch.device) -> dict[str, Any]:
+    return dict(zip(("peak_memory_bytes", "total_memory_bytes"), allocated_bytes(fn, device)))
+
+
+def _prepare_graph(
+    kernel: str, case: AttentionCase, inputs: tuple[Tensor, ...]
+) -> tuple[Function, dict[str, Any]]:
+    """Do as `_prepare`, but return a function that replays a CUDA graph of a call."""
+    # a backward pass runs in the stream of the forward pass, which must be that of the recording
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run, figures = _prepare(kernel, case, inputs)
+        for _ in range(case.warmup):
+            run()
+        if case.direction == "forward":
+            # a replay allocates nothing: its memory is the call's
+            figures |= _memory(run, inputs[0].device)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    # `run` holds the tensors that the graph reads
+    return lambda _held=run: graph.replay(), figures
+
+
+def _fits_memory(case: AttentionCase, kernel: str, device: torch.device) -> bool:
+    """Whether the scores of a naive kernel fit; on a CPU the system might kill this process.
+
+    They are about three float32 copies: the scores, a masked copy and exponentials.
+    """
+    if device.type != "cpu" or kernel not in (*HOLD_SCORES, "scaled_dot_prod_attention"):
+        return True
+    num_bytes = 12 * case.batch_size * case.heads * case.queries * case.keys
+    return num_bytes <= (device_memory(device) or math.inf)
+
+
+def _failure(kernel: str, error: Exception) -> dict[str, Any]:
+    """The figures of a kernel that raised `error`; re-raises what is a bug of ours."""
+    if is_out_of_memory(error):
+        return {"status": "oom"}
+    if kernel not in (*LIMITED, "cudnn", "vectorized_torch_compiled"):
+        raise error
+    return {"status": "unsupported", "reason": one_line(error)[:REASON_LENGTH]}
+
+
+def _interleave(
+    functions: Sequence[Function], case: AttentionCase, device: torch.device
+) -> list[Measurement]:
+    """Interleave the functions; a slow one that is alone is sampled once."""
+    if len(functions) == 1:
+        once = measure_interleaved(functions, device=device, warmup=1, samples=1)
+        if (once[0].median_ms or math.inf) > 250 * case.max_seconds:
+            return once
+    settings = {name: getattr(case, name) for name in SAMPLING}
+    return measure_interleaved(functions, device=device, **settings)
+
+
+def named_attention(kernel: str, case: AttentionCase, device: torch.device) -> Attention:
+    """The function of q, k and v called `kernel`, with the mask of `case`."""
+    if kernel == "flex_attention":
+        return flex_attention(case, device)
+    if kernel in FLASH_ATTENTION_4:
+        return flash_attention_4(case, deterministic=kernel == "fa4_deterministic")
+    if kernel == UNORDERED:
+        from lib.flash_attention.triton_attention import flash_attention
+
+        return functools.partial(flash_attention, is_causal=case.is_causal, deterministic=False)
+    if kernel not in BACKENDS:
+        return functools.partial(attention, kernel=kernel, is_causal=case.is_causal)
+
+    def with_backend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(BACKENDS[kernel]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
+
+    return with_backend
+
+
+def flex_attention(case: AttentionCase, device: torch.device) -> Attention:
+    """PyTorch's FlexAttention, compiled for this shape, with its block mask made in advance."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    block_mask = None
+    if case.is_causal:
+        size = (None, None, case.queries, case.keys)
+        block_mask = create_block_mask(lambda b, h, query, key: query >= key, *size, device=device)
+    compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return functools.partial(compiled, block_mask=block_mask)
+
+
+def flash_attention_4(case: AttentionCase, *, deterministic: bool) -> Attention:
+    """FlashAttention-4; `deterministic` adds dQ in one order, the default in any."""
+    from flash_attn.cute import flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # it takes and returns (batch, tokens, heads, head_dim)
+        tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+        out = flash_attn_func(*tokens_first, causal=case.is_causal, deterministic=deterministic)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def error_of_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> float:
+    """Relative error of `out` in the first and last queries of the first sequence.
+
+    The reference is the formula in float32. These rows show how the mask is aligned.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    last = max(num_queries - CHECKED_ROWS, 0)
+    rows = torch.arange(num_queries, device=q.device)
+    rows = torch.cat([rows[: min(CHECKED_ROWS, last)], rows[last:]])
+    q, k, v, out = q[0, :, rows].float(), k[0].float(), v[0].float(), out[0, :, rows].float()
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (heads, rows, keys)
+    if is_causal:
+        hidden = torch.arange(num_keys, device=q.device) > rows[:, None]  # (rows, keys)
+        scores = scores.masked_fill(hidden, -math.inf)
+    expected = scores.softmax(-1) @ v  # (heads, rows, head_dim)
+    return float((out - expected).norm() / expected.norm())
+
+
+def runs_sdpa(fn: Function) -> bool:
+    """Whether a call of `fn` reaches PyTorch's own attention."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with without_stderr(), torch.profiler.profile(activities=activities) as profiler:
+        fn()
+    return any("scaled_dot_product" in event.key for event in profiler.key_averages())

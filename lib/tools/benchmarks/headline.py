@@ -1,0 +1,246 @@
+"""The README's table of results, from records alone.
+
+`python -m lib benchmark headline` writes it between the two marks in README.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.core.files import ROOT, write_atomically
+from lib.core.records import Record, read_records, to_markdown
+from lib.tools.benchmarks.attention_report import attention_rows
+
+# As many of the newest runs make an interval.
+RUNS = 5
+START, END = "<!-- results: python -m lib benchmark headline -->", "<!-- end of results -->"
+
+
+def fill_readme(root: str | os.PathLike = ROOT) -> None:
+    """Fill the table in README.md of the folder `root` from the records in its artifacts/.
+
+    Raises:
+        ValueError: README.md lacks the marks.
+    """
+    readme = Path(root) / "README.md"
+    text = fill_in(readme.read_text(encoding="utf-8"), headline_rows(Path(root) / "artifacts"))
+    write_atomically(readme, text)
+
+
+def fill_in(text: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return `text` with the table of `rows` between its two marks."""
+    before, _, rest = text.partition(START)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise ValueError(f"the text must contain {START} and then {END}")
+    return f"{before}{START}\n{to_markdown(rows)}{END}{after}"
+
+
+def headline_rows(artifacts: str | os.PathLike) -> list[dict[str, str]]:
+    """The main results of each benchmark that has records in the folder `artifacts`."""
+    tables = [(comparison, comparison.read(Path(artifacts))) for comparison in COMPARISONS]
+    return [comparison.row(records) for comparison, records in tables if records]
+
+
+def on_record(report: Path, root: Path = ROOT) -> str:
+    """Name the committed file that a new `report` can be compared with, and its main results.
+
+    Empty if `report` is that file.
+    """
+    committed = root / "artifacts" / report.name
+    if committed == report.resolve():
+        return ""
+    link = f"artifacts/{report.name}"
+    rows = [
+        comparison.row(comparison.read(root / "artifacts"))
+        for comparison in COMPARISONS
+        if comparison.link == link
+    ]
+    lines = [f"on record: {link}"]
+    for row in rows:
+        device = row["on"].split("]")[0].lstrip("[")
+        lines.append(f"  {row['what']}: {row['here']}, best other {row['best other']}; {device}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the table: our speed against that of the fastest peer."""
+
+    what: str  # `{…}` is a field of our row
+    file: str  # of records, without .jsonl
+    where: Mapping[str, Any]  # fields that select records; the newest run of them is shown
+    candidate: str  # the field with the candidate's name
+    ours: str  # our name
+    peers: tuple[str, ...]  # the beginnings of the peers' names
+    speed: str  # the field to compare
+    unit: str
+    device: str = "{device}"  # `{…}` is a field of our row
+    report: str = ""  # without .md, if it is not called like the records
+
+    @property
+    def link(self) -> str:
+        """The report's path in the repository."""
+        return f"artifacts/{self.report or self.file}.md"
+
+    def read(self, artifacts: Path) -> list[Record]:
+        """The records of `file` in the folder `artifacts`."""
+        return read_records(artifacts / f"{self.file}.jsonl")
+
+    def row(self, records: Iterable[Record]) -> dict[str, str]:
+        """The row for the table: the speeds of the newest run, and how far its runs agree."""
+        if self.file == "attention_repeats":
+            flat = attention_rows(records)
+        else:
+            flat = [{**r["config"], **r["figures"], "device": r["device"]} for r in records]
+        # the candidates that ran, with a peer to compare with
+        runs = [run for run in self._runs(flat) if self.ours in run and len(run) > 1]
+        newest = runs[-1]
+        ours = newest[self.ours]
+        peers = newest.keys() - {self.ours}
+        best = max(sorted(peers), key=lambda name: newest[name][self.speed])
+        times = [
+            run[self.ours][self.speed] / run[best][self.speed]
+            for run in runs
+            if best in run and run[best]["device"] == ours["device"]
+        ][-RUNS:]
+        peer = PEERS.get(best, best.split(",")[0])
+        return {
+            "what": self.what.format(**ours),
+            "here": f"{ours[self.speed]:,.0f} {self.unit}",
+            "best other": f"{newest[best][self.speed]:,.0f} ({peer})",
+            "times": _interval(times),
+            "runs": f"{len(times)}",
+            "on": f"[{self.device.format(**ours)}]({self.link})",
+        }
+
+    def _runs(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Mapping[str, Any]]]:
+        """Yield what ran in each run; a name that comes again, or another launch, begins one."""
+        run: dict[str, Mapping[str, Any]] = {}
+        begun = None
+        for row in rows:
+            name = row.get(self.candidate) or ""
+            is_candidate = name == self.ours or name.startswith(self.peers)
+            if not (self.where.items() <= row.items() and is_candidate and row.get(self.speed)):
+                continue
+            launch = row["device"], row.get("launch")
+            if run and (name in run or launch != begun):
+                yield run
+                run = {}
+            begun = launch
+            run[name] = row
+        if run:
+            yield run
+
+
+def _interval(times: Sequence[float]) -> str:
+    """`times` from least to most; "level" where they do not agree on who is ahead."""
+    least, most = (f"{times:.2f}" for times in (min(times), max(times)))
+    words = least if least == most else f"{least} to {most}"
+    is_level = len(times) > 1 and min(times) <= 1 <= max(times)
+    return f"level ({words})" if is_level else words
+
+
+# Peers that the table does not call by their names in the records.
+PEERS = {
+    "torch_ddp": "PyTorch's DDP",
+    "torch_ddp+torch_zero": "PyTorch's ZeRO",
+    "fsdp2": "PyTorch's FSDP2",
+    "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4",
+}
+DICTIONARY = {"text": "gcide", "vocab_size": 10_000}
+CODE = {"text": "linux", "vocab_size": 10_000}
+TOKENIZERS = (
+    "candidate",
+    "numba",
+    ("gigatoken", "fastokens", "tiktoken", "tokenizers", "rustbpe"),
+    "MB_per_s",
+    "MB/s",
+)
+KERNELS = ("kernel", "flash_attention_triton", ("sdpa_", "flex_", "fa4"), "tflops", "TFLOP/s")
+CAUSAL = {
+    "queries": 4096,
+    "keys": 4096,
+    "is_causal": True,
+    "dtype": "bfloat16",
+    "in_graph": True,
+}
+COMPARISONS = (
+    Comparison(
+        "tokenizer, training on an English dictionary",
+        "tokenizer_repeats",
+        DICTIONARY | {"task": "train"},
+        *TOKENIZERS,
+        device="{device}, {cores} cores",
+        report="tokenizer_benchmark",
+    ),
+    Comparison(
+        "tokenizer, training on Linux's C code",
+        "tokenizer_repeats",
+        CODE | {"task": "train"},
+        *TOKENIZERS,
+        device="{device}, {cores} cores",
+        report="tokenizer_benchmark",
+    ),
+    Comparison(
+        "tokenizer, encoding the dictionary",
+        "tokenizer_repeats",
+        DICTIONARY | {"task": "encode"},
+        *TOKENIZERS,
+        device="{device}, 1 core",
+        report="tokenizer_benchmark",
+    ),
+    Comparison(
+        "tokenizer, encoding Linux's C code",
+        "tokenizer_repeats",
+        CODE | {"task": "encode"},
+        *TOKENIZERS,
+        device="{device}, 1 core",
+        report="tokenizer_benchmark",
+    ),
+    Comparison(
+        "training, 124 million parameters, 32 × 1,024 tokens",
+        "training_repeats",
+        {"task": "step", "model": "gpt2-124m"},
+        *("candidate", "all", ("nanoGPT-style",), "tokens_per_s", "tokens/s"),
+        report="training_benchmark",
+    ),
+    *(
+        Comparison(
+            f"attention {direction}, causal, 4,096 tokens, heads of {head_dim}",
+            "attention_repeats",
+            CAUSAL | {"direction": direction, "head_dim": head_dim},
+            *KERNELS,
+            report="attention_sweep_report",
+        )
+        for direction in ("forward", "backward")
+        for head_dim in (64, 128)
+    ),
+    Comparison(
+        "data parallelism, 969 million parameters, {scaling_efficiency:.1%} of two alone",
+        "lm_matrix_repeats",
+        {"model": "large", "tr_batch_size": 128, "low_precision_weights": True, "ranks": 2},
+        *("wrapper", "flashddp", ("torch_ddp",), "tokens_per_s", "tokens/s"),
+        device="2 × {device}",
+        report="lm_matrix_report",
+    ),
+    Comparison(
+        "sharded optimizer, 2.0 billion parameters",
+        "sharding_benchmark",
+        {"model": "xl", "ranks": 2},
+        *("method", "zero1", ("torch_ddp+torch_zero",), "tokens_per_s", "tokens/s"),
+        device="2 × {device}",
+    ),
+    Comparison(
+        "fully sharded, 2.0 billion parameters",
+        "sharding_benchmark",
+        {"model": "xl", "ranks": 2},
+        *("method", "fsdp", ("fsdp2",), "tokens_per_s", "tokens/s"),
+        device="2 × {device}",
+    ),
+)

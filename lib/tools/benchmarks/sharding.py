@@ -1,0 +1,236 @@
+"""Memory and time of training with a sharded optimizer, against a replicated one and PyTorch's own.
+
+For each model the methods are interleaved (see `multi_rank.py`). In `none` each rank trains
+alone, in a group of its own, while the others do the same.
+
+The memory of a training on one rank is its tensors by kind, and the allocated bytes at five moments
+of its third step (`measure_memory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+
+from lib.core.allocator import allocate_workspaces, without_stderr
+from lib.core.records import Record
+from lib.ddp.process_group import gather_objects
+from lib.tools.benchmarks.multi_rank import Interleaved, run_benchmark
+from lib.tools.benchmarks.rank_training import Training
+from lib.tools.benchmarks.sharding_cases import ShardingConfig, compare_with_base
+from lib.tools.benchmarks.sharding_report import write_report
+from lib.training.step import TrainStep
+
+
+def benchmark_sharding(config: ShardingConfig) -> list[Record]:
+    """Measure the methods that `config` names; see `multi_rank.run_benchmark`."""
+    return run_benchmark(Sharding, config)
+
+
+class Sharding(Interleaved):
+    """The benchmark; an instance is the methods of one model on one rank."""
+
+    records = "sharding_benchmark.jsonl"
+    compare = staticmethod(compare_with_base)
+    write_report = staticmethod(write_report)
+
+    @staticmethod
+    def describe(figures: dict[str, Any]) -> str:
+        text = ""
+        if figures["step_ratio"] is not None:
+            text += f", {figures['step_ratio']:.3f} of flashddp"
+        for kind in ("optimizer_state", "peak"):
+            measured, predicted = (figures[source][kind] for source in ("measured", "predicted"))
+            name = kind.replace("_", " ")
+            text += f", {name} {measured / 1e6:,.1f} MB (predicted {predicted / 1e6:,.1f})"
+        return text
+
+    def warm_up(self, name: str) -> tuple[Training, dict[str, int]]:
+        make = functools.partial(Training, self.cases[name], self.config, self.group(name))
+        training, memory = measure_memory(make, self.device)
+        training.finish_warm_up(self.config, 3)
+        return training, memory
+
+    def own_figures(self, name: str, time: dict[str, Any]) -> dict[str, Any]:
+        by_rank = gather_objects(self.memory[name])
+        return {
+            # of each kind and moment the rank that has most
+            "measured": {key: max(memory[key] for memory in by_rank) for key in by_rank[0]},
+            "optimizer_state_by_rank": [memory["optimizer_state"] for memory in by_rank],
+            "losses": self.finite_losses(name),
+        }
+
+
+def measure_memory(
+    make: Callable[[], Training], device: torch.device
+) -> tuple[Training, dict[str, int]]:
+    """Make a training, run three steps, and return it with the bytes that it holds by itself.
+
+    Counted from tensors between the third backward pass and the optimizer's step: `parameters`,
+    `gradients`, `optimizer_state`. Counted from allocations: `initialized`, before the first step;
+    in the third step `before_step` and `after_step` of the optimizer, `peak`, and `activations`,
+    what the forward pass adds. The first step makes the optimizer's state and compiles, and in the
+    second PyTorch's DDP rebuilds its buckets.
+
+    Allocations come from the caching allocator on a GPU, and from PyTorch's profiler on a CPU.
+    """
+    log = _GpuLog(device) if device.type == "cuda" else _CpuLog()
+    with log.recording():
+        # warm up
+        training = make()
+        log.mark("initialized")
+        training.train(2)
+        training.step.wait()
+        # the step that is measured
+        log.mark("begin")
+        with _mark_moments(training.step, log.mark) as kinds:
+            training.train(1)
+        training.step.wait()
+        log.mark("after_step")
+    moments = log.bytes()
+    activations = moments.pop("after_forward") - moments.pop("begin")
+    return training, {**kinds, "activations": activations, **moments}
+
+
+@contextlib.contextmanager
+def _mark_moments(step: TrainStep, mark: Callable[[str], None]) -> Iterator[dict[str, int]]:
+    """Mark `after_forward` and `before_step` of the steps in the block.
+
+    Yields a dict that gets the bytes held at `before_step`.
+    """
+    held: dict[str, int] = {}
+
+    def before_step(*_: Any) -> None:
+        mark("before_step")
+        held.update(held_bytes(step))
+
+    hooks = (
+        step.loss.register_forward_hook(lambda *_: mark("after_forward")),
+        step.optimizer.register_step_pre_hook(before_step),
+    )
+    try:
+        yield held
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def held_bytes(step: TrainStep) -> dict[str, int]:
+    """Bytes of a step's parameters, gradients and optimizer state on this rank."""
+    params = list(step.model.parameters())
+    is_sharded, optimizer = step.parallel.is_sharded, step.optimizer
+    shards = optimizer.shards if is_sharded else []
+    grads = [param.grad for param in params] + [shard.leaf.grad for shard in shards]
+    # that of this rank's parameters
+    state = (optimizer.inner if is_sharded else optimizer).state
+    values = [value for of_param in state.values() for value in of_param.values()]
+    return {
+        "parameters": _bytes_of(params),
+        "gradients": _bytes_of(grads),
+        "optimizer_state": _bytes_of(values),
+    }
+
+
+def _bytes_of(tensors: Iterable[object]) -> int:
+    """Bytes of the storages behind the tensors, each counted once; of sharded ones this rank's."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class _GpuLog:
+    """Bytes that the caching allocator has handed out since the log was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.found = device, {}
+        allocate_workspaces(device)
+        self.before = torch.cuda.memory_allocated(device)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        yield
+        self.found["peak"] = torch.cuda.max_memory_allocated(self.device) - self.before
+
+    def mark(self, name: str) -> None:
+        self.found[name] = torch.cuda.memory_allocated(self.device) - self.before
+        if name == "begin":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def bytes(self) -> dict[str, int]:
+        return self.found
+
+
+MARK = "moment: "
+
+
+class _CpuLog:
+    """Bytes that PyTorch's profiler saw allocated and not freed."""
+
+    def __init__(self) -> None:
+        self.profiler = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True
+        )
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with without_stderr(), self.profiler:
+            yield
+
+    def mark(self, name: str) -> None:
+        with record_function(MARK + name):
+            pass
+
+    def bytes(self) -> dict[str, int]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self.profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_bytes())["traceEvents"]
+        return bytes_at_marks(events)
+
+
+def bytes_at_marks(events: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Allocated bytes at each mark in the events of a trace, and the `peak` from `begin` on.
+
+    The profiler misses memory that gloo's own threads free. A block that overlaps a new one must
+    have been freed before, so it is dropped.
+    """
+    found: dict[str, int] = {}
+    sizes: dict[int, int] = {}
+    starts: list[int] = []  # of the live blocks, sorted
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
+        name = event.get("name", "")
+        if name == "[memory]":
+            start, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+            # drop the blocks that overlap [start, stop)
+            stop = start + abs(num_bytes)
+            first = bisect_right(starts, start)
+            if first and starts[first - 1] + sizes[starts[first - 1]] > start:
+                first -= 1
+            last = bisect_left(starts, stop)
+            allocated -= sum(sizes.pop(block) for block in starts[first:last])
+            starts[first:last] = []
+            # a negative size is a free
+            if num_bytes > 0:
+                starts.insert(first, start)
+                sizes[start] = num_bytes
+                allocated += num_bytes
+            peak = max(peak, allocated)
+        elif name.startswith(MARK):
+            found[name.removeprefix(MARK)] = allocated
+            peak = allocated if name == f"{MARK}begin" else peak
+    return found | {"peak": peak}

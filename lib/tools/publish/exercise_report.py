@@ -1,0 +1,167 @@
+"""Which exercises of the notebooks are solved: `python -m lib exercises`.
+
+The notebooks are run as they are, at small sizes, past cells that fail; each check of an exercise
+leaves a line. An exercise whose check was not reached, since its cell failed or one that it needs,
+is blocked. It is missing if no cell checks it any more, as the lesson's own notebook does, and
+tampered if its check ran without a verdict, since something else has taken its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from lib.core.files import ROOT, write_atomically
+from lib.core.records import to_markdown
+from lib.core.terminal import bar_size
+from lib.lessons.exercise import RESULTS
+from lib.lessons.notebook import workspace
+from lib.tools.publish.cells import read_notebook
+from lib.tools.publish.execute import execute
+from lib.tools.publish.plan import find_notebooks
+
+Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of an exercise."""
+
+    notebook: str
+    exercise: str
+    tier: str
+    result: Result
+    verdict: str
+    """The text that its check printed."""
+
+
+def report_exercises(
+    notebooks: Sequence[str] = (), *, folder: Path | None = None, output: Path | None = None
+) -> int:
+    """Run notebooks, print which of their exercises are solved, and write that as JSON.
+
+    Args:
+        notebooks: numbers (`01`) or names (`01_tokenizer`); default: all.
+        folder: where they are (default: the reader's copies in `work/` if there are any, or else
+            `notebooks/`).
+        output: the JSON file (default: `artifacts/local/exercises.json`).
+
+    Returns:
+        The exit code, 0: an unsolved exercise is no error.
+
+    Raises:
+        ValueError: a file is no notebook; before any is run.
+    """
+    root = workspace()
+    folder = folder or next((f for f in (root / "work",) if f.is_dir()), ROOT / "notebooks")
+    output = output or root / "artifacts/local/exercises.json"
+    answers = []
+    paths = find_notebooks(notebooks, folder.parent, folder.name)
+    for path in paths:
+        # one that is no notebook is named before any is run
+        read_notebook(path)
+    for path in tqdm(paths, desc="notebooks", disable=None, leave=False, **bar_size()):
+        answers += answers_in(path)
+    write_atomically(output, json.dumps([asdict(answer) for answer in answers], indent=1))
+    columns = ("notebook", "exercise", "tier", "result")
+    print(to_markdown([asdict(answer) for answer in answers], columns))
+    counts = Counter(answer.result for answer in answers)
+    print(", ".join(f"{count} {result}" for result, count in counts.items()) or "no exercises")
+    print(output)
+    return 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A call `exercises.check_merge_pair(merge)` or `exercises.check(merge_pair)` in a notebook."""
+
+    name: str
+    """`check_merge_pair`; `check merge_pair` where one function checks all."""
+
+    exercise: str
+    """`merge`, the function that the reader is asked for."""
+
+    cell: int
+    """The number of its cell."""
+
+
+def answers_in(path: Path) -> list[Answer]:
+    """Run the notebook at `path`; return what became of each of its exercises.
+
+    Those are the ones of the lesson's own notebook of that name, and others that it may have.
+    """
+    cells = read_notebook(path).cells
+    checks = [check for number, cell in enumerate(cells) for check in checks_in(cell, number)]
+    lesson = ROOT / "notebooks" / path.name
+    asked = exercises_in(lesson if lesson.exists() else path)
+    if not asked:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "results.jsonl"
+        lines.touch()
+        environment = {RESULTS: str(lines), "WORKBOOK_SMALL": "1"}
+        ran = execute(
+            read_notebook(path), path.parent, environment=environment, past_errors=True
+        ).cells
+        found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    # of a check that ran twice, the last verdict
+    by_name = {line["exercise"]: line for line in found}
+    answers = []
+    for wanted in asked:
+        # a copy may call its function something else
+        own = [check for check in checks if check.name == wanted.name]
+        own = [check for check in own if check.exercise == wanted.exercise] or own[-1:]
+        name = own[-1].exercise if own else wanted.exercise
+        if name in by_name:
+            became: dict = by_name[name]
+        elif not own:
+            became = {"result": "missing"}
+        else:
+            failed = any(output.output_type == "error" for output in ran[own[-1].cell].outputs)
+            became = {"result": "blocked" if failed else "tampered"}
+        answers.append(Answer(path.stem, **{"exercise": name, "tier": "", "verdict": ""} | became))
+    return answers
+
+
+def exercises_in(path: Path) -> list[Check]:
+    """Return the checks of a notebook's exercises, in its order."""
+    cells = read_notebook(path).cells
+    return [
+        check
+        for number, cell in enumerate(cells)
+        if "exercise" in cell.metadata.get("tags", [])
+        for check in checks_in(cell, number)
+    ]
+
+
+def checks_in(cell: Any, number: int) -> list[Check]:
+    """Return the checks of a cell, also of one that does not parse."""
+    return _checked(cell.source, number) if cell.cell_type == "code" else []
+
+
+def _checked(source: str, number: int) -> list[Check]:
+    try:
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    except SyntaxError:
+        return (
+            _checked(source.rstrip().rpartition("\n")[2], number) if "\n" in source.strip() else []
+        )
+    found = []
+    for called in calls:
+        name = getattr(called.func, "attr", getattr(called.func, "id", ""))
+        given = called.args[0] if called.args else None
+        if name.startswith("check") and isinstance(given, ast.Name):
+            if name == "check":
+                # the second argument tells which one, if the function is called something else
+                (other,) = called.args[1:2] or [given]
+                name += f" {getattr(other, 'value', given.id)}"
+            found.append(Check(name, given.id, number))
+    return found

@@ -1,0 +1,124 @@
+"""The report's front page: the state, time and key figures of each notebook.
+
+A report is a folder that links only within itself: executed notebooks, their pages, `index.html`,
+and copies of the files they link to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from nbformat import NotebookNode
+
+from lib.core.files import ROOT, write_atomically
+from lib.lessons.notebook import KEY_FIGURES
+from lib.tools.publish.cells import read_notebook
+from lib.tools.publish.documents import write_documents
+from lib.tools.publish.links import FILES
+from lib.tools.publish.pages import TEMPLATES, page_note, short_title
+
+REPORT = "a report"
+# Links of the front page beside the notebooks.
+GUIDES = {"readme": "README.md.html", "results": "artifacts/README.md.html"}
+LABELS = {"done": "✓ done", "failed": "✗ failed", "skipped": "– not run"}
+
+
+def write_front_page(report: Path, names: Sequence[str], *, root: Path = ROOT) -> Path:
+    """Write `index.html` over the executed notebooks in `report`; return its path.
+
+    The documents of the workbook at `root` that pages link to are written, too.
+
+    Args:
+        names: the notebooks to list, in order (`01_tokenizer`); those not there are left out.
+    """
+    found = published(report, names)
+    write_documents(report, root, found, also=GUIDES.values())
+    pages = [_page(report, name) for name in found]
+    guides = {name: f"{FILES}/{path}" for name, path in GUIDES.items()}
+    guides = {name: path for name, path in guides.items() if (report / path).is_file()}
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    template = environment.get_template("front_page.html")
+    shown = template.render(
+        pages=pages, guides=guides, summary=_summary(pages), facts=_facts(pages)
+    )
+    write_atomically(report / "index.html", shown)
+    return report / "index.html"
+
+
+def published(report: Path, names: Iterable[str], *, told: bool = False) -> list[str]:
+    """Return those of the notebooks `names` that are in `report`, page and notebook undamaged.
+
+    Args:
+        told: whether to print which ones are damaged.
+    """
+    found = []
+    for name in names:
+        pair = [report / f"{name}{suffix}" for suffix in (".html", ".ipynb")]
+        if not any(path.exists() for path in pair):
+            continue
+        try:
+            _page(report, name)
+            pair[0].read_bytes()
+            found.append(name)
+        # a file that anything may have been done to
+        except Exception as error:
+            again = f"make run NOTEBOOKS={name[:2]} writes it again"
+            if told:
+                print(f"{name} in {report} is damaged ({error!r:.200}); {again}", file=sys.stderr)
+    return found
+
+
+def _page(report: Path, name: str) -> dict[str, Any]:
+    """Return what the front page shows of a notebook."""
+    notebook = read_notebook(report / f"{name}.ipynb")
+    about = notebook.metadata.get("workbook", {})
+    status = about.get("status", "skipped")
+    return {
+        "name": name,
+        "number": name.split("_")[0],
+        "title": short_title(notebook, name),
+        "status": status,
+        "label": LABELS[status],
+        "note": page_note(about),
+        "error": about.get("error"),
+        "figures": key_figures_of(notebook),
+        "records": about.get("records", []),
+        "about": about,
+    }
+
+
+def key_figures_of(notebook: NotebookNode) -> list[tuple[str, str]]:
+    """Return what an executed notebook passed to `lib.lessons.notebook.key_figures`."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    shown = [output.get("data", {}).get(KEY_FIGURES, []) for output in outputs]
+    return [(name, value) for pairs in shown for name, value in pairs]
+
+
+def _summary(pages: Sequence[dict[str, Any]]) -> str:
+    parts = [f"{len(pages)} notebook{'s' * (len(pages) != 1)}"]
+    for status, label in LABELS.items():
+        if count := sum(page["status"] == status for page in pages):
+            parts.append(f"{count} {label.split(' ', 1)[1]}")
+    return " · ".join(parts)
+
+
+def _facts(pages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return machine, versions and commit of the newest page, for the foot."""
+    made = [page["about"] for page in pages if page["about"].get("provenance")]
+    if not made:
+        return []
+    provenance = max(made, key=lambda about: about["finished"])["provenance"]
+    versions = " · ".join(f"{name} {v}" for name, v in provenance["versions"].items() if v)
+    commit = provenance["commit"] or "not in a git checkout"
+    commit += " with uncommitted changes" if provenance["dirty"] else ""
+    return [
+        ("Device", provenance["device"]),
+        ("Processor", f"{provenance['cpu']}, {provenance['cores']} cores"),
+        ("Versions", versions),
+        ("System", provenance["platform"]),
+        ("Commit", commit),
+    ]

@@ -1,0 +1,408 @@
+"""The workbook on Kaggle: a dataset with the code, and a kernel for each notebook.
+
+`build` writes a folder for Kaggle's command line from what is committed, so that nothing else
+leaves this machine, and runs its notebooks from there; `push` uploads it. The metadata fields are
+those of Kaggle's documentation (`docs/kernels_metadata.md` and `docs/datasets_metadata.md` in
+Kaggle/kaggle-cli):
+
+- `machine_shape` NvidiaTeslaT4 is what the editor calls "GPU T4 x2"; there is none with one T4;
+- without `enable_internet` the client turns the network on;
+- a kernel's address is its title in lower case with dashes;
+- the license names are a fixed list, which MIT is not on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import nbformat
+from nbclient.exceptions import CellExecutionError
+
+from lib.core.files import ROOT, claim_folder, sha256_file
+from lib.core.hardware import output_of
+from lib.core.records import is_checkout
+from lib.core.settings import NonEmpty, PositiveFloat, check, require, settings
+from lib.tools.publish.cells import FIRST_CELL, METADATA, read_notebook
+from lib.tools.publish.execute import execute, insert_parameters
+from lib.tools.publish.plan import Job, find_notebooks, plan
+
+TITLE = "Training workbook"
+DESCRIPTION = """\
+The code, records and small trained model of a workbook that goes from raw text to a language model
+trained on several GPUs. License: MIT; the file LICENSE holds its text."""
+# A placeholder for the name on Kaggle.
+NOBODY = "INSERT_USERNAME"
+RIGHT_USER = "the name in the address of your page on Kaggle, or empty"
+SLUG = r"[a-z0-9]+(-[a-z0-9]+)*"
+# The code, and of artifacts/ what notebooks show. Folders of single runs stay here.
+FILES = (
+    *("LICENSE", "lib/**/*"),
+    *(f"artifacts/{name}" for name in ("*.jsonl", "*.md", "*.csv", "*.png")),
+    *("artifacts/tiny_stories/**/*", "artifacts/profile_h200/**/*"),
+)
+# What reads the command line, in pure Python; Kaggle's image has the other packages.
+BROUGHT = ("tyro", "docstring-parser", "typeguard")
+INPUT = "/kaggle/input"
+GIT = ("git", "-C")
+# In place of a notebook's own first cell: Kaggle mounts the dataset one to three folders down.
+KAGGLE_FIRST_CELL = f"""\
+# `lib` comes with the attached dataset.
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+mounts = [path for depth in ("*", "*/*", "*/*/*") for path in Path("{INPUT}").glob(depth)]
+bundle = next(path for path in mounts if (path / "bundle.json").exists())
+for name, sha256 in json.loads((bundle / "bundle.json").read_text())["sha256"].items():
+    path = bundle / name
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        print("not as it was bundled:", name)
+sys.path.insert(0, str(bundle))
+%load_ext lib.lessons.notebook"""
+
+# Above the parameters, a line each.
+SIZES = """\
+from lib.lessons.notebook import small
+
+# Sizes for this machine, except in a quick test.
+if not small():"""
+
+# The kernel that times attention: its name, its text, its cells after the first.
+ATTENTION = "attention_on_t4"
+ATTENTION_TEXT = """\
+# Attention on a T4
+
+Times `flash_attention_cuda`, whose tensor-core instructions are a T4's, against every backend of
+PyTorch's attention and against Triton, forward and backward, on each GPU. A folder for each GPU in
+the output holds the record, `attention_sweep.jsonl`, and its tables."""
+ATTENTION_CELLS = (
+    """\
+from pathlib import Path
+
+import torch
+
+from lib.tools.benchmarks.attention import AttentionBenchmarkConfig, benchmark_attention
+from lib.lessons.notebook import small
+
+kernels = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math")
+if torch.cuda.is_available():
+    kernels = ("flash_attention_cuda", *kernels)
+devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+sizes = {
+    "custom_tiers": ("128:128",) if small() else ("1024:1024", "4096:4096", "16384:16384"),
+    "head_dims": (64,) if small() else (64, 128),
+    "tokens": 128 if small() else 16384,
+    "width": 64 if small() else 2048,
+    "backward": True,
+}
+folders = [Path(device.replace(":", "_")) for device in devices]
+for device, folder in zip(devices, folders):
+    config = AttentionBenchmarkConfig(kernels=kernels, device=device, output=folder, **sizes)
+    benchmark_attention(config)""",
+    """\
+# Triton's kernels apart: nobody has run them on a T4 before.
+if torch.cuda.is_available():
+    both = ("flash_attention_cuda", "flash_attention_triton")
+    config = AttentionBenchmarkConfig(kernels=both, output=Path("triton"), **sizes)
+    try:
+        benchmark_attention(config)
+    except Exception as error:
+        print("flash_attention_triton does not run here:", error)""",
+    """\
+from IPython.display import Markdown, display
+
+for folder in folders:
+    report = folder / "attention_sweep_report.md"
+    display(Markdown(report.read_text(encoding="utf-8")))""",
+)
+
+
+@settings
+class KaggleBuildConfig:
+    """A folder for Kaggle's command line: a dataset with the code, and a kernel per notebook."""
+
+    notebooks: Annotated[tuple[str, ...], NonEmpty] = ("10",)
+    """Numbers (`10`) or names (`10_speedrun`)."""
+
+    parameters: str = "kaggle"
+    """Sizes for Kaggle's GPUs: a file in notebooks/parameters/. Empty: each notebook's own."""
+
+    user: str = ""
+    """Your name on Kaggle; `kaggle push` can also fill it in."""
+
+    dataset: str = "training-workbook"
+    """The dataset's name in its address."""
+
+    attention: bool = True
+    """Add a kernel that times the attention kernels on each GPU and writes the record."""
+
+    accelerator: str = "NvidiaTeslaT4"
+    """Kaggle's name of the machine: this one has two T4 GPUs. Empty: no GPU."""
+
+    internet: bool = False
+    """Let the notebooks use the network."""
+
+    verify: bool = True
+    """Then run each notebook as Kaggle would, with small sizes: a minute each."""
+
+    output: Path = Path("artifacts/kaggle")
+    """Folder for the bundle; an existing bundle is rebuilt."""
+
+    def __post_init__(self) -> None:
+        check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
+        is_slug = re.fullmatch(SLUG, self.dataset) and 6 <= len(self.dataset) <= 50
+        check(self, "dataset", bool(is_slug), "6 to 50 of a-z, 0-9 and single dashes in between")
+
+
+@settings
+class KagglePushConfig:
+    """An upload with Kaggle's own client."""
+
+    folder: Path = Path("artifacts/kaggle")
+    """The folder that `kaggle build` made."""
+
+    user: str = ""
+    """Your name on Kaggle, unless `kaggle build` was given it."""
+
+    message: str = "Updated"
+    """The note of a new version of the dataset."""
+
+    timeout: PositiveFloat = 900.0
+    """Seconds to wait for Kaggle to prepare the dataset."""
+
+    def __post_init__(self) -> None:
+        check(self, "user", bool(re.fullmatch(r"[A-Za-z0-9-]*", self.user)), RIGHT_USER)
+        check(self, "message", bool(self.message), "a text")
+
+
+def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
+    """Write the bundle and, if asked, run its notebooks; return its folder.
+
+    Raises:
+        ValueError: `root` is no git checkout, or a notebook does not run.
+    """
+    require(is_checkout(root), f"a bundle is made from a git checkout, and {root} is none")
+    output = config.output.absolute()
+    with tempfile.TemporaryDirectory(prefix="kaggle-") as folder:
+        committed = Path(folder)
+        extract_commit(root, committed)
+        jobs = plan(find_notebooks(config.notebooks, committed), config.parameters, committed)
+        claim_folder(output, "a bundle for Kaggle", setting="output")
+        for part in (output / "dataset", output / "kernels"):
+            if part.exists():
+                shutil.rmtree(part)
+        commit = output_of([*GIT, str(root), "rev-parse", "HEAD"])
+        write_dataset(output / "dataset", committed, commit)
+        for job in jobs:
+            write_kernel(output / "kernels" / job.name, job, config)
+    names = [job.name for job in jobs]
+    if config.attention:
+        names.append(ATTENTION)
+        notebook = new_attention_notebook()
+        write_notebook(output / "kernels" / ATTENTION, ATTENTION, notebook, config)
+    if config.verify:
+        for name in names:
+            print(f"running {name} from the bundle", flush=True)
+            print(f"{name} runs: {run_kernel(output, name, config.dataset):.0f} s")
+    # last, since `push` takes no bundle without it
+    describe_dataset(output / "dataset", config)
+    return output
+
+
+def extract_commit(root: Path, folder: Path) -> None:
+    """Write the files of the commit checked out at `root` to `folder`; print what differs there."""
+    changed = output_of([*GIT, str(root), "diff", "--name-only", "-z", "HEAD"]) or ""
+    for name in filter(None, changed.split("\0")):
+        print(f"bundled as it is committed, without your changes: {name}", flush=True)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = [*GIT, str(root), "archive", "HEAD"]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True)
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        # links could lead anywhere
+        files = [member for member in archive if member.isreg()]
+        archive.extractall(folder, files, filter="data")
+
+
+def write_dataset(folder: Path, committed: Path, commit: str | None) -> None:
+    """Copy code, records, the small model and `BROUGHT`; bundle.json has commit and hashes."""
+    hashes = {}
+    paths = {path for pattern in FILES for path in committed.glob(pattern) if path.is_file()}
+    for path in sorted(paths):
+        name = path.relative_to(committed).as_posix()
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        hashes[name] = sha256_file(target)
+    for package in BROUGHT:
+        for file in metadata.files(package) or ():
+            if not {"..", "__pycache__"}.intersection(file.parts):
+                target = folder / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file.locate(), target)
+    made = {"commit": commit, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    _write_json(folder / "bundle.json", made | {"sha256": hashes})
+
+
+def describe_dataset(folder: Path, config: KaggleBuildConfig) -> None:
+    """Write Kaggle's metadata of the dataset."""
+    address = f"{config.user or NOBODY}/{config.dataset}"
+    # Kaggle has no name for MIT; "other" refers to the description
+    about = {
+        "title": TITLE,
+        "id": address,
+        "licenses": [{"name": "other"}],
+        "description": DESCRIPTION,
+    }
+    _write_json(folder / "dataset-metadata.json", about)
+
+
+def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
+    """Write the notebook with its sizes and without outputs, and Kaggle's metadata for it."""
+    content = nbformat.read(job.source, as_version=4)
+    for cell in content.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+            if cell.source == FIRST_CELL:
+                cell.source = KAGGLE_FIRST_CELL
+    if job.parameters:
+        lines = (f"    {name} = {value!r}" for name, value in job.parameters.items())
+        insert_parameters(content, "\n".join((SIZES, *lines)))
+    write_notebook(folder, job.name, content, config)
+
+
+def new_attention_notebook() -> nbformat.NotebookNode:
+    """A notebook that times the attention kernels, PyTorch's too, on each GPU there is."""
+    v4 = nbformat.v4
+    cells = [
+        v4.new_markdown_cell(ATTENTION_TEXT),
+        *(v4.new_code_cell(source) for source in (KAGGLE_FIRST_CELL, *ATTENTION_CELLS)),
+    ]
+    return v4.new_notebook(cells=cells, metadata=nbformat.from_dict(METADATA))
+
+
+def write_notebook(
+    folder: Path, name: str, content: nbformat.NotebookNode, config: KaggleBuildConfig
+) -> None:
+    """Write the notebook `name`, and Kaggle's metadata for it."""
+    has_gpu = bool(config.accelerator)
+    # for uploading the file in the browser
+    content.metadata["kaggle"] = {
+        "accelerator": config.accelerator[:1].lower() + config.accelerator[1:] or "none",
+        "isGpuEnabled": has_gpu,
+        "isInternetEnabled": config.internet,
+        "language": "python",
+        "sourceType": "notebook",
+    }
+    folder.mkdir(parents=True)
+    nbformat.write(content, folder / f"{name}.ipynb")
+    title = f"Workbook {name.replace('_', ' ')}"
+    owner = config.user or NOBODY
+    about = {
+        "id": f"{owner}/{title.lower().replace(' ', '-')}",
+        "title": title,
+        "code_file": f"{name}.ipynb",
+        "language": "python",
+        "kernel_type": "notebook",
+        "is_private": True,
+        "enable_gpu": has_gpu,
+        "enable_tpu": False,
+        "enable_internet": config.internet,
+        "machine_shape": config.accelerator,
+        "dataset_sources": [f"{owner}/{config.dataset}"],
+        "competition_sources": [],
+        "kernel_sources": [],
+        "model_sources": [],
+    }
+    _write_json(folder / "kernel-metadata.json", about)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def run_kernel(bundle: Path, kernel: str, dataset: str) -> float:
+    """Run the notebook of `kernel` with small sizes, from a copy of the dataset; return seconds.
+
+    Raises:
+        ValueError: it does not run; the message ends with its traceback.
+    """
+    with tempfile.TemporaryDirectory(prefix="kaggle-") as name:
+        folder = Path(name)
+        shutil.copytree(bundle / "dataset", folder / "input" / dataset)
+        (folder / "working").mkdir()
+        notebook = read_notebook(bundle / "kernels" / kernel / f"{kernel}.ipynb")
+        for cell in notebook.cells:
+            cell.source = cell.source.replace(INPUT, str(folder / "input"))
+        environment = {"WORKBOOK_SMALL": "1", "KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+        # nothing of this workbook
+        environment |= {"PYTHONPATH": "", "WANDB_MODE": "disabled"}
+        started = time.monotonic()
+        try:
+            execute(notebook, folder / "working", environment=environment)
+        except (CellExecutionError, RuntimeError) as error:
+            lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+            raise ValueError(f"{kernel} does not run:\n" + "\n".join(lines[-25:])) from error
+        return time.monotonic() - started
+
+
+def push(config: KagglePushConfig) -> None:
+    """Upload dataset and kernels with Kaggle's client, which finds the credentials by itself.
+
+    Creates the dataset, or a new version of it, and starts the kernels when Kaggle has it ready.
+    """
+    dataset = config.folder / "dataset"
+    about = dataset / "dataset-metadata.json"
+    if not about.is_file():
+        raise ValueError(f"folder must be one that `kaggle build` made, got {config.folder}")
+    if shutil.which("kaggle") is None:
+        raise FileNotFoundError("there is no `kaggle` here; install it: pip install kaggle")
+    kernels = sorted((config.folder / "kernels").iterdir())
+    for path in (about, *(kernel / "kernel-metadata.json" for kernel in kernels)):
+        text = path.read_text(encoding="utf-8")
+        if NOBODY in text:
+            check(config, "user", bool(config.user), "your name on Kaggle, as in --user ada")
+            path.write_text(text.replace(NOBODY, config.user), encoding="utf-8")
+
+    address = json.loads(about.read_text(encoding="utf-8"))["id"]
+    is_new = _status(address) is None
+    words = ["create"] if is_new else ["version", "-m", config.message]
+    _kaggle("datasets", *words, "-p", os.fspath(dataset), "--dir-mode", "zip")
+    deadline = time.monotonic() + config.timeout
+    while (status := _status(address)) != "ready":
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"dataset {address} is {status or 'not there'} after {config.timeout:g} s"
+            )
+        time.sleep(min(5.0, config.timeout / 10))
+    for kernel in kernels:
+        _kaggle("kernels", "push", "-p", os.fspath(kernel))
+
+
+def _status(address: str) -> str | None:
+    """Return Kaggle's status of the dataset; None if there is none."""
+    command = ["kaggle", "datasets", "status", address]
+    done = subprocess.run(command, capture_output=True, text=True)
+    # there may be a warning above it
+    lines = done.stdout.strip().splitlines()
+    return lines[-1].strip() if done.returncode == 0 and lines else None
+
+
+def _kaggle(*arguments: str) -> None:
+    done = subprocess.run(["kaggle", *arguments])
+    if done.returncode:
+        words = " ".join(arguments[:2])
+        raise OSError(f"`kaggle {words}` ended with exit code {done.returncode}")

@@ -1,0 +1,178 @@
+"""Which notebooks are run, with which parameters, and which of them need or exclude others."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.core.settings import require
+from lib.tools.publish.cells import read_notebook
+
+# Ends the name of a new version beside a copy that the reader changed: 07_ddp.new.ipynb
+NEW = ".new"
+
+
+def find_notebooks(selection: Sequence[str], root: Path, name: str = "notebooks") -> list[Path]:
+    """Return the numbered notebooks in reading order, or only those that `selection` names.
+
+    They are in the folder called `name` of the workbook at `root`.
+    """
+    known = sorted((root / name).glob("[0-9][0-9]_*.ipynb"))
+    known = [path for path in known if not path.stem.endswith(NEW)]
+    if not known:
+        raise ValueError(f"no notebook is named like 01_topic.ipynb in {root / name}")
+    chosen = set()
+    for wanted in selection:
+        stem = Path(wanted).name.removesuffix(".ipynb")
+        found = {
+            path for path in known if stem in (path.stem, path.stem[:2], path.stem[:2].lstrip("0"))
+        }
+        if not found:
+            names = _known(path.stem for path in known)
+            raise ValueError(f"no notebook is called {wanted!r}; {names}")
+        chosen |= found
+    return [path for path in known if path in chosen or not selection]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One notebook to run."""
+
+    source: Path
+    parameters: dict[str, Any]
+
+    needs: tuple[str, ...]
+    """Names of the notebooks whose results it reads."""
+
+    runs_alone: bool = False
+    """Whether no other notebook may run beside it, because its numbers are timings."""
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+
+def plan(notebooks: Sequence[Path], parameters: str | os.PathLike | None, root: Path) -> list[Job]:
+    """Return what to run with which parameters (see `run_notebooks`), with every name checked."""
+    known = {path.stem: path for path in find_notebooks((), root)}
+    sections = read_parameters(parameters, root) if parameters else {}
+    for name, values in sections.items():
+        if name not in known:
+            raise ValueError(f"{parameters}: no notebook is called {name!r}; {_known(known)}")
+        has = parameter_names(known[name])
+        for unknown in sorted(values.keys() - has):
+            raise ValueError(f"{parameters}: {name} has no parameter {unknown!r}; {_known(has)}")
+    return [
+        Job(
+            path,
+            sections.get(path.stem, {}),
+            _needed_by(path, list(known)),
+            bool(re.search(r"^# runs alone\b", _parameters_cell(path), re.MULTILINE)),
+        )
+        for path in notebooks
+    ]
+
+
+def _known(names: Iterable[str]) -> str:
+    return f"there are: {', '.join(sorted(names)) or 'none'}"
+
+
+def read_parameters(name: str | os.PathLike, root: Path) -> dict[str, dict[str, Any]]:
+    """Return the parameter file called `name`, or at that path: notebook name -> parameters.
+
+    Raises:
+        ValueError: there is no such file, or it has another form.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML's own takes the last of two equal names."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value]
+            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            require(not twice, f"each name must be there once, got twice: {', '.join(twice)}")
+            return super().construct_mapping(node, deep=deep)
+
+    folder = root / "notebooks/parameters"
+    path = Path(name) if str(name).endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        names = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ValueError(f"no parameter file is called {str(name)!r}; {_known(names)}")
+    try:
+        sections = yaml.load(path.read_text(encoding="utf-8-sig"), Loader) or {}
+        require(isinstance(sections, dict), "must map notebook names to parameters")
+        for section, values in sections.items():
+            right = f"{section} must be a mapping of parameters, got {values!r}"
+            require(isinstance(values, dict), right)
+            for key, value in values.items():
+                require(isinstance(key, str), f"{section} must have names in quotes, got {key!r}")
+                right = "text (in quotes), a finite number, true, false, null, a list or a mapping"
+                require(_is_json(value), f"{section}.{key} must be {right}, got {value!r}")
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return sections
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON has `value`: of what YAML has, all but dates, sets, bytes, NaN and infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def parameter_names(notebook: Path) -> set[str]:
+    """Return the names that the notebook's cell tagged `parameters` assigns.
+
+    Raises:
+        ValueError: that cell is not Python.
+    """
+    try:
+        nodes = ast.walk(ast.parse(_parameters_cell(notebook)))
+    except (SyntaxError, ValueError) as error:
+        reason = f"its cell tagged `parameters` must be Python: {error}"
+        raise ValueError(f"{notebook}: {reason}") from error
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the notebooks that a line `# needs: 01, 02` in the parameters cell lists."""
+    found = re.search(r"^# needs: *(.+)$", _parameters_cell(notebook), re.MULTILINE)
+    needed = []
+    for wanted in re.findall(r"\w+", found[1]) if found else []:
+        matches = [name for name in names if wanted in (name, name[:2])]
+        # a lower number only, so that no two can wait for each other
+        if not matches or matches[0] >= notebook.stem:
+            earlier = [name for name in names if name < notebook.stem]
+            raise ValueError(f"{notebook.name}: needs {wanted!r}; earlier ones: {_known(earlier)}")
+        needed += matches
+    return tuple(needed)
+
+
+def _parameters_cell(notebook: Path) -> str:
+    cells = read_notebook(notebook).cells
+    return next((c.source for c in cells if "parameters" in (c.metadata.get("tags") or [])), "")
+
+
+def next_job(
+    waiting: Sequence[Job], running: Iterable[Job], unfinished: set[str], workers: int
+) -> Job | None:
+    """Return the job to start now: the first that may run beside those running, or None.
+
+    Jobs that run alone come last, when nothing else is running.
+    """
+    running = list(running)
+    if len(running) >= workers or any(job.runs_alone for job in running):
+        return None
+    ready = [job for job in waiting if unfinished.isdisjoint(job.needs)]
+    shared = [job for job in ready if not job.runs_alone]
+    alone = [job for job in ready if job.runs_alone and not running]
+    return next(iter([*shared, *alone]), None)

@@ -1,0 +1,96 @@
+"""The reader's copies of the notebooks, in `work/`: made once; what the reader changed is kept.
+
+`python -m lib notebooks copy`, which `make lab` runs first. The reader works on these copies alone,
+so nothing in a reader's session needs git. They have no outputs: those would give away what the
+reader is asked to guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import nbformat
+
+from lib.core.files import ROOT, make_folder, write_atomically
+from lib.tools.publish.cells import read_notebook
+from lib.tools.publish.plan import NEW, find_notebooks
+
+RECORD = ".origins.json"
+
+
+def update_copies(root: Path = ROOT) -> int:
+    """Make or update the copy of each notebook in `work/`, and print what was done; return 0.
+
+    A copy as it was given is replaced by a new version of its notebook. One with anything of the
+    reader's stays, and the new version is put beside it: `01_tokenizer.new.ipynb`.
+    """
+    work = root / "work"
+    make_folder(work)
+    given = _read_record(work / RECORD)
+    made = 0
+    for source in find_notebooks((), root):
+        copy, beside = work / source.name, work / f"{source.stem}{NEW}.ipynb"
+        try:
+            fresh = _without_outputs(source)
+        except ValueError as error:
+            print(f"notebooks/{source.name}: is not copied ({error})")
+            continue
+        # versions as the workbook made them, which may be replaced
+        ours = {given.get(source.stem), _sha256(fresh)}
+        # also a link that leads nowhere: only then is there nothing to lose
+        if not copy.exists():
+            target, made = copy, made + 1
+        elif given.get(source.stem) == _sha256(fresh):
+            continue
+        elif _is_one_of(copy, ours):
+            target = copy
+            if copy.read_bytes() != fresh:
+                print(f"work/{copy.name}: replaced by the new version; you had not changed it")
+        elif beside.exists() and not _is_one_of(beside, ours):
+            print(f"work/{beside.name}: has your changes, too; rename it to get the newest version")
+            continue
+        else:
+            target = beside
+            print(f"work/{copy.name}: stays as you left it; the new version is {beside.name}")
+        write_atomically(target, fresh)
+        given[source.stem] = _sha256(fresh)
+        write_atomically(work / RECORD, json.dumps(given, indent=1))
+    if made:
+        print(f"work/: {made} copied from notebooks/; what you do there is yours alone")
+    return 0
+
+
+def _read_record(path: Path) -> dict[str, str | None]:
+    """Return notebook -> SHA-256 of the version last given; empty if the record is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        # an older record has a mapping for each, with the version as `copy`
+        found = json.loads(path.read_bytes()).items()
+        given = {name: v["copy"] if isinstance(v, dict) else v for name, v in found}
+        if all(isinstance(version, str | None) for version in given.values()):
+            return given
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError):
+        pass
+    print(f"work/{path.name} is damaged: where a copy differs from its notebook, yours stays")
+    return {}
+
+
+def _without_outputs(path: Path) -> bytes:
+    """Return the notebook at `path` as it is before anything has run; raise ValueError if none."""
+    notebook = read_notebook(path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return nbformat.writes(notebook).encode() + b"\n"
+
+
+def _is_one_of(path: Path, versions: set[str | None]) -> bool:
+    """Whether `path` is a file with one of the contents whose SHA-256 are given."""
+    return path.is_file() and _sha256(path.read_bytes()) in versions
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

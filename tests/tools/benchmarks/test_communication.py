@@ -1,0 +1,257 @@
+"""The communication benchmark on real ranks, and reports of planted records."""
+
+import csv
+import itertools
+import statistics
+import time
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lib.__main__ import main
+from lib.core.figures import house_figure
+from lib.core.records import new_record, read_records
+from lib.ddp.launcher import launch
+from lib.profiling.collectives import COLLECTIVES, bus_bandwidth_gbs, predicted_ms
+from lib.tools.benchmarks import communication
+from lib.tools.benchmarks.communication import (
+    CommunicationBenchmarkConfig,
+    benchmark_communication,
+    communication_cases,
+)
+from lib.tools.benchmarks.communication_report import (
+    NAMES,
+    draw_communication,
+    nvlink_gbs,
+    write_report,
+)
+
+LINK = {"latency_us": 10.0, "bandwidth_gbs": 100.0}
+SIZES = [2**power for power in range(10, 31, 2)]
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks a machine without GPUs")
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+def test_the_names_of_collectives_are_the_same_everywhere():
+    kinds = typing.get_type_hints(CommunicationBenchmarkConfig)["collectives"]
+    assert typing.get_args(typing.get_args(kinds)[0]) == COLLECTIVES == tuple(NAMES)
+    assert CommunicationBenchmarkConfig().collectives == COLLECTIVES
+
+
+@pytest.mark.parametrize(("backend", "largest"), [("gloo", 2**26), ("nccl", 2**30)])
+def test_sizes_left_out_go_from_1_kib_in_steps_of_four(backend, largest):
+    cases = communication_cases(CommunicationBenchmarkConfig(), 2, backend)
+    sizes = sorted({case.num_bytes for case in cases})
+    assert (sizes[0], sizes[-1]) == (1024, largest)
+    assert all(b == 4 * a for a, b in itertools.pairwise(sizes))
+    assert len(cases) == len(set(cases)) == 4 * len(sizes)
+
+
+def test_each_rank_gets_the_same_number_of_elements():
+    config = CommunicationBenchmarkConfig(sizes_mb=(0.001, 1.0), dtype="bfloat16")
+    sizes = {case.num_bytes for case in communication_cases(config, 3, "gloo")}
+    assert sizes == {1044, 1_048_572}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        ({}, 1, "ranks must be at least 2"),
+        ({"ranks": 4}, 2, "ranks must be None or the group's 2, got 4"),
+        ({"backend": "nccl"}, 2, "backend must be None or the group's 'gloo', got 'nccl'"),
+        ({"sizes_mb": (2**-20,)}, 2, "sizes_mb must be at least .* one float32 for each of 2"),
+    ],
+)
+def test_what_does_not_fit_the_group_is_named(settings, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        communication_cases(CommunicationBenchmarkConfig(**settings), ranks, "gloo")
+
+
+@needs_no_gpu
+def test_nccl_without_gpus_is_refused_before_processes_start(tmp_path, monkeypatch):
+    config = CommunicationBenchmarkConfig(backend="nccl", output=tmp_path)
+    monkeypatch.setattr(communication, "launch", None)
+    with pytest.raises(ValueError, match="nccl"):
+        benchmark_communication(config)
+
+
+@pytest.mark.slow
+def test_the_command_writes_sane_records_and_a_report(tmp_path):
+    soon = ("--samples", "3", "--warmup", "1", "--max_seconds", "0.02", "--backend", "gloo")
+    sizes = ("--ranks", "2", "--sizes_mb", "0.0625", "16")
+    assert main(["benchmark", "communication", "--output", str(tmp_path), *soon, *sizes]) == 0
+    records = read_records(tmp_path / "communication_benchmark.jsonl")
+    assert [(r["config"]["collective"], r["config"]["num_bytes"]) for r in records] == [
+        (name, size) for name in COLLECTIVES for size in (2**16, 2**24)
+    ]
+    for record in records:
+        config, figures = record["config"], record["figures"]
+        assert (config["ranks"], config["hosts"], config["backend"]) == (2, 1, "gloo")
+        assert (figures["status"], figures["is_correct"]) == ("ok", True)
+        assert figures["median_ms"] == pytest.approx(statistics.median(figures["times_ms"]))
+        assert figures["samples"] == len(figures["times_ms"]) >= 3
+        speed = figures["bytes"] / figures["median_ms"] * 1e3 / 1e9
+        factor = {"all_reduce": 1, "broadcast": 1}.get(config["collective"], 0.5)
+        assert figures["algorithm_bandwidth_gbs"] == pytest.approx(speed)
+        assert figures["bus_bandwidth_gbs"] == pytest.approx(factor * speed)
+        # no machine is as fast, and none so slow
+        assert 1e-4 < speed < 1000
+    report = (tmp_path / "communication_benchmark.md").read_text()
+    assert "2 processes on one host's CPU over gloo, float32" in report
+
+
+def sweep(folder, *collectives, sizes=(0.01,)):
+    """On a rank of three: the records of a short run."""
+    soon = {"samples": 3, "warmup": 1, "max_seconds": 0.02, "timeout": 60.0}
+    config = CommunicationBenchmarkConfig(
+        collectives=collectives, sizes_mb=sizes, dtype="bfloat16", output=folder, **soon
+    )
+    return benchmark_communication(config)
+
+
+def on_three_ranks(folder):
+    """A run, one that asks for more, and one with faults; the records of each."""
+    whole = sweep(folder / "whole", *COLLECTIVES)
+    more = sweep(folder / "whole", "broadcast", "all_reduce", sizes=(0.01, 0.02))
+    break_collectives()
+    return whole, more, sweep(folder / "faults", *COLLECTIVES)
+
+
+def break_collectives():
+    """One with a wrong result, one without memory, and one slow rank."""
+    rank = dist.get_rank()
+    gather = "all_gather_single"
+    if not hasattr(dist, gather):
+        gather = "all_gather_into_tensor"
+    real_broadcast, real_reduce = dist.broadcast, dist.all_reduce
+
+    def wrong_gather(out, x):
+        parts = [torch.empty_like(x) for _ in range(3)]
+        dist.all_gather(parts, x)
+        torch.cat(parts[::-1] if rank == 1 else parts, out=out)
+
+    def slow_broadcast(x, source):
+        real_broadcast(x, source)
+        time.sleep(0.03 * (rank == 2))
+
+    def reduce_without_memory(x, *options):
+        if x.dtype != torch.bfloat16:
+            real_reduce(x, *options)
+        elif rank == 1:
+            raise torch.OutOfMemoryError("out of memory")
+
+    setattr(dist, gather, wrong_gather)
+    dist.broadcast, dist.all_reduce = slow_broadcast, reduce_without_memory
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    """The folder of the runs on three ranks, and what each rank returned."""
+    folder = tmp_path_factory.mktemp("three")
+    return folder, launch(on_three_ranks, 3, folder, backend="gloo", timeout=60)
+
+
+def test_rows_that_are_there_are_not_measured_again_and_rank_0_alone_returns_them(three_ranks):
+    folder, results = three_ranks
+    counts = [[len(records) for records in result] for result in results]
+    assert counts == [[4, 4, 4], [0, 0, 0], [0, 0, 0]]
+    whole, more, _ = results[0]
+    assert [record["figures"]["is_correct"] for record in whole] == [True] * 4
+    records = read_records(folder / "whole" / "communication_benchmark.jsonl")
+    assert records[:4] == whole
+    assert [(r["config"]["collective"], r["config"]["num_bytes"]) for r in records[4:]] == [
+        ("broadcast", 20_970),
+        ("all_reduce", 20_970),
+    ]
+    assert more == [whole[3], records[4], whole[0], records[5]]
+
+
+def test_a_fault_of_one_rank_is_a_status_of_the_row(three_ranks):
+    folder, [(_, _, faulty), *_] = three_ranks
+    figures = {record["config"]["collective"]: record["figures"] for record in faulty}
+    status = {name: row["status"] for name, row in figures.items()}
+    assert status == {
+        "all_reduce": "oom",
+        "reduce_scatter": "ok",
+        "all_gather": "wrong result",
+        "broadcast": "ok",
+    }
+    text = (folder / "faults" / "communication_benchmark.md").read_text()
+    assert all(f"| {word} " in text for word in status.values())
+    assert "One size alone gives no fit." in text
+    # the slowest rank counts
+    assert min(figures["broadcast"]["times_ms"]) >= 30
+
+
+def planted(*, device="NVIDIA H200", backend="nccl", ranks=2, hosts=1, sizes=SIZES):
+    """Records of rows that take what the formula says, on a link of 10 µs and 100 GB/s."""
+    records = []
+    config = CommunicationBenchmarkConfig(sizes_mb=tuple(size / 2**20 for size in sizes))
+    for case in communication_cases(config, ranks, backend, hosts):
+        ms = predicted_ms(case.collective, case.num_bytes, ranks, **LINK)
+        figures = {"status": "ok", "is_correct": True, "median_ms": ms, "times_ms": [ms]}
+        cost = (case.collective, case.num_bytes, ranks, ms)
+        figures["bus_bandwidth_gbs"] = bus_bandwidth_gbs(*cost)
+        records.append(new_record(figures, config=case) | {"device": device})
+    return records
+
+
+def test_the_report_compares_with_the_formula_and_shows_the_newest_of_each_row(tmp_path):
+    old = planted()
+    for record in old:
+        record["figures"] = record["figures"] | {"median_ms": 1e6}
+        record["config"] = record["config"] | {"samples": 99}
+    write_report(old + planted() + planted(ranks=4), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "communication_benchmark.csv").open()))
+    assert len(rows) == 2 * len(old)
+    assert all(float(row["formula_over_measured"]) == pytest.approx(1, 1e-3) for row in rows)
+    text = (tmp_path / "communication_benchmark.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## 2 × NVIDIA H200, NCCL, float32",
+        "## 4 × NVIDIA H200, NCCL, float32",
+    ]
+    assert "gloo" not in text
+    assert all(f" {size} " in text for size in ("1 KiB", "4 MiB", "1 GiB"))
+    assert (tmp_path / "communication_benchmark.png").stat().st_size > 10_000
+
+
+def test_without_a_row_that_worked_there_is_a_table_and_no_figure(tmp_path):
+    records = [record | {"figures": {"status": "oom"}} for record in planted(sizes=SIZES[:1])]
+    write_report(records, tmp_path)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".md"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "peak"),
+    [
+        ({}, 450),
+        ({"device": "NVIDIA H100 80GB HBM3"}, 450),
+        ({"device": "NVIDIA H100 PCIe"}, None),
+        ({"hosts": 2}, None),
+        ({"backend": "gloo"}, None),
+    ],
+)
+def test_the_peak_is_shown_only_where_it_is_known_and_used(changed, peak):
+    assert nvlink_gbs(planted(sizes=SIZES[:1], **changed)[0]) == peak
+
+
+def test_the_figure_has_the_measured_points_and_lines_that_meet_them():
+    records = planted()
+    with house_figure() as (_, axes):
+        draw_communication(axes, records)
+        points = [line for line in axes.lines if line.get_linestyle() == "None"]
+        fits = [line for line in axes.lines if len(line.get_xdata()) > 100]
+        labels = axes.get_legend_handles_labels()[1]
+    assert labels == [f"{name}: 10 µs, 100 GB/s" for name in NAMES.values()]
+    for name, line, fit in zip(NAMES, points, fits):
+        chosen = [r for r in records if r["config"]["collective"] == name]
+        assert list(line.get_xdata()) == SIZES
+        speeds = [record["figures"]["bus_bandwidth_gbs"] for record in chosen]
+        assert list(line.get_ydata()) == speeds
+        assert (fit.get_ydata()[0], fit.get_ydata()[-1]) == (
+            pytest.approx(speeds[0], 1e-3),
+            pytest.approx(speeds[-1], 1e-3),
+        )

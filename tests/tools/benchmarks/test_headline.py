@@ -1,0 +1,92 @@
+"""The README's table of results shows what the records say."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lib.tools.benchmarks.headline import (
+    COMPARISONS,
+    END,
+    START,
+    fill_in,
+    fill_readme,
+    headline_rows,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_readme_shows_what_the_records_say(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    filled = fill_in(text, headline_rows(ROOT / "artifacts"))
+    assert text == filled, "run python -m lib benchmark headline"
+
+    # the command restores a table that was lost
+    shutil.copytree(ROOT / "artifacts", tmp_path / "artifacts", ignore=_all_but_records)
+    before, after = text.partition(START)[0], text.partition(END)[2]
+    (tmp_path / "README.md").write_text(f"{before}{START}\n{END}{after}", encoding="utf-8")
+    fill_readme(tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == text
+
+
+def _all_but_records(folder, names):
+    return [name for name in names if not name.endswith(".jsonl")]
+
+
+def test_reports_that_the_table_links_to_exist():
+    rows = headline_rows(ROOT / "artifacts")
+    assert len(rows) == len(COMPARISONS) == 12
+    assert all((ROOT / row["on"].partition("(")[2].rstrip(")")).exists() for row in rows)
+
+
+def test_without_records_there_is_no_row(tmp_path):
+    assert headline_rows(tmp_path) == []
+
+
+TOKENIZER = COMPARISONS[0]
+
+
+def record(candidate, speed, **changes):
+    figures = {"candidate": candidate, "MB_per_s": speed, "cores": 2}
+    return {"config": {}, "figures": figures | dict(TOKENIZER.where) | changes, "device": "cpu"}
+
+
+def test_the_best_peer_counts_and_our_readable_tokenizer_is_not_a_peer():
+    speeds = {"numba": 60.0, "python": 50.0, "tiktoken, slow": 10.0, "tokenizers, in blocks": 20.0}
+    row = TOKENIZER.row([record(*item) for item in speeds.items()])
+    assert (row["here"], row["best other"], row["times"]) == ("60 MB/s", "20 (tokenizers)", "3.00")
+    assert row["on"].startswith("[cpu, 2 cores]")
+
+
+def test_runs_make_an_interval_and_one_that_lacks_a_side_or_another_case_does_not_count():
+    def run(ours, peer, **changes):
+        return [record("numba", ours, **changes), record("rustbpe", peer, **changes)]
+
+    records = [*run(100.0, 50.0), record("tokenizers", None), record("numba", 1.0)]
+    records += [*run(600.0, 1.0, text="stories"), *run(90.0, 50.0)]
+    row = TOKENIZER.row(records)
+    assert (row["here"], row["best other"]) == ("90 MB/s", "50 (rustbpe)")
+    assert (row["times"], row["runs"]) == ("1.80 to 2.00", "2")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "times"),
+    [
+        ([105.0], "1.05"),
+        ([99.0, 105.0], "level (0.99 to 1.05)"),
+        ([102.0, 108.0], "1.02 to 1.08"),
+        ([97.0, 98.0], "0.97 to 0.98"),
+        ([105.1, 105.2], "1.05"),
+        ([99.9, 100.1], "level (1.00)"),
+        ([10.0, 102.0, 103.0, 104.0, 105.0, 106.0], "1.02 to 1.06"),
+    ],
+)
+def test_a_lead_that_runs_do_not_agree_on_is_level_and_five_runs_count(speeds, times):
+    records = [record(*item) for ours in speeds for item in (("numba", ours), ("rustbpe", 100.0))]
+    assert TOKENIZER.row(records)["times"] == times
+
+
+def test_a_text_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match=r"must contain .* and then"):
+        fill_in(f"{END} {START}", [])

@@ -1,0 +1,250 @@
+"""Sweeps: a record for each config, also after interruptions and when memory runs out."""
+
+import dataclasses
+import math
+import signal
+import subprocess
+import sys
+import time
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.core.records import append_record, read_records
+from lib.profiling.measurement import measure
+from lib.tools.benchmarks.sweep import code_version, differences, records_like, run_sweep
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    size: int
+    name: str = "a"
+
+
+CASES = [Case(size) for size in range(5)]
+
+
+def sizes(records):
+    return [record["config"]["size"] for record in records]
+
+
+def test_a_sweep_leaves_a_record_of_each_config_and_prints_a_line_for_it(tmp_path, capsys):
+    path = tmp_path / "new" / "records.jsonl"
+    show = lambda record: f"size {record['config']['size']}"  # noqa: E731
+    # a config given twice is measured once
+    configs = [*CASES, CASES[1]]
+    records = run_sweep(path, configs, lambda c: {"square": c.size**2}, seed=3, show=show)
+    assert records == read_records(path)
+    assert [r["figures"] for r in records] == [{"status": "ok", "square": n * n} for n in range(5)]
+    keys = {"config", "figures", "device", "versions", "commit", "seed", "date", "code"}
+    assert all(keys <= record.keys() and record["seed"] == 3 for record in records)
+    assert capsys.readouterr().out == "".join(f"size {n}\n" for n in range(5))
+
+
+def test_a_bar_names_what_sets_the_row_apart_that_is_being_measured():
+    names = differences([{"size": 1, "seed": 0, "mask": ["a"]}, {"size": 2, "seed": 0, "mask": []}])
+    assert names == ["size 1, mask ['a']", "size 2, mask []"]
+    assert differences([{"size": 1}]) == [""]
+    assert differences([]) == []
+
+
+def test_memory_that_runs_out_leaves_later_rows_unaffected(tmp_path):
+    held = []
+
+    def run_one(case):
+        tensor = torch.ones(1000)
+        held.append(weakref.ref(tensor))
+        # everything held by an earlier row is free
+        assert [reference() is None for reference in held[:-1]] == [True] * case.size
+        if case.size == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return {"sum": float(tensor.sum())}
+
+    expect = lambda case: {"predicted": 10 * case.size}  # noqa: E731
+    records = run_sweep(tmp_path / "records.jsonl", CASES, run_one, expect=expect)
+    figures = [record["figures"] for record in records]
+    assert figures[2] == {"status": "oom", "predicted": 20}
+    for size in (0, 1, 3, 4):
+        assert figures[size] == {"status": "ok", "predicted": 10 * size, "sum": 1000.0}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interrupted_sweep_resumes_without_repeating_or_losing_rows(tmp_path, error):
+    path, calls = tmp_path / "records.jsonl", []
+
+    def run_one(case):
+        calls.append(case.size)
+        if calls.count(2) == 1 and case.size == 2:
+            raise error
+        return {}
+
+    with pytest.raises(error):
+        run_sweep(path, CASES, run_one)
+    assert sizes(read_records(path)) == [0, 1]
+    assert sizes(run_sweep(path, CASES, run_one)) == [0, 1, 2, 3, 4]
+    assert calls == [0, 1, 2, 2, 3, 4]
+    assert sizes(run_sweep(path, CASES, run_one)) == sizes(read_records(path)) == [0, 1, 2, 3, 4]
+    assert len(calls) == 6
+
+
+def start_sweep(path: Path, body: str) -> subprocess.Popen:
+    """Another process that sweeps CASES into `path`, with the lines `body` for each."""
+    program = (
+        "import os, signal, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.tools.benchmarks.test_sweep import CASES, run_sweep\n"
+        "def run_one(case):\n"
+        "    print(case.size, flush=True)\n"
+        f"    {body}\n"
+        "    return {'double': 2 * case.size}\n"
+        f"run_sweep({str(path)!r}, CASES, run_one, seed=1)\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program], **pipes)
+
+
+def test_a_killed_sweep_resumes_without_repeating_or_losing_rows(tmp_path):
+    path = tmp_path / "records.jsonl"
+    sweep = start_sweep(path, "if case.size == 3: os.kill(os.getpid(), signal.SIGKILL)")
+    out, errors = sweep.communicate(timeout=120)
+    assert sweep.returncode == -signal.SIGKILL, errors
+    assert out.split() == list("0123")
+    # as a crash of the machine might leave it
+    with open(path, "ab") as file:
+        file.write(b'{"config": {"si')
+    measured = []
+    run_one = lambda case: measured.append(case.size) or {"double": 2 * case.size}  # noqa: E731
+    with pytest.warns(UserWarning, match="not a record"):
+        records = run_sweep(path, CASES, run_one, seed=1)
+    assert measured == [3, 4]
+    assert [r["figures"]["double"] for r in records] == [0, 2, 4, 6, 8]
+
+
+def test_two_sweeps_into_one_file_measure_each_row_once(tmp_path, caplog):
+    path = tmp_path / "records.jsonl"
+    first = start_sweep(path, "time.sleep(0.3)")
+    while first.poll() is None and not read_records(path):
+        time.sleep(0.01)
+    records = run_sweep(path, CASES, lambda case: pytest.fail("measured again"), seed=1)
+    out, errors = first.communicate(timeout=120)
+    assert (first.returncode, out.split()) == (0, list("01234")), errors
+    assert sizes(records) == sizes(read_records(path)) == [0, 1, 2, 3, 4]
+    assert "waiting for another process" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change", [{"device": "another"}, {"code": "0"}, {"seed": 9}, {"versions": {}}, {"cores": 0}]
+)
+def test_records_made_elsewhere_or_by_other_code_do_not_count(tmp_path, change):
+    path, calls = tmp_path / "records.jsonl", []
+    (record,) = run_sweep(path, CASES[:1], lambda case: {"n": 1}, seed=0)
+    path.unlink()
+    append_record(path, record | change)
+    records = run_sweep(path, CASES[:1], lambda case: calls.append(1) or {"n": 2}, seed=0)
+    assert calls == [1]
+    assert records[0]["figures"]["n"] == 2
+    assert len(read_records(path)) == 2
+
+
+def test_a_report_shows_records_of_one_device_and_its_versions(tmp_path):
+    path = tmp_path / "records.jsonl"
+    record = {"device": "chip", "versions": {"torch": "2"}, "seed": 0}
+    changes = ({}, {"device": "another"}, {"versions": {"torch": "3"}}, {"seed": 1})
+    records = [record | change for change in changes]
+    for each in records:
+        append_record(path, each)
+    assert records_like(path, record) == [records[0], records[3]]
+
+
+def test_the_code_version_changes_with_every_file_that_is_imported_and_with_no_other(tmp_path):
+    files = {
+        "__init__": "",
+        "upper.__init__": "",
+        "upper.top": "from lib.lower import middle as m\ndef f():\n    import lib.lower.lazy\n",
+        "lower.__init__": "",
+        "lower.middle": "from lib.lower.bottom import x\nimport json\n",
+        "lower.bottom": "x = 1\n",
+        "lower.lazy": "from lib.upper import top\n",
+        "upper.other": "from lib.upper import top\n",
+    }
+    paths = {name: tmp_path / f"lib/{name.replace('.', '/')}.py" for name in files}
+    for name, path in paths.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(files[name])
+    modules = [f"lib.{name}" for name in files if not name.endswith("__init__")] + ["elsewhere"]
+    before = {name: code_version(name, tmp_path) for name in modules}
+    for name, unchanged in (
+        (
+            "upper.other",
+            {"lib.upper.top", "lib.lower.middle", "lib.lower.bottom", "lib.lower.lazy"},
+        ),
+        ("lower.bottom", set()),
+        ("lower.__init__", set()),
+        ("lower.lazy", {"lib.lower.middle", "lib.lower.bottom"}),
+    ):
+        paths[name].write_text(files[name] + "# changed\n")
+        now = {key: code_version(key, tmp_path) for key in modules}
+        assert {key for key in modules if now[key] == before[key]} == unchanged
+        paths[name].write_text(files[name])
+
+
+def test_a_module_run_by_its_name_has_the_version_of_that_name(monkeypatch):
+    spec = types.SimpleNamespace(name="lib.tools.benchmarks.attention_training")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert code_version("__main__") == code_version(spec.name) != code_version("elsewhere")
+    # a script has no name
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert code_version("__main__") == code_version("elsewhere")
+
+
+def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, message in ((tmp_path, tmp_path.name), (tmp_path / "file" / "r.jsonl", "folder")):
+        with pytest.raises(OSError, match=message):
+            run_sweep(path, CASES, lambda case: pytest.fail("measured"))
+
+
+def test_a_sweep_can_be_made_again(tmp_path):
+    path = tmp_path / "records.jsonl"
+    run_sweep(path, CASES, lambda case: {"n": 1})
+    records = run_sweep(path, CASES[1:3], lambda case: {"n": 2}, restart=True)
+    assert [record["figures"]["n"] for record in records] == [2, 2]
+    assert len(read_records(path)) == 7
+    # from then on the newest counts
+    records = run_sweep(path, CASES, lambda case: {"n": 3})
+    assert [record["figures"]["n"] for record in records] == [1, 2, 2, 1, 1]
+
+
+def test_a_figure_that_is_not_finite_is_left_out_and_named(tmp_path):
+    figures = {"loss": math.nan, "gap": math.inf, "n": 1.5}
+    (record,) = run_sweep(tmp_path / "r.jsonl", CASES[:1], lambda case: figures)
+    assert record["figures"] == {
+        "status": "not finite: gap, loss",
+        "loss": None,
+        "gap": None,
+        "n": 1.5,
+    }
+
+
+@pytest.mark.gpu
+def test_a_gpu_whose_memory_is_full_is_a_row_and_free_for_the_next(tmp_path):
+    size = torch.cuda.get_device_properties(0).total_memory
+
+    def run_one(case):
+        # 0.4 of the memory at a time: the third does not fit with the first two
+        parts = [
+            torch.empty(int(0.4 * size), dtype=torch.int8, device="cuda") for _ in range(case.size)
+        ]
+        return {"parts": len(parts)}
+
+    records = run_sweep(tmp_path / "r.jsonl", [Case(3), Case(2), Case(4), Case(1)], run_one)
+    assert [record["figures"]["status"] for record in records] == ["oom", "ok", "oom", "ok"]
+    assert torch.cuda.memory_allocated() < size / 10
+    measured = measure(lambda: run_one(Case(3)), device="cuda", samples=1)
+    assert measured.status == "oom"
+    assert torch.cuda.memory_reserved() < size / 10

@@ -1,0 +1,118 @@
+"""The front page over executed notebooks: their state, times, errors, key figures and records."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lib.lessons.notebook import KEY_FIGURES
+from lib.tools.publish import front_page
+from lib.tools.publish.cells import read_notebook
+from lib.tools.publish.execute import execute
+from lib.tools.publish.front_page import key_figures_of
+
+NAMES = ["01_good", "02_bad", "03_unrun"]
+PROVENANCE = {
+    "device": "CPU of a laptop",
+    "cpu": "M9",
+    "cores": 4,
+    "versions": {"torch": "2.13", "triton": None},
+    "platform": "Linux",
+    "commit": "abc",
+    "dirty": True,
+}
+
+
+def put(report: Path, name: str, *, day=1, figures=(), **about) -> None:
+    """Put an executed notebook and its page into the report."""
+    shown = new_output("display_data", {KEY_FIGURES: [list(pair) for pair in figures]})
+    title = new_markdown_cell(f"# {name[:2]} · About `{name[3:]}`")
+    cells = [title, new_code_cell("", outputs=[shown])]
+    finished = f"2026-01-{day:02}T10:00:00+00:00"
+    about = {"status": "done", "seconds": 2.0, "finished": finished, "error": None} | about
+    about["provenance"] = PROVENANCE
+    report.mkdir(exist_ok=True)
+    metadata = {"workbook": about}
+    nbformat.write(new_notebook(cells=cells, metadata=metadata), report / f"{name}.ipynb")
+    (report / f"{name}.html").write_text(f"page of day {day}")
+
+
+def write_front_page(report: Path, names) -> Path:
+    """The front page of a report in a workbook without documents, or with those beside it."""
+    return front_page.write_front_page(report, names, root=report.parent)
+
+
+def soup(path: Path) -> BeautifulSoup:
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+@pytest.fixture
+def report(tmp_path) -> Path:
+    """A report with a notebook that is done and one that failed."""
+    report = tmp_path / "report"
+    figures = [("tokens/s", "12,346"), ("kernel", "<sdpa>")]
+    (report / "workbook").mkdir(parents=True)
+    (report / "workbook/r.csv").write_text("a\n1\n")
+    put(report, "01_good", figures=figures, records=["workbook/r.csv"])
+    put(report, "02_bad", status="failed", error="In [3]: ZeroDivisionError: <division>")
+    return report
+
+
+def test_the_front_page_shows_state_time_error_key_figures_and_records(report):
+    page = soup(write_front_page(report, NAMES))
+    good, bad = page.select("ol > li")
+    assert page.select_one(".soft").text == "2 notebooks · 1 done · 1 failed"
+    assert good.select_one(".title a")["href"] == "01_good.html"
+    assert good.select_one(".title").text.strip() == "About good"
+    assert [e.select_one(".status").text for e in (good, bad)] == ["✓ done", "✗ failed"]
+    assert good.select_one(".more").text.startswith("2.0 s · CPU of a laptop · 01 January 2026")
+    shown = {div.dt.text: div.dd.text for div in good.select("dl.figures div")}
+    assert shown == {"tokens/s": "12,346", "kernel": "<sdpa>"}
+    assert bad.pre.text == "In [3]: ZeroDivisionError: <division>"
+    (link,) = good.select("details a")
+    assert (link["href"], link.text) == ("workbook/r.csv", "r.csv")
+    facts = page.select("main > dl dd")
+    assert [fact.text for fact in facts] == [
+        "CPU of a laptop",
+        "M9, 4 cores",
+        "torch 2.13",
+        "Linux",
+        "abc with uncommitted changes",
+    ]
+    assert not page.select("h2")
+
+
+def test_the_front_page_says_what_this_is_and_leads_to_readme_and_results(report):
+    (report.parent / "artifacts").mkdir()
+    (report.parent / "artifacts/README.md").write_text("# Results")
+    (report.parent / "README.md").write_text("# Book\n\n## Results\n\n[all](artifacts/README.md)")
+    page = soup(write_front_page(report, NAMES))
+    assert "language model" in page.h1.text
+    assert "notebooks of a workbook" in page.p.text
+    for link in page.select("main > p a"):
+        path, _, at = link["href"].partition("#")
+        assert not at or soup(report / path).find(id=at)
+        assert (report / path).is_file()
+    assert len(page.select("main > p a")) == 3
+
+
+def test_key_figures_are_shown_and_kept_in_their_order(make_notebook, tmp_path):
+    cell = (
+        "from lib.lessons.notebook import key_figures\n"
+        "key_figures(tokens_per_s=12345.6, bits_per_byte=0.25312, device='x')"
+    )
+    first = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[3])!r})"
+    path = make_notebook(tmp_path / "01_x.ipynb", "", cell, first=first)
+    nbformat.write(execute(read_notebook(path), tmp_path), path)
+    executed = read_notebook(path)
+    expected = [("tokens/s", "12,346"), ("bits per byte", "0.253"), ("device", "x")]
+    assert key_figures_of(executed) == expected
+    assert executed.cells[3].outputs[0].data["text/plain"] == (
+        "Key figures. tokens/s: 12,346 · bits per byte: 0.253 · device: x"
+    )
+
+
+def test_a_report_of_nothing_says_so(tmp_path):
+    assert "0 notebooks" in write_front_page(tmp_path, NAMES).read_text()

@@ -1,0 +1,352 @@
+"""The bundle for Kaggle: what is in it, that it runs, and that nothing uncommitted leaves."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from lib.core.records import is_checkout
+from lib.tools.publish import kaggle
+from lib.tools.publish.cells import FIRST_CELL
+from lib.tools.publish.kaggle import KaggleBuildConfig, KagglePushConfig, build, push
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def workbook(tmp_path, make_notebook):
+    """A committed workbook with one small notebook, and what its first cell needs."""
+    root = tmp_path / "workbook"
+    for name in ("core", "lessons", "presets", "tools/publish/templates"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "lib" / name, root / "lib" / name, ignore=ignored)
+    for name in ("lib/__init__.py", "LICENSE"):
+        shutil.copy(ROOT / name, root / name)
+    (root / "artifacts/runs/1").mkdir(parents=True)
+    (root / "artifacts/runs/1/metrics.jsonl").write_text("{}")
+    (root / "artifacts/records.jsonl").write_text('{"figures": {}}\n')
+
+    def add(*cells):
+        make_notebook(root / "notebooks/10_try.ipynb", "steps = 3", *cells)
+        sizes = root / "notebooks/parameters/kaggle.yaml"
+        sizes.parent.mkdir(exist_ok=True)
+        sizes.write_text("10_try:\n  steps: 400\n")
+        commit(root)
+        return root
+
+    return add
+
+
+def commit(root):
+    git = ["git", "-C", root, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+
+
+def built(root, tmp_path, **settings):
+    settings = {"verify": False, "attention": False, "output": tmp_path / "bundle"} | settings
+    return build(KaggleBuildConfig(**settings), root=root)
+
+
+def metadata_of(bundle, kernel="10_try"):
+    dataset = json.loads((bundle / "dataset/dataset-metadata.json").read_text())
+    return dataset, json.loads((bundle / f"kernels/{kernel}/kernel-metadata.json").read_text())
+
+
+def test_a_kernel_asks_for_two_t4_the_dataset_and_no_network(workbook, tmp_path):
+    dataset, kernel = metadata_of(built(workbook("steps"), tmp_path, user="ada"))
+    assert kernel["machine_shape"] == "NvidiaTeslaT4"
+    flags = ("enable_gpu", "enable_internet", "is_private")
+    assert [kernel[flag] for flag in flags] == [True, False, True]
+    assert kernel["dataset_sources"] == [dataset["id"]] == ["ada/training-workbook"]
+    assert kernel["code_file"] == "10_try.ipynb"
+    # its address is its title in Kaggle's way
+    assert kernel["id"] == "ada/" + re.sub(r"[^a-z0-9]+", "-", kernel["title"].lower())
+
+
+def test_the_dataset_holds_code_and_records_and_no_runs(workbook, tmp_path):
+    bundle = built(workbook("steps"), tmp_path)
+    files = {p.relative_to(bundle / "dataset").as_posix() for p in bundle.rglob("dataset/**/*")}
+    wanted = {"lib/lessons/notebook.py", "artifacts/records.jsonl", "bundle.json"}
+    # what reads flags there
+    wanted |= {f"{name}/__init__.py" for name in ("tyro", "docstring_parser", "typeguard")}
+    assert wanted | {"lib/tools/publish/templates/page.css", "lib/presets/tiny.json"} <= files
+    assert not [name for name in files if "runs" in name]
+    hashes = json.loads((bundle / "dataset/bundle.json").read_text())["sha256"]
+    assert "lib/lessons/notebook.py" in hashes
+
+
+def test_nothing_leaves_that_is_not_committed_and_no_target_of_a_link(workbook, tmp_path, capsys):
+    root = workbook("steps")
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/key.py", "secret.py"):
+        (tmp_path / name).write_text("SECRET")
+    (root / "lib/core/link.py").symlink_to(tmp_path / "secret.py")
+    (root / "lib/linked").symlink_to(tmp_path / "mine")
+    (root / "lib/größe.txt").write_text("kept")
+    commit(root)
+    for name in ("lib/.secrets/token", "lib/core/untracked.py", "artifacts/mine.csv"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("SECRET")
+    for name in ("lib/core/files.py", "artifacts/records.jsonl", "notebooks/10_try.ipynb"):
+        (root / name).write_text("SECRET")
+    bundle = built(root, tmp_path)
+    found = {p.name for p in (bundle / "dataset").rglob("*") if p.is_file()}
+    assert {"größe.txt", "notebook.py", "tiny.json", "page.html", "records.jsonl"} <= found
+    assert [p for p in bundle.rglob("*") if p.is_file() and b"SECRET" in p.read_bytes()] == []
+    told = capsys.readouterr().out
+    for name in ("lib/core/files.py", "artifacts/records.jsonl", "notebooks/10_try.ipynb"):
+        assert f"bundled as it is committed, without your changes: {name}\n" in told
+    shutil.rmtree(root / ".git")
+    with pytest.raises(ValueError, match=f"made from a git checkout, and {root} is none"):
+        built(root, tmp_path)
+
+
+def test_the_dataset_names_a_license_that_kaggle_knows_and_brings_its_text(workbook, tmp_path):
+    bundle = built(workbook("steps"), tmp_path)
+    about, _ = metadata_of(bundle)
+    # MIT is not among the names of Kaggle/kaggle-cli, docs/datasets_metadata.md
+    assert about["licenses"] == [{"name": "other"}]
+    assert "MIT" in about["description"]
+    assert (bundle / "dataset/LICENSE").read_text().startswith("MIT License")
+
+
+def test_notebooks_go_without_outputs(workbook, tmp_path):
+    root = workbook("steps")
+    path = root / "notebooks/10_try.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="a very long output")]
+    nbformat.write(notebook, path)
+    commit(root)
+    built(root, tmp_path)
+    text = (tmp_path / "bundle/kernels/10_try/10_try.ipynb").read_text()
+    assert "very long" not in text
+    # and with a first cell of their own
+    code = nbformat.reads(text, as_version=4).cells[1]
+    assert code.source == kaggle.KAGGLE_FIRST_CELL != FIRST_CELL
+    assert kaggle.INPUT in code.source
+
+
+def steps_of(bundle, *, is_small, monkeypatch):
+    """`steps` after the cells of sizes have run."""
+    monkeypatch.setenv("WORKBOOK_SMALL", str(int(is_small)))
+    values = {}
+    notebook = nbformat.read(bundle / "kernels/10_try/10_try.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if {"parameters", "injected-parameters"}.intersection(cell.metadata.get("tags", ())):
+            exec(cell.source, values)
+    return values["steps"]
+
+
+def test_kaggle_gets_its_sizes_and_the_test_here_the_small_ones(workbook, tmp_path, monkeypatch):
+    root = workbook("steps")
+    bundle = built(root, tmp_path)
+    assert steps_of(bundle, is_small=False, monkeypatch=monkeypatch) == 400
+    assert steps_of(bundle, is_small=True, monkeypatch=monkeypatch) == 3
+    bundle = built(root, tmp_path, parameters="")
+    assert steps_of(bundle, is_small=False, monkeypatch=monkeypatch) == 3
+
+
+def test_a_bundle_is_made_anew_but_a_folder_with_something_else_is_left_alone(workbook, tmp_path):
+    root = workbook("steps")
+    old = built(root, tmp_path) / "dataset/lib/old.py"
+    old.write_text("")
+    built(root, tmp_path)
+    assert not old.exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.tex").write_text("years")
+    with pytest.raises(ValueError, match="output must be new"):
+        built(root, tmp_path, output=tmp_path / "other")
+    assert (tmp_path / "other/thesis.tex").read_text() == "years"
+    # nor a data set of the reader's own
+    (tmp_path / "mine/dataset").mkdir(parents=True)
+    (tmp_path / "mine/dataset/dataset-metadata.json").write_text("{}")
+    with pytest.raises(ValueError, match="output must be new"):
+        built(root, tmp_path, output=tmp_path / "mine")
+    assert (tmp_path / "mine/dataset/dataset-metadata.json").exists()
+
+
+def test_a_build_can_be_repeated_after_it_failed_and_half_a_bundle_is_not_pushed(
+    workbook, tmp_path, monkeypatch
+):
+    root = workbook("steps")
+
+    def full(source, target):
+        Path(target).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        with pytest.raises(OSError, match="No space"):
+            built(root, tmp_path)
+    with pytest.raises(ValueError, match="folder must be one"):
+        push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
+    assert metadata_of(built(root, tmp_path))
+
+
+FROM_THE_BUNDLE = """
+from lib.core.files import ROOT
+from lib.lessons.notebook import small
+
+assert (ROOT / "bundle.json").exists() and small()
+"""
+
+
+def test_a_notebook_runs_from_the_bundle_alone_and_one_that_does_not_ends_the_build(
+    workbook, tmp_path, capsys
+):
+    built(workbook(FROM_THE_BUNDLE), tmp_path, verify=True)
+    assert re.search(r"10_try runs: \d+ s", capsys.readouterr().out)
+    with pytest.raises(ValueError, match=r"10_try does not run:(.|\n)*named 'lib.training'"):
+        built(workbook("import lib.training"), tmp_path, verify=True)
+    with pytest.raises(ValueError, match="folder must be one"):
+        push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
+
+
+def test_on_kaggle_a_file_that_is_not_as_it_was_bundled_is_named(
+    workbook, tmp_path, monkeypatch, capsys
+):
+    bundle = built(workbook("steps"), tmp_path)
+    (bundle / "dataset/artifacts/records.jsonl").write_text("{}")
+    (bundle / "dataset/lib/core/terminal.py").unlink()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = kaggle.KAGGLE_FIRST_CELL.replace(kaggle.INPUT, str(bundle)).rpartition("\n")[0]
+    exec(code, {})
+    said = "not as it was bundled: "
+    assert capsys.readouterr().out.splitlines() == [
+        f"{said}artifacts/records.jsonl",
+        f"{said}lib/core/terminal.py",
+    ]
+
+
+def test_the_lessons_load_nothing_that_kaggles_image_lacks():
+    """Its packages: googlecolab/backend-info and Kaggle/docker-python, kaggle_requirements.txt."""
+    absent = "import sys; sys.modules |= dict.fromkeys(('tyro', 'math_core', 'playwright')); "
+    modules = "lib.tools.benchmarks.attention, lib.lessons.notebook, lib.lessons.speedrun.exercises"
+    subprocess.run([sys.executable, "-c", f"{absent}import {modules}"], cwd=ROOT, check=True)
+
+
+def test_a_kernel_times_attention_on_each_gpu(workbook, tmp_path):
+    bundle = built(workbook("steps"), tmp_path, attention=True)
+    assert {path.name for path in (bundle / "kernels").iterdir()} == {"10_try", kaggle.ATTENTION}
+    _, kernel = metadata_of(bundle, kaggle.ATTENTION)
+    assert kernel["machine_shape"] == "NvidiaTeslaT4"
+    assert kernel["id"].endswith("/workbook-attention-on-t4")
+    notebook = nbformat.read(bundle / "kernels" / kaggle.ATTENTION / kernel["code_file"], 4)
+    text, first, *cells = (cell.source for cell in notebook.cells)
+    assert first == kaggle.KAGGLE_FIRST_CELL
+    for cell in cells:
+        compile(cell, "cell", "exec")
+    assert "flash_attention_cuda" in text
+
+
+@pytest.mark.skipif(not is_checkout(ROOT), reason="not in a git checkout")
+def test_the_real_bundle_holds_the_model_and_is_small(tmp_path):
+    bundle = build(KaggleBuildConfig(verify=False, output=tmp_path / "bundle"))
+    assert list(bundle.glob("dataset/artifacts/tiny_stories/checkpoints/*/model.safetensors"))
+    assert (bundle / "dataset/lib/data/stories.txt").is_file()
+    size = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
+    assert size < 50e6
+
+
+@pytest.mark.slow
+def test_the_speedrun_runs_on_kaggle(tmp_path):
+    build(KaggleBuildConfig(output=tmp_path / "bundle"))
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    """A `kaggle` that writes down how it was called, and answers as the texts given say."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    calls = tmp_path / "calls"
+
+    def add(*states, failing=""):
+        (tmp_path / "states").write_text("\n".join(states))
+        program = folder / "kaggle"
+        program.write_text(
+            f"#!{sys.executable}\n"
+            "import sys\n"
+            "from pathlib import Path\n"
+            f"states, calls = Path({str(tmp_path / 'states')!r}), Path({str(calls)!r})\n"
+            "words = ' '.join(sys.argv[1:])\n"
+            "with calls.open('a') as file: file.write(words + '\\n')\n"
+            f"if {failing!r} and {failing!r} in words: sys.exit(1)\n"
+            "if 'datasets status' in words:\n"
+            "    state, *rest = states.read_text().split('\\n')\n"
+            "    states.write_text('\\n'.join(rest or [state]))\n"
+            "    print(state) if state else sys.exit('404')\n"
+        )
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return lambda: [" ".join(line.split()[:2]) for line in calls.read_text().splitlines()]
+
+    return add
+
+
+def test_push_makes_a_new_dataset_and_waits_for_it(workbook, tmp_path, client):
+    bundle = built(workbook("steps"), tmp_path)
+    calls = client("", "pending", "ready")
+    push(KagglePushConfig(folder=bundle, user="ada", timeout=20))
+    status = ["datasets status"]
+    assert calls() == [*status, "datasets create", *status, *status, "kernels push"]
+    dataset, kernel = metadata_of(bundle)
+    assert dataset["id"] == "ada/training-workbook"
+    assert kernel["id"] == "ada/workbook-10-try"
+    assert kernel["dataset_sources"] == [dataset["id"]]
+
+
+def test_push_makes_a_new_version_and_stores_no_credentials(
+    workbook, tmp_path, client, monkeypatch
+):
+    monkeypatch.setenv("KAGGLE_KEY", "0123456789abcdef" * 2)
+    monkeypatch.setenv("KAGGLE_USERNAME", "grace-hopper")
+    bundle = built(workbook("steps"), tmp_path, user="ada")
+    calls = client("ready")
+    push(KagglePushConfig(folder=bundle))
+    assert calls() == ["datasets status", "datasets version", "datasets status", "kernels push"]
+    texts = [path.read_text(errors="replace") for path in bundle.rglob("*") if path.is_file()]
+    assert not [text for text in texts if "0123456789abcdef" in text or "grace-hopper" in text]
+
+
+@pytest.mark.parametrize(
+    ("client_says", "settings", "error", "message"),
+    [
+        (["ready"], {"user": ""}, ValueError, "user must be your name on Kaggle"),
+        (["ready", "kernels push"], {}, OSError, "`kaggle kernels push` ended with exit code 1"),
+        (["pending"], {"timeout": 0.3}, TimeoutError, "ada/training-workbook is pending"),
+    ],
+)
+def test_push_says_what_went_wrong(
+    workbook, tmp_path, client, client_says, settings, error, message
+):
+    state, *failing = client_says
+    client(state, failing="".join(failing))
+    folder = built(workbook("steps"), tmp_path)
+    with pytest.raises(error, match=message):
+        push(KagglePushConfig(**{"folder": folder, "user": "ada", **settings}))
+
+
+def test_push_without_a_bundle_or_a_client(workbook, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="folder must be"):
+        push(KagglePushConfig(folder=tmp_path))
+    folder = built(workbook("steps"), tmp_path, user="ada")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="pip install kaggle"):
+        push(KagglePushConfig(folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("notebooks", ()), ("user", "ada lovelace"), ("dataset", "Book"), ("dataset", "two--dashes")],
+)
+def test_bad_settings_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        KaggleBuildConfig(**{field: value})

@@ -1,0 +1,405 @@
+"""Notebooks run beside or after one another, and are reported; outputs are stored."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import unquote
+
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+
+from lib.core.hardware import available_cpus
+from lib.tools.publish.cells import clean, read_notebook
+from lib.tools.publish.plan import Job
+from lib.tools.publish.run_notebooks import (
+    THREADS,
+    Result,
+    Run,
+    RunConfig,
+    publish,
+    refresh_notebooks,
+    run_all,
+    run_notebooks,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def shelf(tmp_path, make_notebook) -> Path:
+    """A workbook of two notebooks that are not run here."""
+    make_notebook(tmp_path / "notebooks/01_one.ipynb", "steps: int | None = 3\nsize = {\n 'a': 1}")
+    make_notebook(tmp_path / "notebooks/02_two.ipynb", "# needs: 01\n# runs alone: yes\nratio = 2")
+    (tmp_path / "notebooks/parameters").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"notebooks": ["07"]}, "no notebook is called '07'; there are: 01_one, 02_two"),
+        ({"parameters": "gpu"}, "no parameter file is called 'gpu'; there are: bad"),
+        ({"parameters": "bad"}, "01_one has no parameter 'step'; there are: size, steps"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_runs(shelf, arguments, message):
+    (shelf / "notebooks/parameters/bad.yaml").write_text("01_one:\n  step: 4\n")
+    with pytest.raises(ValueError, match=message):
+        run_notebooks(RunConfig(**arguments), root=shelf)
+    assert not (shelf / "artifacts").exists()
+
+
+BROKEN_PICTURE = """\
+from IPython.display import display
+display({"image/png": "bm8gcGljdHVyZQ=="}, raw=True)"""
+
+
+def test_a_page_that_cannot_be_written_fails_its_notebook_and_no_other(
+    tmp_path, make_notebook, capfd
+):
+    report = tmp_path / "report"
+    for name, cell in {"01_good": "1", "02_bad": BROKEN_PICTURE}.items():
+        make_notebook(tmp_path / f"notebooks/{name}.ipynb", "steps = 3", cell, first="1")
+    assert run_notebooks(RunConfig(report=report), root=tmp_path) == 1
+    index = page(tmp_path, "index")
+    assert [found["class"][1] for found in index.select(".status")] == ["done", "failed"]
+    assert "its page cannot be written: UnidentifiedImageError" in index.text
+    # both files of it are those of the notebook before it ran
+    assert not (report / "02_bad.ipynb").read_text().count("display_data")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("01_one.ipynb", b"", "01_one.ipynb is no notebook"),
+        ("01_one.ipynb", b'{"cells": [', "01_one.ipynb is no notebook"),
+        ("01_one.ipynb", b"\xff\xfe", "01_one.ipynb is no notebook"),
+        ("01_one.ipynb", None, "No such file or directory"),
+        ("01_one.html", None, "No such file or directory"),
+        ("01_one.ipynb", "status", "KeyError('lost')"),
+        ("01_one.ipynb", "finished", "ValueError"),
+    ],
+)
+def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
+    shelf, monkeypatch, capsys, name, content, said
+):
+    def run_one_job(jobs, *arguments):
+        for job in jobs:
+            publish(Result(job.name, "done"), read_notebook(job.source), job, arguments[0])
+        return []
+
+    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", run_one_job)
+    report = shelf / "artifacts/report"
+    run_notebooks(RunConfig(), root=shelf)
+    if isinstance(content, str):
+        notebook = nbformat.read(report / name, as_version=4)
+        notebook.metadata["workbook"][content] = "lost"
+        nbformat.write(notebook, report / name)
+    elif content is None:
+        (report / name).unlink()
+    else:
+        (report / name).write_bytes(content)
+    # left out
+    capsys.readouterr()
+    run_notebooks(RunConfig(("02",)), root=shelf)
+    assert "1 notebook " in (report / "index.html").read_text()
+    told = capsys.readouterr().err
+    assert f"01_one in {report} is damaged" in told
+    assert said in told
+    assert "make run NOTEBOOKS=01 writes it again" in told
+    # made again
+    run_notebooks(RunConfig(("01",)), root=shelf)
+    assert "2 notebooks" in (report / "index.html").read_text()
+    run_notebooks(RunConfig(("02",)), root=shelf)
+    assert "damaged" not in capsys.readouterr().err.splitlines()[-1:]
+
+
+@pytest.fixture
+def run_as(monkeypatch):
+    """Run jobs by calling a function with each; return their names and how they ended."""
+
+    def results(run_cells, *jobs: Job, published=lambda result, *_: result) -> list:
+        monkeypatch.setattr("lib.tools.publish.run_notebooks.run_cells", run_cells)
+        monkeypatch.setattr("lib.tools.publish.run_notebooks.read_notebook", lambda path: None)
+        monkeypatch.setattr("lib.tools.publish.run_notebooks._published", published)
+        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
+
+    return results
+
+
+def job(name, *needs, alone=False):
+    return Job(Path(f"{name}.ipynb"), {}, needs, runs_alone=alone)
+
+
+def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(run_as):
+    second, seen = threading.Event(), {}
+
+    def run_cells(job, threads, clients):
+        if job.name == "first":
+            seen["beside its cells"] = second.wait(0.5)
+        elif job.name == "second":
+            second.set()
+        return Result(job.name, "done"), None
+
+    def published(result, *_):
+        if result.name == "first":
+            seen["beside its page"] = second.wait(20)
+        return result
+
+    alone = job("first", alone=True), job("second", alone=True)
+    found = run_as(run_cells, job("a"), job("b"), *alone, published=published)
+    assert all(status == "done" for _, status in found)
+    assert seen == {"beside its cells": False, "beside its page": True}
+
+
+def test_whoever_needs_a_failed_notebook_even_through_others_is_skipped(run_as):
+    def run_cells(job, threads, clients):
+        if job.name == "a":
+            raise RuntimeError("of this program")
+        return Result(job.name, "done"), None
+
+    needy = job("b", "a"), job("c", "b"), job("d", alone=True)
+    statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
+    assert statuses == ["failed", "skipped", "skipped", "done"]
+
+
+RUN = """\
+import sys
+from pathlib import Path
+from lib import __main__ as command_line
+from lib.tools.publish import run_notebooks as runs
+
+root = Path(sys.argv[1])
+run = runs.run_notebooks
+runs.run_notebooks = lambda config: run(config, root=root)
+sys.exit(command_line.main(["run", "--report", str(root / "report")]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a group of processes")
+def test_ctrl_c_ends_all_kernels_and_what_they_started_and_keeps_finished_pages(
+    tmp_path, make_notebook
+):
+    endless = (
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open('pids.new', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename('pids.new', 'pids')\n"
+        "time.sleep(600)"
+    )
+    make_notebook(tmp_path / "notebooks/01_done.ipynb", "", "1", first="1")
+    make_notebook(tmp_path / "notebooks/02_long.ipynb", "# needs: 01", endless, first="1")
+    command = [sys.executable, "-c", RUN, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    pids = tmp_path / "notebooks/pids"
+    deadline = time.monotonic() + 120
+    while not pids.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopped; finished pages are in the report" in output
+    assert "Traceback" not in output
+    for pid in map(int, pids.read_text().split()):
+        # gone, or dead and waiting to be collected
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "Z (zombie)" in status.read_text()
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert names == {"01_done.html", "01_done.ipynb", "index.html", ".workbook", ".lock"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, make_notebook) -> tuple[int, str, Path]:
+    """Exit code, output and folder of one run of notebooks good and bad."""
+    root = tmp_path_factory.mktemp("book")
+
+    def make(name: str, *cells: str) -> None:
+        make_notebook(root / f"notebooks/{name}.ipynb", *cells, first="1")
+
+    slider = "import ipywidgets\nipywidgets.interact(lambda n: print('square', n * n), n=(0, 8));"
+    links = "%md [next](02_bad.ipynb), [code](../lib/x.py), [later](06_later.ipynb)"
+    read = "name = 'records.jsonl'"
+    threads = f"import os\nprint('threads', os.environ.get({THREADS!r}))"
+    made = "open('made', 'w').write(str(steps))"
+    stray = "import os\nos.system('echo from a child; echo error of a child >&2');"
+    reached = (
+        "import ipykernel\nprint('by', ipykernel.get_connection_info(unpack=True)['transport'])"
+    )
+    make("01_good", "steps = 3", links, slider, read, threads, made, stray, reached)
+    make("02_bad", "", "1 / 0", "print('never')")
+    alone = "# needs: 01\n# runs alone\nratio = 10"
+    make("03_after_good", alone, threads, "int(open('made').read()) * ratio")
+    make("04_after_bad", "# needs: 02", "print('never')")
+    make("05_dead", "", "import os\nos._exit(1)")
+    make("06_later", "", "1")
+    for path in ("lib/x.py", "artifacts/records.jsonl", "artifacts/others.csv"):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text("")
+    (root / "settings.yaml").write_text("01_good: {steps: 7}\n")
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        # as if nobody had set it
+        patch.delenv(THREADS, raising=False)
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, text)
+        return run(root, "1", "2", "3", "4", "5"), text.getvalue(), root
+
+
+def run(root: Path, *names: str) -> int:
+    sizes = str(root / "settings.yaml")
+    return run_notebooks(RunConfig(names, sizes, root / "report", workers=2), root=root)
+
+
+def page(root: Path, name: str) -> BeautifulSoup:
+    return BeautifulSoup((root / f"report/{name}.html").read_text(), "html.parser")
+
+
+def about(root: Path, name: str) -> dict:
+    return nbformat.read(root / f"report/{name}.ipynb", as_version=4).metadata["workbook"]
+
+
+def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
+    code, output, root = done
+    assert code == 1
+    for name, mark in {"01_good": "✓", "02_bad": "✗", "03_after_good": "✓", "05_dead": "✗"}.items():
+        assert f"{mark} {name}" in output
+    assert "In [2]: ZeroDivisionError: division by zero" in output
+    assert "----> 1 1 / 0" in output
+    assert f"Report: {root / 'report/index.html'}" in output
+    index = page(root, "index")
+    states = [found["class"][1] for found in index.select(".status")]
+    assert states == ["done", "failed", "done", "skipped", "failed"]
+    assert "DeadKernelError" in index.text
+
+
+def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
+    _, output, root = done
+    assert "– 04_after_bad" in output
+    assert "needs 02_bad, which failed" in page(root, "index").text
+    # 7 comes from the parameter file through 01
+    assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
+
+
+def test_the_one_that_runs_alone_starts_when_all_others_have_finished(done):
+    _, _, root = done
+    finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
+    assert about(root, "03_after_good")["finished"] >= max(finished.values())
+    # and has all cores, which the others share
+    assert "threads None" in page(root, "03_after_good").text
+    assert f"threads {max(1, available_cpus() // 2)}" in page(root, "01_good").text
+
+
+def test_a_page_shows_widgets_links_records_and_its_error(done):
+    _, _, root = done
+    good = page(root, "01_good")
+    assert "n: 4" in good.text
+    assert "square 16" in good.text
+    links = {a.text: a["href"] for a in good.select("main p a")}
+    assert links == {"next": "02_bad.html", "code": "workbook/lib/x.py.html"}
+    # which is only named, with what to do
+    assert "later (not in this report)" in good.text
+    assert good.select_one("main p span[title]")["title"] == "make run NOTEBOOKS=06 adds it"
+    assert about(root, "01_good")["records"] == ["workbook/artifacts/records.jsonl"]
+    bad = page(root, "02_bad")
+    (top,) = bad.select(".report-error")
+    assert top.text.strip() == "In [2]: ZeroDivisionError: division by zero"
+    assert bad.find(id=top.a["href"].removeprefix("#"))
+
+
+def test_kernels_are_reached_through_files_since_ports_may_be_taken_before_they_start(done):
+    _, _, root = done
+    assert "by ipc" in page(root, "01_good").text
+
+
+def test_what_child_processes_print_is_on_the_page_and_not_on_the_terminal(done):
+    _, output, root = done
+    for text in ("from a child", "error of a child"):
+        assert text in page(root, "01_good").text
+        assert text not in output
+
+
+def test_a_first_run_that_is_interrupted_leaves_no_front_page(shelf, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_notebooks(RunConfig(), root=shelf)
+    left = {path.name for path in (shelf / "artifacts/report").iterdir()}
+    assert left == {".workbook", ".lock"}
+
+
+def test_two_runs_into_one_report_come_one_after_the_other(shelf, monkeypatch, caplog):
+    order = []
+
+    def run(*_):
+        order.append("starts")
+        time.sleep(0.3)
+        order.append("ends")
+        return []
+
+    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", run)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_notebooks, RunConfig(), root=shelf) for _ in range(2)]
+        assert [future.result() for future in runs] == [0, 0]
+    assert order == ["starts", "ends"] * 2
+    assert "waiting for another process that writes to" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["work", "notebooks", "mine", "new/../work", ""])
+def test_a_report_never_goes_where_the_readers_files_are(shelf, make_notebook, monkeypatch, folder):
+    monkeypatch.setattr("lib.tools.publish.run_notebooks.run_all", lambda *_: [])
+    for name in ("work/01_one.ipynb", "mine/01_one.ipynb", "mine/previous/thesis/1.tex"):
+        (shelf / name).parent.mkdir(parents=True, exist_ok=True)
+        (shelf / name).write_text("an answer")
+    before = {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="report must be"):
+        run_notebooks(RunConfig(("01",), report=shelf / folder), root=shelf)
+    assert before == {path: path.read_bytes() for path in shelf.rglob("*") if path.is_file()}
+
+
+def test_a_report_never_goes_to_work_even_before_the_first_copies(shelf):
+    with pytest.raises(ValueError, match="report must be elsewhere than work/"):
+        run_notebooks(RunConfig(("01",), report=shelf / "work"), root=shelf)
+    assert not (shelf / "work").exists()
+
+
+def test_a_later_run_keeps_other_pages_and_links_them_to_its_own(done):
+    _, _, root = done
+    assert run(root, "06") == 0
+    assert "6 notebooks" in page(root, "index").text
+    assert {a.text for a in page(root, "01_good").select("main p a")} == {"next", "code", "later"}
+    for path in (root / "report").rglob("*.html"):
+        for link in BeautifulSoup(path.read_text(), "html.parser").select("a[href]"):
+            href = link["href"].split("#")[0]
+            assert not href or (path.parent / unquote(href)).is_file(), f"{path}: {href}"
+
+
+def test_refresh_stores_outputs_and_leaves_a_failing_notebook(tmp_path, make_notebook, capsys):
+    good = make_notebook(
+        tmp_path / "notebooks/01_good.ipynb",
+        "steps = 3",
+        "from tqdm.auto import tqdm\nfor _ in tqdm(range(2), desc='loop'):\n    pass",
+        "steps + 1",
+        first="1",
+    )
+    bad = make_notebook(tmp_path / "notebooks/02_bad.ipynb", "steps = 3", "1 / 0", first="1")
+    before = bad.read_bytes()
+    assert refresh_notebooks(root=tmp_path) == 1
+    assert "02_bad failed and is left as it was" in capsys.readouterr().out
+    assert bad.read_bytes() == before
+    stored = nbformat.read(good, as_version=4)
+    nbformat.validate(stored)
+    counts = [cell.execution_count for cell in stored.cells if cell.cell_type == "code"]
+    assert counts == [1, 2, 3, 4]
+    assert stored.cells[3].outputs[0].data["text/plain"].startswith("loop: 100%  2/2 [")
+    assert stored.cells[4].outputs[0].data["text/plain"] == "4"
+    assert stored == clean(stored)
