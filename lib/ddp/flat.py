@@ -54,10 +54,19 @@ class Bucket:
     """Parameters of one dtype and device, side by side in a buffer that is cut into equal slices.
 
     Each parameter starts at a multiple of 16 bytes, and so does each slice. The gaps are zeros.
+
+    Args:
+        ranks: how many slices.
+        narrowest: of the dtypes that buffers of this layout will have (default: the parameters').
     """
 
-    def __init__(self, params: Sequence[Tensor], ranks: int = 1) -> None:
-        self.params, self.ranks = list(params), ranks
+    def __init__(
+        self, params: Sequence[Tensor], ranks: int = 1, narrowest: torch.dtype | None = None
+    ) -> None:
+        self.params, self.ranks, self.narrowest = list(params), ranks, narrowest
+        # a parameter may become a shard later
+        self.shapes = [param.shape for param in self.params]
+        self.sizes = [shape.numel() for shape in self.shapes]
         # gradients that have not arrived in this backward pass
         self.missing = len(self.params)
         # while it is sent: handles to wait for, what must live until then, and what will be means
@@ -69,8 +78,9 @@ class Bucket:
     def lay_out(self, like: Tensor) -> None:
         """Compute where parameters start in a buffer of the dtype of `like`, in elements."""
         self.dtype = like.dtype
-        step = max(1, ALIGNMENT // like.element_size())
-        self.lengths = [-(-param.numel() // step) * step for param in self.params]
+        num_bytes = min(like.itemsize, (self.narrowest or like.dtype).itemsize)
+        step = max(1, ALIGNMENT // num_bytes)
+        self.lengths = [-(-size // step) * step for size in self.sizes]
         self.starts = [0, *itertools.accumulate(self.lengths)][:-1]
 
         # equal slices; the last length has what is left of them
@@ -79,7 +89,7 @@ class Bucket:
         self.lengths[-1] += self.length - sum(self.lengths)
 
         # zeros behind each parameter; none if there is no gap anywhere
-        gaps = [length - param.numel() for param, length in zip(self.params, self.lengths)]
+        gaps = [length - size for size, length in zip(self.sizes, self.lengths)]
         zeros = like.new_zeros(max(gaps))
         self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else []
 
@@ -102,16 +112,16 @@ class Bucket:
         """The tensors in a buffer that `pack` returned, each in its parameter's shape."""
         parts = flat[: self.length].split(self.lengths)
         return [
-            (part[: param.numel()] if self.gaps else part).view(param.shape)
-            for part, param in zip(parts, self.params)
+            (part[:size] if self.gaps else part).view(shape)
+            for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
     def parts(self, number: int) -> Iterator[Part]:
         """The parameters, or parts of them, in slice `number`."""
         begin = number * self.slice_length
-        for param, at in zip(self.params, self.starts):
+        for param, size, at in zip(self.params, self.sizes, self.starts):
             start = max(0, begin - at)
-            stop = min(param.numel(), begin + self.slice_length - at)
+            stop = min(size, begin + self.slice_length - at)
             if start < stop:
                 yield Part(param, start, stop, at + start - begin)
 

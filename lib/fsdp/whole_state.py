@@ -22,13 +22,9 @@ class WholeState:
     module: nn.Module
     group: dist.ProcessGroup | None
     vectors: dict[str, nn.Parameter]
+    flats: list[FlatParameters]
     is_saving = False
     settle: Callable[[], None]
-
-    @property
-    def flats(self) -> list[FlatParameters]:
-        """All flat parameters."""
-        raise NotImplementedError
 
     def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
         """Copies of the whole parameters by the module's names, in their own dtype.
@@ -119,12 +115,12 @@ class WholeState:
             if not isinstance(own.get(name), Tensor):
                 continue
             flat, index = place_of.get(id(own[name]), (None, 0))
-            shape = tuple(own[name].shape if flat is None else flat.shapes[index])
+            shape = tuple(own[name].shape if flat is None else flat.bucket.shapes[index])
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             require(found == shape, f"{name} must have shape {shape}, got {found}")
             if flat is not None:
-                start, stop = flat.ranges[index]
-                parts[name] = value.reshape(-1)[start:stop]
+                part = flat.own[index]
+                parts[name] = value.reshape(-1)[part.start : part.stop]
         return parts
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
