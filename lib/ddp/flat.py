@@ -197,6 +197,8 @@ class InOrder(GradientSync):
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
+        # what profilers show
+        self.range = annotate(self.collective)
         self.params: list[Tensor] = []
         # by a parameter's id, which is quick: its name, its index, and the bucket that has it
         self.names: dict[int, str] = {}
@@ -252,7 +254,7 @@ class InOrder(GradientSync):
         if self.overlaps and self.order:
             self.bucket_of[key].missing -= 1
             while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
-                with torch.no_grad(), annotate(self.collective):
+                with torch.no_grad(), self.range:
                     self.send_next()
 
     def _on_backward_end(self) -> None:
@@ -278,6 +280,7 @@ class InOrder(GradientSync):
                 tensor.div_(self.ranks)
         bucket.works, bucket.sent = [], []
 
+    @torch.no_grad()
     def finish(self) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Send what backward did not, and wait for all; every rank calls it.
 
@@ -285,17 +288,18 @@ class InOrder(GradientSync):
             The means of each bucket of `order`, and the parameters that no rank has used. To find
             those, the host waits for its device, but only where a gradient is missing here.
         """
-        # send what is left, in the first step all
-        if not self.order:
-            self._agree_on_order()
-        if self.num_sent < len(self.order):
-            self._fill_in_absent()
-            while self.num_sent < len(self.order):
-                self.send_next()
+        # send what is left, in the first step all, and wait
+        with self.range:
+            if not self.order:
+                self._agree_on_order()
+            if self.num_sent < len(self.order):
+                self._fill_in_absent()
+                while self.num_sent < len(self.order):
+                    self.send_next()
+            for bucket in self.order:
+                self.receive(bucket)
 
-        # wait
-        for bucket in self.order:
-            self.receive(bucket)
+        # whose gradient is missing on all ranks, not here alone
         unused = []
         if self.absent:
             numbers = [self.number_of[id(param)] for param in self.absent]
@@ -338,22 +342,11 @@ class InOrder(GradientSync):
 def add_hook(param: Tensor, owner: Any) -> None:
     """Let backward call `owner.gradient_arrived(param)` whenever the gradient is complete.
 
-    Through a weak reference, so that a parameter can outlive its owner.
+    A parameter can outlive its owner, with which the hook goes.
     """
-    param.register_post_accumulate_grad_hook(functools.partial(_hook, weakref.ref(owner)))
-
-
-def _hook(owner: weakref.ref, param: Tensor) -> None:
-    this = owner()
-    if this is not None:
-        this.gradient_arrived(param)
-
-
-def owners_of(param: Tensor) -> list[Any]:
-    """The owners whose hooks are on the parameter, if they are alive."""
-    hooks = (param._post_accumulate_grad_hooks or {}).values()
-    found = [hook.args[0]() for hook in hooks if getattr(hook, "func", None) is _hook]
-    return [owner for owner in found if owner is not None]
+    hook = functools.partial(type(owner).gradient_arrived, weakref.proxy(owner))
+    handle = param.register_post_accumulate_grad_hook(hook)
+    weakref.finalize(owner, handle.remove).atexit = False  # type: ignore[misc]  # settable
 
 
 def not_dense(name: str, grad: Tensor) -> ValueError:

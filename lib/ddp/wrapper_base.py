@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.core.settings import require
-from lib.ddp.flat import owners_of
 from lib.ddp.process_group import world_size
 
 
@@ -140,5 +140,9 @@ def wrapper_of(param: Tensor) -> str:
 
     PyTorch's watches one parameter of its module alone.
     """
-    found = (type(owner).__name__ for owner in owners_of(param) if isinstance(owner, Wrapper))
-    return next(found, "")
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        # as `add_hook` makes them
+        owner = hook.args[0] if isinstance(hook, functools.partial) and hook.args else None
+        if isinstance(owner, Wrapper):
+            return owner.__class__.__name__
+    return ""

@@ -36,11 +36,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.flat import (
     Bucket,
@@ -151,8 +149,7 @@ class DataParallel(InOrder, Wrapper):
         self.check_parameters()
         # none on a single rank
         if self.params:
-            with torch.no_grad(), annotate(self.collective):
-                _, unused = self.finish()
+            _, unused = self.finish()
             for param in unused:
                 param.grad = None
 
