@@ -108,7 +108,10 @@ class ShardedOptimizer(Optimizer):
     starting from equal parameters.
 
     Args:
-        params: as for any optimizer; tied parameters once.
+        params: as for any optimizer; tied parameters once. With `module.named_parameters()` ranks
+            compare names. Without names, an order that differs between ranks is found by values
+            alone: equal ones in another order, such as two new norms, are not, and ranks end with
+            different weights.
         optimizer_cls: `lib.optimizer.adamw.AdamW`, torch.optim.AdamW, torch.optim.SGD, or a
             subclass whose update of an element reads no other one.
         group: the ranks that share the state (default: all).
