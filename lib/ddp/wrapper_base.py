@@ -59,12 +59,9 @@ class Wrapper(nn.Module):
 
     def check_parameters(self) -> None:
         """Raise a `RuntimeError` if there are other ones than when the module was wrapped."""
-        for param in self.frozen:
-            if param.requires_grad:
-                break
-        else:
-            if self.structure.is_unchanged():
-                return
+        are_frozen = not any(param.requires_grad for param in self.frozen)
+        if are_frozen and self.structure.is_unchanged():
+            return
         known = self.structure.parameters()
         for part, key, name, param in known:
             if part._parameters.get(key) is not param:

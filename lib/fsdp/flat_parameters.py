@@ -123,6 +123,7 @@ class FlatParameters:
         self.grad_dtype = torch.float32 if is_narrow else own
         self.whole = [WholeParameter(self, i) for i in range(len(self.shards))]
         self.trains = [shard.requires_grad for shard in self.shards]
+        self.averages = has_average(self.mine, self.group)
         self._forget()
 
     def _forget(self) -> None:
@@ -327,7 +328,6 @@ class FlatParameters:
             views[index].zero_()
 
     def _start_reducing(self, flat: Any) -> None:
-        self.averages = has_average(flat, self.group)
         mean = flat.new_empty(self.bucket.slice_length)
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         work = None
@@ -367,11 +367,6 @@ class FlatParameters:
             for i, shard in enumerate(self.shards)
         ]
 
-    def forget_who_had_gradients(self) -> None:
-        """Begin anew, after a synchronization."""
-        self.seen.clear()
-        self.from_others.clear()
-
     def drop_gradients(self) -> None:
         """Forget whole gradients that were not sent."""
         for index, (grad, _, is_own) in self.unsent.items():
@@ -379,7 +374,8 @@ class FlatParameters:
                 self.shards[index].grad = None
         self.added = None
         self.unsent.clear()
-        self.forget_who_had_gradients()
+        self.seen.clear()
+        self.from_others.clear()
         for whole in self.whole:
             whole.grad = None
 

@@ -394,7 +394,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if not has:
                 param.grad = None
         for flat in flats:
-            flat.forget_who_had_gradients()
+            flat.seen.clear()
+            flat.from_others.clear()
         self.must_finish = False
 
     def _average_vectors(
