@@ -1,6 +1,7 @@
 """Parameters of a block in one flat buffer, of which each rank holds a slice between uses.
 
-Matrices of 6 and 10 elements on two ranks, each with a slice of 16; `.` aligns starts to 16 bytes:
+Matrices of 6 and 10 elements on two ranks, each with a slice of 16, as `lib.ddp.flat.Bucket` lays
+them out; `.` aligns starts to 16 bytes:
 
     whole        | a a a a a a . . b b b b b b b b | b b . . . . . . . . . . . . . . |
     rank 0       | a a a a a a . . b b b b b b b b |
@@ -79,7 +80,6 @@ class FlatParameters:
         self.names, self.shards = list(named), list(named.values())
         self.places, self.group, self.compute_dtype = places, group, compute_dtype
         self.ranks = world_size(group)
-        self.is_trained = any(param.requires_grad for param in self.shards)
 
         # layout, for buffers of two bytes an element too; `own` are this rank's parts
         self.bucket = Bucket(self.shards, self.ranks, torch.bfloat16)
@@ -123,6 +123,7 @@ class FlatParameters:
         self.grad_dtype = torch.float32 if is_narrow else own
         self.whole = [WholeParameter(self, i) for i in range(len(self.shards))]
         self.trains = [shard.requires_grad for shard in self.shards]
+        self.is_trained = any(self.trains)
         self.averages = has_average(self.mine, self.group)
         self._forget()
 

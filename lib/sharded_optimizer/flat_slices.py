@@ -91,7 +91,6 @@ class FlatSlices(InOrder, ShardingStrategy):
         self.reduces_gradients, self.overlaps = reduces_gradients, overlap
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
-        self.bucket_with: dict[int, FlatBucket] = {}
         self.frozen: list[nn.Parameter] = []
         # parameters: buckets that a forward pass waits for instead of the step, whether it also
         # starts the all-gathers, and whether they still have to be started
@@ -115,7 +114,7 @@ class FlatSlices(InOrder, ShardingStrategy):
                 bucket.shards.append(make_shard(param, numbers[param], start, stop, weight))  # type: ignore[arg-type]  # those given
             added += bucket.shards
             self.buckets.append(bucket)
-            self.bucket_with |= dict.fromkeys(map(id, filled), bucket)
+            self.bucket_of |= dict.fromkeys(map(id, filled), bucket)
             self.watch([(name_of(param), param) for param in filled], hooks=self.overlaps)
         added.sort(key=lambda shard: shard.number)
         self.shards += added
@@ -243,7 +242,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         if params is None:
             params = self.params
         for param in params:
-            bucket = self.bucket_with.get(id(param))
+            bucket: Any = self.bucket_of.get(id(param))
             if bucket is not None and bucket.gathering is not None:
                 bucket.wait()
 
