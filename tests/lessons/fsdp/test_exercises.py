@@ -15,8 +15,6 @@ from lib.lessons.fsdp.exercises import (
     REDUCE_SCATTER,
     SHARDED_MLP,
     TENSOR_PARALLEL_MLP,
-    best_size,
-    check_best_size,
     check_fast_order,
     check_order,
     check_sharded_mlp,
@@ -31,9 +29,8 @@ from lib.lessons.fsdp.exercises import (
     timed,
 )
 from lib.lessons.fsdp.host import host_ms
-from lib.lessons.fsdp.ranks import mlp_alone, train_alone
+from lib.lessons.fsdp.ranks import mlp_alone
 from lib.lessons.fsdp.stack import time_steps
-from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -72,14 +69,19 @@ def holding(what):
 @pytest.mark.parametrize(
     "what",
     [
-        *("w1", "w1[:1]", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"),
-        *("w1.numpy().copy(),", "w2.tolist()", "w1.numpy().tobytes()", "[{'a': w1.T}]"),
+        *("w1[:1]", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"),
+        *("w1.numpy().copy(),", "w2.tolist()", "[{'a': w1.T}]"),
     ],
 )
 def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
     text = verdict(SHARDED_MLP, holding(what))
     assert "rank 0 still holds a whole matrix, or a copy of one, when backward begins" in text
     assert "It looks as if backward gathers again, but holds" in text
+
+
+@pytest.mark.parametrize("what", ["[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"])
+def test_a_rank_may_hold_what_is_no_whole_matrix(what):
+    assert verdict(SHARDED_MLP, holding(what)).startswith("right")
 
 
 def with_autograd(x, shard, d_ff, ranks):
@@ -99,11 +101,6 @@ def test_a_rank_must_not_let_autograd_hold_them_either():
     assert "raised RuntimeError: autograd kept forward's matrices" in text
 
 
-@pytest.mark.parametrize("what", ["[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"])
-def test_a_rank_may_hold_what_is_no_whole_matrix(what):
-    assert verdict(SHARDED_MLP, holding(what)).startswith("right")
-
-
 def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(capsys):
     def stub(blocks):
         raise NotImplementedError
@@ -117,17 +114,6 @@ def test_a_right_order_of_exercise_5_is_shown_beside_that_of_the_lesson(capsys):
     check_fast_order(fast_order.__wrapped__)
     times = capsys.readouterr().out.splitlines()[1]
     assert times == "  yours 56 ms, the solution 56 ms, `one_block_ahead` 60 ms"
-
-
-def test_the_best_size_for_transformer_blocks_is_shown(capsys):
-    check_best_size(best_size.__wrapped__)
-    told = capsys.readouterr().out.splitlines()[1]
-    assert told == "  34 blocks that keep 20 times their input each: 1 in a checkpoint"
-
-
-def test_what_is_wrong_with_an_order_is_a_sentence():
-    text = verdict(ORDER, timed(lambda blocks: [("gather", 0)]))
-    assert text.splitlines()[1] == "  forward of block 0 is missing"
 
 
 @pytest.mark.parametrize(
@@ -144,10 +130,6 @@ def test_a_missing_return_is_named(exercise, around):
     text = verdict(exercise, around(lambda *_: None))
     assert "the result is None; is a `return` missing?" in text.splitlines()[1]
     assert "expected" not in text or exercise is CLIP
-
-
-def test_the_steps_that_a_right_answer_trains_for_change_the_weights():
-    assert (train_alone(12, 2, 3) - train_alone(12, 2, 0)).abs().max() > 1e-2
 
 
 def computing_again(x, shard, d_ff, ranks):
@@ -219,14 +201,6 @@ def test_steps_of_the_stack_are_timed_and_their_messages_counted():
         assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
         assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
         assert min(steps.just_in_time_ms, steps.instant_ms) > 0
-
-
-def test_ranks_have_sequences_of_their_own():
-    whole = batch(1, 0, 3)
-    assert torch.equal(torch.cat([batch(1, r, r + 1) for r in range(3)], dim=1), whole)
-    assert not torch.equal(batch(1, 0, 1), batch(1, 1, 2))
-    assert not torch.equal(batch(1, 0, 1), batch(2, 0, 1))
-    assert sum(param.numel() for param in mlp().parameters()) == 384
 
 
 def test_a_step_keeps_the_host_busy_in_every_wrapper():
