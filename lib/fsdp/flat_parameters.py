@@ -236,13 +236,12 @@ class FlatParameters:
                     _hold_anew(module)
 
     def drop(self) -> bool:
-        """Free the gathered parameters; return whether the model had them and changed them."""
+        """Free the gathered parameters; return whether a forward pass had changed them in place."""
         self.wait()
         is_changed = False
         if self.gathered:
             is_changed = self.buffer._version != self.gathered_version
             del self.flat_at[self.buffer.untyped_storage()._cdata]
-            self.put(self.whole)
         self._forget()
         return is_changed
 

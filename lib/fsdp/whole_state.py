@@ -25,6 +25,7 @@ class WholeState:
     flats: list[FlatParameters]
     is_saving = False
     settle: Callable[[], None]
+    follow_shards: Callable[[], None]
 
     def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
         """Copies of the whole parameters by the module's names, in their own dtype.
@@ -33,9 +34,9 @@ class WholeState:
             on_first_only: gather block by block onto rank 0's CPU; other ranks get none.
         """
         self.settle()
+        self.follow_shards()
         whole: dict[str, Tensor] = {}
         for flat in self.flats:
-            flat.follow_shards()
             tensors = flat.copies()
             if on_first_only:
                 tensors = [t.cpu() for t in tensors] if rank(self.group) == 0 else []
@@ -107,8 +108,7 @@ class WholeState:
         Raises:
             ValueError: a value is no tensor where the module has one, or has another shape.
         """
-        for flat in self.flats:
-            flat.follow_shards()
+        self.follow_shards()
         place_of = {id(s): (flat, i) for flat in self.flats for i, s in enumerate(flat.shards)}
         parts = dict(state)
         for name, value in state.items():

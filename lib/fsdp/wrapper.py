@@ -164,8 +164,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if self.is_in_backward and torch._C._current_graph_task_id() >= 0:
                 # a checkpoint around the whole module computes it again
                 return function(*args, **kwargs)
+            self._begin_forward()
             try:
-                self._begin_forward()
                 output = function(*args, **kwargs)
                 if not torch.is_grad_enabled():
                     self.drop()
@@ -184,6 +184,9 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             return
         before, self.current = self.current, block
         if before is not None and before is not block:
+            if before.is_shown:
+                for flat in before.flats:
+                    flat.put(flat.whole)
             before.drop()
         block.start_gathering()
         index = block.index + step
@@ -262,15 +265,19 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         if self.is_in_backward:
             self.settle()
         require_finished(self.must_finish)
+        self.follow_shards()
+        self.is_in_forward = True
+        self._put_whole()
+        self.before_forward(self.unblocked)
+
+    def follow_shards(self) -> None:
+        """Take over what was done to the shards between passes; see `FlatParameters`."""
         if not self.structure.is_unchanged():
             self._check_parameters()
         # what a pass without backward left
         self.drop()
         for flat in self.flats:
             flat.follow_shards()
-        self.is_in_forward = True
-        self._put_whole()
-        self.before_forward(self.unblocked)
 
     def _check_parameters(self) -> None:
         """Raise a `RuntimeError` if there are other trained ones than when they were divided."""
