@@ -427,7 +427,7 @@ def _fused_backward(
     return grads
 
 
-def _fused_section(q: Size, k: Size, multiprocessors: int) -> int:
+def _fused_section(q: Sequence[int], k: Sequence[int], multiprocessors: int) -> int:
     """Heads of k whose blocks of the one backward kernel are worked on at a time.
 
     Args:
