@@ -99,21 +99,26 @@ struct Work {
     }
 };
 
-// The steps of a block: the tiles of queries, the last one first; if reversed, the first one. Of each tile
-// all heads of the group: head by head, blocks of few tiles would wait for those of many at each new head.
+// The steps of a block: the heads of its group, and of each head the tiles of queries, the last one first;
+// if reversed, the first one. Under a mask all heads of a tile come before the next tile: else blocks of few
+// tiles would wait at each head for those of many.
 struct Step {
-    int first_head, end_head, by;
+    int first_head, end_head, first_tile, by;
     int head, tile;
     int stage = 0, parity = 0;  // of what has STAGES stages
 
     DEVICE Step(const Backward& args, const Work& work) {
         first_head = head = work.key_head * args.group, end_head = head + args.group;
-        tile = work.is_reversed ? work.first_tile : args.query_tiles - 1;
+        first_tile = tile = work.is_reversed ? work.first_tile : args.query_tiles - 1;
         by = work.is_reversed ? 1 : -1;
     }
 
     DEVICE void next() {
-        if (++head == end_head) head = first_head, tile += by;
+        if (CAUSAL) {
+            if (++head == end_head) head = first_head, tile += by;
+        } else if (--tile < 0) {
+            tile = first_tile, ++head;
+        }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 

@@ -64,8 +64,8 @@ MANY_BLOCKS = {
     160: (2.5, 2.5),
     192: (5, 5),
 }
-# Where heads share keys, a section has at least so many blocks of the one backward kernel for each
-# multiprocessor: under a mask their lengths differ, and with fewer the longest are left alone.
+# Where heads share keys under a mask, a section has at least so many blocks of the one backward
+# kernel for each multiprocessor: their lengths differ, and with fewer the longest are left alone.
 SECTION_BLOCKS = 4
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
@@ -421,13 +421,15 @@ def _fused_backward(
         *(grad_out, q, k, v, out, lse, is_causal, scale),
         grads=(grads[0], grad_k, grad_v),
         angles=angles,
-        section=_fused_section(q.shape, k.shape, _multiprocessors(q.device)),
+        section=_fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device)),
         deterministic=deterministic,
     )
     return grads
 
 
-def _fused_section(q: Sequence[int], k: Sequence[int], multiprocessors: int) -> int:
+def _fused_section(
+    q: Sequence[int], k: Sequence[int], is_causal: bool, multiprocessors: int
+) -> int:
     """Heads of k whose blocks of the one backward kernel are worked on at a time.
 
     Args:
@@ -436,10 +438,14 @@ def _fused_section(q: Sequence[int], k: Sequence[int], multiprocessors: int) -> 
     (batch, num_heads, num_queries, head_dim), (_, key_heads, num_keys, _) = q, k
     # the sums of dQ take the cache too
     section = _queries_section(batch, num_heads, key_heads, 2 * num_queries, head_dim)
-    if num_heads == key_heads:
+    if not is_causal:
         return section
-    blocks_of_head = _num_tiles(num_keys, fused.tiles_of(head_dim).keys)
-    return max(section, min(SECTION_BLOCKS * multiprocessors // blocks_of_head, batch * key_heads))
+    all_heads = batch * key_heads
+    if num_heads > key_heads:
+        blocks_of_head = _num_tiles(num_keys, fused.tiles_of(head_dim).keys)
+        section = max(section, min(SECTION_BLOCKS * multiprocessors // blocks_of_head, all_heads))
+    # equal sections, if a slightly larger one divides the heads
+    return next((n for n in range(section, 2 * section) if all_heads % n == 0), section)
 
 
 class BackwardCall(NamedTuple):
