@@ -12,7 +12,7 @@
 // other warpgroups. P is in the registers where the second matmul needs it, as its left operand. A warp
 // of one more warpgroup loads tiles.
 //
-// BLOCKS of them share a multiprocessor. For short sequences three with a single reader each are faster
+// BLOCKS blocks share a multiprocessor. For short sequences three with a single reader each are faster
 // than one with three: nobody waits for another's loads, or for its output to leave.
 #include <hopper_tiles.cuh>
 
