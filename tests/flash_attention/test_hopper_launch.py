@@ -1,6 +1,7 @@
 """Launching the Hopper kernels: which inputs they take, work lists, and the kernels' arithmetic."""
 
 import functools
+import heapq
 import types
 
 import numpy as np
@@ -212,6 +213,31 @@ def test_a_sections_keys_and_values_fit_the_cache():
     work = launch._queries_work(q.shape, k.shape, launch.forward_schedule(128), True)
     # two heads of keys, which eight heads of queries read, take 19.5 MiB; three would take 29.3
     assert work.section == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "head_dim"),
+    [(1, 8192, 128), (2, 4096, 128), (1, 16384, 128), (1, 8192, 64)],
+)
+def test_blocks_of_shared_keys_keep_all_multiprocessors_busy(batch, tokens, head_dim):
+    q, k = (batch, 32, tokens, head_dim), (batch, 8, tokens, head_dim)
+    section = launch._fused_section(q, k, True, PROGRAMS)
+    # as hopper_backward.cuh numbers them; each goes where a multiprocessor is free first
+    free_at, total = [0] * PROGRAMS, 0
+    for first in range(0, batch * 8, section):
+        for tile in range(tokens // 128):
+            for _ in range(min(section, batch * 8 - first)):
+                total += tokens - 128 * tile
+                heapq.heapreplace(free_at, free_at[0] + tokens - 128 * tile)
+    assert total / PROGRAMS > 0.97 * max(free_at)
+
+
+def test_sections_are_equal_where_a_slightly_larger_one_divides_the_heads():
+    # three heads fit the cache
+    for heads, section in [(32, 4), (13, 3), (9, 3)]:
+        shape = (1, heads, 8192, 128)
+        assert launch._fused_section(shape, shape, True, PROGRAMS) == section
+        assert launch._fused_section(shape, shape, False, PROGRAMS) == 3
 
 
 @pytest.mark.parametrize("sizes", [(192 * 2**17, 3), (3, 128 * 2**17)], ids=str)
