@@ -304,13 +304,6 @@ def test_every_tensor_that_is_copied_is_checked(on_hopper, which):
     assert not on_hopper.supports(*tensors)
 
 
-@pytest.mark.parametrize(("major", "number"), [(8, 0), (9, 132), (10, 0), (12, 0)])
-def test_only_hopper_has_multiprocessors_here(monkeypatch, major, number):
-    properties = types.SimpleNamespace(major=major, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert launch._multiprocessors.__wrapped__(torch.device("cuda:0")) == number
-
-
 def test_a_gpu_of_another_vendor_is_not_supported(on_hopper, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not on_hopper.supports(*[heads(*WIDE)] * 3)
@@ -324,16 +317,6 @@ def test_counts_of_rows_fit_32_bits_with_those_that_are_padded(on_hopper):
     )
     assert on_hopper.supports(few, few, few)
     assert not on_hopper.supports(many, many, many)
-
-
-def test_a_program_uses_the_registers_there_are():
-    for warpgroups in (1, 2, 3):
-        total, computing = launch._registers(launch.Schedule(warpgroups, 64, 2))
-        assert total % 8 == computing % 8 == 0
-        # after the start the warps that compute take from the one that copies, and its three peers
-        computing_groups = max(2, warpgroups)
-        in_all = computing_groups * computing + launch.LOAD_REGISTERS.value
-        assert in_all <= total * (computing_groups + 1) <= 512
 
 
 def test_a_work_list_is_made_once_and_not_while_a_graph_is_captured(monkeypatch):

@@ -196,20 +196,6 @@ def test_one_tensor_for_two_groups_takes_no_two_learning_rates():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
-@ON_IMPLEMENTATIONS
-def test_a_parameter_made_float32_after_a_step_goes_on_from_its_own_value(implementation):
-    narrow, wide = Parameter(torch.ones(2, dtype=torch.bfloat16)), Parameter(torch.ones(2))
-    optimizer = AdamW([wide, narrow], lr=0.25, implementation=implementation)
-    for param in (wide, narrow):
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    with torch.no_grad():
-        narrow.data = wide.clone()
-    narrow.grad = torch.ones(2)
-    optimizer.step()
-    assert narrow.equal(wide)
-
-
 def test_loading_keeps_the_learning_rate_a_tensor_and_the_same_one():
     lr = torch.tensor(0.5)
     by_tensor, by_number = AdamW(make_params(), lr=lr), AdamW(make_params(), lr=0.25)
