@@ -144,12 +144,14 @@ def may_import_triton(module: str) -> bool:
 def test_triton_is_imported_by_its_own_files_only_or_inside_functions():
     for module in FILES:
         statements, uses = list(tree(module).body), []
-        # `if` and `try` at the top, too
         for node in statements:
-            if isinstance(node, (ast.If, ast.Try)) and "TYPE_CHECKING" not in ast.unparse(node):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                uses += re.findall(r"^(?:import|from) triton\b.*", ast.unparse(node))
+            elif isinstance(node, ast.Try):
                 statements += node.body
-            elif re.match(r"(import|from) triton\b", ast.unparse(node)):
-                uses.append(ast.unparse(node))
+            elif isinstance(node, ast.If):
+                # what is for types alone is never run
+                statements += [] if "TYPE_CHECKING" in ast.unparse(node.test) else node.body
         assert not uses or may_import_triton(module), f"{module}: {uses}"
 
 

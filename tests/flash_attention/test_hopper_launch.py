@@ -335,20 +335,6 @@ def test_a_work_list_is_made_once_and_not_while_a_graph_is_captured(monkeypatch)
     assert launch._work_list(work, 6, device) is None
 
 
-def test_a_program_for_each_item_has_a_list_of_one_also_in_a_graph(monkeypatch):
-    monkeypatch.setattr(launch, "_work_lists", functools.cache(lambda device: {}))
-    tables = []
-    for is_capturing in (True, False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda x=is_capturing: x)
-        tables.append(launch._one_item_each(3, torch.device("cpu")))
-    for table in tables:
-        assert table.dtype == torch.int32
-        assert table.tolist() == [[1, 1, 1], [0, 1, 2], [0, 0, 0]]
-    # what a graph makes is its own, unless there is one already
-    assert tables[0] is not tables[1]
-    assert tables[1] is tables[2]
-
-
 @pytest.mark.parametrize(
     ("shape", "is_causal", "is_faster"),
     [

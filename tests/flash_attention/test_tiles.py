@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -277,20 +276,6 @@ def test_a_damaged_file_is_reported_and_replaced(text):
     with pytest.warns(UserWarning, match="damaged"):
         tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
     assert forward_tiles(heads(64)) == BEST
-
-
-def test_without_a_home_folder_tiles_come_from_the_table(on_a_gpu, monkeypatch):
-    # a file where the folder of caches would be
-    (on_a_gpu / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(on_a_gpu / "file"))
-    assert is_from_table(heads(64))
-
-    tiles.found_tiles.cache_clear()
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "expanduser", mock.Mock(side_effect=RuntimeError("no home")))
-    assert is_from_table(heads(64))
-    with pytest.raises(FileNotFoundError, match="set XDG_CACHE_HOME"):
-        tiles.keep_tiles(GPU, {"forward bfloat16 64": BEST})
 
 
 if __name__ == "__main__":

@@ -183,19 +183,6 @@ def test_the_state_of_something_else_is_refused_and_changes_nothing(saved, compl
     assert optimizer.state_dict() == before
 
 
-def test_one_tensor_for_two_groups_takes_no_two_learning_rates():
-    params = make_params()
-    two = [{"params": params[:1]}, {"params": params[1:]}]
-    optimizer = AdamW([dict(group) for group in two], lr=torch.tensor(0.5))
-    saved = AdamW([group | {"lr": lr} for group, lr in zip(two, (0.25, 0.125))]).state_dict()
-    with pytest.raises(ValueError, match=r"one tensor for 0\.25 and 0\.125"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    saved["param_groups"][1]["lr"] = 0.25
-    optimizer.load_state_dict(saved)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
 def test_loading_keeps_the_learning_rate_a_tensor_and_the_same_one():
     lr = torch.tensor(0.5)
     by_tensor, by_number = AdamW(make_params(), lr=lr), AdamW(make_params(), lr=0.25)

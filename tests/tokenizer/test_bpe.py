@@ -64,23 +64,6 @@ def peer(trained):
 # Training
 
 
-@BOTH
-def test_a_special_token_that_is_given_twice_counts_once(tmp_path, implementation):
-    once, twice = ([SEPARATOR], [SEPARATOR, SEPARATOR])
-    learned = [
-        train(tmp_path, TEXT, 270, tokens, implementation=implementation)
-        for tokens in (once, twice)
-    ]
-    assert learned[0] == learned[1]
-    # and where the vocabulary lacks it
-    vocab, merges = train(tmp_path, "text", 260)
-    made = [
-        Tokenizer(vocab, merges, tokens, implementation=implementation) for tokens in (once, twice)
-    ]
-    assert made[0].parts == made[1].parts
-    assert made[1].encode(TEXT) == made[0].encode(TEXT)
-
-
 @pytest.mark.parametrize(
     ("counts", "merges"),
     [
@@ -183,15 +166,6 @@ def test_texts_of_an_iterator_are_counted_each_by_itself(
     assert parts[0][len(parts[0]) - 1] == SEPARATOR.encode()
 
 
-@pytest.mark.parametrize("texts", ["abc", b"abc", 5, None])
-def test_what_is_no_iterator_of_texts_is_rejected(tokenizers, texts):
-    message = re.escape(f"texts must be several texts, such as a list, got {texts!r}")
-    with pytest.raises(ValueError, match=message):
-        train_bpe_from_iterator(texts, 300)
-    with pytest.raises(ValueError, match=message):
-        tokenizers["python"].encode_batch(texts)
-
-
 @BOTH
 def test_vocabulary_is_bytes_then_merges_then_special_tokens(tmp_path, implementation):
     vocab, merges = train(tmp_path, TEXT, 300, SPECIAL, implementation=implementation)
@@ -233,27 +207,6 @@ def test_invalid_bytes_count_as_replacement_characters(tmp_path, implementation)
 def test_wrong_arguments_are_rejected(tmp_path, vocab_size, special_tokens, options, message):
     with pytest.raises(ValueError, match=message):
         train(tmp_path, TEXT, vocab_size, special_tokens, **options)
-
-
-@pytest.mark.parametrize(
-    ("size", "is_installed", "words"),
-    [
-        (10, True, "compiled implementation"),
-        (1 << 30, True, "Python implementation .*small input"),
-        (10, False, "Python implementation .*Numba is not installed"),
-    ],
-)
-def test_the_choice_of_implementation_is_logged(
-    tmp_path, monkeypatch, caplog, size, is_installed, words
-):
-    monkeypatch.setattr(bpe, "COMPILED_TRAINING_BYTES", size)
-    monkeypatch.setattr(implementation_choice, "numba_installed", lambda: is_installed)
-    with caplog.at_level("INFO"):
-        train(tmp_path, TEXT, 300)
-    assert re.search(words, caplog.text)
-    if not is_installed:
-        with pytest.raises(ImportError, match="numba"):
-            train(tmp_path, TEXT, 300, implementation="numba")
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from lib.lessons.fsdp.exercises import (
     sharded_mlp,
     timed,
 )
-from lib.lessons.fsdp.host import host_ms
 from lib.lessons.fsdp.ranks import mlp_alone
 from lib.lessons.fsdp.stack import time_steps
 from lib.lessons.ranks import run_on_threads
@@ -201,9 +200,3 @@ def test_steps_of_the_stack_are_timed_and_their_messages_counted():
         assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
         assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
         assert min(steps.just_in_time_ms, steps.instant_ms) > 0
-
-
-def test_a_step_keeps_the_host_busy_in_every_wrapper():
-    busy = launch(host_ms, 2, 1, 2, backend="gloo")
-    assert [list(one) for one in busy] == [["flashddp", "fsdp", "fsdp2"]] * 2
-    assert all(value > 0 for one in busy for value in one.values())

@@ -147,36 +147,6 @@ def test_the_queue_of_the_toy_runs_one_piece_after_the_other():
     assert gpu.clock() == 16
 
 
-def test_the_larger_loss_may_be_found_on_the_device():
-    def attempt(gpu, batches):
-        largest = total = None
-        for batch in batches:
-            loss = gpu.step(gpu.load(batch))
-            largest = loss if largest is None else gpu.maximum(largest, loss)
-            total = loss if total is None else total + loss
-        return (total / len(batches)).item(), largest.item()
-
-    assert verdict(TRAIN, watched(attempt), seed=0).startswith("right")
-    # a batch and three launches a step, 5 ms of host, for 4 ms of GPU: launch-bound
-    assert loop_ms(attempt) >= 20 * 5 > loop_ms(train)
-
-
-@pytest.mark.parametrize("number", [0.0, 100])
-def test_the_larger_of_a_loss_and_a_number_is_found_on_the_device(number):
-    gpu = ToyTrainer()
-    loss = gpu.step(gpu.load(1))
-    launched = gpu.now
-    found = gpu.maximum(loss, number), gpu.maximum(number, loss)
-    # two launches, and no wait
-    assert gpu.now == launched + 2
-    assert {larger.item() for larger in found} == {max(loss.item(), number)}
-
-
-def test_a_loss_that_was_not_read_is_no_number():
-    text = verdict(TRAIN, watched(lambda gpu, batches: (gpu.step(gpu.load(1)),) * 2), seed=0)
-    assert "a loss that is still on the device" in text
-
-
 class OwnCheckpoint(torch.autograd.Function):
     """As notebook 04 writes it; it holds the gradients a little longer than PyTorch's."""
 
