@@ -34,9 +34,6 @@ from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
 from lib.profiling.roofline import backward_costs, predicted_ms
 from lib.profiling.trace import category_of
-from tests.lessons.remembered import remembered
-
-REMEMBERED = remembered(FORWARD)
 
 
 def time_runs(gpu, warmup, samples):
@@ -187,7 +184,7 @@ def own_every_second(blocks, x):
     ],
 )
 def test_too_few_checkpoints_are_named_with_the_notebooks_own(attempt, mistake):
-    text = verdict(REMEMBERED, judged(attempt), seed=0)
+    text = verdict(FORWARD, judged(attempt), seed=0)
     assert "% of a plain loop's, at most 50% is allowed" in text
     assert f"It looks as if {mistake}" in text
 
@@ -216,7 +213,7 @@ def without_gradients(blocks, x):
     ],
 )
 def test_a_wrong_result_is_told_from_wrong_and_from_missing_gradients(attempt, found):
-    text = verdict(REMEMBERED, judged(attempt), seed=0)
+    text = verdict(FORWARD, judged(attempt), seed=0)
     assert f"\n  {found}" in text
     assert "It looks as if" not in text
 
