@@ -358,11 +358,6 @@ def test_the_next_run_resumes_where_the_last_one_stopped(server, remote, tmp_pat
     assert server.requests[-1] == "bytes=7000-"
 
 
-def test_a_part_that_is_complete_already_is_taken(server, remote, tmp_path):
-    (tmp_path / "stories.txt.part").write_bytes(server.content)
-    assert sum(fetch(remote, tmp_path)) == remote.num_bytes
-
-
 def test_a_server_without_ranges_starts_over(server, remote, tmp_path):
     server.cuts, server.ranges = (10_000,), False
     assert sum(fetch(remote, tmp_path)) == remote.num_bytes

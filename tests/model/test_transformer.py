@@ -115,12 +115,10 @@ def test_rope_rotates_at_the_positions_given():
 @pytest.mark.parametrize(
     "move",
     [
-        lambda rope: rope.half(),
         lambda rope: rope.to(torch.bfloat16).float(),
-        lambda rope: rope.double(),
         lambda rope: rope.to("meta").to_empty(device="cpu"),
     ],
-    ids=["half", "bfloat16 and back", "double", "meta and back"],
+    ids=["bfloat16 and back", "meta and back"],
 )
 def test_rope_keeps_its_angles_whatever_becomes_of_the_model(move):
     rope, moved = RotaryEmbedding(8, 300), move(RotaryEmbedding(8, 300))

@@ -245,11 +245,8 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned():
     [
         ({"lr": -1.0}, "lr must be at least 0, or a 0-dim tensor, got -1.0"),
         ({"lr": math.nan}, "lr must be"),
-        ({"lr": torch.ones(2)}, "lr must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),
-        ({"betas": (-0.1, 0.9)}, "betas must be"),
         ({"betas": (0.9,)}, "betas must be"),
-        ({"betas": 0.9}, "betas must be"),
         ({"betas": (torch.tensor(0.9), 0.99)}, "betas must be"),
         ({"lr": "0.1"}, "lr must be at least 0, or a 0-dim tensor, got '0.1'"),
         ({"eps": -1e-8}, "eps must be"),
