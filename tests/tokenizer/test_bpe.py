@@ -241,23 +241,6 @@ def test_short_texts_bring_the_compiled_code_and_the_readable_one_works_meanwhil
     assert tokenizer._compiled is not None
 
 
-def test_the_compiled_code_takes_over_within_a_long_text(trained, tokenizers, loading, monkeypatch):
-    allowed, code = loading
-    tokenizer = Tokenizer(*trained, SPECIAL)
-    readably, parts = tokenizer._encode_readably, []
-
-    def encode(text, allow_special):
-        parts.append(text)
-        if len(parts) == 5:
-            allowed.set()
-            code._loaded.result(timeout=120)
-        return readably(text, allow_special)
-
-    monkeypatch.setattr(tokenizer, "_encode_readably", encode)
-    assert tokenizer.encode(TEXT * 50) == tokenizers["numba"].encode(TEXT * 50)
-    assert len(parts) == 5
-
-
 def test_without_numba_the_readable_code_goes_on(trained, tokenizers, loading, monkeypatch):
     monkeypatch.setattr(implementation_choice, "numba_installed", lambda: False)
     tokenizer = Tokenizer(*trained, SPECIAL)

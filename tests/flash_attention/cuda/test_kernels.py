@@ -109,8 +109,8 @@ def test_the_emulated_kernels_error_is_at_most_twice_pytorchs(emulated, case):
 @NEEDS_COMPILER
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_the_whole_grid_emulated(emulated, case, dtype):
+@pytest.mark.parametrize("case", GRID[::3], ids=str)
+def test_a_third_of_the_grid_emulated(emulated, case, dtype):
     assert_error_at_most_twice_pytorchs(attention.flash_attention, case, dtype)
 
 
