@@ -65,7 +65,7 @@ def f(sizes, ranks):
     ),
     "fsdp: a size from NumPy": (
         "fsdp",
-        "verdict(BEST_SIZE, weighing(f))",
+        "verdict(best_size, f)",
         """
 def f(layers, boundary, inside):
     sizes = np.arange(1, layers + 1)
