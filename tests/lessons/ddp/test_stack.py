@@ -109,28 +109,6 @@ def test_by_the_wall_clock_matrices_are_multiplied_and_messages_waited_for():
         assert rank["", "alone"].exposed_ms == 0
 
 
-class Uneven:
-    """Makes a rank's steps longer by so many ms, the first one warming up."""
-
-    LONGER = ((0, 1, 50, 20), (0, 50, 1, 20))
-
-    def __init__(self, stack, group):
-        self.stack, self.group = stack, group
-        self.longer = iter(self.LONGER[group.rank()])
-
-    def __call__(self, x):
-        self.group.compute(next(self.longer) / 1e3)
-        return self.stack(x)
-
-    def finish_gradient_synchronization(self):
-        pass
-
-
-def test_the_fastest_step_is_the_same_one_on_all_ranks():
-    for rank in launch(time_steps, 2, {"": Uneven}, {"": NETWORK}, LAYERS, 3, backend="gloo"):
-        assert rank["", ""].step_ms == pytest.approx(12.0 + 20)
-
-
 def test_the_rule_of_the_open_exercise_is_beaten_by_its_solution():
     # as the notebook says
     assert step_ms(a_quarter_each) == pytest.approx(57.0, abs=0.05)
