@@ -358,6 +358,11 @@ def test_the_next_run_resumes_where_the_last_one_stopped(server, remote, tmp_pat
     assert server.requests[-1] == "bytes=7000-"
 
 
+def test_a_part_that_is_complete_already_is_taken(server, remote, tmp_path):
+    (tmp_path / "stories.txt.part").write_bytes(server.content)
+    assert sum(fetch(remote, tmp_path)) == remote.num_bytes
+
+
 def test_a_server_without_ranges_starts_over(server, remote, tmp_path):
     server.cuts, server.ranges = (10_000,), False
     assert sum(fetch(remote, tmp_path)) == remote.num_bytes
@@ -381,6 +386,15 @@ def test_an_offline_error_says_what_to_put_where(server, remote, tmp_path, where
     message = str(error.value)
     for part in (url, lost.name, str(tmp_path), "12,345 bytes", "0" * 64):
         assert part in message
+
+
+def test_a_full_disk_while_downloading_says_so(remote, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(corpus_module, "_append_rest", full)
+    with pytest.raises(OSError, match=r"no space left to write .*stories\.txt\.part"):
+        fetch(remote, tmp_path)
 
 
 def test_tinystories_are_the_two_files(server, remote, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import io
 import random
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -166,6 +167,15 @@ def test_texts_of_an_iterator_are_counted_each_by_itself(
     assert parts[0][len(parts[0]) - 1] == SEPARATOR.encode()
 
 
+@pytest.mark.parametrize("texts", ["abc", b"abc", 5, None])
+def test_what_is_no_iterator_of_texts_is_rejected(tokenizers, texts):
+    message = re.escape(f"texts must be several texts, such as a list, got {texts!r}")
+    with pytest.raises(ValueError, match=message):
+        train_bpe_from_iterator(texts, 300)
+    with pytest.raises(ValueError, match=message):
+        tokenizers["python"].encode_batch(texts)
+
+
 @BOTH
 def test_vocabulary_is_bytes_then_merges_then_special_tokens(tmp_path, implementation):
     vocab, merges = train(tmp_path, TEXT, 300, SPECIAL, implementation=implementation)
@@ -209,6 +219,33 @@ def test_wrong_arguments_are_rejected(tmp_path, vocab_size, special_tokens, opti
         train(tmp_path, TEXT, vocab_size, special_tokens, **options)
 
 
+@pytest.mark.parametrize(
+    ("size", "lacks", "words"),
+    [
+        (10, "nothing", "compiled implementation"),
+        (1 << 30, "nothing", "Python implementation .*small input"),
+        (10, "Numba", "Python implementation .*Numba is not installed"),
+        (10, "memory", "Python implementation .*too little address space"),
+    ],
+)
+def test_the_compiled_code_is_chosen_where_it_pays_and_can_run(
+    tmp_path, monkeypatch, caplog, size, lacks, words
+):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(bpe, "COMPILED_TRAINING_BYTES", size)
+    monkeypatch.setattr(implementation_choice, "numba_installed", lambda: lacks != "Numba")
+    if lacks == "memory":
+        # an import that runs out of memory halfway can leave Python itself broken
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    with caplog.at_level("INFO"):
+        train(tmp_path, TEXT, 300)
+    assert re.search(words, caplog.text)
+    if lacks == "Numba":
+        with pytest.raises(ImportError, match="numba"):
+            train(tmp_path, TEXT, 300, implementation="numba")
+
+
 @pytest.fixture
 def loading(monkeypatch):
     """Compiled code that is not loaded yet; the test says with `set` when it may be."""
@@ -239,6 +276,23 @@ def test_short_texts_bring_the_compiled_code_and_the_readable_one_works_meanwhil
     code._loaded.result(timeout=120)
     assert tokenizer.encode(TEXT) == expected
     assert tokenizer._compiled is not None
+
+
+def test_the_compiled_code_takes_over_within_a_long_text(trained, tokenizers, loading, monkeypatch):
+    allowed, code = loading
+    tokenizer = Tokenizer(*trained, SPECIAL)
+    readably, parts = tokenizer._encode_readably, []
+
+    def encode(text, allow_special):
+        parts.append(text)
+        if len(parts) == 5:
+            allowed.set()
+            code._loaded.result(timeout=120)
+        return readably(text, allow_special)
+
+    monkeypatch.setattr(tokenizer, "_encode_readably", encode)
+    assert tokenizer.encode(TEXT * 50) == tokenizers["numba"].encode(TEXT * 50)
+    assert len(parts) == 5
 
 
 def test_without_numba_the_readable_code_goes_on(trained, tokenizers, loading, monkeypatch):
