@@ -36,6 +36,16 @@ def test_arrays_decode_to_the_corpus_and_the_table_adds_up(config, tmp_path):
         assert rows[part]["bytes_per_token"] == rows[part]["bytes"] / rows[part]["tokens"]
 
 
+def test_a_second_run_does_nothing(config, tmp_path):
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+
+    tokenize(config)
+    before = times()
+    assert steps_made(tokenize(config)) == []
+    assert times() == before
+
+
 def test_another_vocabulary_or_corpus_makes_everything_again(config, tmp_path):
     tokenize(config)
     rows = tokenize(config, vocab_size=290)
@@ -89,6 +99,14 @@ def test_an_array_that_a_crash_left_without_its_manifest_is_made_again(config, t
     assert manifest.exists()
 
 
+def test_a_folder_with_the_tokenizers_older_file_name_is_up_to_date(config, tmp_path):
+    tokenize(config)
+    for path in (tmp_path / "out").glob("bpe.*"):
+        path.rename(path.with_name(path.name.replace("bpe", "tokenizer")))
+    assert steps_made(tokenize(config)) == []
+    assert not (tmp_path / "out" / "bpe.json").exists()
+
+
 def test_another_tokenizer_under_the_same_name_is_noticed(config, tmp_path):
     other = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
     for output, folder in ((tmp_path / "out", "out"), (None, "data/book-300")):
@@ -114,6 +132,14 @@ def test_arrays_of_other_sizes_and_texts_are_kept(config, tmp_path):
         assert (tmp_path / "data" / name / "train.npy").read_bytes() == tokens != mine.read_bytes()
         tokens = mine.read_bytes()
         (tmp_path / "book.txt").write_text(f"A third story.\n{SEPARATOR}\n" * 100)
+
+
+def test_arrays_of_unknown_origin_are_kept(config, tmp_path):
+    folder = tmp_path / "data/book-300"
+    folder.mkdir(parents=True)
+    (folder / "train.npy").write_bytes(b"mine")
+    tokenize(config, output=None)
+    assert (tmp_path / "data/book-300-earlier/train.npy").read_bytes() == b"mine"
 
 
 def test_a_tokenizer_without_the_token_between_documents_is_refused(config, tmp_path):

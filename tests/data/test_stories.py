@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from itertools import islice
 
 import pytest
 
@@ -43,6 +44,12 @@ def test_a_longer_request_begins_with_the_shorter_one():
         assert sum(len(story + ENDING) for story in before) < num_bytes <= len(short)
 
 
+def test_blocks_are_whole_stories():
+    for block in islice(generate_stories(2_000_000), 4):
+        assert block.endswith(ENDING)
+        assert not block.startswith(("\n", SEPARATOR))
+
+
 def test_seeds_and_splits_give_other_stories():
     texts = [
         stories_of(300_000, seed=seed, split=split)
@@ -60,6 +67,12 @@ def test_train_and_validation_share_no_story_by_construction(monkeypatch):
     monkeypatch.setattr(stories_module, "tell", lambda story: story)
     for split, expected in few.items():
         assert set(stories_of(200_000, split=split)) == set(expected)
+
+
+def test_stories_are_many_and_varied(stories):
+    assert len(set(stories)) == len(stories)
+    # names have capital letters and do not count
+    assert len(set(re.findall(r"[a-z]+", " ".join(stories[:1000])))) > 1_800
 
 
 def test_every_plot_and_name_is_told(stories):
@@ -107,6 +120,16 @@ def test_grammar_has_no(slip, pattern, stories):
 def test_quotation_marks_are_closed_in_every_paragraph(stories):
     for story in stories:
         assert all(line.count('"') % 2 == 0 for line in story.split("\n"))
+
+
+def test_what_was_lost_is_found(stories):
+    found = 0
+    for story in stories:
+        lost = re.search(r'"My ([a-z -]+)! It was right here', story)
+        if lost:
+            found += 1
+            assert lost[1] in story.split("\n\n")[-1]
+    assert found > 5
 
 
 @pytest.mark.parametrize(

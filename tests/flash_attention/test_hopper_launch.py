@@ -440,3 +440,34 @@ def test_what_is_prepared_serves_every_length_number_of_heads_and_layout(
     before = len(started)
     launch.prepare(x, x, x, is_causal, has_gradients=True, has_rope=has_rope)
     assert len(started) == before
+
+
+@pytest.mark.parametrize(("major", "number"), [(8, 0), (9, 132), (10, 0), (12, 0)])
+def test_only_hopper_has_multiprocessors_here(monkeypatch, major, number):
+    properties = types.SimpleNamespace(major=major, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert launch._multiprocessors.__wrapped__(torch.device("cuda:0")) == number
+
+
+def test_a_program_uses_the_registers_there_are():
+    for warpgroups in (1, 2, 3):
+        total, computing = launch._registers(launch.Schedule(warpgroups, 64, 2))
+        assert total % 8 == computing % 8 == 0
+        # after the start the warps that compute take from the one that copies, and its three peers
+        computing_groups = max(2, warpgroups)
+        in_all = computing_groups * computing + launch.LOAD_REGISTERS.value
+        assert in_all <= total * (computing_groups + 1) <= 512
+
+
+def test_a_program_for_each_item_has_a_list_of_one_also_in_a_graph(monkeypatch):
+    monkeypatch.setattr(launch, "_work_lists", functools.cache(lambda device: {}))
+    tables = []
+    for is_capturing in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda x=is_capturing: x)
+        tables.append(launch._one_item_each(3, torch.device("cpu")))
+    for table in tables:
+        assert table.dtype == torch.int32
+        assert table.tolist() == [[1, 1, 1], [0, 1, 2], [0, 0, 0]]
+    # what a graph makes is its own, unless there is one already
+    assert tables[0] is not tables[1]
+    assert tables[1] is tables[2]
