@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import time
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lib.core.records import read_records
+from lib.data import get_batch
 from lib.lessons.exercise import NOT_ATTEMPTED, verdict
 from lib.lessons.speedrun import exercises, race
 from lib.lessons.speedrun.exercises import (
@@ -70,6 +72,14 @@ def test_the_target_is_read_off_a_straight_line(target, expected):
     assert TIME_TO_TARGET.solve(CURVE, target) == (expected and expected.seconds)
 
 
+def test_the_libs_reading_of_a_curve_passes_the_exercise():
+    def attempt(curve, target):
+        found = at_target(curve, target)
+        return found and found.seconds
+
+    assert verdict(TIME_TO_TARGET, attempt).startswith("right")
+
+
 def test_the_referee_stops_a_real_recipe_at_its_target(notebook):
     rules = toy_race()
     curve = referee(notebook["best"], rules, 1)
@@ -92,6 +102,12 @@ def test_a_referee_with_another_clock_is_told():
     assert "race.clock() was never read" in text
 
 
+def test_a_toy_race_says_what_its_numbers_are():
+    text = verdict(RUN_TO_TARGET, exercises.on_toys(lambda recipe, rules, seed: []))
+    assert "a toy race with target=" in text
+    assert "steps of (seconds, tokens, bits after it) [(" in text
+
+
 def test_a_recipe_that_ends_the_generator_is_reported_not_hung():
     def attempt(recipe, rules, seed):
         rules.clock()
@@ -107,6 +123,16 @@ def test_a_model_that_is_not_finite_is_not_judged(notebook):
         model.output_weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="the model is at nan bits per byte; try a lower rate"):
         toy_race().judge(model)
+
+
+def test_a_batch_is_of_the_training_tokens_and_counted():
+    rules = dataclasses.replace(toy_race(), handed_out=[])
+    x, y = rules.batch(2, 8, np.random.default_rng(0))
+    expected = get_batch(rules.train_tokens, 2, 8, "cpu", generator=np.random.default_rng(0))
+    assert torch.equal(x, expected[0])
+    assert torch.equal(y, expected[1])
+    rules.batch(3, 4, np.random.default_rng(0))
+    assert rules.handed_out == [16, 12]
 
 
 def test_the_judge_is_that_of_the_workbook(notebook):
@@ -127,6 +153,17 @@ def test_an_edit_is_of_text_that_occurs_once_and_can_be_read_again(notebook):
     for old in ("step", "nowhere"):
         with pytest.raises(ValueError, match="must occur once in the recipe"):
             edit(start, {old: "x"})
+
+
+def test_the_processor_clock_does_not_count_waiting():
+    rules = dataclasses.replace(toy_race(), by_processor=True)
+    before = rules.clock()
+    time.sleep(0.2)
+    assert rules.clock() - before < 0.1
+    wall = toy_race()
+    before = wall.clock()
+    time.sleep(0.2)
+    assert wall.clock() - before >= 0.2
 
 
 # Claims
@@ -233,9 +270,22 @@ def swaps(rules, seed):
         yield tokens, model
 
 
+def counts(rules, seed):
+    yield np.bincount(rules.train_tokens), len(rules.train_tokens)
+
+
+def ends(rules, seed):
+    yield from itertools.islice(good_recipe(rules, seed), 3)
+
+
 def says_a_tenth(rules, seed):
     for model, tokens in good_recipe(rules, seed):
         yield model, tokens // 10
+
+
+def says_a_hundredfold(rules, seed):
+    for model, tokens in good_recipe(rules, seed):
+        yield model, 100 * tokens
 
 
 def takes_other_tokens(rules, seed):
@@ -283,7 +333,10 @@ def untouched(rules, seed):
         (breaks, "with seed 1 it raised KeyError"),
         (returns, "a recipe is a generator; let it `yield model, tokens`"),
         (swaps, "a recipe yields a TransformerLM and an int, got int and TransformerLM"),
+        (counts, "a recipe yields a TransformerLM and an int, got ndarray and int"),
+        (ends, "the recipe ended after 1,536 tokens; loop with itertools.count"),
         (says_a_tenth, "it says 102 tokens, but race.batch handed out 1,024"),
+        (says_a_hundredfold, "it says 51,200 tokens, but race.batch handed out 512"),
         (takes_other_tokens, "but race.batch handed out 0; take every batch from there"),
         (trains_on_the_held_out_text, "with seed 1 it raised ValueError: "),
         (trains_before_it_yields, "start from random weights, and yield after each step"),
