@@ -1,0 +1,391 @@
+"""Charts in the house style: `lines`, `bars`, `heat`, `gantt` and `roofline`. A chart is a call.
+
+The caller gives the data, a title, and the labels of the axes with their units. Without `axes` a
+chart is a figure of its own, shown at once, as in a notebook's cell. With `axes` it is drawn there:
+one of several panels, or a figure for `lib.core.figures.save_figure`.
+
+    lines(
+        {"naive": {1024: 2.1, 2048: 8.3}, "fused": {1024: 0.4, 2048: 1.3}},
+        title="Time of a call",
+        xlabel="tokens",
+        ylabel="time (ms)",
+        log="xy",
+    )
+
+Everywhere, `styles` maps the name of a series, a bar, a part or a kind to properties as matplotlib
+takes them, such as `{"color": BLUE, "linestyle": "--"}`; what it doesn't name has the house's
+colors in order. `legend` is "best" (inside), "right", "below" or "none". `size` is the width and
+height of a figure of its own, in inches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize, to_rgb
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from lib.core.figures import BLUE, COLORS, GRID, INK, MARKERS, PAPER, STYLE
+
+# From the background of a figure to the house's blue, darkening all the way.
+SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#00304D"])
+# Frames of more boxes than this in a lane would hide the boxes.
+MOST_FRAMES = 200
+# The width of a letter in a box, in inches.
+LETTER = 0.1
+
+Size = tuple[float, float]
+Styles = Mapping[str, Mapping[str, Any]]
+
+
+def lines(
+    series: Mapping[str, Any],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    axes: Axes | None = None,
+    log: str = "",
+    xticks: Sequence[float] = (),
+    ylim: tuple[float | None, float | None] | None = None,
+    levels: Mapping[str, float] | None = None,
+    styles: Styles | None = None,
+    legend: str = "best",
+    size: Size = (7.0, 3.4),
+) -> None:
+    """Draw a line for each series.
+
+    Args:
+        series: name -> y by x, as a mapping or a pandas Series, or a sequence of y at 0, 1, 2, …
+            A DataFrame has a line for each column.
+        log: axes that are logarithmic: "", "x", "y" or "xy".
+        xticks: where x is labeled; as matplotlib chooses by default.
+        ylim: lowest and highest y; None where the data decide.
+        levels: name -> y of a horizontal line, with its name above it at the right.
+    """
+    with _canvas(axes, size, title, xlabel, ylabel) as axes:
+        for index, (name, points) in enumerate(series.items()):
+            points = dict(points.items() if hasattr(points, "items") else enumerate(points))
+            style: dict = {"color": COLORS[index % len(COLORS)], "label": name}
+            style["marker"] = MARKERS[index % len(MARKERS)] if len(points) <= 30 else ""
+            style |= (styles or {}).get(name, {})
+            axes.plot(list(points), list(points.values()), **style)
+        axes.set(**{f"{axis}scale": "log" for axis in log})
+        if ylim is not None:
+            axes.set_ylim(*ylim)
+        for name, level in (levels or {}).items():
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=":", marker="")
+            place = {"xy": (1.0, level), "xycoords": ("axes fraction", "data")}
+            offset = {"xytext": (0, 3), "textcoords": "offset points"}
+            axes.annotate(name, ha="right", fontsize=9, **place, **offset)
+        for axis in log:
+            _plain_log_ticks(getattr(axes, f"{axis}axis"))
+        if len(xticks):
+            axes.set_xticks(xticks, [f"{x:,g}" for x in xticks])
+            axes.xaxis.set_minor_locator(NullLocator())
+        _add_legend(axes, legend)
+
+
+def bars(
+    values: Mapping[str, Any],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str = "",
+    axes: Axes | None = None,
+    upright: bool = False,
+    stacked: bool = False,
+    log: bool = False,
+    texts: str | Mapping[str, str] = "",
+    errors: Mapping[str, float] | None = None,
+    styles: Styles | None = None,
+    legend: str = "best",
+    size: Size | None = None,
+) -> None:
+    """Draw a bar for each value, or for each part of it: in rows, or `upright`.
+
+    Args:
+        values: name -> a number, or name -> {part: number}; a DataFrame has a name for each column.
+            A word in place of a number, such as "oom", is written where the bar would be; None
+            leaves it out.
+        stacked: parts one after another instead of side by side.
+        log: the axis of the values is logarithmic.
+        texts: what is written at the end of bars: a format of the value, such as "{:.3g}", or
+            name -> words for bars without parts. If `stacked`, the value is the sum.
+        errors: name or part -> half the length of an error bar.
+        styles: of the parts; of the bars, if they have none.
+    """
+    has_parts = any(hasattr(value, "items") for value in values.values())
+    rows = {name: dict(v.items()) if has_parts else {name: v} for name, v in values.items()}
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    looks = {part: {"color": COLORS[i * has_parts % len(COLORS)]} for i, part in enumerate(parts)}
+    looks = {part: look | dict((styles or {}).get(part, {})) for part, look in looks.items()}
+    # where a part is beside the middle of its row
+    beside = len(parts) if has_parts and not stacked else 1
+    thick = 0.8 / beside
+    offsets = {p: (i % beside - (beside - 1) / 2) * thick for i, p in enumerate(parts)}
+    size = size or ((9.0, 3.2) if upright else (7.0, 1.1 + 0.42 * len(rows)))
+    with _canvas(axes, size, title, xlabel, ylabel) as axes:
+        draw, start, along = (axes.bar, "bottom", "y") if upright else (axes.barh, "left", "x")
+        if log:
+            axes.set(**{f"{along}scale": "log"})
+        for row, (name, numbers) in enumerate(rows.items()):
+            total, reached = 0.0, 0.0
+            for part, value in numbers.items():
+                half = (errors or {}).get(part)
+                if _is_number(value):
+                    place = {start: total, f"{along}err": half, "ecolor": INK}
+                    draw(row + offsets[part], value, thick, **place, **looks[part])
+                    total, reached = (total + value if stacked else 0.0), value + (half or 0)
+                    words = texts.format(value) if isinstance(texts, str) else texts.get(name, "")
+                else:
+                    reached, words = total, value if isinstance(value, str) else ""
+                if not stacked:
+                    _write_at_end(axes, row + offsets[part], reached, words, upright)
+            if stacked and isinstance(texts, str):
+                _write_at_end(axes, row, total, texts.format(total), upright)
+        _label_bars(axes, list(rows), upright=upright, room=0.16 if texts else 0.05)
+        if has_parts:
+            _add_legend(axes, legend, [Patch(label=part, **looks[part]) for part in parts])
+
+
+def _write_at_end(axes: Axes, place: float, value: float, words: str, upright: bool) -> None:
+    if words:
+        at, aligned = ((place, value), "center") if upright else ((value, place), "left")
+        offset = {"xytext": (0, 3) if upright else (4, 0), "textcoords": "offset points"}
+        vertical = "bottom" if upright else "center"
+        axes.annotate(words, at, ha=aligned, va=vertical, fontsize=9, **offset)
+
+
+def _label_bars(axes: Axes, names: Sequence[str], *, upright: bool, room: float) -> None:
+    """Name the bars, and leave `room` for what is written at their ends, a share of the axis."""
+    if upright:
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.margins(y=room)
+    else:
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.margins(x=room)
+    axes.grid(visible=False, axis="x" if upright else "y")
+
+
+def heat(
+    values: Any,
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    axes: Axes | None = None,
+    rows: Sequence[Any] | None = None,
+    columns: Sequence[Any] | None = None,
+    texts: str | Any = "",
+    kinds: Mapping[str, str] | None = None,
+    framed: Any = None,
+    shades: Any = SHADES,
+    norm: Normalize | None = None,
+    scale: str = "",
+    square: bool = True,
+    legend: str = "right",
+    size: Size = (6.4, 5.0),
+) -> None:
+    """Draw a matrix as cells, the first row above: darker is more, or a color for each kind.
+
+    Args:
+        values: (rows, columns) numbers, or names of `kinds`; of a DataFrame, index and columns are
+            the names of `rows` and `columns`.
+        rows, columns: what is written beside and below; None: the index, as matplotlib chooses.
+        texts: what is written in the cells: a format of the value, or (rows, columns) words.
+        kinds: kind -> color, for values that are kinds; explained in the legend.
+        framed: (rows, columns), true for cells with a bold frame.
+        shades, norm: a colormap, and how numbers become places in it (default: from lowest to
+            highest).
+        scale: the label of a bar that explains the shades; there is none without it.
+        square: cells are as high as wide.
+    """
+    if hasattr(values, "columns"):
+        rows, columns = rows or list(values.index), columns or list(values.columns)
+    cells = np.asarray(values)
+    if cells.ndim != 2:
+        raise ValueError(f"values must have rows and columns, got shape {cells.shape}")
+    if kinds:
+        numbers = np.vectorize(list(kinds).index, otypes=[float])(cells)
+        shades, norm = ListedColormap(list(kinds.values())), Normalize(-0.5, len(kinds) - 0.5)
+    else:
+        numbers = cells.astype(float)
+        norm = norm or Normalize(np.nanmin(numbers), np.nanmax(numbers))
+    height, width = cells.shape
+    with _canvas(axes, size, title, xlabel, ylabel) as axes:
+        edges = np.arange(width + 1) - 0.5, np.arange(height + 1) - 0.5
+        frame = {"edgecolors": GRID, "linewidth": 0.5 if cells.size <= 10_000 else 0}
+        mesh = axes.pcolormesh(*edges, numbers, cmap=shades, norm=norm, **frame)
+        _write_cells(axes, cells, shades(norm(numbers)), texts)
+        for row, column in np.argwhere(framed) if framed is not None else ():
+            box = {"facecolor": "none", "edgecolor": INK, "linewidth": 2.2, "zorder": 3}
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **box))
+        axes.set(xlim=(-0.6, width - 0.4), ylim=(height - 0.4, -0.6))
+        axes.set_aspect("equal" if square else "auto")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        if columns is not None:
+            is_long = sum(len(str(name)) for name in columns) > 60
+            axes.set_xticks(range(width), columns, rotation=90 if is_long else 0)
+        if rows is not None:
+            axes.set_yticks(range(height), rows)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        if scale:
+            bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.6, label=scale)
+            bar.outline.set_visible(False)
+        named = [Patch(fc=color, ec=GRID, label=kind) for kind, color in (kinds or {}).items()]
+        _add_legend(axes, legend, named)
+
+
+def _write_cells(axes: Axes, cells: np.ndarray, colors: np.ndarray, texts: str | Any) -> None:
+    if isinstance(texts, str) and not texts:
+        return
+    for (row, column), value in np.ndenumerate(cells):
+        words = texts.format(value) if isinstance(texts, str) else np.asarray(texts)[row, column]
+        style = {"ha": "center", "va": "center", "fontsize": 9}
+        axes.text(column, row, str(words), color=ink_on(colors[row, column]), **style)
+
+
+def gantt(
+    lanes: Mapping[str, Sequence[tuple]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str = "",
+    axes: Axes | None = None,
+    end: float | None = None,
+    styles: Styles | None = None,
+    legend: str = "right",
+    size: Size | None = None,
+) -> None:
+    """Draw who did what and when: lanes of boxes over a common time.
+
+    Args:
+        lanes: name -> (start, end, kind) or (start, end, kind, words) of its boxes; lanes are drawn
+            from above, and boxes over those before them. Words are left out where they don't fit.
+        end: where the time axis ends (default: with the last box).
+        styles: of the kinds. A kind that begins with "_" is not in the legend.
+    """
+    boxes = [box for spans in lanes.values() for box in spans]
+    kinds = list(dict.fromkeys([*(styles or {}), *(box[2] for box in boxes)]))
+    looks = {kind: {"facecolor": COLORS[i % len(COLORS)]} for i, kind in enumerate(kinds)}
+    for kind, style in (styles or {}).items():
+        looks[kind] = {("facecolor" if k == "color" else k): value for k, value in style.items()}
+    end = end if end is not None else max((box[1] for box in boxes), default=1.0)
+    with _canvas(axes, size or (9.0, 1.2 + 0.5 * len(lanes)), title, xlabel, ylabel) as axes:
+        letter = LETTER * end / (axes.get_position().width * axes.figure.get_figwidth())
+        for row, spans in enumerate(lanes.values()):
+            edge = {"edgecolor": PAPER, "linewidth": 0.6 if len(spans) <= MOST_FRAMES else 0}
+            for kind in dict.fromkeys(span[2] for span in spans):
+                found = [(span[0], span[1] - span[0]) for span in spans if span[2] == kind]
+                axes.broken_barh(found, (row - 0.4, 0.8), **edge | looks[kind])
+            for start, stop, kind, *words in spans:
+                text = str(words[0]) if words else ""
+                if text and stop - start > letter * len(text):
+                    color = ink_on(looks[kind]["facecolor"])
+                    style = {"ha": "center", "va": "center", "fontsize": 9, "color": color}
+                    axes.text((start + stop) / 2, row, text, **style)
+        axes.set_yticks(range(len(lanes)), list(lanes))
+        axes.set(xlim=(0, end), ylim=(len(lanes) - 0.5, -0.5))
+        axes.grid(visible=False, axis="y")
+        drawn = {box[2] for box in boxes}
+        named = [kind for kind in kinds if kind in drawn and kind and not kind.startswith("_")]
+        _add_legend(axes, legend, [Patch(label=kind, **looks[kind]) for kind in named])
+
+
+def roofline(
+    flops_per_s: float,
+    bytes_per_s: float,
+    points: Mapping[str, tuple[float, float]],
+    *,
+    title: str,
+    axes: Axes | None = None,
+    styles: Styles | None = None,
+    legend: str = "right",
+    size: Size = (9.0, 4.2),
+) -> None:
+    """Draw the roof of a machine, and operations below it.
+
+    Args:
+        flops_per_s, bytes_per_s: the highest rates of arithmetic and of memory.
+        points: name -> (arithmetic intensity in FLOP/byte, rate in FLOP/s).
+    """
+    ridge = flops_per_s / bytes_per_s
+    unit, divisor = ("TFLOP/s", 1e12) if flops_per_s >= 1e13 else ("GFLOP/s", 1e9)
+    intensities = [intensity for intensity, _ in points.values()] or [ridge / 300]
+    low, high = min(*intensities, ridge) / 3, max(*intensities, ridge) * 4
+    labels = ("arithmetic intensity (FLOP/byte)", f"performance ({unit})")
+    with _canvas(axes, size, title, *labels) as axes:
+        x = np.array([low, ridge, high])
+        roof = np.minimum(x * bytes_per_s, flops_per_s) / divisor
+        axes.plot(x, roof, color=INK, marker="")
+        axes.axvline(ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
+        axes.text(ridge, 0.02, " ridge", fontsize=9, transform=axes.get_xaxis_transform())
+        for index, (name, (intensity, rate)) in enumerate(points.items()):
+            # hollow: points at one spot stay visible
+            style: dict = {"markerfacecolor": "none", "markeredgewidth": 1.6, "markersize": 9}
+            style |= {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
+            style |= {"linestyle": "", "label": name} | dict((styles or {}).get(name, {}))
+            axes.plot([intensity], [rate / divisor], **style)
+        lowest = min([rate / divisor for _, rate in points.values()], default=roof[0])
+        axes.set(xscale="log", yscale="log")
+        axes.set(xlim=(low, high), ylim=(min(lowest, roof[0]) / 2, roof[-1] * 2.5))
+        _add_legend(axes, legend)
+
+
+def ink_on(color: Any) -> str:
+    """The color of text on `color`: dark on light ones, light on dark ones."""
+    red, green, blue = to_rgb(color)
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.53 else PAPER
+
+
+@contextmanager
+def _canvas(axes: Axes | None, size: Size, title: str, xlabel: str, ylabel: str) -> Iterator[Axes]:
+    """Yield `axes`, or those of a new figure, which is shown at the end; label them."""
+    is_new = axes is None
+    with plt.rc_context(STYLE):
+        if axes is None:
+            _, axes = plt.subplots(figsize=size)
+        yield axes
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.set_title(title, fontsize=11)
+        if is_new:
+            plt.show()
+
+
+def _add_legend(axes: Axes, place: str, handles: Sequence[Patch] | None = None) -> None:
+    """Explain `handles`, or all that has a label, if there is more than one of them."""
+    found = axes.get_legend_handles_labels()[0] if handles is None else handles
+    if len(found) < 2 or place == "none":
+        return
+    places: dict[str, dict] = {
+        "right": {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
+        "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": len(found)},
+    }
+    axes.legend(handles=found, fontsize=9, **places.get(place, {"loc": place}))
+
+
+def _plain_log_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis 1, 2, 5, 10 in plain digits, unless it spans many powers of ten."""
+    low, high = axis.get_view_interval()
+    if high / low < 3e3:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_locator(NullLocator())
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, str) and value is not None and math.isfinite(value)
