@@ -33,14 +33,14 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from lib.core.figures import BLUE, COLORS, GRID, INK, MARKERS, PAPER, STYLE
+from lib.core.figures import BLUE, COLORS, GRAY, GRID, INK, MARKERS, PAPER, STYLE
 
 # From the background of a figure to the house's blue, darkening all the way.
 SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#00304D"])
 # Frames of more boxes than this in a lane would hide the boxes.
 MOST_FRAMES = 200
 # The width of a letter in a box, in inches.
-LETTER = 0.1
+LETTER = 0.08
 
 Size = tuple[float, float]
 Styles = Mapping[str, Mapping[str, Any]]
@@ -69,11 +69,12 @@ def lines(
         log: axes that are logarithmic: "", "x", "y" or "xy".
         xticks: where x is labeled; as matplotlib chooses by default.
         ylim: lowest and highest y; None where the data decide.
-        levels: name -> y of a horizontal line, with its name above it at the right.
+        levels: name -> y of a horizontal line, with its name on the right.
     """
     with _canvas(axes, size, title, xlabel, ylabel) as axes:
         for index, (name, points) in enumerate(series.items()):
-            points = dict(points.items() if hasattr(points, "items") else enumerate(points))
+            pairs = points.items() if hasattr(points, "items") else enumerate(np.asarray(points))
+            points = dict(pairs)
             style: dict = {"color": COLORS[index % len(COLORS)], "label": name}
             style["marker"] = MARKERS[index % len(MARKERS)] if len(points) <= 30 else ""
             style |= (styles or {}).get(name, {})
@@ -83,9 +84,8 @@ def lines(
             axes.set_ylim(*ylim)
         for name, level in (levels or {}).items():
             axes.axhline(level, color=INK, linewidth=1.2, linestyle=":", marker="")
-            place = {"xy": (1.0, level), "xycoords": ("axes fraction", "data")}
-            offset = {"xytext": (0, 3), "textcoords": "offset points"}
-            axes.annotate(name, ha="right", fontsize=9, **place, **offset)
+            place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 9}
+            axes.text(1.01, level, name, **place)
         for axis in log:
             _plain_log_ticks(getattr(axes, f"{axis}axis"))
         if len(xticks):
@@ -106,6 +106,7 @@ def bars(
     log: bool = False,
     texts: str | Mapping[str, str] = "",
     errors: Mapping[str, float] | None = None,
+    names: Sequence[str] | None = None,
     styles: Styles | None = None,
     legend: str = "best",
     size: Size | None = None,
@@ -121,6 +122,7 @@ def bars(
         texts: what is written at the end of bars: a format of the value, such as "{:.3g}", or
             name -> words for bars without parts. If `stacked`, the value is the sum.
         errors: name or part -> half the length of an error bar.
+        names: what is written beside the bars, if it isn't the names in `values`.
         styles: of the parts; of the bars, if they have none.
     """
     has_parts = any(hasattr(value, "items") for value in values.values())
@@ -137,13 +139,16 @@ def bars(
         draw, start, along = (axes.bar, "bottom", "y") if upright else (axes.barh, "left", "x")
         if log:
             axes.set(**{f"{along}scale": "log"})
+        explained: set[str] = set()
         for row, (name, numbers) in enumerate(rows.items()):
             total, reached = 0.0, 0.0
             for part, value in numbers.items():
                 half = (errors or {}).get(part)
                 if _is_number(value):
                     place = {start: total, f"{along}err": half, "ecolor": INK}
-                    draw(row + offsets[part], value, thick, **place, **looks[part])
+                    label = part if has_parts and part not in explained else None
+                    draw(row + offsets[part], value, thick, label=label, **place, **looks[part])
+                    explained.add(part)
                     total, reached = (total + value if stacked else 0.0), value + (half or 0)
                     words = texts.format(value) if isinstance(texts, str) else texts.get(name, "")
                 else:
@@ -152,9 +157,13 @@ def bars(
                     _write_at_end(axes, row + offsets[part], reached, words, upright)
             if stacked and isinstance(texts, str):
                 _write_at_end(axes, row, total, texts.format(total), upright)
-        _label_bars(axes, list(rows), upright=upright, room=0.16 if texts else 0.05)
-        if has_parts:
-            _add_legend(axes, legend, [Patch(label=part, **looks[part]) for part in parts])
+        _label_bars(
+            axes,
+            list(rows) if names is None else names,
+            upright=upright,
+            room=0.16 if texts else 0.05,
+        )
+        _add_legend(axes, legend)
 
 
 def _write_at_end(axes: Axes, place: float, value: float, words: str, upright: bool) -> None:
@@ -168,7 +177,7 @@ def _write_at_end(axes: Axes, place: float, value: float, words: str, upright: b
 def _label_bars(axes: Axes, names: Sequence[str], *, upright: bool, room: float) -> None:
     """Name the bars, and leave `room` for what is written at their ends, a share of the axis."""
     if upright:
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(len(names)), names, rotation=_rotation(names))
         axes.set_xlim(-0.6, len(names) - 0.4)
         axes.margins(y=room)
     else:
@@ -236,8 +245,7 @@ def heat(
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         if columns is not None:
-            is_long = sum(len(str(name)) for name in columns) > 60
-            axes.set_xticks(range(width), columns, rotation=90 if is_long else 0)
+            axes.set_xticks(range(width), columns, rotation=_rotation(columns))
         if rows is not None:
             axes.set_yticks(range(height), rows)
         axes.tick_params(length=0)
@@ -266,7 +274,7 @@ def gantt(
     xlabel: str,
     ylabel: str = "",
     axes: Axes | None = None,
-    end: float | None = None,
+    span: tuple[float, float] | None = None,
     styles: Styles | None = None,
     legend: str = "right",
     size: Size | None = None,
@@ -276,34 +284,37 @@ def gantt(
     Args:
         lanes: name -> (start, end, kind) or (start, end, kind, words) of its boxes; lanes are drawn
             from above, and boxes over those before them. Words are left out where they don't fit.
-        end: where the time axis ends (default: with the last box).
+        span: the part of the time to show (default: from 0 to the end of the last box).
         styles: of the kinds. A kind that begins with "_" is not in the legend.
     """
-    boxes = [box for spans in lanes.values() for box in spans]
-    kinds = list(dict.fromkeys([*(styles or {}), *(box[2] for box in boxes)]))
+    boxes = [box for lane in lanes.values() for box in lane]
+    kinds = dict.fromkeys(box[2] for box in boxes)
     looks = {kind: {"facecolor": COLORS[i % len(COLORS)]} for i, kind in enumerate(kinds)}
     for kind, style in (styles or {}).items():
-        looks[kind] = {("facecolor" if k == "color" else k): value for k, value in style.items()}
-    end = end if end is not None else max((box[1] for box in boxes), default=1.0)
+        looks[kind] = {"facecolor": style.get("color", GRAY)} | dict(style)
+        looks[kind].pop("color", None)
+    first, last = span or (0.0, max((box[1] for box in boxes), default=1.0))
     with _canvas(axes, size or (9.0, 1.2 + 0.5 * len(lanes)), title, xlabel, ylabel) as axes:
-        letter = LETTER * end / (axes.get_position().width * axes.figure.get_figwidth())
-        for row, spans in enumerate(lanes.values()):
-            edge = {"edgecolor": PAPER, "linewidth": 0.6 if len(spans) <= MOST_FRAMES else 0}
-            for kind in dict.fromkeys(span[2] for span in spans):
-                found = [(span[0], span[1] - span[0]) for span in spans if span[2] == kind]
-                axes.broken_barh(found, (row - 0.4, 0.8), **edge | looks[kind])
-            for start, stop, kind, *words in spans:
-                text = str(words[0]) if words else ""
-                if text and stop - start > letter * len(text):
-                    color = ink_on(looks[kind]["facecolor"])
-                    style = {"ha": "center", "va": "center", "fontsize": 9, "color": color}
-                    axes.text((start + stop) / 2, row, text, **style)
+        explained: set[str] = set()
+        inches = axes.get_position().width * axes.figure.get_figwidth()
+        for row, lane in enumerate(lanes.values()):
+            shown = [box for box in lane if box[1] > first and box[0] < last]
+            frame = {"edgecolor": PAPER, "linewidth": 0.6 if len(shown) <= MOST_FRAMES else 0}
+            for kind in dict.fromkeys(box[2] for box in shown):
+                found = [(box[0], box[1] - box[0]) for box in shown if box[2] == kind]
+                label = kind if kind not in explained else None
+                axes.broken_barh(found, (row - 0.4, 0.8), label=label, **frame | looks[kind])
+                explained.add(kind)
+            for start, end, kind, *words in shown:
+                middle, width = (max(start, first) + min(end, last)) / 2, end - start
+                if words and width * inches > LETTER * len(str(words[0])) * (last - first):
+                    ink = ink_on(looks[kind]["facecolor"])
+                    style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
+                    axes.text(middle, row, str(words[0]), **style)
         axes.set_yticks(range(len(lanes)), list(lanes))
-        axes.set(xlim=(0, end), ylim=(len(lanes) - 0.5, -0.5))
+        axes.set(xlim=(first, last), ylim=(len(lanes) - 0.5, -0.5))
         axes.grid(visible=False, axis="y")
-        drawn = {box[2] for box in boxes}
-        named = [kind for kind in kinds if kind in drawn and kind and not kind.startswith("_")]
-        _add_legend(axes, legend, [Patch(label=kind, **looks[kind]) for kind in named])
+        _add_legend(axes, legend)
 
 
 def roofline(
@@ -376,6 +387,11 @@ def _add_legend(axes: Axes, place: str, handles: Sequence[Patch] | None = None) 
         "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": len(found)},
     }
     axes.legend(handles=found, fontsize=9, **places.get(place, {"loc": place}))
+
+
+def _rotation(names: Sequence[Any]) -> int:
+    """The angle of names below an axis: upwards if together they are too long for a line."""
+    return 90 if sum(len(str(name)) + 2 for name in names) > 90 else 0
 
 
 def _plain_log_ticks(axis: Axis) -> None:

@@ -119,6 +119,8 @@ def alt_text(figure: Figure) -> str:
     for axes in _data_axes(figure):
         title = axes.get_title(loc="left") or axes.get_title()
         series = [label for label in axes.get_legend_handles_labels()[1] if label]
+        if not series and axes.get_legend():
+            series = [text.get_text() for text in axes.get_legend().get_texts()]
         sentence = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
         sentence = f"{title}: {sentence}" if title else sentence
         sentences.append(sentence + (f", for {', '.join(series)}." if series else "."))
