@@ -40,7 +40,7 @@ SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#
 # Frames of more boxes than this in a lane would hide the boxes.
 MOST_FRAMES = 200
 # The width of a letter in a box, in inches.
-LETTER = 0.08
+LETTER = 0.07
 
 Size = tuple[float, float]
 Styles = Mapping[str, Mapping[str, Any]]
@@ -89,7 +89,7 @@ def lines(
         for axis in log:
             _plain_log_ticks(getattr(axes, f"{axis}axis"))
         if len(xticks):
-            axes.set_xticks(xticks, [f"{x:,g}" for x in xticks])
+            axes.set_xticks(xticks, [f"{x:,.10g}" for x in xticks])
             axes.xaxis.set_minor_locator(NullLocator())
         _add_legend(axes, legend)
 
@@ -384,7 +384,7 @@ def _add_legend(axes: Axes, place: str, handles: Sequence[Patch] | None = None) 
         return
     places: dict[str, dict] = {
         "right": {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
-        "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": len(found)},
+        "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": min(len(found), 5)},
     }
     axes.legend(handles=found, fontsize=9, **places.get(place, {"loc": place}))
 

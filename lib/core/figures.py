@@ -121,9 +121,10 @@ def alt_text(figure: Figure) -> str:
         series = [label for label in axes.get_legend_handles_labels()[1] if label]
         if not series and axes.get_legend():
             series = [text.get_text() for text in axes.get_legend().get_texts()]
-        sentence = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
-        sentence = f"{title}: {sentence}" if title else sentence
-        sentences.append(sentence + (f", for {', '.join(series)}." if series else "."))
+        words = [" against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))]
+        words.append(f"for {', '.join(series)}" if series else "")
+        sentence = ", ".join(filter(None, words))
+        sentences.append(": ".join(filter(None, (title, sentence))) + ".")
     return " ".join(sentences).replace("\n", ", ")
 
 

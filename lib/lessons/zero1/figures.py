@@ -100,13 +100,13 @@ def show_flat(sizes: Sequence[int], boundaries: Sequence[tuple[int, int]], *, ti
     parameters = [(*span, ("_even", "_odd")[i % 2]) for i, span in enumerate(spans)]
     parameters.append((starts[-1], boundaries[-1][1] / 1e6, "_padding"))
     slices = [
-        (start / 1e6, stop / 1e6, f"_{rank}", f"rank {rank}: {start:,} to {stop:,}")
+        (start / 1e6, stop / 1e6, f"_{rank}", f"{rank}: {start:,} to {stop:,}")
         for rank, (start, stop) in enumerate(boundaries)
     ]
     colors = {"_even": BLUE, "_odd": SKY, "_padding": GRAY}
     colors |= {f"_{rank}": COLORS[1 + rank % 5] for rank in range(len(boundaries))}
     gantt(
-        {"parameters": parameters, "slices": slices},
+        {"parameters": parameters, "slices of ranks": slices},
         title=title,
         xlabel="offset in the buffer (millions of elements)",
         ylabel="buffer",
@@ -144,6 +144,6 @@ def show_contexts(curves: Mapping[str, Mapping[int, float]], *, title: str) -> N
             if min(reached) < size < max(reached)
         },
         styles=styles,
-        legend="upper left",
+        legend="below",
         size=(10, 4.4),
     )
