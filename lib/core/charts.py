@@ -306,11 +306,12 @@ def gantt(
                 axes.broken_barh(found, (row - 0.4, 0.8), label=label, **frame | looks[kind])
                 explained.add(kind)
             for start, end, kind, *words in shown:
-                middle, width = (max(start, first) + min(end, last)) / 2, end - start
-                if words and width * inches > LETTER * len(str(words[0])) * (last - first):
+                left, right = max(start, first), min(end, last)
+                text = str(*words)
+                if text and (right - left) * inches > LETTER * len(text) * (last - first):
                     ink = ink_on(looks[kind]["facecolor"])
                     style = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
-                    axes.text(middle, row, str(words[0]), **style)
+                    axes.text((left + right) / 2, row, text, **style)
         axes.set_yticks(range(len(lanes)), list(lanes))
         axes.set(xlim=(first, last), ylim=(len(lanes) - 0.5, -0.5))
         axes.grid(visible=False, axis="y")
@@ -384,7 +385,11 @@ def _add_legend(axes: Axes, place: str, handles: Sequence[Patch] | None = None) 
         return
     places: dict[str, dict] = {
         "right": {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
-        "below": {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": min(len(found), 5)},
+        "below": {
+            "loc": "upper center",
+            "bbox_to_anchor": (0.5, -0.2),
+            "ncols": min(len(found), 5),
+        },
     }
     axes.legend(handles=found, fontsize=9, **places.get(place, {"loc": place}))
 

@@ -15,7 +15,10 @@ matplotlib.use("Agg")
 
 LABELS = {"title": "Speed", "xlabel": "tokens", "ylabel": "time (ms)"}
 LINES = {"ours": {1: 3.0, 4: 6.0}, "theirs": {1: 2.0, 4: 9.0}}
-LANES = {"host": [(0, 4, "launch", "7"), (4, 5, "wait", "long words")], "GPU": [(1, 9, "work")]}
+LANES = {
+    "host": [(0, 4, "launch", "7"), (4, 5, "wait", "words too long for it")],
+    "GPU": [(1, 9, "work")],
+}
 POINTS = {"a": (1, 1e11), "b": (99, 1e12)}
 # chart -> words of its legend
 CHARTS = {
