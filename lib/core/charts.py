@@ -383,15 +383,12 @@ def _add_legend(axes: Axes, place: str, handles: Sequence[Patch] | None = None) 
     found = axes.get_legend_handles_labels()[0] if handles is None else handles
     if len(found) < 2 or place == "none":
         return
-    places: dict[str, dict] = {
-        "right": {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
-        "below": {
-            "loc": "upper center",
-            "bbox_to_anchor": (0.5, -0.2),
-            "ncols": min(len(found), 5),
-        },
-    }
-    axes.legend(handles=found, fontsize=9, **places.get(place, {"loc": place}))
+    if place == "below":
+        how = {"loc": "outside lower center", "ncols": min(len(found), 6), "fontsize": 9}
+        axes.figure.legend(handles=found, **how)
+        return
+    where = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if place == "right" else {}
+    axes.legend(handles=found, fontsize=9, **{"loc": place} | where)
 
 
 def _rotation(names: Sequence[Any]) -> int:
@@ -400,10 +397,10 @@ def _rotation(names: Sequence[Any]) -> int:
 
 
 def _plain_log_ticks(axis: Axis) -> None:
-    """Label a logarithmic axis 1, 2, 5, 10 in plain digits, unless it spans many powers of ten."""
+    """Label a logarithmic axis 1, 2, 5, 10 or 1, 10, 100 in plain digits, unless it is too long."""
     low, high = axis.get_view_interval()
     if high / low < 3e3:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
         axis.set_major_formatter("{x:,g}")
         axis.set_minor_locator(NullLocator())
 

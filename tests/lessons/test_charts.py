@@ -203,7 +203,7 @@ def test_a_partition_says_the_largest_load_and_a_buffer_shows_its_padding(drawn)
 @pytest.mark.parametrize(("longest", "count"), [(1, 1), (17, 2), (100, 4), (500, 4)])
 def test_kinds_of_memory_add_up_beside_the_cards_they_need(longest, count, axes):
     weights, rest = longest * 1e9 / 4, longest * 3e9 / 4
-    zero1.draw_kinds(axes, {"a": {"weights": weights, "gradients": rest}}, {"a": 2e9}, title="")
+    zero1.draw_kinds(axes, {"a": {"weights": weights, "gradients": rest}}, {"a": 2e9})
     assert [bar.get_width() for bar in axes.patches] == pytest.approx(
         [longest / 4, longest * 3 / 4]
     )

@@ -37,7 +37,9 @@ def ring_stepper(values: np.ndarray) -> VBox:
         count = f"{step} of {len(steps) - 1}: {found.phase}. " if step else ""
         title = f"{count}{words[found.phase]}; whole: {whole} of {ranks**2}"
         axes = figure.subplots()
-        draw_ring_step(axes, found, title=title)
+        # longer than the axes are wide
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        draw_ring_step(axes, found, title="")
         explain_chunks(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
         # from each rank that sends to the next; from the last to the first around the right
         for rank, chunk in enumerate(found.sent):

@@ -164,7 +164,9 @@ def show_peers(speeds: Mapping[str, Mapping[str, Mapping[int, float]]], *, title
             xticks=sorted({tokens for found in kernels.values() for tokens in found}),
             ylim=(0, None),
             styles={"ours": {"linewidth": 2.6}},
-            legend="lower right" if axes is panels[0, 0] else "none",
+            legend="none",
         )
         axes.label_outer()
+    names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=3, fontsize=9)
     plt.show()

@@ -49,10 +49,11 @@ def show_samples(times_ms: Sequence[float], *, title: str, measurement: Measurem
 
 def show_loop(trainer: ToyTrainer, *, title: str) -> None:
     """Show what host and device of a toy training loop did."""
+    colors = {"load": GRAY, "launch": INK, "wait": VERMILLION, "step": BLUE}
     lanes: dict[str, list[tuple]] = {"host": [], "GPU": []}
     for kind, start, end in trainer.spans:
-        lanes["GPU" if kind == "step" else "host"].append((start, end, kind))
-    colors = {"load": GRAY, "launch": INK, "wait": VERMILLION, "step": BLUE}
+        if kind in colors:
+            lanes["GPU" if kind == "step" else "host"].append((start, end, kind))
     styles = {kind: {"color": color} for kind, color in colors.items()}
     gantt(lanes, title=title, xlabel="time (ms)", styles=styles, size=(9, 1.8))
 

@@ -140,7 +140,8 @@ def draw_setting(figure: Figure, case: Case) -> None:
     words += f", {case.sequences} × {case.context:,} tokens"
     words += ", checkpoints" * (case.checkpointing == "on")
     title = f"{words}, {case.precision},\n{case.stage}: {verdict(memory)}"
-    draw_kinds(figure.subplots(), bars, peaks, title=title)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    draw_kinds(figure.subplots(), bars, peaks)
 
 
 def own_config(d_model: int, num_layers: int) -> ModelConfig:
@@ -173,7 +174,7 @@ def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
         "own_layers": range(4, 97, 4),
     }
     first = dict(zip(controls, start)) | {"own_width": 4096, "own_layers": 32}
-    show = picture(draw, width=9.0, height=3.4)
+    show = picture(draw, width=9.0, height=3.8)
     return explorer(show, start=first, **controls)
 
 

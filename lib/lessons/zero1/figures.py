@@ -28,8 +28,6 @@ def draw_kinds(
     axes: Axes,
     memories: Mapping[str, Mapping[str, float]],
     peaks: Mapping[str, float],
-    *,
-    title: str,
 ) -> None:
     """Draw a stacked bar of bytes by kind for each name, its peak, and the cards around it.
 
@@ -44,8 +42,8 @@ def draw_kinds(
     bars(
         gigabytes,
         axes=axes,
-        title=title,
-        xlabel="bytes of a rank (GB), with their sum",
+        title="",
+        xlabel="bytes of a rank (GB), with their sum; black: the peak",
         ylabel="sharding",
         stacked=True,
         texts="{:.3g}",
@@ -61,7 +59,7 @@ def draw_kinds(
     for size in shown:
         axes.axvline(size, color=INK, linewidth=1.4, linestyle="--", marker="")
         where = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": 9}
-        axes.text(size, 0.5, f"{size} GB, {CARDS[size]} ", ha="right", va="center", **where)
+        axes.text(size, 1.02, f"{size} GB, {CARDS[size]}", ha="center", va="bottom", **where)
 
 
 def show_partitions(sizes: Sequence[int], owners: Mapping[str, Sequence[int]], ranks: int) -> None:
