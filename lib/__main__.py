@@ -489,7 +489,7 @@ COMMANDS: dict[str, Command] = {
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
         NoConfig,
-        "lib.tools.benchmarks.headline:fill_readme",
+        "lib.tools.benchmarks.headline:fill_pages",
         unpacks=True,
     ),
     "profile": Command(
