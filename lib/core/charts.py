@@ -43,7 +43,7 @@ MOST_FRAMES = 200
 LETTER = 0.07
 
 Size = tuple[float, float]
-Styles = Mapping[str, Mapping[str, Any]]
+Styles = Mapping[Any, Mapping[str, Any]]
 
 
 def lines(
@@ -95,7 +95,7 @@ def lines(
 
 
 def bars(
-    values: Mapping[str, Any],
+    values: Mapping[Any, Any],
     *,
     title: str,
     xlabel: str,

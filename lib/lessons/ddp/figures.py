@@ -149,7 +149,7 @@ def show_scaling(
     style = {"color": INK, "linestyle": "", "zorder": 5}
     styles = {name: {**style, "marker": m} for name, m in zip(measured, MARKERS)}
     styles |= {name: {"marker": ""} for name in series}
-    labels = {"ylabel": "scaling efficiency (%)", "ylim": (0, 105), "log": "x"}
+    labels: dict = {"ylabel": "scaling efficiency (%)", "ylim": (0, 105), "log": "x"}
     title = f"{model}, {tokens:,} tokens a rank, {network}"
     ticks = [2**power for power in range(7)]
     series |= measured

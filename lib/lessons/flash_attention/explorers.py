@@ -98,7 +98,7 @@ def draw_softmax_step(
             panels[0].axhline(step.before, color=INK, linewidth=1.2, linestyle=":", marker="")
     heights = np.exp(np.where(when < 2, scores, -np.inf) - (step.maximum if number else 0))
     title = f"exp(score - m), l = {step.total:.2f}"
-    labels = {"xlabel": "key", "ylabel": "exp(score - m)"}
+    labels: dict = {"xlabel": "key", "ylabel": "exp(score - m)"}
     bars(dict(enumerate(heights)), axes=panels[1], title=title, **labels, **how)
     panels[1].set_ylim(0, 1.1)
     rows = zip(step.out, step.out / max(step.total, 1), end.out / end.total)

@@ -113,8 +113,8 @@ def attention_patterns(model: TransformerLM, token_ids: Sequence[int]) -> np.nda
 
 def draw_pattern(figure: Figure, weights: np.ndarray, tokens: Sequence[str], title: str) -> None:
     """Draw attention weights, (queries, keys), as a grid: a row shows where a token looks."""
-    labels = {"xlabel": "key: what is looked at", "ylabel": "query: who looks"}
-    cells = {"rows": tokens, "columns": tokens, "norm": Normalize(0, 1)}
+    labels: dict = {"xlabel": "key: what is looked at", "ylabel": "query: who looks"}
+    cells: dict = {"rows": tokens, "columns": tokens, "norm": Normalize(0, 1)}
     heat(weights, axes=figure.subplots(), title=title, **labels, **cells)
 
 

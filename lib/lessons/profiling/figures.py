@@ -88,5 +88,5 @@ def show_traces(traces: Mapping[str, Sequence[Kernel]], *, named: int = 4) -> No
         ]
         styles = {label: {"color": c} for label, c in zip(labels.values(), TRACE_COLORS)}
         styles["_rest"] = {"color": GRAY}
-        how = {"xlabel": "time (µs)", "styles": styles, "size": (9, 1.7)}
+        how: dict = {"xlabel": "time (µs)", "styles": styles, "size": (9, 1.7)}
         gantt({"GPU": boxes}, title=f"Trace {title}", **how)
