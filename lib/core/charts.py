@@ -130,7 +130,6 @@ def bars(
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     looks = {part: {"color": COLORS[i * has_parts % len(COLORS)]} for i, part in enumerate(parts)}
     looks = {part: look | dict((styles or {}).get(part, {})) for part, look in looks.items()}
-    # where a part is beside the middle of its row
     beside = len(parts) if has_parts and not stacked else 1
     thick = 0.8 / beside
     offsets = {p: (i % beside - (beside - 1) / 2) * thick for i, p in enumerate(parts)}
@@ -139,30 +138,26 @@ def bars(
         draw, start, along = (axes.bar, "bottom", "y") if upright else (axes.barh, "left", "x")
         if log:
             axes.set(**{f"{along}scale": "log"})
-        explained: set[str] = set()
-        for row, (name, numbers) in enumerate(rows.items()):
-            total, reached = 0.0, 0.0
-            for part, value in numbers.items():
-                half = (errors or {}).get(part)
+        totals = dict.fromkeys(rows, 0.0)
+        for part in parts:
+            drawn, half = [], (errors or {}).get(part)
+            for row, (name, found) in enumerate(rows.items()):
+                value, place = found.get(part), row + offsets[part]
+                words = value if isinstance(value, str) else ""
                 if _is_number(value):
-                    place = {start: total, f"{along}err": half, "ecolor": INK}
-                    label = part if has_parts and part not in explained else None
-                    draw(row + offsets[part], value, thick, label=label, **place, **looks[part])
-                    explained.add(part)
-                    total, reached = (total + value if stacked else 0.0), value + (half or 0)
+                    drawn.append((place, value, totals[name]))
+                    totals[name] += value * stacked
                     words = texts.format(value) if isinstance(texts, str) else texts.get(name, "")
-                else:
-                    reached, words = total, value if isinstance(value, str) else ""
                 if not stacked:
-                    _write_at_end(axes, row + offsets[part], reached, words, upright)
-            if stacked and isinstance(texts, str):
+                    end = value + (half or 0) if _is_number(value) else 0
+                    _write_at_end(axes, place, end, words, upright)
+            places, numbers, starts = zip(*drawn) if drawn else ((), (), ())
+            how = {start: starts, f"{along}err": half if drawn else None, "ecolor": INK}
+            draw(places, numbers, thick, label=part if has_parts else None, **how, **looks[part])
+        if stacked and isinstance(texts, str):
+            for row, total in enumerate(totals.values()):
                 _write_at_end(axes, row, total, texts.format(total), upright)
-        _label_bars(
-            axes,
-            list(rows) if names is None else names,
-            upright=upright,
-            room=0.16 if texts else 0.05,
-        )
+        _label_bars(axes, names or list(rows), upright=upright, room=0.16 if texts else 0.05)
         _add_legend(axes, legend)
 
 
@@ -240,22 +235,29 @@ def heat(
         for row, column in np.argwhere(framed) if framed is not None else ():
             box = {"facecolor": "none", "edgecolor": INK, "linewidth": 2.2, "zorder": 3}
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **box))
-        axes.set(xlim=(-0.6, width - 0.4), ylim=(height - 0.4, -0.6))
+        _name_cells(axes, cells.shape, rows, columns)
         axes.set_aspect("equal" if square else "auto")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        if columns is not None:
-            axes.set_xticks(range(width), columns, rotation=_rotation(columns))
-        if rows is not None:
-            axes.set_yticks(range(height), rows)
-        axes.tick_params(length=0)
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
         if scale:
             bar = axes.figure.colorbar(mesh, ax=axes, shrink=0.6, label=scale)
             bar.outline.set_visible(False)
         named = [Patch(fc=color, ec=GRID, label=kind) for kind, color in (kinds or {}).items()]
         _add_legend(axes, legend, named)
+
+
+def _name_cells(
+    axes: Axes, shape: tuple[int, int], rows: Sequence | None, columns: Sequence | None
+) -> None:
+    """Name rows and columns, from the first row above; by their index where there are no names."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if rows is not None:
+        axes.set_yticks(range(shape[0]), rows)
+    if columns is not None:
+        axes.set_xticks(range(shape[1]), columns, rotation=_rotation(columns))
+    axes.set(xlim=(-0.6, shape[1] - 0.4), ylim=(shape[0] - 0.4, -0.6))
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
 
 
 def _write_cells(axes: Axes, cells: np.ndarray, colors: np.ndarray, texts: str | Any) -> None:

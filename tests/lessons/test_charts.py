@@ -223,7 +223,7 @@ def test_variants_whose_sign_depends_on_the_seed_have_another_color(drawn):
 def test_bars_of_a_step_say_where_memory_ran_out(drawn):
     profiling_steps.show_estimates(STEPS)
     found = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
-    assert found == [["1", "2", "1", "oom"], ["30", "40", "30", "oom"]]
+    assert found == [["1", "1", "2", "oom"], ["30", "30", "40", "oom"]]
 
 
 def test_the_longest_kernels_are_named(drawn):
