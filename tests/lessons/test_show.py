@@ -1,6 +1,5 @@
 """Notebook outputs: boxes, the merge slider with its still form, excerpts, progress."""
 
-import base64
 import html
 import re
 from itertools import pairwise
@@ -15,7 +14,6 @@ from lib.lessons.show import (
     merge_steps,
     show_encoding,
     show_source,
-    show_svg,
     visible,
 )
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
@@ -139,16 +137,3 @@ def test_a_wrapped_text_is_the_same_text_in_html_and_in_print():
     shown = WrappedText(text)
     assert repr(shown) == text
     assert f">{html.escape(text)}</div>" in shown._repr_html_()
-
-
-def test_a_drawing_is_an_image_with_words():
-    svg = (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9" aria-label="x &lt; &quot;y&quot;'
-        ' é" style="width:9px"><text>é</text></svg>'
-    )
-    shown = show_svg(svg).data
-    # JupyterLab keeps the texts of tags that it takes out of a notebook it does not trust
-    assert re.sub("<[^>]*>", "", shown) == ""
-    assert html.unescape(re.search('alt="([^"]*)"', shown)[1]) == 'x < "y" é'
-    assert 'style="width:9px"' in shown
-    assert base64.b64decode(re.search('base64,([^"]*)', shown)[1]).decode() == svg
