@@ -377,11 +377,6 @@ def test_wrong_content_is_rejected_and_deleted(server, remote, tmp_path):
     fetch(remote, tmp_path)
 
 
-def test_a_wrong_file_is_replaced(remote, tmp_path):
-    (tmp_path / "stories.txt").write_text("something else")
-    fetch(remote, tmp_path)
-
-
 @pytest.mark.parametrize("where", ["http://127.0.0.1:9/stories.txt", "missing"])
 def test_an_offline_error_says_what_to_put_where(server, remote, tmp_path, where):
     url = server.url.replace("stories", "missing") if where == "missing" else where

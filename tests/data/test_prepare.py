@@ -116,14 +116,6 @@ def test_arrays_of_other_sizes_and_texts_are_kept(config, tmp_path):
         (tmp_path / "book.txt").write_text(f"A third story.\n{SEPARATOR}\n" * 100)
 
 
-def test_arrays_of_unknown_origin_are_kept(config, tmp_path):
-    folder = tmp_path / "data/book-300"
-    folder.mkdir(parents=True)
-    (folder / "train.npy").write_bytes(b"mine")
-    tokenize(config, output=None)
-    assert (tmp_path / "data/book-300-earlier/train.npy").read_bytes() == b"mine"
-
-
 def test_a_tokenizer_without_the_token_between_documents_is_refused(config, tmp_path):
     with pytest.raises(ValueError, match=r"special_tokens must be a list with '<\|endoftext\|>'"):
         tokenize(config, special_tokens=("<|end|>",))

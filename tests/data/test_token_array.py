@@ -330,6 +330,11 @@ def test_an_array_of_another_tokenizer_is_rejected(array_path):
         load_token_array(array_path, tokenizer=other)
 
 
+def test_output_that_does_not_end_in_npy_is_rejected(text_path, tmp_path):
+    with pytest.raises(ValueError, match=r"output_path must end in \.npy, got .*out\.bin"):
+        tokenize_file(make_tokenizer(), text_path, tmp_path / "out.bin")
+
+
 @pytest.mark.parametrize("change", [lambda b: b[:-2], lambda b: b + b"12", lambda b: b[:50]])
 def test_an_array_of_another_length_is_rejected(array_path, change):
     array_path.write_bytes(change(array_path.read_bytes()))

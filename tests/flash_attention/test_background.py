@@ -26,13 +26,6 @@ def test_what_many_callers_ask_for_is_computed_once():
     assert calls == [3]
 
 
-def test_another_result_is_computed_at_the_same_time():
-    both = threading.Barrier(2, timeout=10)
-    once = Once(lambda x: both.wait() and x)
-    once.start(1)
-    once(2)
-
-
 def test_an_error_reaches_the_caller_and_is_not_kept():
     results = [ValueError("no compiler"), "code"]
 

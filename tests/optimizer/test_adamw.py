@@ -183,33 +183,6 @@ def test_the_state_of_something_else_is_refused_and_changes_nothing(saved, compl
     assert optimizer.state_dict() == before
 
 
-def test_one_tensor_for_two_groups_takes_no_two_learning_rates():
-    params = make_params()
-    two = [{"params": params[:1]}, {"params": params[1:]}]
-    optimizer = AdamW([dict(group) for group in two], lr=torch.tensor(0.5))
-    saved = AdamW([group | {"lr": lr} for group, lr in zip(two, (0.25, 0.125))]).state_dict()
-    with pytest.raises(ValueError, match=r"one tensor for 0\.25 and 0\.125"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    saved["param_groups"][1]["lr"] = 0.25
-    optimizer.load_state_dict(saved)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
-@ON_IMPLEMENTATIONS
-def test_a_parameter_made_float32_after_a_step_goes_on_from_its_own_value(implementation):
-    narrow, wide = Parameter(torch.ones(2, dtype=torch.bfloat16)), Parameter(torch.ones(2))
-    optimizer = AdamW([wide, narrow], lr=0.25, implementation=implementation)
-    for param in (wide, narrow):
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    with torch.no_grad():
-        narrow.data = wide.clone()
-    narrow.grad = torch.ones(2)
-    optimizer.step()
-    assert narrow.equal(wide)
-
-
 def test_loading_keeps_the_learning_rate_a_tensor_and_the_same_one():
     lr = torch.tensor(0.5)
     by_tensor, by_number = AdamW(make_params(), lr=lr), AdamW(make_params(), lr=0.25)
@@ -272,11 +245,8 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned():
     [
         ({"lr": -1.0}, "lr must be at least 0, or a 0-dim tensor, got -1.0"),
         ({"lr": math.nan}, "lr must be"),
-        ({"lr": torch.ones(2)}, "lr must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),
-        ({"betas": (-0.1, 0.9)}, "betas must be"),
         ({"betas": (0.9,)}, "betas must be"),
-        ({"betas": 0.9}, "betas must be"),
         ({"betas": (torch.tensor(0.9), 0.99)}, "betas must be"),
         ({"lr": "0.1"}, "lr must be at least 0, or a 0-dim tensor, got '0.1'"),
         ({"eps": -1e-8}, "eps must be"),

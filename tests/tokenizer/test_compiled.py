@@ -1,7 +1,6 @@
 """The compiled implementation: kernels against plain Python, full tables, threads, its cache."""
 
 import copy
-import gc
 import os
 import pickle
 import random
@@ -186,15 +185,6 @@ def test_arrays_that_grow_do_not_change_the_merges(alphabet):
     assert [(vocab[left], vocab[right]) for left, right in rows] == merges
 
 
-@pytest.mark.slow
-def test_counts_beyond_32_bits():
-    """Slow, since all kernels are compiled again for cells of 64 bits."""
-    words = counted("ab ab cd")
-    expected = learn_merges(new_learner(words, 3))
-    words.counts[: words.num_words] *= 1 << 40
-    assert learn_merges(new_learner(words, 3)) == expected
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("fast") / "text.txt"
@@ -269,18 +259,6 @@ def test_a_copy_of_a_tokenizer_that_was_used_encodes(trained):
     expected = tokenizer.encode(trained[0])
     for made in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
         assert made.encode(trained[0]) == expected
-
-
-def test_arrays_live_as_long_as_a_thread_may_read_them(trained):
-    """Two threads that begin at once may each make a table of characters; one is cached."""
-    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    expected = tokenizer.encode(trained[0])
-    (work,) = tokenizer._compiled.idle
-    kept = {array.ctypes.data for array in work.arrays}
-    assert set(work.with_special[:10:2].tolist()) == kept
-    class_table.cache_clear()
-    gc.collect()
-    assert tokenizer.encode(trained[0]) == expected
 
 
 def test_threads_share_an_encoder(trained):

@@ -214,6 +214,13 @@ def test_ids_that_a_file_cannot_tell_apart_are_rejected(tokenizer, path):
         twice.save(path)
 
 
+def test_ids_out_of_order_are_rejected_for_tiktoken(plain):
+    swapped = {256: plain.vocab[257], 257: plain.vocab[256]}
+    parts = plain.parts._replace(vocab=plain.vocab | swapped)
+    with pytest.raises(ValueError, match="in the order of their merges"):
+        files.to_tiktoken(parts)
+
+
 def test_the_fingerprint_changes_with_anything_that_determines_ids(tokenizer):
     vocab, merges, special_tokens, _ = tokenizer.parts
     prints = {

@@ -105,25 +105,10 @@ def test_what_is_compiled_stays_until_source_options_or_compiler_change(compiled
     assert build.build("forward", {"DIM": 64}, "sm_75") == b"code 6"
 
 
-def test_a_t4_has_tiles_of_its_own():
-    assert launch.pick_tiles("forward", 64, "compute_75") == launch.TILES["forward", 64]
-    for architecture in ("sm_80", "sm_90", "sm_120", "compute_90"):
-        tiles = launch.pick_tiles("forward", 64, architecture)
-        assert tiles == launch.AMPERE_TILES["forward", 64]
-        assert tiles.is_async
-
-
 def test_bfloat16_for_a_t4_is_refused_before_anything_is_compiled(compiled):
     with pytest.raises(ValueError, match=r"float16 for code of compute_75 .*bfloat16"):
         launch._function("forward", 0, True, 64, "compute_75")
     assert not compiled
-
-
-def test_without_a_folder_to_write_to_kernels_are_compiled_again(compiled, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert build.build("forward", {}, "sm_75") == b"code 1"
-    assert build.build("forward", {}, "sm_75") == b"code 2"
 
 
 @pytest.mark.parametrize("content", [b"", b"code 1", b"x" * 100])
