@@ -1,6 +1,5 @@
 """Notebook outputs: boxes, the merge slider with its still form, excerpts, progress."""
 
-import base64
 import html
 import re
 from itertools import pairwise
@@ -19,7 +18,6 @@ from lib.lessons.show import (
     show_encoding,
     show_growing,
     show_source,
-    show_svg,
     show_tokens,
     visible,
 )
@@ -174,16 +172,3 @@ def test_a_growing_text_is_shown_with_each_piece(monkeypatch):
     for piece in (" upon", " a"):
         add(0, piece)
     assert shown == ["Once", "Once upon", "Once upon a"]
-
-
-def test_a_drawing_is_an_image_with_words():
-    svg = (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9" aria-label="x &lt; &quot;y&quot;'
-        ' é" style="width:9px"><text>é</text></svg>'
-    )
-    shown = show_svg(svg).data
-    # JupyterLab keeps the texts of tags that it takes out of a notebook it does not trust
-    assert re.sub("<[^>]*>", "", shown) == ""
-    assert html.unescape(re.search('alt="([^"]*)"', shown)[1]) == 'x < "y" é'
-    assert 'style="width:9px"' in shown
-    assert base64.b64decode(re.search('base64,([^"]*)', shown)[1]).decode() == svg

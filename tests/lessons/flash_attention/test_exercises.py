@@ -383,7 +383,7 @@ def test_gradcheck_refuses_wrong_gradients_in_float32_too(number):
 
 
 def test_the_schedule_is_asked_for_before_the_pictures_that_show_one():
-    assert cell_with("check_schedule(") < cell_with("timeline_slider()")
+    assert cell_with("check_schedule(") < cell_with("timeline.recorded_timelines()")
 
 
 def kernel_in_a_file(folder: Path, name: str, old: str, new: str):
