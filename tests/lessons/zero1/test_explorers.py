@@ -1,6 +1,5 @@
 """The memory of a rank in notebook 08, its sliders, and the settings that were measured."""
 
-import dataclasses
 from functools import partial
 
 import pytest
@@ -10,7 +9,6 @@ from lib.lessons.zero1.explorers import (
     OWN,
     PRECISIONS,
     STAGES,
-    gpu_settings,
     memory_explorer,
     memory_kinds,
     own_config,
@@ -21,7 +19,6 @@ from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
 from lib.profiling.memory_formula import RankMemory, rank_memory
-from lib.tools.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 from tests.lessons.drawing_time import charts_per_move
 from tests.lessons.stored import stored_outputs
 
@@ -136,30 +133,3 @@ def test_without_sliders_the_chosen_setting_is_shown():
     text = picture.data["text/plain"]
     assert "xl, 2 billion weights, 8 ranks" in text
     assert "Adam's moments" in text
-
-
-def record(backend, date, **changed):
-    """One as `python -m lib benchmark sharding` writes it, of its settings only."""
-    shape = dataclasses.asdict(SMALL)
-    names = ("dtype", "tf32", "compile", "cuda_graph", "low_precision_weights")
-    config = {name: getattr(ShardingConfig(), name) for name in names} | shape
-    config["bucket_size_mb"] = 25.0
-    config |= {"model": "small", "kernel": "sdpa", "method": "zero1", "ranks": 2}
-    config |= {"backend": backend, "tr_batch_size": 2, "steps_per_epoch": 3, **changed}
-    config |= {"wrapper": SHARDING_METHODS[config["method"]]["ddp_wrapper"]}
-    about = {"device": "GPU A", "cpu": "C", "cores": 2, "seed": 0, "commit": "", "date": date}
-    return {"config": config, "figures": {"status": "ok"}, "versions": {"torch": "2"}, **about}
-
-
-def test_settings_are_of_gpus_and_the_newest_record_of_each_counts():
-    records = [record("nccl", "2026-01-01"), record("gloo", "2026-01-02")]
-    records += [record("nccl", "2026-01-03"), record("nccl", "2026-01-04", method="flashddp")]
-    (setting,) = gpu_settings(records)
-    assert [(row["method"], row["date"]) for row in setting.rows] == [
-        ("flashddp", "2026-01-04"),
-        ("zero1", "2026-01-03"),
-    ]
-
-
-def test_no_records_are_no_settings():
-    assert gpu_settings([]) == []
