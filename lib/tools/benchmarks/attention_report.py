@@ -273,8 +273,9 @@ class AttentionReport(Report):
 
 def sweep(frame: pd.DataFrame) -> pd.DataFrame:
     """The supported square cases of the sweep, for charts."""
-    frame = pd.DataFrame(supported_rows(main_rows(to_rows(frame))))
-    return frame[frame["queries"] == frame["keys"]] if len(frame) else frame
+    rows = supported_rows(main_rows(to_rows(frame)))
+    rows = [row for row in rows if row["queries"] == row["keys"]]
+    return pd.DataFrame(rows, columns=frame.columns)
 
 
 def forward(frame: pd.DataFrame) -> pd.DataFrame:

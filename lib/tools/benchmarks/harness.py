@@ -200,7 +200,7 @@ def run_sweep(
         return json.loads(json.dumps(made | {"code": code, "threads": torch.get_num_threads()}))
 
     here = record_of({})
-    groups = list(groups)
+    groups = [list(group) for group in groups]
     with lock_file(path):
         # keep the records of this machine and this code
         records = read_records(path)
@@ -208,13 +208,17 @@ def run_sweep(
         same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
         found = {_key(record["config"]): record for record in same}
 
-        left = []
+        left: list[list[Case]] = []
+        wanted: set[str] = set()
         for group in groups:
-            known = {_key(vars(case)): case for case in group}
-            failed = [key for key in known if key in found and has_failed(found[key])]
-            if not known.keys() <= found.keys():
-                left.append([case for key, case in known.items() if key not in failed])
-        total = sum(map(len, groups))
+            # a case that is asked for twice is measured once
+            cases = {_key(vars(case)): case for case in group}
+            cases = {key: case for key, case in cases.items() if key not in wanted}
+            wanted |= cases.keys()
+            failed = [key for key in cases if key in found and has_failed(found[key])]
+            if not cases.keys() <= found.keys():
+                left.append([case for key, case in cases.items() if key not in failed])
+        total = len(wanted)
         log.info("%d of %d rows to measure, into %s", sum(map(len, left)), total, path)
         done = total - sum(map(len, left))
         texts = iter(differences([vars(case) for group in left for case in group]))
@@ -230,7 +234,8 @@ def run_sweep(
                     bar.update()
                     if line:
                         bar.write(": ".join(filter(None, (name, line(record)))))
-    return [found[_key(vars(case))] for group in groups for case in group]
+    keys = dict.fromkeys(_key(vars(case)) for group in groups for case in group)
+    return [found[key] for key in keys]
 
 
 def has_failed(record: Record) -> bool:

@@ -111,8 +111,8 @@ def provenance_of(record: Record) -> dict[str, Any]:
     """Where and when a record was made, as fields of a row."""
     found = {key: record.get(key) for key in PROVENANCE}
     found["torch"] = record.get("versions", {}).get("torch")
-    words = [f"{record['date']:.10}", *[record["commit"][:7]] * bool(record.get("commit"))]
-    return found | {"recorded": ", ".join(words)}
+    words = (f"{record['date']:.10}", f"{record.get('commit') or '':.7}")
+    return found | {"recorded": ", ".join(filter(None, words))}
 
 
 def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -235,10 +235,7 @@ class Chart:
 
 
 def settings_of(frame: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The rows of each combination of the values `by`, in order, and those that vary in words.
-
-    Yes and no are the setting's name or nothing.
-    """
+    """The rows of each combination of the values `by`, in order, and those that vary in words."""
     if not len(by):
         if len(frame):
             yield "", frame
@@ -252,10 +249,13 @@ def settings_of(frame: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[str, p
 
 
 def _setting(name: str, value: Any) -> str:
-    if value is None or value is False:
-        return ""
+    """A setting in words: the value of texts, `no NAME`, or name and number."""
     name = name.replace("_", " ")
-    return name if value is True else str(value) if isinstance(value, str) else f"{name} {value:,}"
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{name} {value:,}"
 
 
 def newest_frame(records: Sequence[Record]) -> pd.DataFrame:
