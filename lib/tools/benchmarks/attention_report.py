@@ -137,7 +137,7 @@ def direction_tables(rows: pd.DataFrame) -> list[str | Table]:
     # times of the fastest peers over ours
     times = pivot(supported.assign(ms=supported["median_ms"].where(is_ok)), "ms").astype(float)
     ours = times[[kernel for kernel in OURS if kernel in times]].bfill(axis=1)
-    peers = {"Flex": "^flex_", "best SDPA": "^sdpa", "FA4": "^fa4"}
+    peers = {"Flex": "^flex_", "best SDPA": "^sdpa", "FA4": "^fa4", "naive": "^vectorized_torch$"}
     ratios = {
         f"ours / {name}": times.filter(regex=regex).min(axis=1) / ours.iloc[:, 0]
         for name, regex in peers.items()

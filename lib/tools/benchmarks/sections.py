@@ -100,7 +100,7 @@ def to_frame(records: Iterable[Record]) -> pd.DataFrame:
     as they are, and what a record lacks is None. `recorded` is the date and the commit in words.
     """
     rows = [
-        {**record["config"], **record["figures"], **provenance_of(record)} for record in records
+        {**record["config"], **provenance_of(record), **record["figures"]} for record in records
     ]
     # as objects, integers with gaps between them stay integers
     frame = pd.DataFrame(rows, dtype=object)

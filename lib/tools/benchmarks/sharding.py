@@ -75,12 +75,9 @@ MEMORY_COLUMNS = {
     "after_step": "after it",
     "peak": "peak",
 }
-# The peer of each method beside `flashddp`, by the heading of the ratio to it.
-PEERS = {
-    "zero1": {"time / torch_zero": "torch_ddp+torch_zero"},
-    "fsdp": {"time / fsdp2": "fsdp2"},
-    "fsdp+checkpoints": {"time / fsdp2": "fsdp2"},
-}
+# The methods that others are compared with, by the heading of the ratio, and FSDP with PyTorch's.
+PEERS = {"time / flashddp": BASE, "time / torch_zero": "torch_ddp+torch_zero"}
+FSDP_PEERS = {**PEERS, "time / fsdp2": "fsdp2"}
 COMPARED = """Ratios are over the epochs of one run, and missing where methods did not run together.
 `state · ranks` is 1 where a rank holds exactly its share of the optimizer's state. The formula that
 the peak is compared with is today's; tables of bytes show that of the day.
@@ -247,7 +244,7 @@ def comparisons(frame: pd.DataFrame) -> list[dict[str, Any]]:
         share, saved = row.get("state_share"), row.get("saved_measured_bytes")
         predicted = row.get("saved_predicted_bytes")
         line["state · ranks"] = share and share * row["ranks"]
-        peers = {"time / flashddp": BASE, **PEERS.get(row["method"], {})}
+        peers = FSDP_PEERS if row["method"].startswith("fsdp") else PEERS
         line |= ratios(row, beside, peers, "method")
         line |= {"saved (MB)": saved and saved / 1e6}
         line |= {"by formula (MB)": predicted and predicted / 1e6}
