@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,8 @@ class Chart:
             handles: dict[str, Any] = {}
             for axes, (title, rows) in zip(grid.flat, groups):
                 (self._draw_bars if self.kind == "bars" else self._draw_lines)(axes, rows, series)
-                axes.set_title(title.replace("; ", "\n"), fontsize="small")
+                lines = [textwrap.fill(part, 60) for part in title.split("; ")]
+                axes.set_title("\n".join(lines), fontsize="small")
                 handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
             names = {"ncols": min(5, len(handles)), "loc": "outside lower center"}
             figure.legend(handles.values(), handles, fontsize="small", **names)
@@ -202,9 +204,11 @@ class Chart:
         groups = list(dict.fromkeys(rows[self.x]))
         found = rows.drop_duplicates([self.x, self.series], keep="last")
         present = [name for name in series if name in set(found[self.series])]
-        width = 0.85 / len(present)
-        for index, name in enumerate(present):
-            chosen = found[found[self.series] == name]
+        # a bar has the whole place where there is one in each group
+        beside = 1 if self.series == self.x else len(present)
+        width = 0.85 / beside
+        for place, name in enumerate(present):
+            chosen, index = found[found[self.series] == name], place % beside
             y = [groups.index(x) + (index + 0.5) * width - 0.425 for x in chosen[self.x]]
             color = COLORS[series.index(name) % len(COLORS)]
             hatch = "///" * (series.index(name) >= len(COLORS))
