@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import json
 import re
 import shutil
 import subprocess
@@ -60,12 +61,17 @@ def room(module: str) -> str:
     return next((name for name in ROOMS if f"{module}.".startswith(f"lib.{name}.")), "")
 
 
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
 def behind_face(package: str) -> dict[str, str]:
     """Each name that the face of `package` gives on demand, and the module that it comes from."""
     face = FILES.get(package)
     if not face or face.name != "__init__.py":
         return {}
-    nodes = ast.walk(ast.parse(face.read_text(encoding="utf-8")))
+    nodes = ast.walk(tree(package))
     tables = [n.value for n in nodes if isinstance(n, ast.keyword) and n.arg == "submod_attrs"]
     names = ast.literal_eval(tables[0]) if tables else {}
     return {name: f"{package}.{module}" for module, given in names.items() for name in given}
@@ -92,7 +98,7 @@ def imported(path: Path) -> set[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """The imports of each module of `lib`; read once, and only by the process that tests it."""
+    """The imports of each module of `lib`."""
     return {name: imported(path) for name, path in FILES.items()}
 
 
@@ -136,24 +142,17 @@ def may_import_triton(module: str) -> bool:
 
 
 def test_triton_is_imported_by_its_own_files_only_or_inside_functions():
-    for module, path in FILES.items():
-        statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
-        names = set()
-        # `if` and `try` at the top, too
+    for module in FILES:
+        statements, uses = list(tree(module).body), []
         for node in statements:
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names.add(node.module)
-            elif isinstance(node, (ast.If, ast.Try)) and not is_for_types(node):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                uses += re.findall(r"^(?:import|from) triton\b.*", ast.unparse(node))
+            elif isinstance(node, ast.Try):
                 statements += node.body
-        uses = {name for name in names if name.split(".")[0] == "triton"}
-        assert not uses or may_import_triton(module), f"{module} imports {uses}"
-
-
-def is_for_types(node: ast.stmt) -> bool:
-    """Whether a statement is `if TYPE_CHECKING:`."""
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            elif isinstance(node, ast.If):
+                # what is for types alone is never run
+                statements += [] if "TYPE_CHECKING" in ast.unparse(node.test) else node.body
+        assert not uses or may_import_triton(module), f"{module}: {uses}"
 
 
 def test_a_face_is_short_and_loads_nothing():
@@ -165,73 +164,31 @@ def test_a_face_is_short_and_loads_nothing():
         assert imports()[name] == set(), f"{name} imports {imports()[name]}"
 
 
-IN_COPIES = """
-import os, sys
-exec(sys.argv[1])
-for statement in sys.argv[2:]:
-    if os.fork():
-        _, status = os.wait()
-        if status:
-            sys.exit(f"{statement} fails")
-        continue
-    status = 1
-    try:
-        exec(statement)
-        print(*{name.split(".")[0] for name in sys.modules}, flush=True)
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    # at once: to take down what the copies share would take longer than the rest
-    os._exit(status)
+IMPORTS = """
+import importlib, json, sys
+heavy, loaded = set(sys.argv[1].split()), {}
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+    loaded[name] = sorted(heavy & sys.modules.keys() - set().union(*loaded.values()))
+print(json.dumps(loaded))
 """
 
 
-def loaded_by(*statements: str, first: str = "pass") -> list[set[str]]:
-    """The top-level modules that a Python holds after each statement, which prints nothing.
-
-    Each statement has a Python of its own, a copy of one that knows only what `first` loaded.
-    """
-    command = [sys.executable, "-c", IN_COPIES, first, *statements]
+def loaded_by(names: list[str], heavy: set[str]) -> dict[str, list[str]]:
+    """Which of `heavy` each of these modules loads first, imported one after the other."""
+    command = [sys.executable, "-c", IMPORTS, " ".join(heavy), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(statements), f"something is printed: {done.stdout}"
-    return [set(line.split()) for line in lines]
+    return json.loads(done.stdout)
 
 
-def test_import_lib_loads_nothing_else():
-    (loaded,) = loaded_by("import lib")
-    assert not loaded & {*HEAVY, "numpy", "numba", "matplotlib", "lazy_loader"}
-
-
-def test_light_rooms_load_no_torch():
+def test_light_rooms_load_no_torch_and_lib_alone_nothing():
+    assert loaded_by(["lib"], {*HEAVY, "numpy", "numba", "matplotlib", "lazy_loader"}) == {
+        "lib": []
+    }
     names = [name for name in FILES if room(name) in LIGHT and name not in WITH_TORCH]
     names += [*LIGHT_FILES, *(f"lib.{name}" for name in ROOMS)]
-    # what takes long to load and many files need; none of it loads what is heavy
-    shared = "import matplotlib.pyplot, nbclient, numba, numpy"
-    loaded = loaded_by(*(f"import {name}" for name in names), first=shared)
-    assert {name: found & HEAVY for name, found in zip(names, loaded) if found & HEAVY} == {}
-
-
-TRAINS = """
-import torch
-from lib.model import ModelConfig, TransformerLM
-from lib.optimizer import AdamW
-
-model = TransformerLM(ModelConfig(vocab_size=8, d_model=8, num_heads=1, num_layers=1, d_ff=8))
-optimizer = AdamW(model.parameters())
-optimizer.zero_grad()
-tokens = torch.zeros(1, 2, dtype=torch.int64)
-model.loss(tokens, tokens).backward()
-optimizer.step()
-optimizer.load_state_dict(optimizer.state_dict())
-"""
-
-
-def test_a_step_that_compiles_nothing_loads_no_compiler():
-    (loaded,) = loaded_by(TRAINS)
-    # torch's compiler cannot be loaded without it
-    assert "sympy" not in loaded
+    assert {name: found for name, found in loaded_by(names, HEAVY).items() if found} == {}
 
 
 EXAMPLES = re.findall(

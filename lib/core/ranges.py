@@ -44,7 +44,7 @@ def enabled(*, nvtx: bool = False) -> Iterator[None]:
         _nvtx.reset(token)
 
 
-def annotate(name: str) -> Annotation:
+class annotate:  # noqa: N801  # reads as the functions of contextlib do
     """Name a block, or each call of a function, as a range.
 
     `torch.compile` drops ranges from the code that it compiles: it fuses across them, and names its
@@ -61,11 +61,6 @@ def annotate(name: str) -> Annotation:
         TypeError: it decorates a generator or coroutine function. Calling one only makes an object,
             so the range would end before the work begins.
     """
-    return Annotation(name)
-
-
-class Annotation:
-    """The result of `annotate`: a context manager and a decorator."""
 
     __slots__ = ("_open", "name")
 
@@ -95,7 +90,7 @@ class Annotation:
         @functools.wraps(function)
         def annotated(*args: P.args, **kwargs: P.kwargs) -> R:
             # a new object for each call, since calls may nest
-            with Annotation(self.name):
+            with annotate(self.name):
                 return function(*args, **kwargs)
 
         return annotated

@@ -6,16 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.ddp.process_group import all_gather, barrier, gather_objects, rank, reduce_scatter
-from lib.ddp.wrappers import wrap
-from lib.lessons.ddp.costs import predict_scaling
 from lib.lessons.simulated_network import (
     NETWORKS,
     LostRank,
     Network,
-    SimulatedGroup,
     SlowLink,
     Straggler,
     Workload,
@@ -30,53 +27,10 @@ from tests.ddp.workers import message_of
 LAYERS, WIDTH = 6, 96
 FORWARD_MS, BACKWARD_MS = 1.0, 2.0
 LAYER_BYTES = 4 * WIDTH**2
-# Each wrapper, and whether its messages of one layer each start in backward.
-OVERLAPS = {"naive": False, "flat": False, "overlap": True, "flashddp": True}
 
 
 def virtual(network: Network, **changes: Any) -> Network:
     return dataclasses.replace(network, clock="virtual", **changes)
-
-
-class Busy(torch.autograd.Function):
-    """The identity, which takes time on the network's clock, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: SimulatedGroup) -> Tensor:
-        ctx.group = group
-        group.compute(FORWARD_MS / 1e3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.group.compute(BACKWARD_MS / 1e3)
-        return grad, None
-
-
-class Layer(nn.Module):
-    """A matrix whose matmul takes as long as the module constants say."""
-
-    def __init__(self, group: SimulatedGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # backward is busy before the weight's gradient is there
-        return Busy.apply(x @ self.weight, self.group)
-
-
-def stack(group: SimulatedGroup) -> nn.Sequential:
-    return nn.Sequential(*[Layer(group) for _ in range(LAYERS)])
-
-
-def step_ms(group: SimulatedGroup, module: nn.Module, finish: Any) -> float:
-    """A step by the network's clock, in milliseconds."""
-    dist.barrier(group)
-    start = group.clock.now()
-    module(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
-    finish()
-    return 1e3 * (group.clock.now() - start)
 
 
 def scaled(name: str) -> Network:
@@ -84,40 +38,6 @@ def scaled(name: str) -> Network:
     real = gpu_step(model_preset("large"), 16_384, flops_per_s=4e14)
     here = Workload(LAYERS * LAYER_BYTES, LAYERS * (FORWARD_MS + BACKWARD_MS))
     return virtual(NETWORKS[name].miniature(real, here))
-
-
-def predicted_ms(network: Network, name: str, ranks: int) -> float:
-    """A step by formula: that of `predict_scaling`, and the message that says who has gradients."""
-    link = network.link(ranks)
-    prediction = predict_scaling(
-        LAYERS * LAYER_BYTES,
-        ranks,
-        latency_us=link.latency_us,
-        bandwidth_gbs=link.bandwidth_gbs,
-        backward_ms=LAYERS * BACKWARD_MS,
-        other_ms=LAYERS * FORWARD_MS,
-        buckets=1 if name == "flat" else LAYERS,
-        overlap=OVERLAPS[name],
-    )
-    return prediction.step_ms + network.collective_ms("all_reduce", 4 * LAYERS, ranks)
-
-
-def steps_of_wrappers() -> dict[tuple[str, str], tuple[float, float]]:
-    """Milliseconds of a step, simulated and predicted, with each way to train on each network."""
-    found, ranks = {}, dist.get_world_size()
-    for network_name in NETWORKS:
-        network = scaled(network_name)
-        group = simulated_group(network)
-        for name in OVERLAPS:
-            module = stack(group)
-            # one layer a bucket
-            model = wrap(name, module, group=group, bucket_cap_mb=LAYER_BYTES / 2**20)
-            # the first agrees on an order
-            for _ in range(2):
-                module.zero_grad()
-                took = step_ms(group, model, model.finish_gradient_synchronization)
-            found[network_name, name] = took, predicted_ms(network, name, ranks)
-    return found
 
 
 def results_beside_gloo() -> list[tuple[str, bool]]:
@@ -251,7 +171,6 @@ def on_a_simulated_job() -> tuple[str, float]:
 
 
 CASES = (
-    "steps_of_wrappers",
     "results_beside_gloo",
     "timings_of_faulty_networks",
     "ring_by_messages",

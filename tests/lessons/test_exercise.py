@@ -25,7 +25,6 @@ from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdic
 from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR
 from lib.tokenizer.bpe import merge_pair
-from tests.lessons.remembered import no_overflow_checks, remembered
 from tests.lessons.speedrun.toy import notebook_with_toy_race
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,21 +139,15 @@ def test_the_solution_passes_each_mistake_is_named_and_a_stub_is_not_attempted(n
         assert any(says_which(few, sentence, mistake, seed=0) for few in fewer), sentence
 
 
-@functools.lru_cache(maxsize=1)
-def remembered_exercise(name):
-    return remembered(CHECKED[name])
-
-
 # The slow test below tries all mistakes. Here few inputs will do, if they do: among more of them
 # one mistake is only easier to tell from another.
-@pytest.mark.parametrize(("exercise", "name"), mistakes(every=3))
+@pytest.mark.parametrize(("exercise", "name"), mistakes(every=12))
 def test_a_mistake_is_recognized_by_name(exercise, name):
-    tried = remembered_exercise(exercise)
-    mistake = tried.mistakes[name]
-    trials = (min(tried.trials, most) for most in (2, 40, tried.trials))
-    fewer = (dataclasses.replace(tried, trials=number) for number in trials)
-    with no_overflow_checks():
-        assert any(says_which(few, name, mistake, seed=0) for few in fewer)
+    exercise = CHECKED[exercise]
+    mistake = exercise.wrong_functions()[name]
+    trials = (min(exercise.trials, most) for most in (2, 40, exercise.trials))
+    fewer = (dataclasses.replace(exercise, trials=number) for number in trials)
+    assert any(says_which(few, name, mistake, seed=0) for few in fewer)
 
 
 @pytest.mark.slow
@@ -162,7 +155,7 @@ def test_a_mistake_is_recognized_by_name(exercise, name):
 def test_each_mistake_is_recognized_by_name_on_any_inputs(exercise, name):
     exercise = CHECKED[exercise]
     mistake = exercise.wrong_functions()[name]
-    assert all(says_which(exercise, name, mistake, seed) for seed in range(1, 5))
+    assert all(says_which(exercise, name, mistake, seed) for seed in (1, 2))
 
 
 def verdict_on(result, expected):

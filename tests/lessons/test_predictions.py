@@ -76,16 +76,6 @@ def test_guesses_of_all_notebooks_are_kept_and_scored(capsys):
     assert "| Third?   | –        | –        | –      |" in table
 
 
-def test_one_guess_without_a_factor_is_reported_in_words(capsys):
-    none = predict("How many?", 0)
-    none.measured(3)
-    with mock.patch("IPython.display.display"):
-        score_predictions(none)
-    said = capsys.readouterr().out
-    assert "you said 0: off by an infinite factor" in said
-    assert "1 guess so far, in all notebooks; the typical one is off by an infinite factor." in said
-
-
 def test_small_runs_keep_nothing(monkeypatch, folder):
     monkeypatch.setenv("WORKBOOK_SMALL", "1")
     predict("First?", 1).measured(2)
@@ -99,8 +89,3 @@ def test_a_damaged_file_costs_old_guesses_and_no_new_one(folder):
     assert [row["question"] for row in json.loads((folder / "predictions.json").read_text())] == [
         "First?"
     ]
-
-
-def test_a_guess_is_a_number():
-    with pytest.raises(TypeError, match="guess must be a number or None, got '5 ms'"):
-        predict("How long?", "5 ms")

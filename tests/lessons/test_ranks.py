@@ -67,18 +67,6 @@ def test_ranks_that_wait_for_one_another_are_told_who_waits_for_whom():
         run_on_threads(job, 2)
 
 
-@pytest.mark.parametrize("elements", [5, 6])
-def test_reduce_scatter_takes_what_divides_by_the_ranks(elements):
-    def job(ranks):
-        return ranks.reduce_scatter(torch.ones(elements))
-
-    if elements % 2:
-        with pytest.raises(ValueError, match="2 equal slices, got 5 elements; pad to a multiple"):
-            run_on_threads(job, 2)
-    else:
-        assert [len(part) for part in run_on_threads(job, 2)] == [3, 3]
-
-
 def test_a_rank_that_ends_early_leaves_nobody_waiting():
     def job(ranks):
         for _ in range(1 + (ranks.number == 1)):
@@ -107,6 +95,7 @@ def test_of_ranks_that_fail_the_lowest_rank_s_error_is_raised_though_others_were
     [
         (lambda r: r.all_reduce(torch.ones(2 + r.number)), r"of one shape, got the shapes \(2,\)"),
         (lambda r: r.all_gather(torch.ones(2, 2)), "takes flat tensors"),
+        (lambda r: r.reduce_scatter(torch.ones(5)), "2 equal slices, got 5 elements; pad to a mu"),
         (lambda r: r.all_reduce(2), "all_reduce takes a tensor, got 2"),
         (
             lambda r: (r.all_gather if r.number else r.all_reduce)(torch.ones(2)),

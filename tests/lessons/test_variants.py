@@ -72,12 +72,6 @@ def f(layers, boundary, inside):
     return sizes[np.argmin(np.ceil(layers / sizes) * boundary + sizes * inside)]""",
         "right: ",
     ),
-    "model: the loss as a number": (
-        "model",
-        "verdict(CROSS_ENTROPY, lambda *given: cross_entropy_loss(*given).item())",
-        "",
-        ", of type float; expected tensor(",
-    ),
     "model: the loss by one call of PyTorch's": (
         "model",
         "verdict(CROSS_ENTROPY, by_hand(lambda *given: F.cross_entropy(*given), F.cross_entropy))",
@@ -139,27 +133,6 @@ def f(tiles):
     m = torch.stack([tile.max() for tile in kept]).max()
     return torch.stack([m, sum((tile - m).exp().sum() for tile in kept)])""",
         "numbers are kept; there is room for a few of one tile",
-    ),
-    "ddp: all to rank 0, and back": (
-        "ddp",
-        "verdict(ring, f, seed=0)",
-        """
-def f(tensor, ranks):
-    if ranks.number:
-        ranks.send(tensor, 0)
-        return ranks.receive(0, like=tensor)
-    others = range(1, ranks.count)
-    total = sum((ranks.receive(other, like=tensor) for other in others), tensor)
-    for other in others:
-        ranks.send(total, other)
-    return total""",
-        "rank 0, ranks that it sends to: yours 2, at most 1",
-    ),
-    "fsdp: the whole MLP on every rank": (
-        "fsdp",
-        "verdict(tensor_parallel_mlp, with_the_whole)",
-        "",
-        "rank 0, computes with its parts of the matrices alone: yours False, expected True",
     ),
 }
 

@@ -145,26 +145,6 @@ def test_an_unnumbered_notebook_is_named(lint, good, capsys):
     assert "Untitled.ipynb: is not named like 01_topic.ipynb" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("source", "shows"),
-    [
-        ("print(1)", True),
-        ("x = 1\nx", True),
-        ("x = 1\nx;", False),
-        ("axes.plot(x)", False),
-        ("def f():\n    print(1)", False),
-        ("import lib", False),
-    ],
-)
-def test_what_must_have_an_output(lint, source, shows):
-    assert lint._shows_something(source) is shows
-
-
-def test_addresses_and_relative_paths_are_no_machine_paths(lint):
-    for text in ("https://example.org/home/x", "data/tmp/x", "../work/x", "/kaggle/input/x", "a/b"):
-        assert list(lint._check_paths("source", text)) == []
-
-
 def test_every_committed_result_is_in_the_list_of_artifacts():
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "artifacts"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

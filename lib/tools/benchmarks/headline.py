@@ -256,16 +256,18 @@ COMPARISONS = (
     ),
     Comparison(
         "sharded optimizer, 2.0 billion parameters",
-        "sharding_benchmark",
+        "sharding_repeats",
         {"model": "xl", "ranks": 2},
         *("method", "zero1", ("torch_ddp+torch_zero",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
+        report="sharding_benchmark",
     ),
     Comparison(
         "fully sharded, 2.0 billion parameters",
-        "sharding_benchmark",
+        "sharding_repeats",
         {"model": "xl", "ranks": 2},
         *("method", "fsdp", ("fsdp2",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
+        report="sharding_benchmark",
     ),
 )

@@ -158,8 +158,10 @@ def _checked(source: str, number: int) -> list[Check]:
     for called in calls:
         name = getattr(called.func, "attr", getattr(called.func, "id", ""))
         given = called.args[0] if called.args else None
-        if name.startswith("check") and isinstance(given, ast.Name):
-            if name == "check":
+        if name.startswith(("check", "take")) and isinstance(given, ast.Name):
+            # `take` is a check that returns what the notebook goes on with
+            if name in ("check", "take"):
+                name = "check"
                 # the second argument tells which one, if the function is called something else
                 (other,) = called.args[1:2] or [given]
                 name += f" {getattr(other, 'value', given.id)}"

@@ -35,10 +35,6 @@ def test_each_wrapper_has_a_step_and_its_trace(folder):
         assert (step.timeline.communication_ms > 0) == (step.name != "none")
 
 
-def test_only_rank_0_writes(folder):
-    assert [path.name for path in folder.iterdir()] == ["0"]
-
-
 def test_one_rank_is_refused(tmp_path):
     with pytest.raises(ValueError, match="on several ranks, started by torchrun"):
         record_steps("tiny", 2, 16, tmp_path)

@@ -22,7 +22,6 @@ from lib.lessons.fsdp.exercises import (
     tensor_parallel_mlp,
     three_steps,
 )
-from lib.lessons.fsdp.host import host_ms
 from lib.lessons.fsdp.stack import time_steps
 from lib.lessons.ranks import run_on_threads
 
@@ -57,9 +56,8 @@ def holding(what):
 @pytest.mark.parametrize(
     "what",
     [
-        *("w1", "w1[:1]", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"),
-        *("w1.numpy().copy(),", "w2.tolist()", "w1.numpy().tobytes()", "[{'a': w1.T}]"),
-        "[row.clone() for row in w1]",
+        *("w1[:1]", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}", "w2.tolist()"),
+        *("w1.numpy().copy(),", "[{'a': w1.T}]", "[row.clone() for row in w1]"),
     ],
 )
 def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
@@ -203,9 +201,3 @@ def test_steps_of_the_stack_are_timed_and_their_messages_counted():
         assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
         assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
         assert min(steps.just_in_time_ms, steps.instant_ms) > 0
-
-
-def test_a_step_keeps_the_host_busy_in_every_wrapper():
-    busy = launch(host_ms, 2, 1, 2, backend="gloo")
-    assert [list(one) for one in busy] == [["flashddp", "fsdp", "fsdp2"]] * 2
-    assert all(value > 0 for one in busy for value in one.values())

@@ -41,3 +41,18 @@ def test_a_row_has_the_steps_of_one_way():
     took = {("here", "a"): 1.0, ("there", "a"): 2.0, ("here", "b"): 3.0}
     rows = step_rows(took, {way: 10 * step for way, step in took.items()})
     assert [list(row.values()) for row in rows] == [["a", "1 (10)", "2 (20)"], ["b", "3 (30)"]]
+
+
+def test_what_is_hidden_is_bounded_by_what_is_computed():
+    options = {"forward_ms": 1.0, "backward_ms": 2.0, "gather_ms": 0.5, "reduce_ms": 0.5}
+    prediction = predict_fsdp(4, **options)
+    # the first all-gather and the last reduce-scatter are exposed
+    assert prediction.exposed_ms == pytest.approx(1.0)
+    # 4 + 3 all-gathers and 4 reduce-scatters
+    assert prediction.communication_ms == pytest.approx(5.5)
+    assert predict_fsdp(4, **options, prefetch=False).exposed_ms == pytest.approx(5.5)
+    slow = predict_fsdp(4, **options | {"gather_ms": 50.0, "reduce_ms": 50.0})
+    # seven all-gathers and four reduce-scatters, of which computing hides its own time at most
+    assert 550.0 < slow.step_ms <= 550.0 + 12.0
+    with pytest.raises(ValueError, match="blocks must be at least 1, got 0"):
+        predict_fsdp(0, **options)

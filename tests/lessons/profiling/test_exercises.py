@@ -34,9 +34,6 @@ from lib.model.config import ModelConfig
 from lib.model.costs import num_parameters
 from lib.profiling.roofline import backward_costs, predicted_ms
 from lib.profiling.trace import category_of
-from tests.lessons.remembered import remembered
-
-REMEMBERED = remembered(FORWARD)
 
 
 def time_runs(gpu, warmup, samples):
@@ -147,36 +144,6 @@ def test_the_queue_of_the_toy_runs_one_piece_after_the_other():
     assert gpu.clock() == 16
 
 
-def test_the_larger_loss_may_be_found_on_the_device():
-    def attempt(gpu, batches):
-        largest = total = None
-        for batch in batches:
-            loss = gpu.step(gpu.load(batch))
-            largest = loss if largest is None else gpu.maximum(largest, loss)
-            total = loss if total is None else total + loss
-        return (total / len(batches)).item(), largest.item()
-
-    assert verdict(TRAIN, watched(attempt), seed=0).startswith("right")
-    # a batch and three launches a step, 5 ms of host, for 4 ms of GPU: launch-bound
-    assert loop_ms(attempt) >= 20 * 5 > loop_ms(train)
-
-
-@pytest.mark.parametrize("number", [0.0, 100])
-def test_the_larger_of_a_loss_and_a_number_is_found_on_the_device(number):
-    gpu = ToyTrainer()
-    loss = gpu.step(gpu.load(1))
-    launched = gpu.now
-    found = gpu.maximum(loss, number), gpu.maximum(number, loss)
-    # two launches, and no wait
-    assert gpu.now == launched + 2
-    assert {larger.item() for larger in found} == {max(loss.item(), number)}
-
-
-def test_a_loss_that_was_not_read_is_no_number():
-    text = verdict(TRAIN, watched(lambda gpu, batches: (gpu.step(gpu.load(1)),) * 2), seed=0)
-    assert "a loss that is still on the device" in text
-
-
 class OwnCheckpoint(torch.autograd.Function):
     """As notebook 04 writes it; it holds the gradients a little longer than PyTorch's."""
 
@@ -217,7 +184,7 @@ def own_every_second(blocks, x):
     ],
 )
 def test_too_few_checkpoints_are_named_with_the_notebooks_own(attempt, mistake):
-    text = verdict(REMEMBERED, judged(attempt), seed=0)
+    text = verdict(FORWARD, judged(attempt), seed=0)
     assert "% of a plain loop's, at most 50% is allowed" in text
     assert f"It looks as if {mistake}" in text
 
@@ -246,7 +213,7 @@ def without_gradients(blocks, x):
     ],
 )
 def test_a_wrong_result_is_told_from_wrong_and_from_missing_gradients(attempt, found):
-    text = verdict(REMEMBERED, judged(attempt), seed=0)
+    text = verdict(FORWARD, judged(attempt), seed=0)
     assert f"\n  {found}" in text
     assert "It looks as if" not in text
 

@@ -78,19 +78,6 @@ def test_without_cuda_one_process_trains_a_small_model(machine):
     assert (plan.ranks, plan.train.model.d_model) == (1, 128)
 
 
-@pytest.mark.parametrize("machine", [CPU, TWO_T4, H100, A100])
-def test_each_setting_has_a_reason_and_is_what_is_trained(machine):
-    plan = choose(machine, minutes=20)
-    for name, value, reason in plan.settings:
-        assert reason
-        if name == "processes":
-            assert value == plan.ranks
-        elif name == "attention_kernel":
-            assert value == plan.train.model.attention_kernel
-        elif machine is not CPU:
-            assert value == getattr(plan.train, name)
-
-
 @pytest.mark.parametrize("memory_gb", [2, 3, 4, 8, 16])
 def test_the_batch_fits_into_the_memory(memory_gb):
     machine = dataclasses.replace(TWO_T4, memory_bytes=memory_gb * 10**9)
@@ -189,14 +176,6 @@ def test_a_power_law_is_found_again():
     spoiled = [*lines[:5], {"tokens": 55_000, "loss": math.nan}, *lines[5:]]
     low, high = extrapolate(spoiled, 1_000_000)
     assert low == pytest.approx(high, abs=1e-6) == pytest.approx(0.7 + 300 * 1e-3, abs=1e-6)
-
-
-def test_a_curve_of_another_form_gives_a_wide_range():
-    lines = curve(range(10_000, 200_000, 10_000))
-    for line in lines[10:]:
-        line["loss"] -= 0.5
-    low, high = extrapolate(lines, 1_000_000)
-    assert high - low > 0.2
 
 
 def test_a_curve_that_falls_faster_than_its_first_half_said_fails_the_test():

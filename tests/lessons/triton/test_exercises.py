@@ -84,27 +84,6 @@ def test_an_autotuned_kernel_is_checked_and_a_plain_function_told_to_be_jitted(c
     )
 
 
-def test_a_launch_without_sizes_takes_those_of_the_first_configuration():
-    sizes = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 16}
-    kernel = solutions_triton.linear_relu_kernel
-    tuned = triton.autotune(configs=[triton.Config(sizes)], key=["M", "N", "K"])(kernel)
-
-    def launch(x, w, bias):
-        (M, K), N = x.shape, w.shape[1]
-        y = torch.empty(M, N)
-
-        def grid(meta):
-            return triton.cdiv(M, meta["ROWS"]), triton.cdiv(N, meta["COLUMNS"])
-
-        tuned[grid](x, w, bias, y, M, N, K)
-        return y
-
-    x, w, bias = torch.randn(20, 8), torch.randn(8, 40), torch.randn(40)
-    result, (run,) = exercises.recorded(launch, x, w, bias)
-    torch.testing.assert_close(result, exercises.linear_relu(x, w, bias))
-    assert run.grid == (2, 2)
-
-
 def test_a_race_is_a_fault_though_the_result_is_right():
     attempt = exercises.runner(copy_by_all, exercises.launch_copy)
     assert "programs 0 and 1 both store element 0 of y" in verdict(exercises.COPY, attempt)
@@ -168,8 +147,6 @@ def test_layers_with_tiles_of_32_pass():
     ("old", "new"),
     [
         ("range(0, K, DEPTH)", "range(0, 1, DEPTH)"),
-        ("tl.dot(x, w, total, ", "tl.dot(x, w, "),
-        ("k = start + ", "k = "),
         ("(triton.cdiv(M, 32), triton.cdiv(N, 32))", "(triton.cdiv(N, 32), triton.cdiv(M, 32))"),
         ("tl.program_id(0) * ROWS + ", ""),
         ('total, input_precision="ieee")', "total)"),
