@@ -425,12 +425,14 @@ COMMANDS: dict[str, Command] = {
         "lib.tools.benchmarks.tokenizer:TokenizerBenchmarkConfig",
         "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
         prints="{config.output}/tokenizer_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark training": Command(
-        "Measure training steps against a peer, or on a CPU against their matmuls.",
+        "Measure training steps on a GPU against a peer.",
         "lib.tools.benchmarks.training:TrainingBenchmarkConfig",
         "lib.tools.benchmarks.training:benchmark_training",
-        prints="{result}",
+        prints="{config.output}/training_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
@@ -444,13 +446,6 @@ COMMANDS: dict[str, Command] = {
         "lib.tools.benchmarks.attention:AttentionBenchmarkConfig",
         benchmark_attention,
         prints="{config.output}/attention_sweep_report.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark attention-training": Command(
-        "Train the same model with different attention kernels and compare the losses.",
-        "lib.tools.benchmarks.attention_training:AttentionTrainingConfig",
-        "lib.tools.benchmarks.attention_training:train_with_kernels",
-        prints="{config.output}/attention_training.md",
         interrupted=RESUMES,
     ),
     "benchmark tune-attention": Command(
@@ -474,16 +469,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
-        "lib.tools.benchmarks.sharding_cases:ShardingConfig",
+        "lib.tools.benchmarks.sharding:ShardingConfig",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
         prints="{config.output}/sharding_benchmark.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark repeat": Command(
-        "Measure settings of existing multi-rank records again.",
-        "lib.tools.benchmarks.repeat:RepeatConfig",
-        "lib.tools.benchmarks.repeat:benchmark_repeat",
-        prints="{config.output}",
         interrupted=RESUMES,
     ),
     "benchmark headline": Command(

@@ -138,21 +138,24 @@ def step_estimator(
         dispatch_ms: what the host takes to launch the step's operations.
     """
     from lib.profiling.roofline import predicted_ms
-    from lib.tools.benchmarks.step import StepBench, StepBenchmarkConfig, StepCase
+    from lib.tools.benchmarks import step as benchmark
+    from lib.tools.benchmarks.harness import grid
 
-    bench = StepBench(StepBenchmarkConfig(configs=(preset,), seq_lens=tuple(contexts)), device)
+    config = benchmark.StepBenchmarkConfig()
     fixed: dict = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}
     fixed |= {"warmup": 2, "samples": samples, "max_seconds": 0.5}
 
     def estimate(batch: int, length: int, dtype: str) -> StepEstimate:
-        case = StepCase(model=preset, batch_size=batch, seq_len=length, dtype=dtype, **fixed)
-        expected, found = bench.expect(case), bench.run(case)
+        shape = {"model": preset, "batch_size": batch, "seq_len": length, "dtype": dtype}
+        [case] = grid(**shape, **fixed)
+        expected = benchmark.expect_step(case, device)
+        found = benchmark.measure_step(case, config, device)
         predicted = predicted_ms(
-            case.shape,
+            benchmark.shape_of(case),
             batch,
             length,
             limits[dtype],
-            element_bytes=case.torch_dtype.itemsize,
+            element_bytes=benchmark.dtype_of(case).itemsize,
             dispatch_ms=dispatch_ms,
             runs_ahead=device.type == "cuda",
         )

@@ -6,19 +6,15 @@ As in `lib.lessons.show`, where nobody can move a slider one setting is shown in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from lib.core.records import Record
 from lib.lessons.explorer import explorer, picture
 from lib.lessons.zero1.figures import CARDS, KINDS, draw_kinds
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
 from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, RankMemory, rank_memory
-from lib.tools.benchmarks.multi_rank_report import Setting
-from lib.tools.benchmarks.sharding_report import make_settings, sharding_rows
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -176,9 +172,3 @@ def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
     first = dict(zip(controls, start)) | {"own_width": 4096, "own_layers": 32}
     show = picture(draw, width=9.0, height=3.8)
     return explorer(show, start=first, **controls)
-
-
-def gpu_settings(records: Iterable[Record]) -> list[Setting]:
-    """The newest trainings of `python -m lib benchmark sharding` on GPUs, by model and setting."""
-    settings = make_settings(sharding_rows(records))
-    return [setting for setting in settings if setting.rows[0]["backend"] == "nccl"]

@@ -1,14 +1,11 @@
 """The memory of a rank in notebook 08, and the settings that were measured."""
 
-import dataclasses
-
 import pytest
 
 from lib.lessons.zero1.explorers import (
     CONTEXTS,
     PRECISIONS,
     STAGES,
-    gpu_settings,
     memory_kinds,
     own_config,
     stage_memory,
@@ -18,7 +15,6 @@ from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
 from lib.profiling.memory_formula import RankMemory, rank_memory
-from lib.tools.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
 
 SMALL = model_preset("small")
 
@@ -87,30 +83,3 @@ def test_own_sizes_make_a_model_that_can_be_counted(d_model):
     config = own_config(d_model, 96)
     assert config.head_dim == 64
     assert rank_memory(config, ranks=1).peak > 0
-
-
-def record(backend, date, **changed):
-    """One as `python -m lib benchmark sharding` writes it, of its settings only."""
-    shape = dataclasses.asdict(SMALL)
-    names = ("dtype", "tf32", "compile", "cuda_graph", "low_precision_weights")
-    config = {name: getattr(ShardingConfig(), name) for name in names} | shape
-    config["bucket_size_mb"] = 25.0
-    config |= {"model": "small", "kernel": "sdpa", "method": "zero1", "ranks": 2}
-    config |= {"backend": backend, "tr_batch_size": 2, "steps_per_epoch": 3, **changed}
-    config |= {"wrapper": SHARDING_METHODS[config["method"]]["ddp_wrapper"]}
-    about = {"device": "GPU A", "cpu": "C", "cores": 2, "seed": 0, "commit": "", "date": date}
-    return {"config": config, "figures": {"status": "ok"}, "versions": {"torch": "2"}, **about}
-
-
-def test_settings_are_of_gpus_and_the_newest_record_of_each_counts():
-    records = [record("nccl", "2026-01-01"), record("gloo", "2026-01-02")]
-    records += [record("nccl", "2026-01-03"), record("nccl", "2026-01-04", method="flashddp")]
-    (setting,) = gpu_settings(records)
-    assert [(row["method"], row["date"]) for row in setting.rows] == [
-        ("flashddp", "2026-01-04"),
-        ("zero1", "2026-01-03"),
-    ]
-
-
-def test_no_records_are_no_settings():
-    assert gpu_settings([]) == []
