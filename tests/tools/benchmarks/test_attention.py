@@ -332,8 +332,7 @@ def test_flash_attention_4_gets_tokens_first(monkeypatch):
 @pytest.mark.parametrize("sizes", [(256, 256), (128, 384), (384, 128)], ids=str)
 def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction, in_graph):
     dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-    case = dataclasses.replace(
-        CASE,
+    case = case_with(
         queries=sizes[0],
         keys=sizes[1],
         head_dim=64,
