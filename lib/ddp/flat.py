@@ -197,8 +197,6 @@ class InOrder(GradientSync):
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
-        # what profilers show
-        self.range = annotate(self.collective)
         self.params: list[Tensor] = []
         # by a parameter's id, which is quick: its name, its index, and the bucket that has it
         self.names: dict[int, str] = {}
@@ -254,7 +252,7 @@ class InOrder(GradientSync):
         if self.overlaps and self.order:
             self.bucket_of[key].missing -= 1
             while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
-                with torch.no_grad(), self.range:
+                with torch.no_grad(), annotate(self.collective):
                     self.send_next()
 
     def _on_backward_end(self) -> None:
@@ -289,7 +287,7 @@ class InOrder(GradientSync):
             those, the host waits for its device, but only where a gradient is missing here.
         """
         # send what is left, in the first step all, and wait
-        with self.range:
+        with annotate(self.collective):
             if not self.order:
                 self._agree_on_order()
             if self.num_sent < len(self.order):

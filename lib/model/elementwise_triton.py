@@ -37,7 +37,6 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
     return _RotatedQKV.apply(*_checked(qkv, cos, sin))
 
 
-@annotate("attention")
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Causal FlashAttention of `rotated_qkv`, scaled by 1 / sqrt(head_dim).
 
@@ -56,7 +55,8 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     qkv, cos, sin = _checked(qkv, cos, sin)
     check_kernel_inputs(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
-    return _rotated_attention.call(qkv, cos, sin)
+    with annotate("attention"):
+        return _rotated_attention.call(qkv, cos, sin)
 
 
 def _checked(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

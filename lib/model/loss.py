@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lib.flash_attention.inputs import autocast
 from lib.model.costs import CHUNK_BYTES
-from lib.model.elementwise import is_transformed, takes_triton
+from lib.model.elementwise import kernels_for
 
 # The most logits in memory at once on a GPU, as a fraction of its memory.
 CHUNK_PART = 1 / 32
@@ -87,7 +86,7 @@ def linear_cross_entropy(
             is below 1, or `z_loss` is negative or NaN.
         NotImplementedError: under a transform of `torch.func`.
     """
-    if is_transformed():
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "linear_cross_entropy supports no transforms of torch.func; take "
             "cross_entropy(hidden @ weight.T, targets)"
@@ -99,21 +98,25 @@ def linear_cross_entropy(
             "targets must be (tokens,) and hidden (tokens, d_model) with at least one token, got "
             f"{tuple(targets.shape)} and {tuple(hidden.shape)}"
         )
-    hidden, weight = autocast(hidden, weight)
-    if chunk_tokens is None:
-        token_bytes = len(weight) * hidden.element_size()
-        chunk_tokens = max(1, int(_chunk_bytes(hidden.device)) // token_bytes)
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+    # under autocast, in its dtype, as any matmul; float64 stays
+    device = hidden.device
+    if not hidden.is_meta and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
+
+    # as many tokens as give logits of this size
+    if chunk_tokens is None:
+        chunk_bytes: float = CHUNK_BYTES
+        if device.type == "cuda":
+            chunk_bytes = CHUNK_PART * torch.cuda.get_device_properties(device).total_memory
+        chunk_tokens = max(1, int(chunk_bytes) // (len(weight) * hidden.element_size()))
+
     # decided here, since inside the autograd function inputs require gradients under no_grad too
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk_tokens, needs_grad)
-
-
-def _chunk_bytes(device: torch.device) -> float:
-    if device.type != "cuda":
-        return CHUNK_BYTES
-    return CHUNK_PART * torch.cuda.get_device_properties(device).total_memory
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -157,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.is_used = True
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_loss * ctx.scale
-        if takes_triton(grad_hidden):
+        if kernels_for(grad_hidden) == "triton":
             # PyTorch takes four times as long for a bfloat16 tensor times a float32 scalar
             from lib.model.loss_triton import scale_
 
@@ -174,7 +177,7 @@ def _loss_and_grad(
     losses times that factor:
     d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
     """
-    if takes_triton(logits):
+    if kernels_for(logits) == "triton":
         from lib.model.loss_triton import loss_and_grad
 
         return loss_and_grad(logits, targets, z_loss, grad_factor)

@@ -215,7 +215,7 @@ class AdamW(Optimizer):
         for key, params, _ in self._batches():
             if self._implementation_on(params[0].device) == "triton":
                 grads = [param.grad for param in params]
-                states = [self._state(param) for param in params]
+                states = self._states(params)
                 squares.append(self._fused_for(key).square_sum(params, grads, states))
             else:
                 squares.append(grad_norm(params).square())
@@ -271,7 +271,7 @@ class AdamW(Optimizer):
             return
 
         # what an update needs; the first step makes the state
-        states = [self._state(param) for param in params]
+        states = self._states(params)
         grads = [param.grad for param in params]
         settings = {name: group[name] for name in HYPERPARAMETERS}
 
@@ -283,7 +283,10 @@ class AdamW(Optimizer):
 
         # in float32, all parameters at once or one by one
         settings["lr"] = float(settings["lr"])
-        grads = _float32(grads)
+        if grads[0].dtype != torch.float32:
+            copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            torch._foreach_copy_(copies, grads)
+            grads = copies
         if grad_scale is not None:
             grads = list(torch._foreach_mul(grads, grad_scale))
         if implementation == "foreach":
@@ -294,18 +297,19 @@ class AdamW(Optimizer):
 
     def _implementation_on(self, device: torch.device) -> str:
         """Resolve `implementation` for parameters on `device`."""
-        has_triton = runs_triton(device)
+        if self.implementation in ("reference", "foreach"):
+            return self.implementation
+        if self.implementation == "auto" and device.type != "cuda":
+            return "foreach"
+        if runs_triton(device):
+            return "triton"
         if self.implementation == "auto":
-            if device.type == "cuda" and not has_triton:
-                warn_once(log, "Triton is not installed: AdamW takes foreach, which is slower")
-            return "triton" if device.type == "cuda" and has_triton else "foreach"
-        if self.implementation == "triton" and not has_triton:
-            where = f"{device}, where Triton is not installed" if device.type == "cuda" else device
-            raise ValueError(
-                f"implementation must be 'auto' or 'foreach' for parameters on {where}, got "
-                "'triton'"
-            )
-        return self.implementation
+            warn_once(log, "Triton is not installed: AdamW takes foreach, which is slower")
+            return "foreach"
+        where = f"{device}, where Triton is not installed" if device.type == "cuda" else device
+        raise ValueError(
+            f"implementation must be 'auto' or 'foreach' for parameters on {where}, got 'triton'"
+        )
 
     def _fused_for(self, key: tuple) -> Any:
         """The Triton update of one batch."""
@@ -315,25 +319,35 @@ class AdamW(Optimizer):
             self._fused[key] = FusedAdamW()
         return self._fused[key]
 
-    def _state(self, param: Tensor) -> dict[str, Tensor]:
-        """The state of `param`, made at its first step."""
-        state = self.state[param]
-        if param.dtype == torch.float32:
-            # made float32 after a step, as by `model.float()`, a parameter is its own master
-            state.pop("master", None)
-        names = ["step", "exp_avg", "exp_avg_sq"] + ["master"] * (param.dtype != torch.float32)
-        missing = [name for name in names if name not in state]
-        if missing and param.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the first step of a parameter of shape {tuple(param.shape)} is inside a CUDA "
-                "graph capture, whose replays would reset its state; step once before capturing"
-            )
-        for name in missing:
-            shape = () if name == "step" else param.shape
-            state[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
-            if name == "master":
-                state[name].copy_(param)
-        return state
+    def _states(self, params: list[Tensor]) -> list[dict[str, Tensor]]:
+        """The state of each of `params`, of one dtype, made at its first step."""
+        has_master = params[0].dtype != torch.float32
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states):
+            # also made anew: the master of a parameter whose dtype has changed
+            if "step" not in state or ("master" in state) != has_master:
+                _make_state(param, state)
+        return states
+
+
+def _make_state(param: Tensor, state: dict[str, Tensor]) -> None:
+    """Add what `state` lacks before the first step of `param`, or the first in its dtype."""
+    # made float32 after a step, as by `model.float()`, a parameter is its own master
+    state.pop("master", None)
+    if "step" in state and param.dtype == torch.float32:
+        return
+    if param.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the first step of a parameter of shape {tuple(param.shape)} is inside a CUDA "
+            "graph capture, whose replays would reset its state; step once before capturing"
+        )
+    if "step" not in state:
+        options: dict = {"dtype": torch.float32, "device": param.device}
+        state["step"] = torch.zeros((), **options)
+        state["exp_avg"] = torch.zeros(param.shape, **options)
+        state["exp_avg_sq"] = torch.zeros(param.shape, **options)
+    if param.dtype != torch.float32:
+        state["master"] = param.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -411,12 +425,3 @@ def _check_batch(params: list[Tensor], **scalars: Any) -> None:
                 f"{name} must be a tensor of shape () on {device}, got shape "
                 f"{tuple(value.shape)} on {value.device}"
             )
-
-
-def _float32(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors themselves where they are float32, else copies; all have one dtype."""
-    if tensors[0].dtype == torch.float32:
-        return tensors
-    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies

@@ -87,13 +87,9 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     Raises:
         ValueError: `max_norm` is negative.
     """
-    check_max_norm(max_norm)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise a `ValueError` unless gradients can be clipped to this norm."""
-    require(max_norm >= 0, f"max_norm must be at least 0, got {max_norm}")
 
 
 def group_by(

@@ -58,7 +58,7 @@ class Parallel:
         cannot: options of a config that this kind cannot take.
 
     Args:
-        loss: of the model; not compiled.
+        loss: of the model.
         lr: the learning rate, a 0-dim tensor that the caller fills before each step.
         group: the ranks that train the model together.
 
@@ -84,12 +84,12 @@ class Parallel:
             "eps": config.optimizer.eps,
         }
         if config.compile:
-            self._compile(loss, config)
+            self._compile(config)
         self._set_up(loss, config)
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         """Compile the model, in pieces that leave this kind's hooks outside."""
-        loss.compile()
+        self.model.compile_whole()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         """Wrap the loss, and make the optimizer."""
@@ -165,12 +165,12 @@ class Replicated(Parallel):
 
     module: Any
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         # all gradients of one compiled graph arrive together, too late to overlap with backward
         if issubclass(WRAPPERS[config.ddp_wrapper], OverlappedDDP):
             self.model.compile_blocks()
         else:
-            loss.compile()
+            self.model.compile_whole()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         params = list(self.model.parameters())
@@ -195,7 +195,7 @@ class TorchReplicated(Replicated):
     cannot = ("cuda_graph",)
     is_compiled = False
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         self.is_compiled = True
         self.model.compile_blocks()
 
@@ -214,7 +214,7 @@ class TorchReplicated(Replicated):
 class Zero1(Parallel):
     """ZeRO stage 1 without a wrapper: the optimizer averages gradients and gathers weights."""
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         self.model.compile_blocks()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
@@ -242,7 +242,7 @@ class FullySharded(Parallel):
     is_divided = True
     module: Any
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         # `Module.compile` would compile the hooks that gather, too
         for layer in self.model.layers:
             for part in (layer.attn, layer.ffn):
