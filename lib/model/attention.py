@@ -90,7 +90,7 @@ def attend(
 
         # PyTorch's own, which picks one of its kernels
         if kernel in FLASH_KERNELS or kernel in ("sdpa", "auto"):
-            options = {"is_causal": is_causal, "scale": scale, "enable_gqa": group > 1}
+            options: dict = {"is_causal": is_causal, "scale": scale, "enable_gqa": group > 1}
             return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
         # the naive kernels see the causal mask as any other, and a key of its own for each head
