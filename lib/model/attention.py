@@ -172,10 +172,13 @@ def head_by_head_attention(
 
     q, k and v are (batch, heads, tokens, head_dim).
     """
+    # nothing to stack
     if not q.numel():
         return scaled_dot_product_attention(q, k, v, mask, scale)
     if mask is not None:
         mask = mask.expand(*q.shape[:2], q.shape[-2], k.shape[-2])
+
+    # the scores of one head are freed before those of the next are made, unless autograd keeps them
     sequences = []
     for b in range(q.shape[0]):
         heads = [
@@ -256,6 +259,7 @@ class KVCache:
             ValueError: k has another batch size than the cache, or without autocast another dtype,
                 or is of another model, or does not fit behind its tokens; or v is not like k.
         """
+        # what does not fit would be written in part, or broadcast
         layers, batch_size, heads, _, head_dim = self.keys.shape
         end = self.length + k.shape[-2]
         if len(k) != batch_size:
@@ -272,8 +276,12 @@ class KVCache:
         if k.dtype != self.keys.dtype and not torch.is_autocast_enabled(k.device.type):
             raise ValueError(f"cache must have the dtype of keys {k.dtype}, got {self.keys.dtype}")
         self._check_length(end)
+
+        # write the new ones behind those of earlier tokens
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
+
+        # a new token sees all tokens up to its own
         positions = torch.arange(end, device=k.device)
         mask = positions[None, :] <= positions[self.length :, None]  # (new, length + new)
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end], mask

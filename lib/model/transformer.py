@@ -83,6 +83,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        # a gain for each coordinate
         self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -100,6 +101,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, *, device=None, dtype=None) -> None:
         super().__init__()
+        # gate and value read the same input: one matmul
         self.w13 = Linear(d_model, 2 * d_ff, stacked=2, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
         self.uses_kernels = True
@@ -179,6 +181,8 @@ class RotaryEmbedding(nn.Module):
                 f"x must be (..., length, {self.head_dim}) floating-point numbers, got {shape} "
                 f"{x.dtype}"
             )
+
+        # angles in at least float32, a row of the tables for each position
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = (self.cos, self.sin) if wide == torch.float32 else self._tables(wide, x.device)
         if positions is None:
@@ -212,19 +216,16 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention in which no token sees a later one (Vaswani et al. 2017, section 3.2.2).
 
     (batch, length, d_model) -> the same.
-
-    Args of a call:
-        rope: rotates queries and keys by their positions; None: attention sees no positions.
-        positions: (length,) or (batch, length) int64; 0, 1, … when left out.
-        cache: keys and values of earlier tokens, to which those of layer `layer` are appended.
     """
 
     def __init__(self, config: ModelConfig, *, device=None, dtype=None) -> None:
         super().__init__()
         self.num_heads, self.kernel = config.num_heads, config.attention_kernel
         d_model = config.d_model
+        # queries, keys and values read the same input: one matmul
         self.qkv_proj = Linear(d_model, 3 * d_model, stacked=3, device=device, dtype=dtype)
         self.output_proj = Linear(d_model, d_model, device=device, dtype=dtype)
+        # shared by all heads
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device)
@@ -239,6 +240,13 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
+        """Let each token of x, (batch, length, d_model), attend to itself and those before it.
+
+        Args:
+            rope: rotates queries and keys by their positions; None: attention sees no positions.
+            positions: (length,) or (batch, length) int64; 0, 1, … when left out.
+            cache: keys and values of earlier tokens, to which those of `layer` are appended.
+        """
         # project to queries, keys and values: (batch, length, 3, heads, head_dim)
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
 
@@ -262,14 +270,14 @@ class CausalSelfAttention(nn.Module):
                     positions = positions.unsqueeze(-2)  # (1, length) or (batch, 1, length)
                 q, k = rope(q, positions), rope(k, positions)
 
-        # attend: to the tokens before, of which the cache has the earlier ones
+        # attend; a cache has the keys and values of the tokens before these
         if cache is None:
             out = attend(q, k, v, kernel=self.kernel)
         else:
             k, v, mask = cache.append(layer, k, v)  # (batch, heads, cached + length, head_dim)
             out = attend(q, k, v, kernel=self.kernel, is_causal=False, mask=mask)
 
-        # join the heads, and project
+        # join the heads, and mix what they found
         return self.output_proj(out.transpose(1, 2).flatten(-2))  # (batch, length, d_model)
 
 
@@ -282,10 +290,12 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, *, device=None, dtype=None) -> None:
         super().__init__()
         self.norm = config.norm
+        # the two sublayers: tokens exchange information, then each is worked on alone
         self.attn = CausalSelfAttention(config, device=device, dtype=dtype)
         feed_forward = SwiGLU if config.feed_forward == "swiglu" else SiLUFeedForward
         self.ffn = feed_forward(config.d_model, config.ff_width, device=device, dtype=dtype)
         if config.norm != "none":
+            # one for each sublayer
             self.ln1 = RMSNorm(config.d_model, config.norm_eps, device=device)
             self.ln2 = RMSNorm(config.d_model, config.norm_eps, device=device)
 
@@ -297,12 +307,17 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
+        # pre-norm: nothing stands between the residual stream and the output
         if self.norm == "pre":
             x = x + self.attn(self.ln1(x), rope, positions, cache, layer)
             return x + self.ffn(self.ln2(x))
+
+        # post-norm, as in the first Transformer: each residual sum is normalized
         if self.norm == "post":
             x = self.ln1(x + self.attn(x, rope, positions, cache, layer))
             return self.ln2(x + self.ffn(x))
+
+        # without norms
         x = x + self.attn(x, rope, positions, cache, layer)
         return x + self.ffn(x)
 
@@ -457,6 +472,7 @@ class TransformerLM(nn.Module):
         if token_ids.dim() != 2:
             shape = tuple(token_ids.shape)
             raise ValueError(f"token_ids must be (batch, length), got shape {shape}")
+
         # new tokens follow those in the cache
         first = 0 if cache is None else cache.length
         length = token_ids.shape[1]
@@ -465,6 +481,7 @@ class TransformerLM(nn.Module):
                 f"token_ids must fit context_length {self.config.context_length}, got {first} "
                 f"cached + {length} new tokens"
             )
+        # by default RoPE counts from 0
         positions = None
         if first:
             positions = torch.arange(first, first + length, device=token_ids.device)  # (length,)

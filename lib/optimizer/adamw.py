@@ -78,6 +78,8 @@ def foreach_update(
     means = [state["exp_avg"] for state in states]
     squares = [state["exp_avg_sq"] for state in states]
     steps = [state["step"] for state in states]
+
+    # parameters may have joined at different steps
     torch._foreach_add_(steps, 1)
     steps = torch.stack(steps).tolist()
 
@@ -196,14 +198,18 @@ class AdamW(Optimizer):
             ValueError: a gradient, parameter or scalar is of a kind without an update.
             RuntimeError: a parameter's first step is inside a CUDA graph capture.
         """
+        # gradients, if the caller leaves them to a closure
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         # all are checked before any is updated
         batches = list(self._batches())
         for _, params, group in batches:
             _check_batch(params, lr=group["lr"], grad_scale=grad_scale, skip=skip)
+
+        # a batch at a time: one group, device and dtype
         for key, params, group in batches:
             self._update(key, params, group, grad_scale, skip)
         return loss
@@ -214,6 +220,7 @@ class AdamW(Optimizer):
         squares = []
         for key, params, _ in self._batches():
             if self._implementation_on(params[0].device) == "triton":
+                # with the table of addresses that the update uses, too
                 grads = [param.grad for param in params]
                 states = self._states(params)
                 squares.append(self._fused_for(key).square_sum(params, grads, states))
@@ -284,6 +291,7 @@ class AdamW(Optimizer):
         # in float32, all parameters at once or one by one
         settings["lr"] = float(settings["lr"])
         if grads[0].dtype != torch.float32:
+            # all gradients of a batch have one dtype
             copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
             torch._foreach_copy_(copies, grads)
             grads = copies
@@ -292,6 +300,8 @@ class AdamW(Optimizer):
         if implementation == "foreach":
             foreach_update(params, grads, states, **settings)
             return
+
+        # the algorithm itself, one parameter after another
         for param, grad, state in zip(params, grads, states):
             reference_update(param, grad, state, **settings)
 

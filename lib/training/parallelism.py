@@ -83,6 +83,7 @@ class Parallel:
             "betas": (config.optimizer.beta1, config.optimizer.beta2),
             "eps": config.optimizer.eps,
         }
+        # compiled before it is wrapped, so that the wrapper's hooks stay outside
         if config.compile:
             self._compile(config)
         self._set_up(loss, config)
@@ -173,11 +174,14 @@ class Replicated(Parallel):
             self.model.compile_whole()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        # gradients: averaged by the wrapper
         params = list(self.model.parameters())
         groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
         self.module = self.averager = wrap(
             config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb
         )
+
+        # optimizer: sharded, by PyTorch's peer, or whole on each rank
         if config.sharded_optimizer == "zero1":
             self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
         elif config.sharded_optimizer == "torch_zero":
@@ -219,6 +223,8 @@ class Zero1(Parallel):
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         broadcast_module(loss, self.group)
+
+        # gradients and optimizer: in one object
         params = list(self.model.parameters())
         self._shard_optimizer(
             parameter_groups(params, config),
@@ -228,6 +234,7 @@ class Zero1(Parallel):
             bucket_cap_mb=bucket_cap_mb(config, params),
         )
         self.averager = self.optimizer
+
         # The all-gather of later parts runs while earlier ones compute. The norms, which have a
         # bucket of their own, are complete when `update` returns.
         parts = [self.model.token_embeddings, *self.model.layers, self.model.head]
@@ -251,7 +258,10 @@ class FullySharded(Parallel):
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         from lib.fsdp.language_model import FSDPShards, ShardedLoss
 
+        # weights: each rank keeps its shards; gradients are averaged into shards, too
         self.module = self.averager = ShardedLoss(loss, self.group)
+
+        # optimizer: of the shards alone
         shards = FSDPShards(self.module)
         self._shard_optimizer(parameter_groups(shards.whole_parameters(), config), shards)
 

@@ -225,10 +225,12 @@ class TrainStep:
         Waits for the device and the other ranks.
         """
         self.parallel.gather()
-        # the oldest row first
+
+        # one row a step, the oldest first; losses and norms are means over the ranks
         rows = mean_over_ranks(self.rows, self.group).roll(-int(self.next_row), dims=0)
         rows = rows[max(len(rows) - self.unread, 0) :].tolist()
         self.unread = 0
+
         # the same rule as in `_step`
         decisive = slice(None) if self.num_ranks == 1 else slice(1, None)
         is_skipped = [not all(map(math.isfinite, row[decisive])) for row in rows]
@@ -268,15 +270,20 @@ class TrainStep:
 
     def _warm_up(self) -> None:
         """Run the step a few times on a side stream, as recording needs; nothing changes."""
+        # what a step changes besides weights, which `hold` keeps as they are
         changed = (self.loss_scale, self.good_steps, self.next_row)
         before = [tensor.clone() for tensor in changed]
         self.hold.fill_(True)
+
+        # libraries allocate their workspaces in the first steps, kernels are compiled
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+
+        # as if nothing had happened
         for tensor, value in zip(changed, before):
             tensor.copy_(value)
         self.hold.fill_(False)
