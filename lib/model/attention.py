@@ -292,7 +292,7 @@ class KVCache:
         self.length += count
 
     def reset(self, length: int = 0) -> None:
-        """Forget all tokens but the first `length`, of those that there are."""
+        """Forget all tokens but the first `length`."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be from 0 to {self.length}, got {length}")
         self.length = length

@@ -32,7 +32,7 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
         q, k, v: (batch, length, heads, head_dim) each; v is a view of `qkv`, if that is contiguous.
 
     Raises:
-        ValueError: shapes or dtypes are others, or there are more tokens than angles.
+        ValueError: a shape or dtype is not as above, or there are more tokens than angles.
     """
     return _RotatedQKV.apply(*_checked(qkv, cos, sin))
 
@@ -269,7 +269,7 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
     """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff).
 
     Raises:
-        ValueError: an odd number of columns, or another dtype than the kernels have.
+        ValueError: an odd number of columns, or a dtype that the kernels do not support.
     """
     _check_dtype("gate_and_value", gate_and_value)
     if gate_and_value.shape[-1] % 2:
@@ -339,8 +339,8 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple
     """x + branch, and its RMSNorm; x and branch are (..., d_model).
 
     Raises:
-        ValueError: they have unequal shapes, `weight` is not (d_model,), or the kernels do not
-            have a dtype.
+        ValueError: they have unequal shapes, `weight` is not (d_model,), or a dtype is not one that
+            the kernels support.
     """
     if branch.shape != x.shape:
         found = f"got {tuple(branch.shape)} and {tuple(x.shape)}"
@@ -354,7 +354,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMSNorm of x, (..., d_model).
 
     Raises:
-        ValueError: `weight` is not (d_model,), or the kernels do not have the dtype of x.
+        ValueError: `weight` is not (d_model,), or the kernels do not support the dtype of x.
     """
     _check_weight(x, weight)
     return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps)

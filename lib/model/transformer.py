@@ -26,7 +26,7 @@ from lib.model.loss import linear_cross_entropy
 
 @torch.no_grad()
 def truncated_normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill `weight` from N(0, std²), redrawing whatever lies beyond three standard deviations."""
+    """Fill `weight` from N(0, std²), redrawing values beyond three standard deviations."""
     nn.init.trunc_normal_(weight, 0.0, std, -3 * std, 3 * std, generator=generator)
 
 
@@ -307,7 +307,7 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        # pre-norm: nothing stands between the residual stream and the output
+        # pre-norm: what a block adds never passes through the norm of another
         if self.norm == "pre":
             x = x + self.attn(self.ln1(x), rope, positions, cache, layer)
             return x + self.ffn(self.ln2(x))
@@ -560,7 +560,7 @@ class TransformerLM(nn.Module):
 
 
 def do_nothing(part: nn.Module) -> None:
-    """The `before_part` of a model that nobody else takes part in."""
+    """The default `before_part`."""
 
 
 def fused_block(

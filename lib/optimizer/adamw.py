@@ -103,9 +103,10 @@ def foreach_update(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """`torch.optim.Optimizer`, for which PyTorch need not load its compiler: 1.6 s in each process.
+    """`torch.optim.Optimizer` without the wrappers of its methods.
 
-    It wraps these methods, to mark them at the first call as not to be compiled.
+    They keep the methods from being compiled; for that, the first call loads PyTorch's compiler,
+    which takes 1.6 s in each process.
     """
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
@@ -195,7 +196,7 @@ class AdamW(Optimizer):
             What `closure` returned.
 
         Raises:
-            ValueError: a gradient, parameter or scalar is of a kind without an update.
+            ValueError: a dtype, layout, shape or device is not supported.
             RuntimeError: a parameter's first step is inside a CUDA graph capture.
         """
         # gradients, if the caller leaves them to a closure
@@ -376,7 +377,7 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _check_saved_groups(groups: list[dict[str, Any]], own_lrs: list[Any]) -> None:
-    """Reject saved groups that are not AdamW's, or whose learning rates have no place."""
+    """Reject saved groups that are not AdamW's, or have several learning rates for one tensor."""
     loaded: dict[int, float] = {}
     for group, own in zip(groups, own_lrs):
         _check_group(group)
@@ -423,7 +424,7 @@ def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[
 
 
 def _check_batch(params: list[Tensor], **scalars: Any) -> None:
-    """Reject parameters, gradients and scalars that AdamW has no update for."""
+    """Reject parameters, gradients and scalars that no implementation supports."""
     device, dtype = params[0].device, params[0].dtype
     if dtype not in PARAM_DTYPES:
         raise ValueError(f"parameters must be float32, bfloat16 or float16, got {dtype}")

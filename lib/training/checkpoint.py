@@ -207,7 +207,7 @@ def _partial(target: Path) -> Path:
 def _partial_folder(target: Path, contents: Contents) -> Iterator[None]:
     """Make the folder for the files of `target`, and keep other processes out until they are."""
     with files.lock_folder(target.parent):
-        # whoever left partial files is gone, since this process holds the lock
+        # this process holds the lock, so the one that left partial files is gone
         _clean(target.parent)
         try:
             _partial(target).mkdir()
@@ -464,7 +464,7 @@ def load_optimizer(path: Path, optimizer: Any, model: nn.Module | None = None) -
 
 
 def _read_shards(path: Path) -> tuple[list, list[dict[str, Any]]] | None:
-    """What `_parameters` was, and the state dict of each rank; None if there are no shards."""
+    """The saved `_parameters`, and the state dict of each rank; None if there are no shards."""
     # one file for each rank that saved, none missing
     shards = sorted(path.glob("shard-*.safetensors"))
     states = []

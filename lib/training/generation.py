@@ -353,7 +353,7 @@ def load_model(
         model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
         extra = load_checkpoint(checkpoint, model=model, verify=False).extra
         trained_with = extra.get("data_sha256", {}).get("tokenizer", tokenizer.sha256)
-        message = f"{tokenizer_files.find(run)} must be the tokenizer trained with, and is another"
+        message = f"{tokenizer_files.find(run)} must be the tokenizer trained with, got another one"
         require(tokenizer.sha256 == trained_with, message)
         return model
 

@@ -306,7 +306,7 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         # older releases of PyTorch refuse matmuls on a GPU without it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # its backward pass adds up in whatever order thread blocks arrive
+        # its backward pass adds up in the order in which thread blocks arrive
         torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
