@@ -307,7 +307,7 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        # pre-norm: what a block adds never passes through the norm of another
+        # pre-norm: the residual stream itself is never normalized, only what a sublayer reads
         if self.norm == "pre":
             x = x + self.attn(self.ln1(x), rope, positions, cache, layer)
             return x + self.ffn(self.ln2(x))
@@ -501,13 +501,16 @@ class TransformerLM(nn.Module):
             for index, layer in enumerate(self.layers):
                 # without a cache all blocks get the same arguments: they share one compilation
                 context = (self.rope, positions) + (() if cache is None else (cache, index))
-                block = (self._residual_block, layer) if is_fused else (layer,)
                 self.before_part(layer)
                 with annotate(f"block {index}"):
                     if self.around_block is None:
                         x = layer(x, *context)
+                    elif is_fused:
+                        x = self.around_block(index, self._residual_block, layer, x, *context)
                     else:
-                        x = self.around_block(index, *block, x, *context)
+                        x = self.around_block(index, layer, x, *context)
+
+            # the head reads a normalized stream too
             if self.ln_final is not None:
                 self.before_part(self.ln_final)
                 x = _norm_kernel(self.ln_final, x) if is_fused else self.ln_final(x)
