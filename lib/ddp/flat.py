@@ -18,7 +18,7 @@ import functools
 import itertools
 import numbers
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +116,15 @@ class Bucket:
             for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
+    def receive(self, divisor: int) -> None:
+        """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
+        for work in self.works:
+            work.wait()
+        if self.works and divisor > 1:
+            for tensor in self.means:
+                tensor.div_(divisor)
+        self.works, self.sent, self.means = [], [], []
+
     def parts(self, number: int) -> Iterator[Part]:
         """The parameters, or parts of them, in slice `number`."""
         begin = number * self.slice_length
@@ -193,6 +202,8 @@ class InOrder(GradientSync):
     overlaps = True
     # whether gradients that arrive now would be too late
     is_closed = False
+    # raises a RuntimeError if there are other parameters than those that are watched
+    check_parameters: Callable[[], None]
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
@@ -210,9 +221,11 @@ class InOrder(GradientSync):
         # buckets in the order in which they are sent, empty until all ranks agree; how many were
         self.order: list[Bucket] = []
         self.num_sent = 0
-        # parameters without a gradient here, and the ranks' mean of who has one
+        # parameters without a gradient here, the ranks' mean of who has one, and those that no
+        # rank had a gradient of in the last step
         self.absent: list[Tensor] = []
         self.presence: Tensor | None = None
+        self.unused: list[Tensor] = []
 
     def watch(self, named: Iterable[tuple[str, Tensor]], *, hooks: bool = True) -> None:
         """Average the gradients of further parameters; `hooks` tell when they arrive."""
@@ -225,10 +238,6 @@ class InOrder(GradientSync):
 
     def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
         """The buckets, in the order in which they become complete if `params` arrive in theirs."""
-        raise NotImplementedError
-
-    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
-        """Start to average the bucket's gradients, and `presence` (1-dim) with the last one."""
         raise NotImplementedError
 
     def gradient_arrived(self, param: Tensor) -> None:
@@ -245,75 +254,82 @@ class InOrder(GradientSync):
         # in no_sync, gradients only add up
         if not self.is_syncing:
             return
+
+        # an exception that ends the backward pass leaves `is_in_backward` on
         if not self.arrived and not self.is_in_backward:
             self.is_in_backward = True
-            # not called if an exception ends the backward pass
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        self.arrived[key] = None
+            on_end = functools.partial(setattr, self, "is_in_backward", False)
+            torch.autograd.Variable._execution_engine.queue_callback(on_end)
+
         # the first step only records the order
+        self.arrived[key] = None
         if self.overlaps and self.order:
-            self.bucket_of[key].missing -= 1
-            while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
+            bucket = self.bucket_of[key]
+            bucket.missing -= 1
+            if not bucket.missing:
                 with torch.no_grad(), self.range:
-                    self.send_next()
+                    self.send_complete()
 
-    def _on_backward_end(self) -> None:
-        self.is_in_backward = False
+    def send_complete(self) -> None:
+        """Send the buckets whose gradients are complete, up to the first that lacks one."""
+        while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
+            bucket, presence = self.order[self.num_sent], None
+            if bucket is self.order[-1]:
+                # 1, or 0 if this rank has no gradient; the mean is 0 if no rank has
+                presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
+                for param in self.absent:
+                    presence[self.number_of[id(param)]] = 0
+            self.send(bucket, presence)
+            self.num_sent += 1
 
-    def send_next(self) -> None:
-        """Send the next bucket; the last one also carries who has gradients."""
-        bucket, presence = self.order[self.num_sent], None
-        if bucket is self.order[-1]:
-            # 1, or 0 if this rank has no gradient; the mean is 0 if no rank has
-            presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
-            for param in self.absent:
-                presence[self.number_of[id(param)]] = 0
-        self.send(bucket, presence)
-        self.num_sent += 1
-
-    def receive(self, bucket: Bucket) -> None:
-        """Wait for a bucket (on a GPU only its stream waits), whose sums become means."""
-        for work in bucket.works:
-            work.wait()
-        if bucket.works and not self.averages:
-            for tensor in bucket.means:
-                tensor.div_(self.ranks)
-        bucket.works, bucket.sent = [], []
+    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
+        """Start to average the bucket's gradients, and `presence` (1-dim) with the last one."""
+        raise NotImplementedError
 
     @torch.no_grad()
-    def finish(self) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Send what backward did not, and wait for all; every rank calls it.
+    def finish_gradient_synchronization(self) -> None:
+        """Turn every gradient into its mean over the ranks; between backward and optimizer step.
 
-        Returns:
-            The means of each bucket of `order`, and the parameters that no rank has used. To find
-            those, the host waits for its device, but only where a gradient is missing here.
+        Every rank must call it, even if its backward pass reached no parameter. Where a gradient
+        is missing on this rank, the host waits for its device.
+
+        Raises:
+            RuntimeError: a parameter was added or replaced since it was watched, or was frozen
+                then and is trained now.
         """
-        # send what is left, in the first step all, and wait
+        self.check_parameters()
+        # none on a single rank
+        if not self.params:
+            return
+
         with self.range:
+            # send what backward did not, in the first step all
             if not self.order:
                 self._agree_on_order()
             if self.num_sent < len(self.order):
                 self._fill_in_absent()
-                while self.num_sent < len(self.order):
-                    self.send_next()
+                for bucket in self.order[self.num_sent :]:
+                    bucket.missing = 0
+                self.send_complete()
+            # wait for all
             for bucket in self.order:
-                self.receive(bucket)
+                bucket.receive(self.divisor)
 
-        # whose gradient is missing on all ranks, not here alone
-        unused = []
+        # a parameter that no rank has used has no gradient, as in one process
+        self.unused = []
         if self.absent:
             numbers = [self.number_of[id(param)] for param in self.absent]
             shares = self.presence[numbers].tolist()  # type: ignore[index]  # sent with the last
-            unused = [param for param, share in zip(self.absent, shares) if share == 0]
+            self.unused = [param for param, share in zip(self.absent, shares) if share == 0]
+        for param in self.unused:
+            param.grad = None
 
         # ready for the next step
-        means = [bucket.means for bucket in self.order]
         for bucket in self.order:
-            bucket.means, bucket.missing = [], len(bucket.params)
+            bucket.missing = len(bucket.params)
         self.arrived.clear()
         self.absent, self.presence = [], None
         self.num_sent, self.is_in_backward = 0, False
-        return means, unused
 
     def _fill_in_absent(self) -> None:
         """Give parameters without a gradient one of zeros, in buckets that were not sent."""
@@ -329,6 +345,7 @@ class InOrder(GradientSync):
         """Make the buckets; where they overlap, in the order of rank 0's gradients."""
         params = self.params
         self.averages = has_average(params[0], self.group)
+        self.divisor = 1 if self.averages else self.ranks
         if self.overlaps:
             left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
             order = [self.number_of[key] for key in (*self.arrived, *left)]

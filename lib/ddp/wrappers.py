@@ -137,22 +137,6 @@ class DataParallel(InOrder, Wrapper):
         bucket.means = tensors
         bucket.works = start_all_reduce(tensors, self.group, self.averages)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Turn every gradient into its mean over the ranks; between backward and optimizer step.
-
-        Every rank must call it, even if its backward pass reached no parameter.
-
-        Raises:
-            RuntimeError: a parameter was added or replaced since the module was wrapped, or was
-                frozen then and is trained now.
-        """
-        self.check_parameters()
-        # none on a single rank
-        if self.params:
-            _, unused = self.finish()
-            for param in unused:
-                param.grad = None
-
 
 class NaiveDDP(DataParallel):
     """After backward, one all-reduce per parameter, each finished before the next starts."""
@@ -162,7 +146,7 @@ class NaiveDDP(DataParallel):
     def send(self, bucket: Bucket, presence: Tensor | None) -> None:
         """Average a parameter's gradient, and wait for it."""
         super().send(bucket, presence)
-        self.receive(bucket)
+        bucket.receive(self.divisor)
 
 
 class FlatDDP(DataParallel):

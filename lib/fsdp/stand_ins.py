@@ -25,8 +25,8 @@ class WholeParameter(nn.Parameter):
 
     def __new__(cls, flat: Any, index: int) -> WholeParameter:
         """Stand for parameter `index` of `flat`."""
-        shard, shape = flat.shards[index], flat.bucket.shapes[index]
-        empty = shard.detach().new_empty((), dtype=flat.dtype).expand(shape)
+        shard, shape = flat.shards[index], flat.shapes[index]
+        empty = shard.detach().new_empty((), dtype=flat.gathered_dtype).expand(shape)
         whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
         whole.flat, whole.number = flat, index
         return whole

@@ -115,7 +115,7 @@ class WholeState:
             if not isinstance(own.get(name), Tensor):
                 continue
             flat, index = place_of.get(id(own[name]), (None, 0))
-            shape = tuple(own[name].shape if flat is None else flat.bucket.shapes[index])
+            shape = tuple(own[name].shape if flat is None else flat.shapes[index])
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             require(found == shape, f"{name} must have shape {shape}, got {found}")
             if flat is not None:

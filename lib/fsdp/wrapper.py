@@ -134,7 +134,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # gradients are on their way
         self.reached: Block | None = None
         self.passed: set[Block] = set()
-        self.reducing: Block | None = None
+        self.reducing: list[FlatParameters] = []
         # whether gradients may wait to be sent, and whether some were sent since the last finish
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
@@ -177,28 +177,51 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self._end_pass()
             return output
 
-    def gather(self, block: Block, step: int) -> None:
+    def gather(self, block: Block, step: int = 0) -> None:
         """Gather `block`, drop the one before, and prefetch the one that is `step` further."""
-        if block is self.unblocked:
-            block.gather()
-            return
-        before, self.current = self.current, block
-        if before is not None and before is not block:
-            if before.is_shown:
-                for flat in before.flats:
-                    flat.put(flat.whole)
-            before.drop()
-        block.start_gathering()
-        index = block.index + step
-        if self.prefetches and step and 0 <= index < len(self.blocks):
-            self.blocks[index].start_gathering()
-        block.gather()
+        wanted = [block]
+        if block is not self.unblocked:
+            # at most two blocks are gathered: this one and the next
+            before, self.current = self.current, block
+            if before is not None and before is not block:
+                if before.is_shown:
+                    for flat in before.flats:
+                        flat.put(flat.whole)
+                self.drop(before)
+            after = block.index + step
+            if step and self.prefetches and 0 <= after < len(self.blocks):
+                wanted.append(self.blocks[after])
 
-    def drop(self) -> None:
-        """Free all that is gathered."""
-        self.current = None
-        for block in self.all_blocks:
-            block.drop()
+        # start the all-gathers, of what this block waits for first
+        for one in wanted:
+            if not one.is_started:
+                one.is_started = True
+                for flat in one.flats:
+                    flat.start_gathering()
+
+        # wait for this block
+        if not block.is_gathered:
+            block.is_gathered = True
+            for flat in block.flats:
+                flat.wait()
+
+    def drop(self, block: Block | None = None) -> None:
+        """Free a block (default: all).
+
+        Raises:
+            RuntimeError: a parameter was changed in place, which would be lost.
+        """
+        if block is None:
+            self.current = None
+        for one in self.all_blocks if block is None else [block]:
+            if not one.is_started:
+                continue
+            one.is_started = one.is_gathered = one.is_shown = False
+            for flat in [flat for flat in one.flats if flat.drop()]:
+                raise RuntimeError(
+                    f"a forward pass changed one of {', '.join(flat.names)} in place, in memory "
+                    "that is gathered for the pass alone; change parameters between steps"
+                )
 
     # Hooks; torch.compile must not trace into them
 
@@ -208,7 +231,9 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         if not block.is_shown:
             self._check_pass()
             self.gather(block, step=0 if self.is_in_backward else 1)
-            block.show()
+            block.is_shown = True
+            for flat in block.flats:
+                flat.show()
 
     @torch.compiler.disable
     def after_forward(self, block: Block, module: Any, args: Any, output: Any) -> None:
@@ -236,12 +261,18 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         Whatever was sent before is waited for, so that the gradients of at most one block are held.
         """
         self.passed.add(block)
-        self._finish_reducing()
-        for flat in block.flats:
-            if flat.is_trained:
-                flat.take_gradients(send=self.is_syncing)
+        self.receive()
+        trained = [flat for flat in block.flats if flat.is_trained]
+        for flat in trained:
+            flat.take_gradients(send=self.is_syncing)
         if self.is_syncing:
-            self.reducing = block
+            self.reducing = trained
+
+    def receive(self) -> None:
+        """Wait for the gradients that were sent last, and add their means to the shards'."""
+        for flat in self.reducing:
+            flat.add_mean()
+        self.reducing = []
 
     @torch.compiler.disable
     def _check_pass(self, *args: Any) -> None:
@@ -312,7 +343,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self.is_in_backward = True
         self.passed.clear()
         self._put_whole()
-        self.unblocked.gather()
+        self.gather(self.unblocked)
         # not called if an exception ends the backward pass
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -327,19 +358,15 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             return functools.partial(unpack, pack(tensor))
         return tensor.detach(), tensor._version
 
-    def _finish_reducing(self) -> None:
-        """Wait for the gradients that were sent last."""
-        if self.reducing is not None:
-            for flat in self.reducing.flats:
-                flat.finish_reducing()
-            self.reducing = None
-
     def _end_backward(self) -> None:
         for block in reversed(self.all_blocks):
-            if block not in self.passed or block.has_gradients():
+            # gradients may also come after backward has left a block
+            with torch._C.DisableTorchFunctionSubclass():
+                is_late = any(w.grad is not None for flat in block.flats for w in flat.whole)
+            if is_late or block not in self.passed:
                 self.after_backward(block)
         # then all gradients of matrices are where `zero_grad` finds them
-        self._finish_reducing()
+        self.receive()
         self.reached = None
         self.drop()
         self._end_pass()
@@ -354,7 +381,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     def settle(self) -> None:
         """Forget a backward pass that an exception ended, on all ranks alike."""
         if self.is_in_backward and torch._C._current_graph_task_id() < 0:
-            self._finish_reducing()
+            self.receive()
             for flat in self.flats:
                 flat.drop_gradients()
             self.reached = None
@@ -389,7 +416,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             is_syncing, self.is_syncing = self.is_syncing, True
             for block in reversed(self.all_blocks):
                 self.after_backward(block)
-            self._finish_reducing()
+            self.receive()
             self.is_syncing, self.has_unsent = is_syncing, False
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]

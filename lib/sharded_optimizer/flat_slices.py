@@ -56,6 +56,8 @@ class FlatBucket(Bucket):
         self.mine = self.buffer[begin : begin + self.slice_length]  # (slice_length,)
         self.own = list(self.parts(rank(group)))
         self.shards: list[Shard] = []
+        # the mean gradient of the slice, once it has arrived
+        self.mean: Tensor | None = None
         # the all-gather under way
         self.gathering: Any = None
 
@@ -127,15 +129,15 @@ class FlatSlices(InOrder, ShardingStrategy):
         place = {param: index for index, param in enumerate(params)}
         return sorted(self.buckets, key=lambda bucket: max(place[p] for p in bucket.params))
 
-    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
+    def send(self, bucket: Any, presence: Tensor | None) -> None:
         """Start the reduce-scatter of a bucket's gradients, which parameters no longer hold."""
         # at most two are under way: later gradients need the memory of earlier ones
         if self.num_sent >= 2:
-            self.receive(self.order[self.num_sent - 2])
+            self.order[self.num_sent - 2].receive(self.divisor)
         flat = bucket.pack([param.grad for param in bucket.params])  # (ranks · slice_length,)
         for param in bucket.params:
             param.grad = None
-        mean = flat.new_empty(bucket.slice_length)
+        mean = bucket.mean = flat.new_empty(bucket.slice_length)
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         bucket.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
         # what is sent lives until it has arrived
@@ -162,25 +164,28 @@ class FlatSlices(InOrder, ShardingStrategy):
                         "passes first"
                     )
             return
-        self._check_parameters()
         if not self.reduces_gradients:
             # a wrapper has averaged them
+            self.check_parameters()
             for shard in self.shards:
                 shard.leaf.grad = shard.slice_of(shard.param.grad)
             return
         if not self.order:
             self._check_not_wrapped(self.params)
-        means, unused = self.finish() if self.params else ([], [])
-        dropped = {id(param) for param in unused}
-        for bucket, (mean, *_) in zip(self.order, means):
-            for shard, part in zip(bucket.shards, bucket.own):  # type: ignore[attr-defined]
-                if id(shard.param) not in dropped:
-                    grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)
+        super().finish_gradient_synchronization()
+
+        # cut each shard's gradient out of the mean of this rank's slice
+        unused = {id(param) for param in self.unused}
+        for bucket in self.buckets:
+            mean, bucket.mean = bucket.mean, None  # (slice_length,)
+            for shard, part in zip(bucket.shards, bucket.own):
+                if id(shard.param) not in unused:
+                    grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)  # type: ignore[index]  # sent
                     has_grad = shard.leaf.grad is not None
                     shard.leaf.grad = shard.leaf.grad.add_(grad) if has_grad else grad
         self.is_closed = True
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Raise a `RuntimeError` if one has left its buffer, or is not in any but trained."""
         for bucket in self.buckets:
             for param, address in zip(bucket.params, bucket.addresses):
