@@ -7,13 +7,13 @@ them out; `.` aligns starts to 16 bytes:
     rank 0       | a a a a a a . . b b b b b b b b |
     rank 1                                         | b b . . . . . . . . . . . . . . |
 
-all-gather: slices → whole, in the dtype of computation; reduce-scatter: whole gradients → mean of a
-slice. Parameters are views of the gathered buffer, so that nothing is copied after an all-gather.
-The buffer is new each time. Autograd keeps none of it from forward to backward (`saved`), but a
-weight that the caller has kept is whole and right as long as it is kept.
+An all-gather turns slices into the whole, in the dtype of computation; a reduce-scatter turns whole
+gradients into the mean of a slice. Gathered parameters are views of the buffer, so nothing is
+copied after an all-gather. Each all-gather allocates a new buffer. Autograd keeps none of them from
+forward to backward (`gathered_again`), but a weight that the caller keeps stays whole and right.
 
-The module's own parameters become the **shards**, this rank's part of each. They alone hold state:
-what is gathered is made from them anew in each pass, and freed.
+The module's own parameters become the **shards**, this rank's part of each. Only they hold state:
+each pass gathers the whole from them, and frees it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Places = list[tuple[nn.Module, str]]
 
 
 class Unsent(NamedTuple):
-    """The gradient that a shard shows while whole gradients wait to be averaged."""
+    """A shard's `.grad` while whole gradients of `no_sync` wait to be averaged."""
 
     grad: Tensor
     version: int
@@ -98,7 +98,7 @@ class FlatParameters(Bucket):
         self.gathered: list[Tensor] = []
         self.gathering: Any = None
 
-        # this rank's slice; each parameter becomes its part of it, which the optimizer updates
+        # each parameter becomes its part of this rank's slice, which the optimizer updates
         whole = [param.detach().reshape(-1) for param in self.shards]
         self._fill_slice([flat[own.start : own.stop] for flat, own in zip(whole, self.own)])
         for param in self.shards:
@@ -116,7 +116,7 @@ class FlatParameters(Bucket):
         self.from_others: set[int] = set()
 
     def _fill_slice(self, parts: list[Tensor]) -> None:
-        """Put the shards' elements into a new slice, and make the shards views of it."""
+        """Copy the shards' elements into a new slice, and make the shards views of it."""
         self.mine = parts[0].new_zeros(self.slice_length)
         for shard, part, at in zip(self.shards, parts, self.at):
             self.mine[at].copy_(part)
@@ -124,7 +124,7 @@ class FlatParameters(Bucket):
         self.addresses = [shard.data_ptr() for shard in self.shards]
 
     def _make_whole(self) -> None:
-        """Make the whole parameters, which have no memory."""
+        """Make the whole parameters, which have a shape and no memory."""
         own = self.mine.dtype
         self.gathered_dtype = self.compute_dtype or own if own.is_floating_point else own
         # gradients are sums: in float32, or in the parameter's dtype if that has more digits
@@ -137,13 +137,13 @@ class FlatParameters(Bucket):
         # what `buffer` is while nothing is gathered
         self.nothing = self.buffer = self.mine.new_empty(0)
 
-    # Shards: what a caller may have done to them between passes
+    # Shards, which the caller may change between passes
 
     def follow_shards(self) -> None:
-        """Take over changes of the shards: new values, `.to(dtype)`, `param.data = …`, freezing.
+        """Follow changes of the shards: new values, `.to(dtype)`, `param.data = …`, freezing.
 
         Raises:
-            RuntimeError: one does not fit the others anymore.
+            RuntimeError: shards of one buffer have different dtypes, or one has another shape.
         """
         is_moved, trains = False, []
         for shard, address in zip(self.shards, self.addresses):
@@ -185,7 +185,7 @@ class FlatParameters(Bucket):
             self._make_whole()
 
     def copies(self) -> list[Tensor]:
-        """Copies of the whole parameters, in their own dtype; on all ranks."""
+        """Gather copies of the whole parameters, in their own dtype; all ranks call it."""
         flat = self.mine
         if self.ranks > 1:
             flat = self.mine.new_empty(self.length)
@@ -216,7 +216,7 @@ class FlatParameters(Bucket):
             self.gathering = None
 
     def show(self) -> None:
-        """Let the model have the gathered parameters, in a pass forward."""
+        """Let the model read the gathered parameters."""
         if not self.gathered:
             self.gathered = with_gradients_of(self.whole, self.views(self.buffer.detach()))
             self.gathered_version = self.buffer._version
@@ -224,7 +224,7 @@ class FlatParameters(Bucket):
             self.put(self.gathered)
 
     def put(self, params: list[Any]) -> None:
-        """Put shards, whole or gathered parameters where modules find their own."""
+        """Make `params` (shards, whole or gathered parameters) the modules' parameters."""
         for param, found in zip(params, self.places):
             for module, name in found:
                 module._parameters[name] = param
@@ -236,7 +236,9 @@ class FlatParameters(Bucket):
 
         Their memory lives on if the caller has kept a weight.
         """
-        self.wait()
+        # prefetched, but not used
+        if self.gathering is not None:
+            self.wait()
         is_changed = False
         if self.gathered:
             is_changed = self.buffer._version != self.gathered_version
@@ -244,24 +246,27 @@ class FlatParameters(Bucket):
         self.buffer, self.gathered = self.nothing, []
         return is_changed
 
-    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that autograd saves instead of a gathered parameter: it gathers that again."""
-        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return functools.partial(self._gathered_again, self.version, tensor.dtype, *layout)
+    def gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
+        """What autograd saved as a view of an earlier buffer, as a view of the present one.
 
-    def _gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
+        Args:
+            version: of the shards when they were gathered in the forward pass.
+            layout: the view's storage offset, shape and stride.
+        """
         self.before_backward()
         if sum(map(VERSION, self.shards)) != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: one of {', '.join(self.names)} is not as in the forward pass"
             )
+        # the same view of the new memory
         return self.buffer.new_empty(0, dtype=dtype).set_(self.buffer.untyped_storage(), *layout)
 
     # Gradients: reduce-scattered when backward has passed the block
 
     def take_gradients(self, *, send: bool) -> None:
         """Move the whole gradients into one flat tensor, and send it or keep it for later."""
+        # take them off the whole parameters
         grads: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for index, whole in enumerate(self.whole):
@@ -273,15 +278,18 @@ class FlatParameters(Bucket):
             if grad.layout != torch.strided:
                 raise not_dense(self.names[index], grad)
         self.seen |= grads.keys()
+
+        # pack them, or add them to those that wait; zeros for parameters without a gradient
         add = self.added is not None
         if self.added is None and (grads or send):
-            # zeros for parameters without a gradient
             make = torch.empty if len(grads) == len(self.whole) else torch.zeros
             self.added = make(self.length, dtype=self.grad_dtype, device=self.mine.device)
         if grads:
             views = self.views(self.added)  # type: ignore[arg-type]  # made above
             views = [views[index] for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
+
+        # reduce-scatter; in no_sync they wait
         if send:
             self.send(self.added)
             self.added = None
@@ -289,7 +297,7 @@ class FlatParameters(Bucket):
             self._show_unsent(self.added)
 
     def _show_unsent(self, added: Tensor) -> None:
-        """Give shards this rank's own gradient, so that clearing it clears what waits."""
+        """Set the shards' `.grad` to this rank's own gradient, so that clearing it is noticed."""
         mine = added.view(self.ranks, -1)[rank(self.group)]  # (slice_length,)
         for index, part in enumerate(mine[at] for at in self.at):
             if index not in self.seen:
@@ -302,10 +310,10 @@ class FlatParameters(Bucket):
             self.unsent[index] = Unsent(shard.grad, shard.grad._version, is_own)
 
     def _forget_cleared(self) -> None:
-        """Drop what waits for parameters whose gradient was cleared or replaced since.
+        """Zero the waiting gradients of shards whose `.grad` was cleared or replaced.
 
         Raises:
-            RuntimeError: one was changed in place.
+            RuntimeError: a `.grad` was changed in place.
         """
         changed = [
             index
@@ -340,8 +348,10 @@ class FlatParameters(Bucket):
 
     def add_mean(self) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
+        # the sum over the ranks becomes their mean
         self.receive(1 if self.averages else self.ranks)
         mean, self.mean = self.mean, None  # (slice_length,)
+        # each shard gets its part of the slice
         for index, (shard, at) in enumerate(zip(self.shards, self.at)):
             part = mean[at].to(shard.dtype)
             if not part.numel():

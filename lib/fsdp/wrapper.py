@@ -113,7 +113,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         agree(checked, group)
         broadcast_module(module, group)
 
-        # Divide the parameters; the last block holds what is outside of all others.
+        # divide the parameters; the last block holds what is outside of all others
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
         self.unblocked = self.blocks.pop()
         # all, in the order of the forward pass
@@ -127,15 +127,16 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 flat.before_forward = functools.partial(self.before_forward, block)
                 flat.before_backward = functools.partial(self.before_backward, block)
 
-        # Where the model is: the block that runs, and whether this is a pass forward or backward.
+        # the block that runs, and whether this is a forward or a backward pass
         self.current: Block | None = None
         self.is_in_forward = self.is_in_backward = False
-        # in backward, the block that it has come to, those that it is done with, and the one whose
-        # gradients are on their way
+        # in backward: the block that it has reached, those that it has passed, and the flat
+        # parameters whose gradients are on their way
         self.reached: Block | None = None
         self.passed: set[Block] = set()
         self.reducing: list[FlatParameters] = []
-        # whether gradients may wait to be sent, and whether some were sent since the last finish
+        # whether gradients of no_sync wait to be sent, and whether some were sent since the last
+        # finish_gradient_synchronization
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
         self.saving: Any = None
@@ -158,7 +159,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         return self.run(self.module, *args, **kwargs)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward pass that is another function of the module, such as one of its methods."""
+        """Run `function` as the forward pass; it may be any function that uses the module."""
         self.saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.autograd.graph.saved_tensors_hooks(self._save, _read_saved):
             if self.is_in_backward and torch._C._current_graph_task_id() >= 0:
@@ -179,20 +180,21 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     def gather(self, block: Block, step: int = 0) -> None:
         """Gather `block`, drop the one before, and prefetch the one that is `step` further."""
+        # drop the block before, so that at most this one and the next are gathered
         wanted = [block]
         if block is not self.unblocked:
-            # at most two blocks are gathered: this one and the next
             before, self.current = self.current, block
             if before is not None and before is not block:
                 if before.is_shown:
                     for flat in before.flats:
                         flat.put(flat.whole)
                 self.drop(before)
+            # prefetch
             after = block.index + step
             if step and self.prefetches and 0 <= after < len(self.blocks):
                 wanted.append(self.blocks[after])
 
-        # start the all-gathers, of what this block waits for first
+        # start the all-gathers, this block's first
         for one in wanted:
             if not one.is_started:
                 one.is_started = True
@@ -228,6 +230,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     @torch.compiler.disable
     def before_forward(self, block: Block, *args: Any) -> None:
         """Gather a block, before its forward pass or before its weights are read."""
+        # a block of several modules is gathered for the first
         if not block.is_shown:
             self._check_pass()
             self.gather(block, step=0 if self.is_in_backward else 1)
@@ -237,7 +240,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable
     def after_forward(self, block: Block, module: Any, args: Any, output: Any) -> None:
-        """Let the block's outputs tell when backward comes to it."""
+        """Have autograd call `before_backward` when the gradient of an output is there."""
+        # the block itself is dropped when the next one is gathered
         if torch.is_grad_enabled() and not self.is_in_backward:
             for tensor in [output] if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -247,20 +251,20 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         """Gather a block when backward comes to it, and send the gradients of the one before."""
         if not self.is_in_backward:
             self._begin_backward()
+        # called for each output and each saved weight of a block
         before = self.reached
         if block is self.unblocked or (block is before and block is self.current):
             return
+        # the block before is done; the next one is that of the layer below
         self.reached = block
         if before is not None and before is not block:
             self.after_backward(before)
         self.gather(block, step=-1)
 
     def after_backward(self, block: Block) -> None:
-        """Reduce-scatter a block's gradients, or keep them in `no_sync`.
-
-        Whatever was sent before is waited for, so that the gradients of at most one block are held.
-        """
+        """Start the reduce-scatter of a block's gradients; in `no_sync` keep them."""
         self.passed.add(block)
+        # wait for what was sent before, so that at most one block's gradients are on their way
         self.receive()
         trained = [flat for flat in block.flats if flat.is_trained]
         for flat in trained:
@@ -276,6 +280,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable
     def _check_pass(self, *args: Any) -> None:
+        """Refuse a call of the module itself, around the FSDP."""
         if not (self.is_in_forward or self.is_in_backward):
             raise RuntimeError(
                 "the module must be called through its FSDP, which gathers the weights: call the "
@@ -284,6 +289,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable
     def _check_saving(self, *args: Any) -> None:
+        """Refuse `state_dict` of the module itself, which holds shards."""
         if not self.is_saving:
             raise RuntimeError(
                 "state_dict must be that of the FSDP, not of the module inside, which holds this "
@@ -302,7 +308,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self.before_forward(self.unblocked)
 
     def follow_shards(self) -> None:
-        """Take over what was done to the shards between passes; see `FlatParameters`."""
+        """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
         if not self.structure.is_unchanged():
             self._check_parameters()
         # what a pass without backward left
@@ -311,7 +317,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             flat.follow_shards()
 
     def _check_parameters(self) -> None:
-        """Raise a `RuntimeError` if there are other trained ones than when they were divided."""
+        """Raise a `RuntimeError` if a shard was replaced, or a trained parameter was added."""
         for flat in self.flats:
             flat.check_places()
         known = {id(shard) for flat in self.flats for shard in flat.shards}
@@ -324,12 +330,12 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 )
 
     def _put_whole(self) -> None:
-        """Let the model have whole parameters, which are gathered when they are read."""
+        """Put whole parameters into the model, which are gathered when they are read."""
         for flat in self.flats:
             flat.put(flat.gathered or flat.whole)
 
     def _end_pass(self) -> None:
-        """Let the model have the shards."""
+        """Put the shards back into the model."""
         self.is_in_forward = self.is_in_backward = False
         for flat in self.flats:
             flat.put(flat.shards)
@@ -352,13 +358,16 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         if torch._C._has_storage(tensor):
             flat = self.flat_at.get(tensor.untyped_storage()._cdata)
             if flat is not None and not (tensor.is_conj() or tensor.is_neg()):
-                return flat.saved(tensor)
+                layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+                again = flat.gathered_again
+                return functools.partial(again, flat.version, tensor.dtype, *layout)
         if self.saving is not None:
             pack, unpack = self.saving
             return functools.partial(unpack, pack(tensor))
         return tensor.detach(), tensor._version
 
     def _end_backward(self) -> None:
+        # send what was not sent yet
         for block in reversed(self.all_blocks):
             # gradients may also come after backward has left a block
             with torch._C.DisableTorchFunctionSubclass():
@@ -379,7 +388,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self.must_finish = any(is_trained)
 
     def settle(self) -> None:
-        """Forget a backward pass that an exception ended, on all ranks alike."""
+        """Forget a backward pass that an exception has ended; on all ranks."""
         if self.is_in_backward and torch._C._current_graph_task_id() < 0:
             self.receive()
             for flat in self.flats:
