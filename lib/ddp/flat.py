@@ -1,9 +1,12 @@
 """Gradients in flat buckets, sent while backward computes others, in one order on all ranks.
 
+A gradient's way, in `InOrder`: autograd calls `gradient_arrived`; the gradient that completes a
+bucket has it sent (`send_complete`, `send`); `finish_gradient_synchronization` waits for all
+buckets. Subclasses say what `send` starts: an all-reduce in data parallelism (`wrappers.py`), a
+reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
+
 `Bucket` is the layout: parameters side by side in one buffer, which can be cut into a slice per
-rank. `InOrder` is the order: each bucket is sent as soon as its gradients are complete, and all
-ranks send the same bucket at the same time. What is sent is the subclass's to say: an all-reduce in
-data parallelism (`wrappers.py`), a reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
+rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too.
 
 One bucket of two parameters for two ranks, a slice being 4 elements:
 
@@ -69,7 +72,7 @@ class Bucket:
         self.sizes = [shape.numel() for shape in self.shapes]
         # gradients that have not arrived in this backward pass
         self.missing = len(self.params)
-        # while it is sent: handles to wait for, what must live until then, and what will be means
+        # while it is sent: handles to wait for, what must live until then, and what become means
         self.works: list[Any] = []
         self.sent: list[Tensor] = []
         self.means: list[Tensor] = []
@@ -77,6 +80,7 @@ class Bucket:
 
     def lay_out(self, like: Tensor) -> None:
         """Compute where parameters start in a buffer of the dtype of `like`, in elements."""
+        # parameters, each from a multiple of 16 bytes to the next one's start
         self.dtype = like.dtype
         num_bytes = min(like.itemsize, (self.narrowest or like.dtype).itemsize)
         step = max(1, ALIGNMENT // num_bytes)
@@ -185,15 +189,15 @@ class GradientSync:
 
 
 class InOrder(GradientSync):
-    """Averages the gradients of a group's ranks, a bucket at a time, in one order on all ranks.
+    """Averages gradients over a group's ranks, a bucket at a time, in one order on all ranks.
 
     The order is that in which gradients arrived on rank 0 in the first step. That step overlaps
-    nothing, so that every step of every run has the same order, and a resumed run the same bits. A
-    gradient that arrives early waits for those before it, so that ranks whose backward passes
-    differ do not mix up tensors.
+    nothing, so every step of every run has the same order, and a resumed run has the same bits. A
+    bucket that is complete early waits for those before it: otherwise ranks whose backward passes
+    differ would add up gradients of different parameters.
 
-    A parameter without a gradient here counts as zero. The last bucket also carries who has
-    gradients, so that one that no rank has used can be told from one whose mean is zero.
+    A parameter without a gradient on this rank counts as zero. With the last bucket the ranks also
+    average a 1 for each gradient that they have (`presence`): a mean of 0 means that no rank has.
     """
 
     # what `send` starts, for profilers and error messages
@@ -211,7 +215,7 @@ class InOrder(GradientSync):
         # what profilers show
         self.range = annotate(self.collective)
         self.params: list[Tensor] = []
-        # by a parameter's id, which is quick: its name, its index, and the bucket that has it
+        # by a parameter's id, which is quicker than by the parameter: name, index, bucket
         self.names: dict[int, str] = {}
         self.number_of: dict[int, int] = {}
         self.bucket_of: dict[int, Bucket] = {}
@@ -228,7 +232,7 @@ class InOrder(GradientSync):
         self.unused: list[Tensor] = []
 
     def watch(self, named: Iterable[tuple[str, Tensor]], *, hooks: bool = True) -> None:
-        """Average the gradients of further parameters; `hooks` tell when they arrive."""
+        """Add parameters whose gradients are averaged; with `hooks`, during backward."""
         for name, param in named:
             self.names[id(param)] = name
             self.number_of[id(param)] = len(self.params)
@@ -237,11 +241,11 @@ class InOrder(GradientSync):
                 add_hook(param, self)
 
     def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
-        """The buckets, in the order in which they become complete if `params` arrive in theirs."""
+        """The buckets, in the order in which they are complete if `params` arrive in this one."""
         raise NotImplementedError
 
     def gradient_arrived(self, param: Tensor) -> None:
-        """Called in backward when a gradient is complete: send what is full, in order."""
+        """Called by autograd when a gradient is complete; send the buckets that are, too."""
         key = id(param)
         if key in self.arrived or self.is_closed:
             raise RuntimeError(
@@ -255,7 +259,7 @@ class InOrder(GradientSync):
         if not self.is_syncing:
             return
 
-        # an exception that ends the backward pass leaves `is_in_backward` on
+        # if an exception ends the backward pass, `is_in_backward` stays on
         if not self.arrived and not self.is_in_backward:
             self.is_in_backward = True
             on_end = functools.partial(setattr, self, "is_in_backward", False)
@@ -271,11 +275,11 @@ class InOrder(GradientSync):
                     self.send_complete()
 
     def send_complete(self) -> None:
-        """Send the buckets whose gradients are complete, up to the first that lacks one."""
+        """Send buckets in order, up to the first one that lacks a gradient."""
         while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
             bucket, presence = self.order[self.num_sent], None
             if bucket is self.order[-1]:
-                # 1, or 0 if this rank has no gradient; the mean is 0 if no rank has
+                # 1, or 0 where this rank has no gradient
                 presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
                 for param in self.absent:
                     presence[self.number_of[id(param)]] = 0
@@ -307,9 +311,7 @@ class InOrder(GradientSync):
             if not self.order:
                 self._agree_on_order()
             if self.num_sent < len(self.order):
-                self._fill_in_absent()
-                for bucket in self.order[self.num_sent :]:
-                    bucket.missing = 0
+                self._complete_buckets()
                 self.send_complete()
             # wait for all
             for bucket in self.order:
@@ -331,19 +333,23 @@ class InOrder(GradientSync):
         self.absent, self.presence = [], None
         self.num_sent, self.is_in_backward = 0, False
 
-    def _fill_in_absent(self) -> None:
-        """Give parameters without a gradient one of zeros, in buckets that were not sent."""
-        for bucket in self.order[self.num_sent :]:
+    def _complete_buckets(self) -> None:
+        """Complete the buckets that were not sent, with zeros where a gradient is missing."""
+        left = self.order[self.num_sent :]
+        for bucket in left:
             for param in bucket.params:
                 if param.grad is None:
                     self.absent.append(param)
                     param.grad = torch.zeros_like(param)
                 if param.grad.layout != torch.strided:
                     raise not_dense(self.names[id(param)], param.grad)
+        for bucket in left:
+            bucket.missing = 0
 
     def _agree_on_order(self) -> None:
-        """Make the buckets; where they overlap, in the order of rank 0's gradients."""
+        """Make the buckets; with overlap, in the order in which rank 0's gradients arrived."""
         params = self.params
+        # NCCL averages; with gloo, sums are divided by the number of ranks
         self.averages = has_average(params[0], self.group)
         self.divisor = 1 if self.averages else self.ranks
         if self.overlaps:
@@ -357,9 +363,9 @@ class InOrder(GradientSync):
 
 
 def add_hook(param: Tensor, owner: Any) -> None:
-    """Let backward call `owner.gradient_arrived(param)` whenever the gradient is complete.
+    """Have autograd call `owner.gradient_arrived(param)` whenever the gradient is complete.
 
-    A parameter can outlive its owner, with which the hook goes.
+    The hook is removed when `owner` is freed; the parameter may live longer.
     """
     hook = functools.partial(type(owner).gradient_arrived, weakref.proxy(owner))
     handle = param.register_post_accumulate_grad_hook(hook)

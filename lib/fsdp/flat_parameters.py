@@ -18,7 +18,6 @@ each pass gathers the whole from them, and frees it.
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable

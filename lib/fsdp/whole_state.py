@@ -1,4 +1,4 @@
-"""The state of a divided module as a whole: parameters gathered, state dicts saved and loaded."""
+"""State of an FSDP in whole parameters: gathering them, saving and loading state dicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WholeState:
-    """A mixin of `FSDP`: what it holds, as if it were not divided. All ranks call its methods."""
+    """A mixin of `FSDP`: its state with whole parameters. All ranks call its methods."""
 
     module: nn.Module
     group: dist.ProcessGroup | None
