@@ -34,9 +34,6 @@ class Block:
     is_started: bool = False
     """Whether the all-gathers were started."""
 
-    is_gathered: bool = False
-    """Whether they have arrived."""
-
     is_shown: bool = False
     """Whether the model has the gathered parameters, for which backward has gradients."""
 

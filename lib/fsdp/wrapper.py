@@ -162,10 +162,19 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         """Run `function` as the forward pass; it may be any function that uses the module."""
         self.saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.autograd.graph.saved_tensors_hooks(self._save, _read_saved):
+            # a checkpoint around the whole module runs it again in backward
             if self.is_in_backward and torch._C._current_graph_task_id() >= 0:
-                # a checkpoint around the whole module computes it again
                 return function(*args, **kwargs)
-            self._begin_forward()
+
+            # after an optimizer step; what is outside of blocks is gathered for the whole step
+            self.settle()
+            require_finished(self.must_finish)
+            self.follow_shards()
+            self.is_in_forward = True
+            self._put_whole()
+            self.before_forward(self.unblocked)
+
+            # run; what is gathered at the end waits for backward
             try:
                 output = function(*args, **kwargs)
                 if not torch.is_grad_enabled():
@@ -174,7 +183,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self.drop()
                 raise
             finally:
-                # what stays gathered waits for backward
                 self._end_pass()
             return output
 
@@ -202,10 +210,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                     flat.start_gathering()
 
         # wait for this block
-        if not block.is_gathered:
-            block.is_gathered = True
-            for flat in block.flats:
-                flat.wait()
+        for flat in block.flats:
+            flat.wait()
 
     def drop(self, block: Block | None = None) -> None:
         """Free a block (default: all).
@@ -218,7 +224,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for one in self.all_blocks if block is None else [block]:
             if not one.is_started:
                 continue
-            one.is_started = one.is_gathered = one.is_shown = False
+            one.is_started = one.is_shown = False
             for flat in [flat for flat in one.flats if flat.drop()]:
                 raise RuntimeError(
                     f"a forward pass changed one of {', '.join(flat.names)} in place, in memory "
@@ -297,15 +303,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             )
 
     # Passes
-
-    def _begin_forward(self) -> None:
-        if self.is_in_backward:
-            self.settle()
-        require_finished(self.must_finish)
-        self.follow_shards()
-        self.is_in_forward = True
-        self._put_whole()
-        self.before_forward(self.unblocked)
 
     def follow_shards(self) -> None:
         """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
@@ -420,13 +417,15 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         Gradients of passes in `no_sync` are averaged too. Called again, it changes nothing.
         """
         self.settle()
+        # matrices: backward has sent their gradients, unless it ran in no_sync on all ranks
         if self.has_unsent:
-            # on all ranks alike: there was a forward pass whose gradients were not sent
             is_syncing, self.is_syncing = self.is_syncing, True
             for block in reversed(self.all_blocks):
                 self.after_backward(block)
             self.receive()
             self.is_syncing, self.has_unsent = is_syncing, False
+
+        # vectors, and who has gradients: a parameter that no rank has used has none
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]
         has_grad = [param.grad is not None for param in vectors]
@@ -436,6 +435,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for param, has in zip([*vectors, *shards], has_grad):
             if not has:
                 param.grad = None
+
+        # ready for the next step
         for flat in flats:
             flat.seen.clear()
             flat.from_others.clear()
@@ -444,9 +445,14 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     def _average_vectors(
         self, vectors: list[nn.Parameter], flats: list[FlatParameters], has_grad: list[bool]
     ) -> list[bool]:
-        """Average the gradients of whole parameters; return who has gradients on any rank."""
+        """Average the gradients of vectors; return which parameters have one on any rank.
+
+        Args:
+            has_grad: for each vector, then each shard of `flats`, whether this rank has a gradient.
+        """
         if self.ranks == 1 or not has_grad:
             return has_grad
+        # zeros where this rank has no gradient
         for param in vectors:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -455,7 +461,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for index, has in enumerate(has_grad):
             if not has:
                 presence[index] = 0
-        # all of a dtype in one message
+        # one all-reduce for each dtype
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
             average(joined, self.group)
@@ -476,6 +482,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 "the norm of gradients that were not averaged; call "
                 "finish_gradient_synchronization() after backward() and before this"
             )
+        # norm² of all matrices = sum of the ranks' norm²; vectors are the same on all ranks
         square = grad_norm(shard for flat in self.flats for shard in flat.shards).double().square()
         if self.ranks > 1:
             dist.all_reduce(square, group=self.group)
