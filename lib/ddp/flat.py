@@ -212,8 +212,6 @@ class InOrder(GradientSync):
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
-        # what profilers show
-        self.range = annotate(self.collective)
         self.params: list[Tensor] = []
         # by a parameter's id, which is quicker than by the parameter: name, index, bucket
         self.names: dict[int, str] = {}
@@ -271,7 +269,7 @@ class InOrder(GradientSync):
             bucket = self.bucket_of[key]
             bucket.missing -= 1
             if not bucket.missing:
-                with torch.no_grad(), self.range:
+                with torch.no_grad(), annotate(self.collective):
                     self.send_complete()
 
     def send_complete(self) -> None:
@@ -306,7 +304,7 @@ class InOrder(GradientSync):
         if not self.params:
             return
 
-        with self.range:
+        with annotate(self.collective):
             # send what backward did not, in the first step all
             if not self.order:
                 self._agree_on_order()
