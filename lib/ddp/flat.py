@@ -104,8 +104,8 @@ class Bucket:
         """
         if tensors[0].dtype != self.dtype:
             self.lay_out(tensors[0])
-        pieces = [tensor.reshape(-1) for tensor in tensors]
         # tensor, gap, tensor, gap, ..., last
+        pieces = [tensor.reshape(-1) for tensor in tensors]
         if self.gaps:
             pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
         if last is not None:
@@ -124,6 +124,7 @@ class Bucket:
         """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
         for work in self.works:
             work.wait()
+        # sums become means, and what was sent is freed
         if self.works and divisor > 1:
             for tensor in self.means:
                 tensor.div_(divisor)
@@ -150,10 +151,11 @@ def fill_buckets(params: Iterable[Tensor], *, cap_bytes: float | None = None) ->
     full: list[list[Tensor]] = []
     filling: dict[Any, list[Tensor]] = {}
     for param in params:
+        # the bucket of this dtype and device that is being filled, and its size with the parameter
         bucket = filling.setdefault((param.dtype, param.device), [])
         size = sum(other.nbytes for other in bucket) + param.nbytes
         limit = cap_bytes if full else min(cap_bytes or 0, FIRST_BUCKET_BYTES)
-        # a parameter above the cap fills a bucket by itself
+        # begin a new one if it would be too large; a parameter above the cap gets its own
         if bucket and cap_bytes is not None and size > limit:
             full.append(bucket)
             bucket = filling[param.dtype, param.device] = []
@@ -350,6 +352,7 @@ class InOrder(GradientSync):
         # NCCL averages; with gloo, sums are divided by the number of ranks
         self.averages = has_average(params[0], self.group)
         self.divisor = 1 if self.averages else self.ranks
+        # rank 0's order: gradients as they arrived, then parameters without one
         if self.overlaps:
             left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
             order = [self.number_of[key] for key in (*self.arrived, *left)]

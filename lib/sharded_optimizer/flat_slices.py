@@ -103,21 +103,27 @@ class FlatSlices(InOrder, ShardingStrategy):
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
         self._check_not_wrapped(params)
         numbers: dict[Tensor, int] = {param: n for n, param in enumerate(params, start=first)}
+
         # frozen ones have no state, and stay where they are
         frozen = [param for param in params if not param.requires_grad]
         self.frozen += frozen
         added = [whole_shard(param, numbers[param]) for param in frozen if rank(self.group) == 0]
-        # gradients arrive in about the reverse order
+
+        # trained ones fill buckets in reverse order, about that in which gradients arrive
         trained = [param for param in reversed(params) if param.requires_grad]
         for filled in fill_buckets(trained, cap_bytes=self.cap_bytes):
             bucket = FlatBucket(filled, self.group)
+            # what of this rank's slice belongs to which parameter
             for param, start, stop, offset in bucket.own:
                 weight = bucket.mine[offset : offset + stop - start]
                 bucket.shards.append(make_shard(param, numbers[param], start, stop, weight))  # type: ignore[arg-type]  # those given
             added += bucket.shards
+            # hooks on the parameters, with `overlap`
             self.buckets.append(bucket)
             self.bucket_of |= dict.fromkeys(map(id, filled), bucket)
             self.watch([(name_of(param), param) for param in filled], hooks=self.overlaps)
+
+        # the inner optimizer has them in the order of the parameters
         added.sort(key=lambda shard: shard.number)
         self.shards += added
         return added
@@ -248,6 +254,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         """Wait until `params` (default: all) are complete."""
         if self.must_gather:
             self._gather()
+        # their buckets, whose all-gathers are under way
         if params is None:
             params = self.params
         for param in params:
