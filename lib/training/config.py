@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from tyro.conf import Positional
 
 from lib.core.hardware import DtypeName
 from lib.core.settings import (
@@ -255,8 +256,8 @@ class GenerateConfig:
 class ExportConfig:
     """Settings of `export`: the model, the format, and the folder to write."""
 
-    folder: Path | None = None
-    """New or empty folder for the model. May be given without its flag."""
+    folder: Positional[Path | None] = None
+    """New or empty folder for the model."""
 
     to: Literal["transformers"] = "transformers"
     """Whose format; vLLM and llama.cpp read that of `transformers`, too."""
@@ -269,8 +270,8 @@ class ExportConfig:
 class ImportConfig:
     """Settings of `import`: the model to read, and the folder of its run."""
 
-    folder: Path | None = None
-    """Folder of a Llama-like model, as `transformers` saves it. May be given without its flag."""
+    folder: Positional[Path | None] = None
+    """Folder of a Llama-like model, as `transformers` saves it."""
 
     output: Path | None = None
     """The new run's folder. None = one in `artifacts/runs` with the name of `folder`."""

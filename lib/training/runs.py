@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Positional
+
 from lib.core.files import try_lock_folder
 from lib.core.settings import require, settings
 from lib.training.metrics import last_evaluation, read_metrics
@@ -30,7 +32,7 @@ class RunsConfig:
 class RemoveRunsConfig(RunsConfig):
     """Which runs are removed."""
 
-    names: tuple[str, ...] = ()
+    names: Positional[tuple[str, ...]] = ()
     """Runs as `python -m lib runs` lists them."""
 
     yes: bool = False

@@ -245,6 +245,15 @@ def benchmark_attention(config: AttentionBenchmarkConfig) -> list[Record]:
     return records
 
 
+def benchmark_and_summarize(config: AttentionBenchmarkConfig) -> list[Record]:
+    """`benchmark_attention`, and print a summary."""
+    from lib.tools.benchmarks.attention_report import summary
+
+    records = benchmark_attention(config)
+    print(summary(records))
+    return records
+
+
 def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[AttentionCase]:
     """List the cases of `config`, neighbors sharing compiled code.
 

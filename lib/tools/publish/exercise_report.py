@@ -12,7 +12,6 @@ import ast
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.execute import execute
-from lib.tools.publish.plan import find_notebooks
+from lib.tools.publish.plan import ALL, NotebooksConfig, find_notebooks
 
 Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
 
@@ -44,12 +43,11 @@ class Answer:
 
 
 def report_exercises(
-    notebooks: Sequence[str] = (), *, folder: Path | None = None, output: Path | None = None
+    config: NotebooksConfig = ALL, *, folder: Path | None = None, output: Path | None = None
 ) -> int:
     """Run notebooks, print which of their exercises are solved, and write that as JSON.
 
     Args:
-        notebooks: numbers (`01`) or names (`01_tokenizer`); default: all.
         folder: where they are (default: the reader's copies in `work/` if there are any, or else
             `notebooks/`).
         output: the JSON file (default: `artifacts/local/exercises.json`).
@@ -64,7 +62,7 @@ def report_exercises(
     folder = folder or next((f for f in (root / "work",) if f.is_dir()), ROOT / "notebooks")
     output = output or root / "artifacts/local/exercises.json"
     answers = []
-    paths = find_notebooks(notebooks, folder.parent, folder.name)
+    paths = find_notebooks(config.notebooks, folder.parent, folder.name)
     for path in paths:
         # one that is no notebook is named before any is run
         read_notebook(path)

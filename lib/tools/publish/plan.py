@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core.settings import require
+from lib.core.settings import require, settings
 from lib.tools.publish.cells import read_notebook
 
 # Ends the name of a new version beside a copy that the reader changed: 07_ddp.new.ipynb
 NEW = ".new"
+
+
+@settings
+class NotebooksConfig:
+    """Which notebooks."""
+
+    notebooks: tuple[str, ...] = ()
+    """Numbers (`01`) or names (`01_tokenizer`); none = all."""
+
+
+ALL = NotebooksConfig()
 
 
 def find_notebooks(selection: Sequence[str], root: Path, name: str = "notebooks") -> list[Path]:

@@ -36,7 +36,7 @@ from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import clean, read_notebook, save_notebook, static_widgets
 from lib.tools.publish.execute import execute, insert_parameters, kill
-from lib.tools.publish.plan import Job, find_notebooks, next_job, plan
+from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, next_job, plan
 
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
@@ -354,14 +354,14 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> int:
+def refresh_notebooks(config: NotebooksConfig = ALL, *, root: Path = ROOT) -> int:
     """Run notebooks one after another and store their outputs in them, as they are committed.
 
     Returns the exit code; a notebook that fails, or that says what its outputs do not show
     (`lib.lessons.guards`), is left as it was.
     """
     failed = 0
-    for path in find_notebooks(notebooks, root):
+    for path in find_notebooks(config.notebooks, root):
         started = time.monotonic()
         try:
             executed = execute(read_notebook(path), path.parent, environment={STRICT: "1"})
