@@ -4,11 +4,11 @@ Frozen dataclasses, checked when made. A field's docstring is its text in `--hel
 """
 
 import dataclasses
+import importlib.util
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from tyro.conf import Positional
 
 from lib.core.hardware import DtypeName
 from lib.core.settings import (
@@ -23,6 +23,12 @@ from lib.core.settings import (
 from lib.data.prepare import TokenizeConfig
 from lib.ddp.settings import DdpWrapper
 from lib.model.config import ModelConfig
+
+if TYPE_CHECKING or importlib.util.find_spec("tyro"):
+    from tyro.conf import Positional
+else:
+    # where nobody gives commands, as in a notebook on Colab
+    Positional = Annotated[TypeVar("T"), None]
 
 # FSDP shards the model itself, so it is not a wrapper around a whole model.
 TrainingWrapper = Literal[DdpWrapper, "fsdp", "fsdp2"]

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Positional
-
 from lib.core.files import try_lock_folder
 from lib.core.settings import require, settings
+from lib.training.config import Positional
 from lib.training.metrics import last_evaluation, read_metrics
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Positional
-
 from lib.core.files import ROOT, claim_folder, write_atomically
 from lib.core.settings import settings, to_json
 from lib.lessons.show import TEXT
 from lib.tokenizer import files as tokenizer_files
+from lib.training.config import Positional
 
 if TYPE_CHECKING:
     from ipywidgets import VBox

@@ -6,17 +6,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures as futures
+import contextlib
 import dataclasses
 import os
-import queue
 import re
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +27,7 @@ from nbformat import NotebookNode
 from tqdm import tqdm
 
 from lib.core.files import ROOT, claim_folder, lock_folder, write_together
-from lib.core.hardware import available_cpus
+from lib.core.hardware import available_cpus, output_of
 from lib.core.records import provenance
 from lib.core.settings import PositiveInt, require, settings
 from lib.core.terminal import bar_size
@@ -36,11 +35,11 @@ from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import clean, read_notebook, save_notebook, static_widgets
 from lib.tools.publish.execute import execute, insert_parameters, kill
-from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, next_job, plan
+from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, plan
 
+Ended = Generator[tuple["Job", "Result", NotebookNode], None, None]
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
-BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}<{remaining}"
 
 
 @settings
@@ -151,90 +150,74 @@ class Result:
 
 
 def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
-    """Run each job after those it needs, `workers` at a time, with a progress bar for each."""
-    chosen, waiting = {job.name for job in jobs}, list(jobs)
+    """Run jobs, `workers` at a time, publish each, and print how it ended."""
     results: dict[str, Result] = {}
-    workers = max(1, min(workers, sum(not job.runs_alone for job in jobs)))
-    started = _Started(run)
-    try:
-        while waiting or started.threads:
-            failed = {name for name, result in results.items() if result.status != "done"}
-            lost = next((job for job in waiting if failed.intersection(job.needs)), None)
-            if lost:
-                waiting.remove(lost)
-                cause = next(name for name in lost.needs if name in failed)
-                result = Result(lost.name, "skipped", error=f"needs {cause}, which failed")
-                results[lost.name] = _published(result, read_notebook(lost.source), lost, run)
-                _print_result(results[lost.name])
-                continue
-            while job := next_job(
-                waiting, started.executing.values(), chosen - results.keys(), workers
-            ):
-                waiting.remove(job)
-                # more threads than cores slow all of them down
-                is_shared = workers > 1 and not job.runs_alone
-                started.start(job, max(1, available_cpus() // workers) if is_shared else None)
-            if result := started.wait():
-                results[result.name] = result
-                _print_result(result)
-    except BaseException:
-        started.stop()
-        raise
+    shown = {"desc": "notebooks", "disable": None, "leave": False} | bar_size()
+    with (
+        contextlib.closing(executed(jobs, workers)) as ended,
+        tqdm(total=len(jobs), **shown) as bar,
+    ):
+        for job, result, notebook in ended:
+            try:
+                publish(result, notebook, job, run)
+            except Exception as error:
+                # its page is that of the notebook before it ran
+                text = f"its page cannot be written: {type(error).__name__}: {error}"
+                text = "; ".join(filter(None, (result.error, text)))
+                result = Result(job.name, "failed", result.seconds, text, traceback.format_exc())
+                publish(result, read_notebook(job.source), job, run)
+            results[job.name] = result
+            note = f"  {result.error}" if result.error else ""
+            tqdm.write(f"  {MARKS[result.status]} {job.name:<24} {result.seconds:6.1f} s{note}")
+            sys.stdout.flush()
+            bar.update()
     return [results[job.name] for job in jobs]
 
 
-class _Started:
-    """Notebooks being run, a thread and a kernel for each; the kernels do the work.
+def executed(jobs: Sequence[Job], workers: int) -> Ended:
+    """Yield each job with how it ended and its notebook, as soon as its cells have run.
 
-    After its cells, a notebook's page is written: a second in which the next one can start.
+    A thread for each, since their kernels do the work. Those that run alone, or need one that does,
+    come last and one at a time.
     """
+    alone: set[str] = set()
+    for job in jobs:
+        if job.runs_alone or alone.intersection(job.needs):
+            alone.add(job.name)
+    # who needs no other comes first: waiting would keep a worker from its work
+    shared = sorted((job for job in jobs if job.name not in alone), key=lambda job: bool(job.needs))
+    workers = max(1, min(workers, len(shared)))
+    running: dict[str, futures.Future[tuple[Result, NotebookNode]]] = {}
+    clients: set[NotebookClient] = set()
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.threads: dict[str, threading.Thread] = {}
-        self.executing: dict[str, Job] = {}
-        self.events: queue.Queue[tuple[str, Result | None]] = queue.Queue()
-        self.clients: set[NotebookClient] = set()
-        self.is_stopped = False
+    def run_in_turn(job: Job) -> tuple[Result, NotebookNode]:
+        if job.name in alone:
+            futures.wait([running[other.name] for other in shared])
+        for name in job.needs:
+            if name in running and running[name].result()[0].status != "done":
+                result = Result(job.name, "skipped", error=f"needs {name}, which failed")
+                return result, read_notebook(job.source)
+        # more threads than cores slow all of them down
+        is_shared = workers > 1 and job.name not in alone
+        return run_cells(job, max(1, available_cpus() // workers) if is_shared else None, clients)
 
-    def start(self, job: Job, threads: int | None) -> None:
-        """Start a notebook whose operators get as many `threads`."""
-        # daemons: Python does not wait for them at its end
-        thread = threading.Thread(target=self._run, args=(job, threads), daemon=True)
-        self.threads[job.name], self.executing[job.name] = thread, job
-        thread.start()
-
-    def wait(self) -> Result | None:
-        """Wait a moment for a notebook to get on; return the result of one that has ended."""
+    with futures.ThreadPoolExecutor(workers) as pool, futures.ThreadPoolExecutor(1) as last:
+        for job in (*shared, *(job for job in jobs if job.name in alone)):
+            executor = last if job.name in alone else pool
+            running[job.name] = executor.submit(run_in_turn, job)
+        waiting = {running[job.name]: job for job in jobs}
         try:
-            # on Windows, Ctrl-C ends no wait without a limit
-            name, result = self.events.get(timeout=0.5)
-        except queue.Empty:
-            return None
-        self.executing.pop(name, None)
-        if result:
-            self.threads.pop(name)
-        return result
-
-    def stop(self) -> None:
-        """End all kernels; what is being written is finished, and nothing else is begun."""
-        self.is_stopped = True
-        for client in list(self.clients):
-            kill(client)
-        for name, thread in self.threads.items():
-            if name not in self.executing:
-                thread.join()
-
-    def _run(self, job: Job, threads: int | None) -> None:
-        try:
-            result, notebook = run_cells(job, threads, self.clients)
-            self.events.put((job.name, None))
-            if not self.is_stopped:
-                result = _published(result, notebook, job, self.run)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            result = Result(job.name, "failed", 0.0, text, traceback.format_exc())
-        self.events.put((job.name, result))
+            while waiting:
+                # on Windows, Ctrl-C ends no wait without a limit
+                for future in futures.wait(waiting, 0.5, futures.FIRST_COMPLETED).done:
+                    yield waiting.pop(future), *future.result()
+        finally:
+            for executor in (pool, last):
+                executor.shutdown(wait=False, cancel_futures=True)
+            # some may only be starting their kernel
+            while futures.wait(waiting, 0.1).not_done:
+                for client in list(clients):
+                    kill(client)
 
 
 def run_cells(
@@ -245,57 +228,26 @@ def run_cells(
     if job.parameters:
         lines = (f"{name} = {value!r}" for name, value in job.parameters.items())
         insert_parameters(notebook, "\n".join(("# Parameters", *lines)))
-    started, total = time.monotonic(), len(notebook.cells)
     environment = {THREADS: str(threads)} if threads and THREADS not in os.environ else {}
-    # disable=None: no bars in a log, where the lines of `_print_result` are enough
-    options = bar_size() | {"leave": False, "disable": None}
-    with tqdm(total=total, desc=job.name, bar_format=BAR, **options) as bar:
-        reached = 0
-
-        def on_cell(count: int) -> None:
-            nonlocal reached
-            reached = count
-            bar.update(count - bar.n)
-
-        try:
-            execute(
-                notebook,
-                job.source.parent,
-                environment=environment,
-                on_cell=on_cell,
-                clients=clients,
-            )
-            return Result(job.name, "done", time.monotonic() - started), notebook
-        except CellExecutionError as error:
-            # of several, the others are meant to
-            cell, output = [found for cell in notebook.cells if (found := _error(cell))][-1]
-            text = f"In [{cell.execution_count}]: {error.ename}: {error.evalue}"
-            lines = "\n".join(output.traceback)
-            seconds = time.monotonic() - started
-            return Result(job.name, "failed", seconds, text, lines, cell.get("id")), notebook
-        except Exception as error:  # a kernel that died or did not start, a disk that is full
-            text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
-    return Result(job.name, "failed", time.monotonic() - started, text, text), notebook
+    started = time.monotonic()
+    status, text, lines, cell = "done", None, None, None
+    try:
+        execute(notebook, job.source.parent, environment=environment, clients=clients)
+    except CellExecutionError as error:
+        # of several, the others are meant to
+        cell, output = [found for cell in notebook.cells if (found := _error(cell))][-1]
+        text = f"In [{cell.execution_count}]: {error.ename}: {error.evalue}"
+        status, lines, cell = "failed", "\n".join(output.traceback), cell.get("id")
+    except Exception as error:  # a kernel that died or did not start, a disk that is full
+        status, lines = "failed", traceback.format_exc()
+        text = f"{type(error).__name__}: {error}"
+    return Result(job.name, status, time.monotonic() - started, text, lines, cell), notebook
 
 
 def _error(cell: NotebookNode) -> tuple[NotebookNode, NotebookNode] | None:
     """Return the cell with its error; None if it has none."""
     outputs = cell.get("outputs", ())
     return next(((cell, output) for output in outputs if output.output_type == "error"), None)
-
-
-def _published(result: Result, notebook: NotebookNode, job: Job, run: Run) -> Result:
-    """`publish`; if that fails, so has the notebook, and its page is that of `job.source`."""
-    for content in (notebook, read_notebook(job.source)):
-        try:
-            publish(result, content, job, run)
-            return result
-        except Exception as error:
-            text = f"its page cannot be written: {type(error).__name__}: {error}"
-            text = "; ".join(filter(None, (result.error, text)))
-            lines = traceback.format_exc()
-            result = dataclasses.replace(result, status="failed", error=text, traceback=lines)
-    return result
 
 
 def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
@@ -305,6 +257,10 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
 
     root, target = job.source.parent.parent, run.report / f"{job.name}.ipynb"
     records = [copy_into_report(path, root, run.report) for path in _records_of(content, root)]
+    gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    counts = Counter(gpus.splitlines() if gpus else ())
+    # from NVIDIA's driver: asking torch would occupy their memory
+    device = {"device": ", ".join(f"{n} × {name}" for name, n in counts.items())} if gpus else {}
     content.metadata["workbook"] = {
         "status": result.status,
         "seconds": round(result.seconds, 3),
@@ -313,7 +269,7 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
         "parameters": run.parameters,
         "run": run.started,
         "finished": _now(),
-        "provenance": provenance(config=job.parameters) | _graphics_cards(),
+        "provenance": provenance(config=job.parameters) | device,
         "records": records,
     }
     page = render_page(content, job.name, source_folder=job.source.parent, titles=run.titles)
@@ -326,23 +282,6 @@ def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
     words = set(re.findall(r"\w+", code))
     files = sorted((root / "artifacts").glob("*.*"))
     return [path for path in files if path.suffix in (".csv", ".jsonl") and path.stem in words]
-
-
-def _graphics_cards() -> dict[str, str]:
-    """Return the GPUs' names from NVIDIA's driver: asking torch would occupy their memory."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    counts = Counter(listed.stdout.split("\n")[:-1])
-    return {"device": ", ".join(f"{count} × {name}" for name, count in counts.items())}
-
-
-def _print_result(result: Result) -> None:
-    note = f"  {result.error}" if result.error else ""
-    tqdm.write(f"  {MARKS[result.status]} {result.name:<24} {result.seconds:6.1f} s{note}")
-    sys.stdout.flush()
 
 
 def _plain(text: str) -> str:

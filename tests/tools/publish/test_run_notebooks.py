@@ -125,10 +125,10 @@ def test_a_damaged_entry_of_a_report_is_named_left_out_and_made_again(
 def run_as(monkeypatch):
     """Run jobs by calling a function with each; return their names and how they ended."""
 
-    def results(run_cells, *jobs: Job, published=lambda result, *_: result) -> list:
+    def results(run_cells, *jobs: Job, publish=lambda *_: None) -> list:
         monkeypatch.setattr("lib.tools.publish.run_notebooks.run_cells", run_cells)
         monkeypatch.setattr("lib.tools.publish.run_notebooks.read_notebook", lambda path: None)
-        monkeypatch.setattr("lib.tools.publish.run_notebooks._published", published)
+        monkeypatch.setattr("lib.tools.publish.run_notebooks.publish", publish)
         return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
 
     return results
@@ -148,26 +148,41 @@ def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(r
             second.set()
         return Result(job.name, "done"), None
 
-    def published(result, *_):
+    def publish(result, *_):
         if result.name == "first":
             seen["beside its page"] = second.wait(20)
-        return result
 
     alone = job("first", alone=True), job("second", alone=True)
-    found = run_as(run_cells, job("a"), job("b"), *alone, published=published)
+    found = run_as(run_cells, job("a"), job("b"), *alone, publish=publish)
     assert all(status == "done" for _, status in found)
     assert seen == {"beside its cells": False, "beside its page": True}
 
 
 def test_whoever_needs_a_failed_notebook_even_through_others_is_skipped(run_as):
     def run_cells(job, threads, clients):
-        if job.name == "a":
-            raise RuntimeError("of this program")
+        return Result(job.name, "failed" if job.name == "a" else "done"), None
+
+    needy = job("b", "a"), job("c", "b"), job("d", alone=True), job("e", "d"), job("f", "elsewhere")
+    statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
+    assert statuses == ["failed", "skipped", "skipped", "done", "done", "done"]
+
+
+def test_one_that_runs_alone_starts_when_all_others_have_finished(run_as):
+    running, most = [], {}
+
+    def run_cells(job, threads, clients):
+        running.append(job.name)
+        most[job.name] = len(running)
+        time.sleep(0.1)
+        most[job.name] = max(most[job.name], len(running))
+        running.remove(job.name)
         return Result(job.name, "done"), None
 
-    needy = job("b", "a"), job("c", "b"), job("d", alone=True)
-    statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
-    assert statuses == ["failed", "skipped", "skipped", "done"]
+    jobs = job("a", alone=True), job("b"), job("c"), job("d", "a"), job("e", alone=True)
+    names = [name for name, _ in run_as(run_cells, *jobs)]
+    assert names == list("abcde")
+    assert max(most["b"], most["c"]) == 2
+    assert [most[name] for name in "ade"] == [1, 1, 1]
 
 
 RUN = """\
@@ -178,7 +193,9 @@ from lib.tools.publish import run_notebooks as runs
 
 root = Path(sys.argv[1])
 run = runs.run_notebooks
-runs.run_notebooks = lambda config: run(config, root=root)
+def run_there(config: runs.RunConfig):
+    return run(config, root=root)
+runs.run_notebooks = run_there
 sys.exit(command_line.main(["run", "--report", str(root / "report")]))
 """
 
@@ -206,7 +223,8 @@ def test_ctrl_c_ends_all_kernels_and_what_they_started_and_keeps_finished_pages(
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert "stopped; finished pages are in the report" in output
+    assert "✓ 01_done" in output
+    assert "stopped; the same command starts over" in output
     assert "Traceback" not in output
     for pid in map(int, pids.read_text().split()):
         # gone, or dead and waiting to be collected
@@ -277,7 +295,7 @@ def test_a_failed_notebook_makes_the_exit_code_1_and_others_finish(done):
     index = page(root, "index")
     states = [found["class"][1] for found in index.select(".status")]
     assert states == ["done", "failed", "done", "skipped", "failed"]
-    assert "DeadKernelError" in index.text
+    assert "DeadKernelError: the kernel died after 2 of 3 code cells" in index.text
 
 
 def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
@@ -288,11 +306,8 @@ def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
     assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
 
 
-def test_the_one_that_runs_alone_starts_when_all_others_have_finished(done):
+def test_one_that_runs_alone_has_all_cores_which_the_others_share(done):
     _, _, root = done
-    finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
-    assert about(root, "03_after_good")["finished"] >= max(finished.values())
-    # and has all cores, which the others share
     assert "threads None" in page(root, "03_after_good").text
     assert f"threads {max(1, available_cpus() // 2)}" in page(root, "01_good").text
 
