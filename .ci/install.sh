@@ -47,7 +47,7 @@ pip() {
 }
 # A setting of pip, which uv does not read: pip config list has `global.find-links='a\nb'`
 setting() {
-  echo "$settings" | sed -n "s/^[^=]*[.]$1='\(.*\)'\$/\1/p" | head -n 1 | sed 's/\\n/ /g'
+  printf '%s\n' "$settings" | sed -n "s/^[^=]*[.]$1='\(.*\)'\$/\1/p" | head -n 1 | sed 's/\\n/ /g'
 }
 install_with_uv() {
   pip install -c .ci/constraints.txt uv >"$tools/log" 2>&1 || return 1

@@ -196,7 +196,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
-        "lib.tools.benchmarks.headline:fill_readme",
+        "lib.tools.benchmarks.headline:fill_pages",
     ),
     "profile": Command(
         "Profile training steps: time by kernel, idle gaps, memory by category.",

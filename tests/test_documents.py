@@ -51,6 +51,6 @@ def test_modules_and_names_that_prose_cites_exist():
         for file in files
         for name in re.findall(r"`(lib(?:\.\w+)+)", file.read_text(encoding="utf-8"))
     }
-    assert len(cited) > 100
+    assert len(cited) > 50
     assert [(name, file) for name, file in sorted(cited) if not is_there(name)] == []
     assert not is_there("lib.model.config.model_names")

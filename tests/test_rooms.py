@@ -3,6 +3,8 @@
 import ast
 import functools
 import graphlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -230,3 +232,36 @@ def test_a_step_that_compiles_nothing_loads_no_compiler():
     (loaded,) = loaded_by(TRAINS)
     # torch's compiler cannot be loaded without it
     assert "sympy" not in loaded
+
+
+EXAMPLES = re.findall(
+    r"^\*\*`([\w/.]+)`\*\*(.*?)^```python\n(.*?)^```",
+    (ROOT / "lib/README.md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("taken", "words", "code"), EXAMPLES, ids=[found[0] for found in EXAMPLES])
+def test_a_room_that_is_taken_along_needs_no_more_than_is_said(tmp_path, taken, words, code):
+    rooms = {taken.split("/")[0], *re.findall(r"`(\w+)/`", words)}
+    for name in rooms:
+        shutil.copytree(ROOT / "lib" / name, tmp_path / "lib" / name)
+    shutil.copy(ROOT / "lib/__init__.py", tmp_path / "lib")
+    (tmp_path / "example.py").write_text(code)
+    ranks = 2 if "init_process_group" in code else 1
+    # a file for what each rank prints
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1"]
+    command += ["--log-dir=said", f"--nproc-per-node={ranks}", "example.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [path.read_text() for path in tmp_path.glob("said/**/stdout.log")]
+    assert len(said) == ranks
+    assert said[0]
+    assert said == said[:1] * ranks
+
+
+def test_each_room_that_engineers_take_has_an_example():
+    taken = [name for name, _, _ in EXAMPLES]
+    rooms = ["tokenizer", "flash_attention", "ddp", "sharded_optimizer", "fsdp"]
+    assert taken == [f"{name}/" for name in rooms] + ["training/checkpoint.py"]

@@ -42,6 +42,7 @@ BACKENDS = ("nccl", "gloo")
 REGISTERED: dict[str, Callable[[Any, int], None]] = {}
 # What every backend sends; other dtypes travel as bytes.
 SENT_AS_THEY_ARE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_PORT = 2**16 - 1
 # Variables that torchrun sets for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -118,6 +119,9 @@ def init_from_environment(
             "sets all of them"
         )
     numbers = {name: _whole_number(name) for name in VARIABLES if name != "MASTER_ADDR"}
+    port = numbers["MASTER_PORT"]
+    if port > MAX_PORT:
+        raise ValueError(f"MASTER_PORT must be at most {MAX_PORT}, got {port}")
     for prefix in ("", "LOCAL_"):
         of_rank, count = numbers[f"{prefix}RANK"], numbers[f"{prefix}WORLD_SIZE"]
         if of_rank >= count:

@@ -176,8 +176,11 @@ class TrainConfig:
     eval_tokens: NonNegativeInt = 100_000
     """Number of validation tokens per evaluation, from the start. 0 = all."""
 
-    checkpointing_interval: int = 0
-    """Save a checkpoint every N steps; the last step is always saved. 0 or less = only that one."""
+    checkpointing_interval: int = 100
+    """Save a checkpoint every N steps, before an evaluation that is due then.
+
+    The last step is always saved. 0 or less = only that one.
+    """
 
     keep_last: PositiveInt = 2
     """Number of checkpoints to keep."""

@@ -231,6 +231,8 @@ def _load_weights(folder: Path) -> dict[str, Tensor]:
         is_known = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         expected = "float32, bfloat16 or float16"
         require(is_known, f"{folder}: {name} must be {expected}, got {weight.dtype}")
+        wrong = int(weight.isfinite().logical_not().sum())
+        require(not wrong, f"{folder}: {name} must be finite, got {wrong:,} NaN or infinite values")
     dtypes = {weight.dtype for weight in weights.values() if weight.ndim > 1}
     if len(dtypes) > 1:
         log.info("%s has weights of several dtypes, which become float32", folder)

@@ -129,7 +129,7 @@ def f(num_elements, ranks, alignment):
     ),
     "fsdp: a size from NumPy": (
         "fsdp",
-        "verdict(BEST_SIZE, weighing(f))",
+        "verdict(best_size, f)",
         """
 def f(layers, boundary, inside):
     sizes = np.arange(1, layers + 1)
@@ -137,7 +137,7 @@ def f(layers, boundary, inside):
     ),
     "fsdp: parts of the matrices, by autograd": (
         "fsdp",
-        "verdict(TENSOR_PARALLEL_MLP, on_all_ranks(f))",
+        "verdict(tensor_parallel_mlp, f)",
         """
 def f(x, w1, w2, ranks):
     w1 = w1.tensor_split(ranks.count)[ranks.number].clone().requires_grad_()
@@ -267,9 +267,9 @@ def f(tensor, ranks):
     ),
     "fsdp: the whole MLP on every rank": (
         "fsdp",
-        "verdict(TENSOR_PARALLEL_MLP, _compute_with_the_whole)",
+        "verdict(tensor_parallel_mlp, with_the_whole)",
         "",
-        "rank 0 computes with more than its parts of the matrices",
+        "rank 0, computes with its parts of the matrices alone: yours False, expected True",
     ),
 }
 

@@ -107,6 +107,11 @@ def test_values_at_the_edge_are_right(cls, changes):
     assert dataclasses.asdict(config).items() >= changes.items()
 
 
+def test_what_is_evaluated_by_default_was_saved_before():
+    config = TrainConfig()
+    assert config.eval_interval % config.checkpointing_interval == 0
+
+
 def test_a_heads_width_and_the_inner_width_that_is_built():
     model = ModelConfig(d_model=96, num_heads=6, d_ff=250)
     assert (model.head_dim, model.ff_width) == (16, 250)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 import pytest
@@ -225,6 +226,16 @@ def test_weights_of_several_dtypes_become_one_or_are_refused_by_name(make_run, d
         return
     model, _, _ = load_model(import_(folder), "cpu")
     assert torch.equal(model.output_weight, weights["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(make_run, value):
+    folder = export(make_run())
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][3, :2] = value
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight must be finite, got 2 NaN"):
+        import_(folder)
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ def _small_plan(machine: Machine, corpus: str) -> Plan:
         log_interval=4,
         eval_interval=0,
         eval_tokens=50_000,
+        checkpointing_interval=400,
     )
     settings = (
         Setting("processes", 1, "several would share the same cores"),

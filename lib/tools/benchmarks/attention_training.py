@@ -138,6 +138,7 @@ def _train(run: LossRun, data: Path, folder: Path, device: str) -> dict[str, Any
         device=device,
         dtype=run.dtype,
         eval_interval=0,
+        checkpointing_interval=0,
     )
     result = train(config)
     rows = [row for row in read_metrics(result.output / "metrics.jsonl") if "loss" in row]

@@ -1,6 +1,6 @@
-"""The README's table of results, from records alone.
+"""The main results in README.md and the table in .github/RESULTS.md, from records alone.
 
-`python -m lib benchmark headline` writes it between the two marks in README.md.
+`python -m lib benchmark headline` writes them between the two marks in each file.
 """
 
 from __future__ import annotations
@@ -20,30 +20,38 @@ RUNS = 5
 START, END = "<!-- results: python -m lib benchmark headline -->", "<!-- end of results -->"
 
 
-def fill_readme(root: str | os.PathLike = ROOT) -> None:
-    """Fill the table in README.md of the folder `root` from the records in its artifacts/.
+def fill_pages(root: str | os.PathLike = ROOT) -> None:
+    """Fill both pages in the folder `root` from the records in its artifacts/.
 
     Raises:
-        ValueError: README.md lacks the marks.
+        ValueError: a page lacks the marks.
     """
-    readme = Path(root) / "README.md"
-    text = fill_in(readme.read_text(encoding="utf-8"), headline_rows(Path(root) / "artifacts"))
-    write_atomically(readme, text)
+    for page, content in headline_pages(root).items():
+        path = Path(root) / page
+        write_atomically(path, fill_in(path.read_text(encoding="utf-8"), content))
 
 
-def fill_in(text: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return `text` with the table of `rows` between its two marks."""
+def headline_pages(root: str | os.PathLike) -> dict[str, str]:
+    """What stands between the marks of each page: results in words, and the table of all."""
+    rows = headline_rows(Path(root) / "artifacts")
+    table = [row | {"on": row["on"].replace("](", "](../")} for _, row in rows]
+    words = [comparison.in_words(row) for comparison, row in rows if comparison.meaning]
+    return {"README.md": "\n".join(["", *words, ""]), ".github/RESULTS.md": to_markdown(table)}
+
+
+def fill_in(text: str, content: str) -> str:
+    """Return `text` with `content` between its two marks."""
     before, _, rest = text.partition(START)
     _, mark, after = rest.partition(END)
     if not mark:
         raise ValueError(f"the text must contain {START} and then {END}")
-    return f"{before}{START}\n{to_markdown(rows)}{END}{after}"
+    return f"{before}{START}\n{content}{END}{after}"
 
 
-def headline_rows(artifacts: str | os.PathLike) -> list[dict[str, str]]:
+def headline_rows(artifacts: str | os.PathLike) -> list[tuple[Comparison, dict[str, str]]]:
     """The main results of each benchmark that has records in the folder `artifacts`."""
     tables = [(comparison, comparison.read(Path(artifacts))) for comparison in COMPARISONS]
-    return [comparison.row(records) for comparison, records in tables if records]
+    return [(comparison, comparison.row(records)) for comparison, records in tables if records]
 
 
 def on_record(report: Path, root: Path = ROOT) -> str:
@@ -81,6 +89,7 @@ class Comparison:
     unit: str
     device: str = "{device}"  # `{…}` is a field of our row
     report: str = ""  # without .md, if it is not called like the records
+    meaning: str = ""  # the sentence of the README; `{times}` is the ratio and the peer
 
     @property
     def link(self) -> str:
@@ -117,6 +126,13 @@ class Comparison:
             "runs": f"{len(times)}",
             "on": f"[{self.device.format(**ours)}]({self.link})",
         }
+
+    def in_words(self, row: Mapping[str, str]) -> str:
+        """The README's line for the row of `self.row`."""
+        peer = row["best other"].partition("(")[2].rstrip(")")
+        joint = "with" if row["times"].startswith("level") else "times"
+        times = f"{row['times']} {joint} {peer}"
+        return f"- {self.meaning.format(times=times)}"
 
     def _runs(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Mapping[str, Any]]]:
         """Yield what ran in each run; a name that comes again, or another launch, begins one."""
@@ -170,6 +186,10 @@ CAUSAL = {
     "dtype": "bfloat16",
     "in_graph": True,
 }
+ATTENTION = {
+    "forward": "**Attention forward**, 4,096 tokens, causal: {times}; notebook 06 leads to it.",
+    "backward": "**Attention backward**: {times}, which is ahead here.",
+}
 COMPARISONS = (
     Comparison(
         "tokenizer, training on an English dictionary",
@@ -178,6 +198,7 @@ COMPARISONS = (
         *TOKENIZERS,
         device="{device}, {cores} cores",
         report="tokenizer_benchmark",
+        meaning="**Training a tokenizer** on a dictionary: {times}; yours takes seconds.",
     ),
     Comparison(
         "tokenizer, training on Linux's C code",
@@ -194,6 +215,7 @@ COMPARISONS = (
         *TOKENIZERS,
         device="{device}, 1 core",
         report="tokenizer_benchmark",
+        meaning="**Encoding** it, on one core: {times}; a gigabyte takes seconds.",
     ),
     Comparison(
         "tokenizer, encoding Linux's C code",
@@ -209,6 +231,7 @@ COMPARISONS = (
         {"task": "step", "model": "gpt2-124m"},
         *("candidate", "all", ("nanoGPT-style",), "tokens_per_s", "tokens/s"),
         report="training_benchmark",
+        meaning="**Training** a model of GPT-2's size on one GPU: {times} code, compiled too.",
     ),
     *(
         Comparison(
@@ -217,6 +240,7 @@ COMPARISONS = (
             CAUSAL | {"direction": direction, "head_dim": head_dim},
             *KERNELS,
             report="attention_sweep_report",
+            meaning=ATTENTION[direction] if head_dim == 128 else "",
         )
         for direction in ("forward", "backward")
         for head_dim in (64, 128)
@@ -228,6 +252,7 @@ COMPARISONS = (
         *("wrapper", "flashddp", ("torch_ddp",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
         report="lm_matrix_report",
+        meaning="**Data parallelism** on two GPUs: {times}; notebook 07 builds it.",
     ),
     Comparison(
         "sharded optimizer, 2.0 billion parameters",

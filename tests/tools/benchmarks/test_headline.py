@@ -1,4 +1,4 @@
-"""The README's table of results shows what the records say."""
+"""The pages of results show what the records say."""
 
 import shutil
 from pathlib import Path
@@ -10,24 +10,26 @@ from lib.tools.benchmarks.headline import (
     END,
     START,
     fill_in,
-    fill_readme,
+    fill_pages,
+    headline_pages,
     headline_rows,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_readme_shows_what_the_records_say(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    filled = fill_in(text, headline_rows(ROOT / "artifacts"))
-    assert text == filled, "run python -m lib benchmark headline"
-
-    # the command restores a table that was lost
+def test_the_pages_show_what_the_records_say(tmp_path):
     shutil.copytree(ROOT / "artifacts", tmp_path / "artifacts", ignore=_all_but_records)
-    before, after = text.partition(START)[0], text.partition(END)[2]
-    (tmp_path / "README.md").write_text(f"{before}{START}\n{END}{after}", encoding="utf-8")
-    fill_readme(tmp_path)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == text
+    (tmp_path / ".github").mkdir()
+    for page, content in headline_pages(ROOT).items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert text == fill_in(text, content), "run python -m lib benchmark headline"
+        # the command restores what was lost
+        before, after = text.partition(START)[0], text.partition(END)[2]
+        (tmp_path / page).write_text(f"{before}{START}\n{END}{after}", encoding="utf-8")
+    fill_pages(tmp_path)
+    for page in headline_pages(ROOT):
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text()
 
 
 def _all_but_records(folder, names):
@@ -35,7 +37,7 @@ def _all_but_records(folder, names):
 
 
 def test_reports_that_the_table_links_to_exist():
-    rows = headline_rows(ROOT / "artifacts")
+    rows = [row for _, row in headline_rows(ROOT / "artifacts")]
     assert len(rows) == len(COMPARISONS) == 12
     assert all((ROOT / row["on"].partition("(")[2].rstrip(")")).exists() for row in rows)
 
@@ -89,4 +91,4 @@ def test_a_lead_that_runs_do_not_agree_on_is_level_and_five_runs_count(speeds, t
 
 def test_a_text_without_the_marks_is_refused():
     with pytest.raises(ValueError, match=r"must contain .* and then"):
-        fill_in(f"{END} {START}", [])
+        fill_in(f"{END} {START}", "")
