@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from tqdm import tqdm
 
-from lib.core.files import ROOT, claim_folder, lock_folder, write_together
+from lib.core.files import ROOT, claim_folder, lock_folder, write_atomically
 from lib.core.hardware import available_cpus, output_of
 from lib.core.records import provenance
 from lib.core.settings import PositiveInt, require, settings
@@ -251,7 +250,7 @@ def _error(cell: NotebookNode) -> tuple[NotebookNode, NotebookNode] | None:
 
 
 def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
-    """Write the notebook `content` with a note of how it ended, and its page: both or none."""
+    """Write the notebook `content` with a note of how it ended, and its page."""
     from lib.tools.publish.links import copy_into_report
     from lib.tools.publish.pages import render_page
 
@@ -273,7 +272,8 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
         "records": records,
     }
     page = render_page(content, job.name, source_folder=job.source.parent, titles=run.titles)
-    write_together({target.with_suffix(".html"): page, target: nbformat.writes(content) + "\n"})
+    save_notebook(target, content)
+    write_atomically(target.with_suffix(".html"), page)
 
 
 def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
