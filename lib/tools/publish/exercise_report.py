@@ -8,8 +8,8 @@ tampered if its check ran without a verdict, since something else has taken its 
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -27,6 +27,11 @@ from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.execute import execute
 from lib.tools.publish.plan import ALL, NotebooksConfig, find_notebooks
 
+# check_merge(merge), exercises.check(mine, "merge"), order = exercises.take(order)
+CALL = re.compile(
+    r"""^[^#\n]*?(?<!def )\b(check\w*|take)\(\s*(\w+)\b\s*(?:,\s*["'](\w+)["'])?\s*[,)]""",
+    re.MULTILINE,
+)
 Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
 
 
@@ -142,24 +147,10 @@ def exercises_in(path: Path) -> list[Check]:
 
 def checks_in(cell: Any, number: int) -> list[Check]:
     """Return the checks of a cell, also of one that does not parse."""
-    return _checked(cell.source, number) if cell.cell_type == "code" else []
-
-
-def _checked(source: str, number: int) -> list[Check]:
-    try:
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    except SyntaxError:
-        return (
-            _checked(source.rstrip().rpartition("\n")[2], number) if "\n" in source.strip() else []
-        )
     found = []
-    for called in calls:
-        name = getattr(called.func, "attr", getattr(called.func, "id", ""))
-        given = called.args[0] if called.args else None
-        if name.startswith("check") and isinstance(given, ast.Name):
-            if name == "check":
-                # the second argument tells which one, if the function is called something else
-                (other,) = called.args[1:2] or [given]
-                name += f" {getattr(other, 'value', given.id)}"
-            found.append(Check(name, given.id, number))
+    for name, given, other in CALL.findall(cell.source) if cell.cell_type == "code" else ():
+        if name in ("check", "take"):
+            # the second argument tells which one, if the function is called something else
+            name = f"check {other or given}"
+        found.append(Check(name, given, number))
     return found
