@@ -196,15 +196,13 @@ def rank_memory(
     # gradients on their way, and weights of other ranks
     cap_mb = bucket_cap_mb or default_bucket_cap_mb(weights)
     bucket = min(int(cap_mb * 2**20), weights)
-    if ranks == 1:
-        communication = 0
-    elif not divides_gradients:
+    communication = 0
+    if ranks > 1 and not divides_gradients:
         # a wrapper averages whole gradients
         communication = {"flat": weights, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
-    elif stage == 1:
-        communication = min((3 if cuda else 4) * bucket, 2 * weights)
-    else:
-        communication = bucket if stage == 2 else block * element_bytes
+    elif ranks > 1:
+        packed = min((3 if cuda else 4) * bucket, 2 * weights)
+        communication = {1: packed, 2: bucket, 3: block * element_bytes}[stage]
     outer = [parts["token_embeddings"], parts["lm_head"]]
     outer_bytes = (sum(outer) if outer_stays else max(outer)) * weight_bytes
     gathered_blocks = divides_weights * min(2, config.num_layers) * block * element_bytes
