@@ -165,7 +165,8 @@ def _costs(
         return forward, left + right
 
     def others(forward: tuple[int, int], backward: tuple[int, int]) -> tuple[Cost, Cost]:
-        return tuple(Cost(flops, moved * element_bytes) for flops, moved in (forward, backward))
+        costs = [Cost(flops, moved * element_bytes) for flops, moved in (forward, backward)]
+        return costs[0], costs[1]
 
     fused_flops = 2 * heads * length * (length + 1) * head_dim
     return {

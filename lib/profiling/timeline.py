@@ -1,4 +1,7 @@
-"""A training step over time on a GPU: compute, communication, and the exposed part of it."""
+"""A training step over time, from a trace: compute, communication, and the exposed part of it.
+
+On a CPU, operators stand for kernels.
+"""
 
 from __future__ import annotations
 
@@ -61,19 +64,22 @@ class Timeline:
 
 
 def step_timeline(trace: Trace, name: str) -> Timeline:
-    """Return the timeline of the first range called `name` in a GPU's trace."""
+    """Return the timeline of the first range called `name` in the trace."""
     step = next((span for span in trace.ranges if span.name == name), None)
     if step is None:
         raise ValueError(f"the trace has no range {name!r}")
-    launched = np.array(launch_times(trace.kernels, trace.calls))
+    spans = trace.kernels or trace.operators
+    launched = np.array(launch_times(spans, trace.calls))
     ranges = [span for span in trace.ranges if step.start <= span.start < step.end]
 
     # the kernels launched in the step, sorted into communication and phases
     chosen = np.flatnonzero((step.start <= launched) & (launched < step.end))
-    kernels = [trace.kernels[index] for index in chosen.tolist()]
+    kernels = [spans[index] for index in chosen.tolist()]
     times, phases = edges(kernels), _phases(ranges, launched[chosen])
-    communicates = np.array([category_of(span.name) == "communication" for span in kernels], bool)
-    works = ~communicates
+    categories = np.array([category_of(span.name) for span in kernels], dtype=object)
+    communicates = categories == "communication"
+    # operators that are views, or only call others, do no work of their own
+    works = ~communicates & (bool(trace.kernels) | (categories != "other"))
     compute = {phase: union(times[works & (phases == phase)]) for phase in PHASES.values()}
     # they run when the host has long left the range
     backward = times[works & (phases == "backward")]

@@ -66,7 +66,8 @@ class RangeTime(NamedTuple):
     """Time of the kernels launched in the range; None on a CPU."""
 
 
-class Gaps(NamedTuple):
+@dataclass(frozen=True)
+class Gaps:
     """The stretches without a kernel that last `shortest_us` to `longest_us`."""
 
     shortest_us: float
@@ -174,7 +175,8 @@ def summarize(trace: Trace) -> Summary:
         dispatched = total(difference(host, waiting)) * to_ms
         launches = sum(bool(LAUNCHING.search(call.name)) for call in trace.calls) * per_step
     names = [(span.name, category) for span, category in zip(spans, categories)]
-    by_kernel = [Work(*name, *row) for name, row in _sums(names, times, per_step).items()]
+    sums = _sums(names, times, per_step).items()
+    by_kernel = [Work(*name, *row) for name, row in sums]  # type: ignore[call-arg]
     by_category = _sums(categories, times, per_step, counts)
     return Summary(
         device="gpu" if on_gpu else "cpu",

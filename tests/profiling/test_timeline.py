@@ -51,6 +51,17 @@ def test_collectives_at_once_count_once():
     assert line_of(kernels, calls).communication == ((4, 5.5),)
 
 
+def test_on_a_cpu_operators_stand_for_kernels():
+    operators = (
+        Span("c10d::allreduce_", 3100, 3200, "main"),
+        Span("aten::mm", 3200, 4000, "main"),
+        Span("gloo:all_reduce", 3500, 5000, "gloo"),
+    )
+    line = step_timeline(Trace((), operators, (), RANGES, ()), "step")
+    assert dict(line.compute)["backward"] == ((2.2, 3),)
+    assert (line.communication, line.exposed) == (((2.5, 4),), ((3, 4),))
+
+
 def test_a_missing_range_is_named():
     with pytest.raises(ValueError, match="no range 'step'"):
         line_of(ranges=RANGES[1:])
