@@ -51,12 +51,18 @@ def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[
 
 
 def bar_size() -> dict[str, Any]:
-    """tqdm's options for the size of a bar: the terminal's, or 80 x 24 if it does not know its own.
+    """tqdm's options for the size of a bar on stderr, which follows that of the terminal.
 
-    By itself tqdm would show nothing there.
+    A terminal that does not know its size gets that of COLUMNS and LINES, or 80 x 24; by itself
+    tqdm would show nothing there.
     """
+    try:
+        is_known = all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        # no terminal: tqdm decides
+        is_known = True
     columns, lines = shutil.get_terminal_size()
-    return {"ncols": columns, "nrows": lines}
+    return {"dynamic_ncols": True} if is_known else {"ncols": columns, "nrows": lines}
 
 
 def advance_bar(bar: Any, count: int) -> None:
