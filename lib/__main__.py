@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 # Pipelines with a name: `--config tiny`.
 PRESETS = Path(__file__).resolve().parent / "presets"
+HELP = ("-h", "--help")
 # Rounds in which PyTorch's threads wait for one another before they sleep (libgomp). With its own
 # default, two other busy programs can make a step fifty times slower. Torch's import reads it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -41,29 +43,35 @@ class Command(NamedTuple):
     prints: str = ""
     """Printed if the function returned something true; may contain {config} and {result}."""
 
-    resumes: bool = False
-    """Whether the same command goes on after Ctrl-C where it was stopped."""
+    interrupted: str = "the same command starts over"
+    """Printed after Ctrl-C: how to go on."""
 
     on_ranks: bool = False
     """Whether processes that `torchrun` started work together on it."""
 
+    word: str = ""
+    """The field that a word without a flag sets."""
+
+
+RESUMES = "what was measured is kept, and the same command continues from there"
+CONTINUES = "what was done and saved is kept, and the same command continues from there"
 
 COMMANDS: dict[str, Command] = {
     "pipeline": Command(
         "Corpus, tokenizer, token arrays, training and a sample, in one go.",
         "lib.training.commands:pipeline",
-        resumes=True,
+        interrupted=CONTINUES,
         on_ranks=True,
     ),
     "tokenize": Command(
         "Turn a corpus into a tokenizer and token arrays.",
         "lib.training.commands:tokenize",
-        resumes=True,
+        interrupted=CONTINUES,
     ),
     "train": Command(
         "Train a model, or resume an interrupted run.",
         "lib.training.commands:train",
-        resumes=True,
+        interrupted=CONTINUES,
         on_ranks=True,
     ),
     "generate": Command("Continue texts with a trained model.", "lib.training.commands:generate"),
@@ -71,19 +79,25 @@ COMMANDS: dict[str, Command] = {
         "Write a trained model as a folder that `transformers`, vLLM and llama.cpp read.",
         "lib.training.commands:export",
         prints="{result}; transformers.AutoModelForCausalLM.from_pretrained('{result}') loads it",
+        word="folder",
     ),
     "import": Command(
         "Make a run from a Llama-like model that `transformers` saved.",
         "lib.training.commands:import_",
         prints="{result}; python -m lib generate --checkpoint {result} continues texts with it",
+        word="folder",
     ),
     "runs": Command(
         "List the training runs that are kept, with their sizes and ages.",
         "lib.training.runs:list_runs",
     ),
-    "runs remove": Command("Remove runs by name, after asking.", "lib.training.runs:remove_runs"),
+    "runs remove": Command(
+        "Remove runs by name, after asking.", "lib.training.runs:remove_runs", word="names"
+    ),
     "run": Command(
-        "Run the notebooks and write the report.", "lib.tools.publish.run_notebooks:run_notebooks"
+        "Run the notebooks and write the report.",
+        "lib.tools.publish.run_notebooks:run_notebooks",
+        interrupted="finished pages are in the report; the same command runs all notebooks again",
     ),
     "exercises": Command(
         "Run the notebooks and list which exercises are solved.",
@@ -105,6 +119,7 @@ COMMANDS: dict[str, Command] = {
         "Make a story model like the committed one from a training run.",
         "lib.lessons.start.story:keep",
         prints="{config.output}",
+        word="run",
     ),
     "lessons broken-runs": Command(
         "Train the broken runs that notebook 03 shows, and record them.",
@@ -115,7 +130,7 @@ COMMANDS: dict[str, Command] = {
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",
         prints="{result}",
-        resumes=True,
+        interrupted=RESUMES,
     ),
     "lessons llama": Command(
         "Record logits of `transformers` for notebook 02.",
@@ -142,29 +157,25 @@ COMMANDS: dict[str, Command] = {
         "Measure the tokenizer against its peers.",
         "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
         prints="{config.output}/tokenizer_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark training": Command(
-        "Measure training steps against a peer, or on a CPU against their matmuls.",
+        "Measure training steps on a GPU against a peer.",
         "lib.tools.benchmarks.training:benchmark_training",
-        prints="{result}",
+        prints="{config.output}/training_benchmark.md",
+        interrupted=RESUMES,
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
         "lib.tools.benchmarks.step:benchmark_step",
         prints="{config.output}/step_benchmark.md",
-        resumes=True,
+        interrupted=RESUMES,
     ),
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
         "lib.tools.benchmarks.attention:benchmark_and_summarize",
         prints="{config.output}/attention_sweep_report.md",
-        resumes=True,
-    ),
-    "benchmark attention-training": Command(
-        "Train the same model with different attention kernels and compare the losses.",
-        "lib.tools.benchmarks.attention_training:train_with_kernels",
-        prints="{config.output}/attention_training.md",
-        resumes=True,
+        interrupted=RESUMES,
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
@@ -174,25 +185,19 @@ COMMANDS: dict[str, Command] = {
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
         "lib.tools.benchmarks.communication:benchmark_communication",
         prints="{config.output}/communication_benchmark.md",
-        resumes=True,
+        interrupted=RESUMES,
     ),
     "benchmark lm-matrix": Command(
         "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
         "lib.tools.benchmarks.lm_matrix:benchmark_lm_matrix",
         prints="{config.output}/lm_matrix_report.md",
-        resumes=True,
+        interrupted=RESUMES,
     ),
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
         prints="{config.output}/sharding_benchmark.md",
-        resumes=True,
-    ),
-    "benchmark repeat": Command(
-        "Measure settings of existing multi-rank records again.",
-        "lib.tools.benchmarks.repeat:benchmark_repeat",
-        prints="{config.output}",
-        resumes=True,
+        interrupted=RESUMES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
@@ -232,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return run_line([word for word in arguments if word != "--debug"], is_debug)
         finally:
-            print(end="", flush=True)
+            sys.stdout.flush()
     except OSError as error:
         is_gone = reader_is_gone()
         if not is_gone:
@@ -244,34 +249,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_line(arguments: list[str], is_debug: bool) -> int:
     """`main`, to a standard output that takes what is printed."""
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", handlers=[LogAboveBars()])
     # other libraries only warn
     logging.getLogger("lib").setLevel(logging.INFO)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
-    is_help = arguments[-1:] in ([], ["-h"], ["--help"])
-    # the first word of commands of two, or none
-    group = " ".join([*arguments[:-1], ""]).lstrip()
-    if is_help and group.strip() not in COMMANDS and any(n.startswith(group) for n in COMMANDS):
-        print(overview(group))
+    if not arguments or arguments[0] in HELP:
+        print(overview())
         return 0
-    if arguments == ["--version"]:
+    if arguments[0] == "--version":
         from lib import __version__
 
         print(__version__)
         return 0
+    if len(arguments) == 2 and arguments[1] in HELP and arguments[0] in groups():
+        print(overview(arguments[0]))
+        return 0
     try:
-        from tqdm.contrib.logging import logging_redirect_tqdm
-
         name, flags = find_command(arguments)
-        # lines of the log are written above bars
-        with logging_redirect_tqdm():
-            if not COMMANDS[name].on_ranks or "RANK" not in os.environ:
-                return run_command(name, flags)
-            from lib.ddp.launcher import run_as_rank
+        if not COMMANDS[name].on_ranks or "RANK" not in os.environ:
+            return run_command(name, flags)
+        from lib.ddp.launcher import run_as_rank
 
-            report = lambda error: print_error(error, is_debug)  # noqa: E731
-            return run_as_rank(lambda: run_command(name, flags), report)
+        return run_as_rank(
+            lambda: run_command(name, flags), lambda error: print_error(error, is_debug)
+        )
     except KeyboardInterrupt:
         if is_debug:
             traceback.print_exc()
@@ -295,33 +297,56 @@ def run_line(arguments: list[str], is_debug: bool) -> int:
         return 2
 
 
+class LogAboveBars(logging.StreamHandler):
+    """Writes log lines to stderr, above tqdm's bars if there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; tqdm has bars only once somebody has loaded it."""
+        if "tqdm" not in sys.modules:
+            super().emit(record)
+            return
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def groups() -> set[str]:
+    """The first words of commands of two words that are no commands themselves."""
+    return {name.split()[0] for name in COMMANDS if " " in name} - {*COMMANDS}
+
+
 def overview(group: str = "") -> str:
     """The text of bare `python -m lib`, or of the commands that begin with `group`."""
-    shown = {name: each for name, each in COMMANDS.items() if name.startswith(group)}
+    shown = {name: each for name, each in COMMANDS.items() if f"{name} ".startswith(f"{group} ")}
+    shown = shown if group else COMMANDS
     width = max(map(len, shown))
-    command = f"python -m lib {group}COMMAND"
+    lines = [f"  {name:{width}}  {command.help}" for name, command in shown.items()]
+    command = f"{group} COMMAND" if group else "COMMAND"
     return "\n".join(
         [
-            f"usage: {command} [--config FILE.json] [--FLAG VALUE ...]\n",
-            *(f"  {name:{width}}  {each.help}" for name, each in shown.items()),
-            f"\n{command} --help lists the flags of a command.",
+            f"usage: python -m lib {command} [--config FILE.json] [--FLAG VALUE ...]",
+            "",
+            *lines,
+            "",
+            f"python -m lib {command} --help lists the flags of a command.",
         ]
     )
 
 
 def find_command(arguments: list[str]) -> tuple[str, list[str]]:
     """Split `arguments` into a command's name, of one or two words, and its flags."""
-    for count in (2, 1):
-        name = " ".join(arguments[:count])
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
         if name in COMMANDS:
-            return name, arguments[count:]
+            return name, arguments[words:]
     import difflib
 
-    known = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")] or [*COMMANDS]
-    close = difflib.get_close_matches(" ".join(arguments[:2]), known, n=1)
-    close = close or difflib.get_close_matches(arguments[0], known, n=1)
+    continuations = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
+    if continuations:
+        raise ValueError(f"{arguments[0]} needs one more word: {', '.join(continuations)}")
+    close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ValueError(f"unknown command {arguments[0]!r}; {hint}known: {', '.join(known)}")
+    raise ValueError(f"unknown command {arguments[0]!r}; {hint}known: {', '.join(COMMANDS)}")
 
 
 def run_command(name: str, flags: list[str]) -> int:
@@ -334,9 +359,7 @@ def run_command(name: str, flags: list[str]) -> int:
         result = function(config) if cls else function()
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            kept = "what was done and saved is kept, and the same command continues from there"
-            what = kept if command.resumes else "the same command starts over"
-            print(f"\nstopped; {what}", file=sys.stderr, flush=True)
+            print(f"\nstopped; {command.interrupted}", file=sys.stderr, flush=True)
         raise
     if command.prints and result:
         results = command.prints.format(config=config, result=result)
@@ -361,6 +384,8 @@ def load(function: str | Callable) -> Callable:
 
 def config_of(function: Callable) -> type | None:
     """The class of a command's argument `config`; None if it has none."""
+    # a benchmark is an object whose cases are made from the config
+    function = getattr(function, "cases", getattr(function, "groups", function))
     function = inspect.unwrap(function)
     annotation = inspect.get_annotations(function).get("config")
     return function.__globals__[annotation] if isinstance(annotation, str) else annotation
@@ -392,6 +417,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
     given, flags = before.parse_known_args(flags)
+    flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
     presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
@@ -401,7 +427,7 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
         cls,
         prog=f"python -m lib {command}",
         description=f"{COMMANDS[command].help}\n\n{note}",
-        args=[full_flag(cls, flag) for flag in flags],
+        args=[full_flag(cls, flag, command) for flag in flags],
         default=cls() if given.config is None else read_config(cls, given.config),
         use_underscores=True,
         registry=number_flags(),
@@ -460,55 +486,114 @@ def read_config(cls: type[T], name: str) -> T:
     return from_json(PipelineConfig, path).part(cls)
 
 
-def full_flag(cls: type, flag: str) -> str:
+def name_word(flags: list[str], field: str, *, takes_several: bool = False) -> list[str]:
+    """`flags` with the flag of `field` before the word that has none, as in `export DIR`.
+
+    Where it `takes_several`, they come first, as in `runs remove ONE TWO`.
+    """
+    if takes_several:
+        words = list(itertools.takewhile(lambda flag: not flag.startswith("-"), flags))
+        return [f"--{field}", *flags] if words else flags
+    if not field:
+        return flags
+    named, words = [], []
+    for before, word in zip(["", *flags], flags):
+        follows_flag = before.startswith("--") and "=" not in before
+        if not follows_flag and not word.startswith("-"):
+            words.append(word)
+            word = f"--{field}={word}"
+        named.append(word)
+    if len(words) > 1:
+        raise ValueError(f"{field} must be one word, got {' '.join(words)}; options need a flag")
+    return named
+
+
+def full_flag(cls: type, flag: str, command: str) -> str:
     """The whole name of a flag, such as `--model.d_model` for `--d_model`.
 
     If several fields of `cls` and its parts have that name, it is the outermost, so that
-    `--vocab_size` is the corpus's and not the model's. An unknown one is left to tyro to refuse.
+    `--vocab_size` is the corpus's and not the model's.
 
     Raises:
-        ValueError: several are equally far out; lists them.
+        ValueError: there is no such flag, or several are equally far out; lists them.
     """
-    name, *value = flag.removeprefix("--").split("=", 1)
-    last = name.replace("-", "_")
-    no = "no_" if last.startswith("no_") else ""
-    paths = [path for path in field_paths(cls) if path.split(".")[-1] == last.removeprefix("no_")]
-    if not flag.startswith("--") or not paths:
+    if not flag.startswith("--") or flag in ("--", *HELP) or flag.startswith("--tyro"):
         return flag
+    name, *value = flag[2:].split("=", 1)
+    *parents, last = name.replace("-", "_").split(".")
+    no = "no_" if last.startswith("no_") else ""
+    found = field_paths(cls)
+    paths = found.get(last.removeprefix("no_"), [])
+    if parents:
+        paths = [path for path in paths if path.split(".")[:-1] == parents]
+    if not paths:
+        raise ValueError(f"{command} has no flag --{name}; {hint_for(name, found, cls)}")
     outermost = min(path.count(".") for path in paths)
     paths = [path for path in paths if path.count(".") == outermost]
     if len(paths) > 1:
         raise ValueError(f"{flag} can be {' or '.join(f'--{path}' for path in paths)}; name one")
-    parents, dot, last = paths[0].rpartition(".")
-    return "=".join([f"--{parents}{dot}{no}{last}", *value])
+    *parents, last = paths[0].split(".")
+    return "=".join(["--" + ".".join([*parents, no + last]), *value])
 
 
-def field_paths(cls: type, prefix: str = "") -> list[str]:
-    """The path, with dots, of each field in `cls` and in the dataclasses in it."""
+def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
+    """The flag that a user may have meant by `name`, given the `field_paths` found in `cls`."""
+    import difflib
+
+    # a step of the pipeline may be given the flag of another one
+    steps = [
+        step for step in ("pipeline", "tokenize", "train", "generate") if cls.__name__ in PIPELINE
+    ]
+    owners = [
+        step
+        for step in steps
+        if name in field_paths(config_of(load(COMMANDS[step].function)) or NoConfig)
+    ]
+    if owners:
+        return f"{' and '.join(owners)} {'have' if len(owners) > 1 else 'has'} it"
+    known = [*found, *(path for paths in found.values() for path in paths)]
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean --{close[0]}?"
+    return f"it has {', '.join(f'--{each}' for each in found) or 'none'}"
+
+
+def field_paths(cls: type, prefix: str = "") -> dict[str, list[str]]:
+    """Each field's name, in `cls` and the dataclasses in it -> its paths, with dots."""
     import typing
 
-    paths = []
+    paths: dict[str, list[str]] = {}
     for name, kind in typing.get_type_hints(cls).items():
-        is_part = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        paths += field_paths(kind, f"{prefix}{name}.") if is_part else [prefix + name]
+        inner = {name: [prefix + name]}
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            inner = field_paths(kind, f"{prefix}{name}.")
+        for key, found in inner.items():
+            paths[key] = paths.get(key, []) + found
     return paths
 
 
 # Errors
-
-# Packages that no command does without.
-REQUIRED = ("lazy_loader", "torch", "tqdm", "nbformat", "pydantic", "tyro")
 
 
 def print_error(error: Exception, is_debug: bool) -> None:
     """Print `error` in one line, after its traceback if `is_debug`."""
     if is_debug:
         traceback.print_exc()
-    hint = ""
-    if isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
-        hint = f". {sys.executable} lacks the workbook's packages: `make run` installs them; then "
-        hint += "take .venv/bin/python"
-    print(f"error: {one_line(error)}{hint}", file=sys.stderr, flush=True)
+    print(f"error: {one_line(error)}{where_to_run(error)}", file=sys.stderr, flush=True)
+
+
+def where_to_run(error: Exception) -> str:
+    """The command to run instead, for an `error` of a Python that lacks the workbook's packages."""
+    import importlib.util
+    import shlex
+
+    needed = ("lazy_loader", "torch", "tqdm", "nbformat", "pydantic", "tyro")
+    if not isinstance(error, ModuleNotFoundError) or all(map(importlib.util.find_spec, needed)):
+        return ""
+    python = ".venv\\Scripts\\python" if os.name == "nt" else ".venv/bin/python"
+    first = "" if (PRESETS.parents[1] / python).exists() else "`make run` installs them; then "
+    words = shlex.join(sys.argv[1:])
+    return f". {sys.executable} lacks the workbook's packages: {first}run {python} -m lib {words}"
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def tried_in_interpreter(request) -> subprocess.CompletedProcess:
     # nbval takes a second to load
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
     return subprocess.run(
-        [*command, *files, "-k", "kernel and not interpreter"],
+        [*command, *files, "-k", "kernel and not interpreter", "-m", "not slow"],
         cwd=ROOT,
         env=clean_environment() | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -121,9 +121,12 @@ def alt_text(figure: Figure) -> str:
     for axes in _data_axes(figure):
         title = axes.get_title(loc="left") or axes.get_title()
         series = [label for label in axes.get_legend_handles_labels()[1] if label]
-        sentence = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
-        sentence = f"{title}: {sentence}" if title else sentence
-        sentences.append(sentence + (f", for {', '.join(series)}." if series else "."))
+        if not series and axes.get_legend():
+            series = [text.get_text() for text in axes.get_legend().get_texts()]
+        words = [" against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))]
+        words.append(f"for {', '.join(series)}" if series else "")
+        sentence = ", ".join(filter(None, words))
+        sentences.append(": ".join(filter(None, (title, sentence))) + ".")
     return " ".join(sentences).replace("\n", ", ")
 
 

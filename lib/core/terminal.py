@@ -18,12 +18,24 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Write what the encoding of standard streams lacks as `\\u2713`, in started processes, too."""
+    """Make standard streams that take any text, here and in the processes started from now on.
+
+    What their encoding lacks is written as `\\u2713`. A stream that was closed leads nowhere.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # or the next file that is opened would get this number, and what others print
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r+" if number else "r", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    if encoding.lower() not in ("utf-8", "utf8"):
+        os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
 
 
 def reader_is_gone() -> bool:
@@ -53,16 +65,18 @@ def progress_bar(description: str, num_bytes: int | None) -> Iterator[Callable[[
 def bar_size() -> dict[str, Any]:
     """tqdm's options for the size of a bar on stderr, which follows that of the terminal.
 
-    A terminal that does not know its size gets that of COLUMNS and LINES, or 80 x 24; by itself
-    tqdm would show nothing there.
+    A terminal that does not know its size, as some consoles, gets the size of the environment's
+    COLUMNS and LINES, or 80 x 24; tqdm would show nothing there.
     """
     try:
         is_known = all(os.get_terminal_size(sys.stderr.fileno()))
     except (OSError, ValueError):
         # no terminal: tqdm decides
         is_known = True
+    if is_known:
+        return {"dynamic_ncols": True}
     columns, lines = shutil.get_terminal_size()
-    return {"dynamic_ncols": True} if is_known else {"ncols": columns, "nrows": lines}
+    return {"ncols": columns, "nrows": lines}
 
 
 def advance_bar(bar: Any, count: int) -> None:

@@ -54,10 +54,19 @@ class Bucket:
     """Parameters of one dtype and device, side by side in a buffer that is cut into equal slices.
 
     Each parameter starts at a multiple of 16 bytes, and so does each slice. The gaps are zeros.
+
+    Args:
+        ranks: how many slices.
+        narrowest: of the dtypes that buffers of this layout will have (default: the parameters').
     """
 
-    def __init__(self, params: Sequence[Tensor], ranks: int = 1) -> None:
-        self.params, self.ranks = list(params), ranks
+    def __init__(
+        self, params: Sequence[Tensor], ranks: int = 1, narrowest: torch.dtype | None = None
+    ) -> None:
+        self.params, self.ranks, self.narrowest = list(params), ranks, narrowest
+        # a parameter may become a shard later
+        self.shapes = [param.shape for param in self.params]
+        self.sizes = [shape.numel() for shape in self.shapes]
         # gradients that have not arrived in this backward pass
         self.missing = len(self.params)
         # while it is sent: handles to wait for, what must live until then, and what will be means
@@ -69,8 +78,9 @@ class Bucket:
     def lay_out(self, like: Tensor) -> None:
         """Compute where parameters start in a buffer of the dtype of `like`, in elements."""
         self.dtype = like.dtype
-        step = max(1, ALIGNMENT // like.element_size())
-        self.lengths = [-(-param.numel() // step) * step for param in self.params]
+        num_bytes = min(like.itemsize, (self.narrowest or like.dtype).itemsize)
+        step = max(1, ALIGNMENT // num_bytes)
+        self.lengths = [-(-size // step) * step for size in self.sizes]
         self.starts = [0, *itertools.accumulate(self.lengths)][:-1]
 
         # equal slices; the last length has what is left of them
@@ -79,7 +89,7 @@ class Bucket:
         self.lengths[-1] += self.length - sum(self.lengths)
 
         # zeros behind each parameter; none if there is no gap anywhere
-        gaps = [length - param.numel() for param, length in zip(self.params, self.lengths)]
+        gaps = [length - size for size, length in zip(self.sizes, self.lengths)]
         zeros = like.new_zeros(max(gaps))
         self.gaps = [zeros[:gap] for gap in gaps] if any(gaps) else []
 
@@ -102,16 +112,16 @@ class Bucket:
         """The tensors in a buffer that `pack` returned, each in its parameter's shape."""
         parts = flat[: self.length].split(self.lengths)
         return [
-            (part[: param.numel()] if self.gaps else part).view(param.shape)
-            for part, param in zip(parts, self.params)
+            (part[:size] if self.gaps else part).view(shape)
+            for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
     def parts(self, number: int) -> Iterator[Part]:
         """The parameters, or parts of them, in slice `number`."""
         begin = number * self.slice_length
-        for param, at in zip(self.params, self.starts):
+        for param, size, at in zip(self.params, self.sizes, self.starts):
             start = max(0, begin - at)
-            stop = min(param.numel(), begin + self.slice_length - at)
+            stop = min(size, begin + self.slice_length - at)
             if start < stop:
                 yield Part(param, start, stop, at + start - begin)
 
@@ -187,6 +197,8 @@ class InOrder(GradientSync):
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
+        # what profilers show
+        self.range = annotate(self.collective)
         self.params: list[Tensor] = []
         # by a parameter's id, which is quick: its name, its index, and the bucket that has it
         self.names: dict[int, str] = {}
@@ -242,7 +254,7 @@ class InOrder(GradientSync):
         if self.overlaps and self.order:
             self.bucket_of[key].missing -= 1
             while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
-                with torch.no_grad(), annotate(self.collective):
+                with torch.no_grad(), self.range:
                     self.send_next()
 
     def _on_backward_end(self) -> None:
@@ -268,6 +280,7 @@ class InOrder(GradientSync):
                 tensor.div_(self.ranks)
         bucket.works, bucket.sent = [], []
 
+    @torch.no_grad()
     def finish(self) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Send what backward did not, and wait for all; every rank calls it.
 
@@ -275,17 +288,18 @@ class InOrder(GradientSync):
             The means of each bucket of `order`, and the parameters that no rank has used. To find
             those, the host waits for its device, but only where a gradient is missing here.
         """
-        # send what is left, in the first step all
-        if not self.order:
-            self._agree_on_order()
-        if self.num_sent < len(self.order):
-            self._fill_in_absent()
-            while self.num_sent < len(self.order):
-                self.send_next()
+        # send what is left, in the first step all, and wait
+        with self.range:
+            if not self.order:
+                self._agree_on_order()
+            if self.num_sent < len(self.order):
+                self._fill_in_absent()
+                while self.num_sent < len(self.order):
+                    self.send_next()
+            for bucket in self.order:
+                self.receive(bucket)
 
-        # wait
-        for bucket in self.order:
-            self.receive(bucket)
+        # whose gradient is missing on all ranks, not here alone
         unused = []
         if self.absent:
             numbers = [self.number_of[id(param)] for param in self.absent]
@@ -328,22 +342,11 @@ class InOrder(GradientSync):
 def add_hook(param: Tensor, owner: Any) -> None:
     """Let backward call `owner.gradient_arrived(param)` whenever the gradient is complete.
 
-    Through a weak reference, so that a parameter can outlive its owner.
+    A parameter can outlive its owner, with which the hook goes.
     """
-    param.register_post_accumulate_grad_hook(functools.partial(_hook, weakref.ref(owner)))
-
-
-def _hook(owner: weakref.ref, param: Tensor) -> None:
-    this = owner()
-    if this is not None:
-        this.gradient_arrived(param)
-
-
-def owners_of(param: Tensor) -> list[Any]:
-    """The owners whose hooks are on the parameter, if they are alive."""
-    hooks = (param._post_accumulate_grad_hooks or {}).values()
-    found = [hook.args[0]() for hook in hooks if getattr(hook, "func", None) is _hook]
-    return [owner for owner in found if owner is not None]
+    hook = functools.partial(type(owner).gradient_arrived, weakref.proxy(owner))
+    handle = param.register_post_accumulate_grad_hook(hook)
+    weakref.finalize(owner, handle.remove).atexit = False  # type: ignore[misc]  # settable
 
 
 def not_dense(name: str, grad: Tensor) -> ValueError:

@@ -336,13 +336,17 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 def reduce_scatter(output: Tensor, tensor: Tensor, **options: Any) -> Any:
     """`torch.distributed.reduce_scatter_tensor`, which PyTorch 2.13 renamed; complex ones too."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(as_real(output), as_real(tensor), **options)
+    if tensor.is_complex():
+        output, tensor = as_real(output), as_real(tensor)
+    return scatter(output, tensor, **options)
 
 
 def all_gather(output: Tensor, tensor: Tensor, **options: Any) -> Any:
     """`torch.distributed.all_gather_into_tensor`, which PyTorch 2.13 renamed; of any dtype."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(as_sent(output), as_sent(tensor), **options)
+    if tensor.dtype not in SENT_AS_THEY_ARE:
+        output, tensor = as_sent(output), as_sent(tensor)
+    return gather(output, tensor, **options)
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class TorchDDP(Wrapper):
         """Look at each backward pass, and free PyTorch's wrapper before its group."""
         before_leaving(self.free)
         # one is enough, since each pass must reach all
-        add_hook(next(param for *_, param in self.places if param.requires_grad), self)
+        add_hook(next(param for param in self.params if param.requires_grad), self)
 
     def gradient_arrived(self, param: Tensor) -> None:
         """Called in backward; refuse a second pass, which would not be averaged."""
@@ -117,7 +117,8 @@ class TorchDDP(Wrapper):
                 "the last backward pass ran in no_sync(), and torch_ddp averages gradients in "
                 "backward only; run the last one outside of it"
             )
-        trained = [(name, param) for _, _, name, param in self.places if param.requires_grad]
+        named = self.structure.parameters()
+        trained = [(name, param) for *_, name, param in named if param.requires_grad]
         missed = [name for name, param in trained if param.grad is None]
         if missed and len(missed) < len(trained):
             raise RuntimeError(

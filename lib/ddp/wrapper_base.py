@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -9,8 +10,40 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.core.settings import require
-from lib.ddp.flat import owners_of
 from lib.ddp.process_group import world_size
+
+
+class Structure:
+    """The parts and parameters of a module, to see quickly in each step that they are the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = dict(module.named_modules())
+        self.held = [
+            (found, key, value)
+            for part in self.parts.values()
+            for found in (part._parameters, part._modules)
+            for key, value in found.items()
+        ]
+
+    def is_unchanged(self) -> bool:
+        """Whether no part and no parameter was added, removed or replaced."""
+        count = 0
+        for part in self.parts.values():
+            count += len(part._parameters) + len(part._modules)
+        for found, key, value in self.held:
+            if found.get(key) is not value:
+                return False
+        return count == len(self.held)
+
+    def parameters(self) -> list[tuple[nn.Module, str, str, Tensor]]:
+        """Part, its name for the parameter, name in the module, and parameter, as noted."""
+        owners = {id(part._parameters): (part, name) for name, part in self.parts.items()}
+        known = []
+        for found, key, value in self.held:
+            if isinstance(value, Tensor):
+                part, name = owners[id(found)]
+                known.append((part, key, f"{name}.{key}".lstrip("."), value))
+        return known
 
 
 class Wrapper(nn.Module):
@@ -21,26 +54,26 @@ class Wrapper(nn.Module):
 
     def note_parameters(self) -> None:
         """Note which parameters are averaged, and where in the module they are."""
-        inner = inner_module(self.module)
-        self.places = [
-            (part, key, f"{name}.{key}".lstrip("."), param)
-            for name, part in inner.named_modules()
-            for key, param in part._parameters.items()
-            if param is not None
-        ]
-        self.was_trained = {id(param): param.requires_grad for *_, param in self.places}
+        self.structure = Structure(inner_module(self.module))
+        self.frozen = [param for param in self.module.parameters() if not param.requires_grad]
 
     def check_parameters(self) -> None:
         """Raise a `RuntimeError` if there are other ones than when the module was wrapped."""
-        for part, key, name, param in self.places:
+        are_frozen = not any(param.requires_grad for param in self.frozen)
+        if are_frozen and self.structure.is_unchanged():
+            return
+        known = self.structure.parameters()
+        for part, key, name, param in known:
             if part._parameters.get(key) is not param:
                 raise RuntimeError(
                     f"parameter {name} was replaced after the module was wrapped, for example by "
                     "load_state_dict(assign=True); wrap the module again"
                 )
+        frozen = {id(param) for param in self.frozen}
+        trained = {id(param) for *_, param in known} - frozen
         for name, param in inner_module(self.module).named_parameters():
-            if param.requires_grad and not self.was_trained.get(id(param)):
-                what = "frozen when" if id(param) in self.was_trained else "added after"
+            if param.requires_grad and id(param) not in trained:
+                what = "frozen when" if id(param) in frozen else "added after"
                 raise RuntimeError(
                     f"parameter {name} was {what} the module was wrapped and is trained now; wrap "
                     "the module again"
@@ -104,5 +137,9 @@ def wrapper_of(param: Tensor) -> str:
 
     PyTorch's watches one parameter of its module alone.
     """
-    found = (type(owner).__name__ for owner in owners_of(param) if isinstance(owner, Wrapper))
-    return next(found, "")
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        # as `add_hook` makes them
+        owner = hook.args[0] if isinstance(hook, functools.partial) and hook.args else None
+        if isinstance(owner, Wrapper):
+            return owner.__class__.__name__
+    return ""

@@ -36,11 +36,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.core.ranges import annotate
 from lib.core.settings import require
 from lib.ddp.flat import (
     Bucket,
@@ -151,8 +149,7 @@ class DataParallel(InOrder, Wrapper):
         self.check_parameters()
         # none on a single rank
         if self.params:
-            with torch.no_grad(), annotate(self.collective):
-                _, unused = self.finish()
+            _, unused = self.finish()
             for param in unused:
                 param.grad = None
 
@@ -193,15 +190,14 @@ class BucketedDDP(OverlappedDDP):
     reverse of their use; the first bucket is small, so that communication starts early.
 
     NCCL takes all gradients of a bucket in one launch, and they stay where backward put them. Other
-    backends take one tensor at a time. For them, or with `packed`, the gradients of a complete
-    bucket are copied into one buffer and become views of it. The buffer replaces them: beyond the
+    backends take one tensor at a time. For them the gradients of a complete bucket are copied into
+    one buffer and become views of it. The buffer replaces them: beyond the
     gradients themselves it takes one bucket's memory during the copy, and a few bytes per parameter
     for alignment and for who has a gradient. `zero_grad()` frees it with them, and the next
     backward pass makes another, so that the forward pass has the memory.
 
     Args:
         bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket; a larger parameter gets its own.
-        packed: whether gradients become views of a buffer per bucket (default: not with NCCL).
     """
 
     def __init__(
@@ -210,17 +206,14 @@ class BucketedDDP(OverlappedDDP):
         *,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25.0,
-        packed: bool | None = None,
     ) -> None:
-        # before the ranks compare them
-        self.bucket_cap_mb, self.packed = bucket_cap_mb, packed  # type: ignore[assignment]
+        # before the ranks compare it
+        self.bucket_cap_mb = bucket_cap_mb
         super().__init__(module, group=group)
-        if packed is None:
-            self.packed = not all(has_average(param, group) for param in self.params)
+        self.packed = not all(has_average(param, group) for param in self.params)
 
     def _facts(self) -> dict[str, str]:
-        cap = checked_cap(self.bucket_cap_mb)
-        return super()._facts() | {"bucket_cap_mb": cap, "packed": str(self.packed)}
+        return super()._facts() | {"bucket_cap_mb": checked_cap(self.bucket_cap_mb)}
 
     def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
         """Fill buckets up to the cap."""

@@ -1,6 +1,7 @@
 """Parameters of a block in one flat buffer, of which each rank holds a slice between uses.
 
-Matrices of 6 and 10 elements on two ranks, each with a slice of 16; `.` aligns starts to 16 bytes:
+Matrices of 6 and 10 elements on two ranks, each with a slice of 16, as `lib.ddp.flat.Bucket` lays
+them out; `.` aligns starts to 16 bytes:
 
     whole        | a a a a a a . . b b b b b b b b | b b . . . . . . . . . . . . . . |
     rank 0       | a a a a a a . . b b b b b b b b |
@@ -18,7 +19,6 @@ what is gathered is made from them anew in each pass, and freed.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.ranges import annotate
-from lib.core.settings import require
-from lib.ddp.flat import ALIGNMENT, has_average
+from lib.ddp.flat import Bucket, Part, has_average, not_dense
 from lib.ddp.process_group import (
     all_gather,
     mark_sharded,
@@ -79,25 +78,17 @@ class FlatParameters:
     ) -> None:
         self.flat_at: dict[int, FlatParameters] = {}
         self.names, self.shards = list(named), list(named.values())
-        self.shapes = [param.shape for param in self.shards]
         self.places, self.group, self.compute_dtype = places, group, compute_dtype
         self.ranks = world_size(group)
-        self.is_trained = any(param.requires_grad for param in self.shards)
 
-        # layout, in elements: parameters, then equal slices
-        step = ALIGNMENT // min(2, self.shards[0].element_size())
-        lengths = [-(-param.numel() // step) * step for param in self.shards]
-        self.starts = [0, *itertools.accumulate(lengths)][:-1]
-        self.slice_length = -(-sum(lengths) // (step * self.ranks)) * step
-        self.begin = rank(group) * self.slice_length
-        self.ranges = [self._range(i, param.numel()) for i, param in enumerate(self.shards)]
+        # layout, for buffers of two bytes an element too; `own` are this rank's parts
+        self.bucket = Bucket(self.shards, self.ranks, torch.bfloat16)
+        found = {id(part.param): part for part in self.bucket.parts(rank(group))}
+        self.own = [found.get(id(param), Part(param, 0, 0, 0)) for param in self.shards]
 
         # this rank's slice; each parameter becomes its part of it, which the optimizer updates
-        parts = [
-            param.detach().reshape(-1)[start:stop]
-            for param, (start, stop) in zip(self.shards, self.ranges)
-        ]
-        self._fill_slice(parts)
+        whole = [param.detach().reshape(-1) for param in self.shards]
+        self._fill_slice([flat[part.start : part.stop] for flat, part in zip(whole, self.own)])
         for param in self.shards:
             mark_sharded(param)
         self._make_whole()
@@ -111,47 +102,34 @@ class FlatParameters:
         self.seen: set[int] = set()
         self.from_others: set[int] = set()
 
-    def _range(self, index: int, length: int) -> tuple[int, int]:
-        """First element of a parameter in this rank's slice, and one past the last."""
-        first = self.begin - self.starts[index]
-        start, stop = (min(length, max(0, x)) for x in (first, first + self.slice_length))
-        return start, stop
+    def own_parts(self, mine: Tensor) -> list[Tensor]:
+        """The elements of each parameter in a tensor of this rank's slice."""
+        return [mine[part.offset : part.offset + part.stop - part.start] for part in self.own]
 
-    def _of_slice(self, flat: Tensor, index: int) -> Tensor:
-        """The elements of a parameter in a tensor of this rank's slice."""
-        start, stop = self.ranges[index]
-        offset = max(0, self.starts[index] - self.begin) if stop > start else 0
-        return flat[offset : offset + stop - start]
-
-    def _view(self, flat: Tensor, index: int) -> Tensor:
-        """A parameter in a tensor of all slices, in its own shape."""
-        start, shape = self.starts[index], self.shapes[index]
-        return flat[start : start + shape.numel()].view(shape)
-
-    @torch.no_grad()
     def _fill_slice(self, parts: list[Tensor]) -> None:
         """Put the shards' elements into a new slice, and make the shards views of it."""
-        self.slice = parts[0].new_zeros(self.slice_length)
-        for index, (shard, part) in enumerate(zip(self.shards, parts)):
-            own = self._of_slice(self.slice, index)
+        self.mine = parts[0].new_zeros(self.bucket.slice_length)
+        for shard, part, own in zip(self.shards, parts, self.own_parts(self.mine)):
             own.copy_(part)
             shard.data = own
         self.addresses = [shard.data_ptr() for shard in self.shards]
 
     def _make_whole(self) -> None:
         """Make the whole parameters, which have no memory."""
-        own = self.slice.dtype
+        own = self.mine.dtype
         self.dtype = self.compute_dtype if own.is_floating_point and self.compute_dtype else own
         # gradients are sums: in float32, or in the parameter's dtype if that has more digits
         is_narrow = own.is_floating_point and own.itemsize < 4
         self.grad_dtype = torch.float32 if is_narrow else own
         self.whole = [WholeParameter(self, i) for i in range(len(self.shards))]
-        self.is_gathered = self.is_in_pass = False
+        self.trains = [shard.requires_grad for shard in self.shards]
+        self.is_trained = any(self.trains)
+        self.averages = has_average(self.mine, self.group)
         self._forget()
 
     def _forget(self) -> None:
         """Let go of gathered memory, which lives on if the caller has kept a weight."""
-        self.buffer = self.slice.new_empty(0)
+        self.buffer = self.mine.new_empty(0)
         self.gathered: list[Tensor] = []
         self.gathering: Any = None
 
@@ -161,72 +139,64 @@ class FlatParameters:
         """Take over changes of the shards: new values, `.to(dtype)`, `param.data = …`, freezing.
 
         Raises:
-            RuntimeError: one was replaced in the module, or does not fit the others anymore.
+            RuntimeError: one does not fit the others anymore.
         """
-        is_moved = False
-        for shard, address, places in zip(self.shards, self.addresses, self.places):
-            is_moved |= shard.data_ptr() != address or shard.dtype != self.slice.dtype
+        is_moved, trains = False, []
+        for shard, address in zip(self.shards, self.addresses):
+            is_moved |= shard.data_ptr() != address or shard.dtype != self.mine.dtype
+            trains.append(shard.requires_grad)
+        if is_moved:
+            self._follow_data()
+        if trains != self.trains:
+            self.is_trained, self.trains = any(trains), trains
+            with torch._C.DisableTorchFunctionSubclass():
+                for whole, is_trained in zip(self.whole, trains):
+                    whole.requires_grad_(is_trained)
+
+    def check_places(self) -> None:
+        """Raise a `RuntimeError` if a shard was replaced in the module."""
+        for shard, places in zip(self.shards, self.places):
             for module, name in places:
                 if module._parameters.get(name) is not shard:
                     raise RuntimeError(
                         f"{name} of a {type(module).__name__} was replaced after FSDP had divided "
                         "it; change it by load_state_dict(), or make a new FSDP of a whole module"
                     )
-        if is_moved:
-            self._follow_data()
-        self.is_trained = any(shard.requires_grad for shard in self.shards)
-        with torch._C.DisableTorchFunctionSubclass():
-            for shard, whole in zip(self.shards, self.whole):
-                whole.requires_grad_(shard.requires_grad)
 
     def _follow_data(self) -> None:
         kinds = {(shard.dtype, shard.device) for shard in self.shards}
         if len(kinds) > 1:
             found = ", ".join(f"{n}: {s.dtype}" for n, s in zip(self.names, self.shards))
             raise RuntimeError(f"parameters of one block must keep one dtype, got {found}")
-        for name, shard, (start, stop) in zip(self.names, self.shards, self.ranges):
-            if shard.shape != (stop - start,):
+        for name, shard, part in zip(self.names, self.shards, self.own):
+            if shard.shape != (part.stop - part.start,):
                 raise RuntimeError(
-                    f"{name} must keep the shape of this rank's shard, ({stop - start},), got "
-                    f"{tuple(shard.shape)}; whole values are set by load_state_dict()"
+                    f"{name} must keep the shape of this rank's shard, "
+                    f"({part.stop - part.start},), got {tuple(shard.shape)}; whole values are set "
+                    "by load_state_dict()"
                 )
-        before = self.slice
+        before = self.mine
         self._fill_slice([shard.detach() for shard in self.shards])
-        if (before.dtype, before.device) != (self.slice.dtype, self.slice.device):
+        if (before.dtype, before.device) != (self.mine.dtype, self.mine.device):
             self._make_whole()
 
-    @torch.no_grad()
     def copies(self) -> list[Tensor]:
         """Copies of the whole parameters, in their own dtype; on all ranks."""
-        flat = self.slice
+        flat = self.mine
         if self.ranks > 1:
-            flat = self.slice.new_empty(self.ranks * self.slice_length)
-            all_gather(flat, self.slice, group=self.group)
-        return [self._view(flat, i).clone() for i in range(len(self.shards))]
+            flat = self.mine.new_empty(self.bucket.length)
+            all_gather(flat, self.mine, group=self.group)
+        return [view.clone() for view in self.bucket.views(flat)]
 
     # Parameters: gathered before forward and backward, dropped after
 
-    def show(self, *, in_pass: bool) -> None:
-        """Let the model have whole parameters in a pass, else the shards."""
-        self.is_in_pass = in_pass
-        self._put_into_model()
-
-    def _put_into_model(self) -> None:
-        params: list[Any] = (self.gathered or self.whole) if self.is_in_pass else self.shards
-        for param, found in zip(params, self.places):
-            for module, name in found:
-                _put(module, name, param)
-
-    @torch.no_grad()
     def start_gathering(self) -> None:
-        """Start the all-gather, unless the parameters are there or on their way."""
-        if self.is_gathered:
-            return
-        self.is_gathered, self.version = True, self.shards_version()
+        """Start the all-gather."""
+        self.version = self.shards_version()
         with torch.inference_mode(False):
             # memory of its own each time: what else refers to the last one may go on
-            self.buffer = self.slice.new_empty(self.ranks * self.slice_length, dtype=self.dtype)
-        sent = self.slice.to(self.dtype)
+            self.buffer = self.mine.new_empty(self.bucket.length, dtype=self.dtype)
+        sent = self.mine.to(self.dtype)
         if self.ranks == 1:
             self.buffer.copy_(sent)
             return
@@ -237,42 +207,43 @@ class FlatParameters:
 
     def shards_version(self) -> int:
         """A number that grows when a shard is changed in place."""
-        return sum(shard._version for shard in self.shards)
+        total = 0
+        for shard in self.shards:
+            total += shard._version
+        return total
 
-    def gather(self) -> None:
-        """Wait for the all-gather (on a GPU only its stream waits), and let the model have it."""
-        self.start_gathering()
+    def wait(self) -> None:
+        """Wait for the all-gather; on a GPU only its stream waits."""
         if self.gathering is not None:
             self.gathering[0].wait()
             self.gathering = None
+
+    def show(self) -> None:
+        """Let the model have the gathered parameters, in a pass forward."""
         if not self.gathered:
-            buffer = self.buffer.detach()
-            views = [self._view(buffer, i) for i in range(len(self.shards))]
+            views = self.bucket.views(self.buffer.detach())
             self.gathered = with_gradients_of(self.whole, views)
             self.gathered_version = self.buffer._version
             self.flat_at[self.buffer.untyped_storage()._cdata] = self
-            self._put_into_model()
+            self.put(self.gathered)
 
-    def drop(self) -> None:
-        """Free the gathered parameters.
+    def put(self, params: list[Any]) -> None:
+        """Put shards, whole or gathered parameters where modules find their own."""
+        for param, found in zip(params, self.places):
+            for module, name in found:
+                module._parameters[name] = param
+                if isinstance(module, nn.RNNBase):
+                    _hold_anew(module)
 
-        Raises:
-            RuntimeError: they were changed in place, which would be lost.
-        """
-        if not self.is_gathered:
-            return
-        if self.gathering is not None:
-            self.gathering[0].wait()
-        is_changed = self.gathered and self.buffer._version != self.gathered_version
-        self.flat_at.pop(self.buffer.untyped_storage()._cdata, None)
-        self.is_gathered = False
+    def drop(self) -> bool:
+        """Free the gathered parameters; return whether a forward pass had changed them in place."""
+        self.wait()
+        is_changed = False
+        if self.gathered:
+            is_changed = self.buffer._version != self.gathered_version
+            del self.flat_at[self.buffer.untyped_storage()._cdata]
         self._forget()
-        self._put_into_model()
-        if is_changed:
-            raise RuntimeError(
-                f"a forward pass changed one of {', '.join(self.names)} in place, in memory "
-                "that is gathered for the pass alone; change parameters between steps"
-            )
+        return is_changed
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
         """A function that autograd saves instead of a gathered parameter: it gathers that again."""
@@ -290,44 +261,44 @@ class FlatParameters:
 
     # Gradients: reduce-scattered when backward has passed the block
 
-    @torch.no_grad()
     def take_gradients(self, *, send: bool) -> None:
         """Move the whole gradients into one flat tensor, and send it or keep it for later."""
-        grads = {i: grad for i, whole in enumerate(self.whole) if (grad := whole.grad) is not None}
-        self._forget_cleared()
+        grads: dict[int, Tensor] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, whole in enumerate(self.whole):
+                if whole.grad is not None:
+                    grads[index], whole.grad = whole.grad, None
+        if self.unsent:
+            self._forget_cleared()
         for index, grad in grads.items():
-            require(
-                grad.layout == torch.strided,
-                f"the gradient of {self.names[index]} must be dense (sparse=False), got "
-                f"{grad.layout}",
-            )
+            if grad.layout != torch.strided:
+                raise not_dense(self.names[index], grad)
         self.seen |= grads.keys()
         add = self.added is not None
         if self.added is None and (grads or send):
             # zeros for parameters without a gradient
             make = torch.empty if len(grads) == len(self.whole) else torch.zeros
-            self.added = make(
-                self.ranks * self.slice_length, dtype=self.grad_dtype, device=self.slice.device
-            )
+            self.added = make(self.bucket.length, dtype=self.grad_dtype, device=self.mine.device)
         if grads:
-            views = [self._view(self.added, i) for i in grads]
+            views = self.bucket.views(self.added)  # type: ignore[arg-type]  # made above
+            views = [views[index] for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
-            for whole in self.whole:
-                whole.grad = None
         if send:
             self._start_reducing(self.added)
             self.added = None
         elif self.added is not None:
-            self._show_unsent()
+            self._show_unsent(self.added)
 
-    def _show_unsent(self) -> None:
+    def _show_unsent(self, added: Tensor) -> None:
         """Give shards this rank's own gradient, so that clearing it clears what waits."""
-        own = self.added[self.begin : self.begin + self.slice_length]  # type: ignore[index]
-        for index in self.seen:
+        mine = added.view(self.ranks, -1)[rank(self.group)]  # (slice_length,)
+        for index, part in enumerate(self.own_parts(mine)):
+            if index not in self.seen:
+                continue
             shard, before = self.shards[index], self.unsent.get(index)
             is_own = shard.grad is None or (before is not None and before.is_own)
             if is_own:
-                part = self._of_slice(own, index).to(shard.dtype)
+                part = part.to(shard.dtype)
                 shard.grad = part if part.numel() else part.clone()
             self.unsent[index] = Unsent(shard.grad, shard.grad._version, is_own)
 
@@ -352,34 +323,35 @@ class FlatParameters:
                     f"the gradient of {self.names[index]} was changed before it was averaged; call "
                     "finish_gradient_synchronization() first"
                 )
+        views = self.bucket.views(self.added) if changed else []  # type: ignore[arg-type]
         for index in changed:
-            self._view(self.added, index).zero_()  # type: ignore[arg-type]
+            views[index].zero_()
 
     def _start_reducing(self, flat: Any) -> None:
-        mean = flat[: self.slice_length].clone() if self.ranks == 1 else None
-        work, is_mean = None, True
-        if mean is None:
-            mean, is_mean = flat.new_empty(self.slice_length), has_average(flat, self.group)
-            op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+        mean = flat.new_empty(self.bucket.slice_length)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        work = None
+        if self.ranks == 1:
+            mean.copy_(flat)
+        else:
             with annotate("reduce-scatter"):
                 work = reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)
         # what is sent lives until it has arrived
-        self.reducing = work, mean, is_mean, flat
+        self.reducing = work, mean, flat
 
-    @torch.no_grad()
     def finish_reducing(self) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
         if self.reducing is None:
             return
-        work, mean, is_mean, _ = self.reducing
+        work, mean, _ = self.reducing
         if work is not None:
             work.wait()
-        if not is_mean:
-            mean.div_(self.ranks)
+            if not self.averages:
+                mean.div_(self.ranks)
         self.reducing = None
-        for index, shard in enumerate(self.shards):
-            part = self._of_slice(mean, index).to(shard.dtype)
-            if not shard.numel():
+        for index, (shard, part) in enumerate(zip(self.shards, self.own_parts(mean))):
+            part = part.to(shard.dtype)
+            if not part.numel():
                 # one that nobody clears must not keep the mean's memory
                 part = part.clone()
             unsent = self.unsent.pop(index, None)
@@ -395,11 +367,6 @@ class FlatParameters:
             for i, shard in enumerate(self.shards)
         ]
 
-    def forget_who_had_gradients(self) -> None:
-        """Begin anew, after a synchronization."""
-        self.seen.clear()
-        self.from_others.clear()
-
     def drop_gradients(self) -> None:
         """Forget whole gradients that were not sent."""
         for index, (grad, _, is_own) in self.unsent.items():
@@ -407,15 +374,13 @@ class FlatParameters:
                 self.shards[index].grad = None
         self.added = None
         self.unsent.clear()
-        self.forget_who_had_gradients()
+        self.seen.clear()
+        self.from_others.clear()
         for whole in self.whole:
             whole.grad = None
 
 
-def _put(module: nn.Module, name: str, param: Any) -> None:
-    """Put a shard, a whole or a gathered parameter where a module finds its own."""
-    module._parameters[name] = param
-    if isinstance(module, nn.RNNBase):
-        # which holds them twice, and moves those that it finds changed
-        module._flat_weights = [module._parameters[own] for own in module._flat_weights_names]
-        module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
+def _hold_anew(module: nn.RNNBase) -> None:
+    """Let a recurrent module, which holds its weights twice, have those that were put there."""
+    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+    module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]

@@ -78,8 +78,8 @@ class FSDPShards(ShardingStrategy):
                 added.append(self.copies[-1])
                 continue
             flat, index = self.place_of[id(param)]
-            leaf, (start, stop) = flat.shards[index], flat.ranges[index]
-            if stop > start:
-                added.append(Shard(param, number, start, stop, leaf))
+            part, leaf = flat.own[index], flat.shards[index]
+            if part.stop > part.start:
+                added.append(Shard(param, number, part.start, part.stop, leaf))
         self.shards += added
         return added

@@ -25,7 +25,7 @@ class WholeParameter(nn.Parameter):
 
     def __new__(cls, flat: Any, index: int) -> WholeParameter:
         """Stand for parameter `index` of `flat`."""
-        shard, shape = flat.shards[index], flat.shapes[index]
+        shard, shape = flat.shards[index], flat.bucket.shapes[index]
         empty = shard.detach().new_empty((), dtype=flat.dtype).expand(shape)
         whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
         whole.flat, whole.number = flat, index
@@ -47,9 +47,8 @@ class WholeParameter(nn.Parameter):
 
 
 def _gathered(whole: WholeParameter) -> Tensor:
-    if not whole.flat.is_gathered:
+    if not whole.flat.gathered:
         whole.flat.before_forward()
-    whole.flat.gather()
     return whole.flat.gathered[whole.number]
 
 

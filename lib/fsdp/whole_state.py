@@ -22,13 +22,10 @@ class WholeState:
     module: nn.Module
     group: dist.ProcessGroup | None
     vectors: dict[str, nn.Parameter]
+    flats: list[FlatParameters]
     is_saving = False
     settle: Callable[[], None]
-
-    @property
-    def flats(self) -> list[FlatParameters]:
-        """All flat parameters."""
-        raise NotImplementedError
+    follow_shards: Callable[[], None]
 
     def full_parameters(self, *, on_first_only: bool = False) -> dict[str, Tensor]:
         """Copies of the whole parameters by the module's names, in their own dtype.
@@ -37,9 +34,9 @@ class WholeState:
             on_first_only: gather block by block onto rank 0's CPU; other ranks get none.
         """
         self.settle()
+        self.follow_shards()
         whole: dict[str, Tensor] = {}
         for flat in self.flats:
-            flat.follow_shards()
             tensors = flat.copies()
             if on_first_only:
                 tensors = [t.cpu() for t in tensors] if rank(self.group) == 0 else []
@@ -111,20 +108,19 @@ class WholeState:
         Raises:
             ValueError: a value is no tensor where the module has one, or has another shape.
         """
-        for flat in self.flats:
-            flat.follow_shards()
+        self.follow_shards()
         place_of = {id(s): (flat, i) for flat in self.flats for i, s in enumerate(flat.shards)}
         parts = dict(state)
         for name, value in state.items():
             if not isinstance(own.get(name), Tensor):
                 continue
             flat, index = place_of.get(id(own[name]), (None, 0))
-            shape = tuple(own[name].shape if flat is None else flat.shapes[index])
+            shape = tuple(own[name].shape if flat is None else flat.bucket.shapes[index])
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             require(found == shape, f"{name} must have shape {shape}, got {found}")
             if flat is not None:
-                start, stop = flat.ranges[index]
-                parts[name] = value.reshape(-1)[start:stop]
+                part = flat.own[index]
+                parts[name] = value.reshape(-1)[part.start : part.stop]
         return parts
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 from lib.ddp.flat import GradientSync, average, require_finished
 from lib.ddp.process_group import agree, broadcast_module, world_size
+from lib.ddp.wrapper_base import Structure
 from lib.fsdp.blocks import (
     Block,
     BlockOf,
@@ -115,6 +116,10 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         # Divide the parameters; the last block holds what is outside of all others.
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
         self.unblocked = self.blocks.pop()
+        # all, in the order of the forward pass
+        self.all_blocks = [self.unblocked, *self.blocks]
+        self.flats = [flat for block in self.all_blocks for flat in block.flats]
+        self.structure = Structure(module)
         self.flat_at: dict[int, FlatParameters] = {}
         for block in self.all_blocks:
             for flat in block.flats:
@@ -140,16 +145,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             for part in block.modules:
                 part.register_forward_pre_hook(functools.partial(self.before_forward, block))
                 part.register_forward_hook(functools.partial(self.after_forward, block))
-
-    @property
-    def all_blocks(self) -> list[Block]:
-        """Return the parts outside blocks, and the blocks, in the order of the forward pass."""
-        return [self.unblocked, *self.blocks]
-
-    @property
-    def flats(self) -> list[FlatParameters]:
-        """All flat parameters, in the order of forward."""
-        return [flat for block in self.all_blocks for flat in block.flats]
 
     # Forward
 
@@ -178,9 +173,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self.drop()
                 raise
             finally:
-                self.is_in_forward = False
                 # what stays gathered waits for backward
-                self._show(in_pass=False)
+                self._end_pass()
             return output
 
     def gather(self, block: Block, step: int) -> None:
@@ -190,6 +184,9 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             return
         before, self.current = self.current, block
         if before is not None and before is not block:
+            if before.is_shown:
+                for flat in before.flats:
+                    flat.put(flat.whole)
             before.drop()
         block.start_gathering()
         index = block.index + step
@@ -208,14 +205,16 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     @torch.compiler.disable
     def before_forward(self, block: Block, *args: Any) -> None:
         """Gather a block, before its forward pass or before its weights are read."""
-        self._check_pass()
-        self.gather(block, step=0 if self.is_in_backward else 1)
+        if not block.is_shown:
+            self._check_pass()
+            self.gather(block, step=0 if self.is_in_backward else 1)
+            block.show()
 
     @torch.compiler.disable
     def after_forward(self, block: Block, module: Any, args: Any, output: Any) -> None:
         """Let the block's outputs tell when backward comes to it."""
         if torch.is_grad_enabled() and not self.is_in_backward:
-            for tensor in tensors_in(output):
+            for tensor in [output] if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(functools.partial(self.before_backward, block))
 
@@ -223,9 +222,10 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         """Gather a block when backward comes to it, and send the gradients of the one before."""
         if not self.is_in_backward:
             self._begin_backward()
-        if block is self.unblocked:
+        before = self.reached
+        if block is self.unblocked or (block is before and block is self.current):
             return
-        before, self.reached = self.reached, block
+        self.reached = block
         if before is not None and before is not block:
             self.after_backward(before)
         self.gather(block, step=-1)
@@ -262,19 +262,27 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     # Passes
 
     def _begin_forward(self) -> None:
-        self.settle()
+        if self.is_in_backward:
+            self.settle()
         require_finished(self.must_finish)
+        self.follow_shards()
+        self.is_in_forward = True
+        self._put_whole()
+        self.before_forward(self.unblocked)
+
+    def follow_shards(self) -> None:
+        """Take over what was done to the shards between passes; see `FlatParameters`."""
+        if not self.structure.is_unchanged():
+            self._check_parameters()
         # what a pass without backward left
         self.drop()
         for flat in self.flats:
             flat.follow_shards()
-        self._check_parameters()
-        self.is_in_forward = True
-        self._show(in_pass=True)
-        self.unblocked.gather()
 
     def _check_parameters(self) -> None:
         """Raise a `RuntimeError` if there are other trained ones than when they were divided."""
+        for flat in self.flats:
+            flat.check_places()
         known = {id(shard) for flat in self.flats for shard in flat.shards}
         known |= {id(param) for param in self.vectors.values()}
         for name, param in self.module.named_parameters():
@@ -284,6 +292,17 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                     "gradient would not be averaged; make a new FSDP of a whole module"
                 )
 
+    def _put_whole(self) -> None:
+        """Let the model have whole parameters, which are gathered when they are read."""
+        for flat in self.flats:
+            flat.put(flat.gathered or flat.whole)
+
+    def _end_pass(self) -> None:
+        """Let the model have the shards."""
+        self.is_in_forward = self.is_in_backward = False
+        for flat in self.flats:
+            flat.put(flat.shards)
+
     def _begin_backward(self) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -292,13 +311,13 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             )
         self.is_in_backward = True
         self.passed.clear()
-        self._show(in_pass=True)
+        self._put_whole()
         self.unblocked.gather()
         # not called if an exception ends the backward pass
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that autograd saves instead of a tensor: a gathered one's keeps no memory."""
+    def _save(self, tensor: Tensor) -> Any:
+        """What autograd saves instead of a tensor, for `_read_saved`: no gathered memory."""
         if torch._C._has_storage(tensor):
             flat = self.flat_at.get(tensor.untyped_storage()._cdata)
             if flat is not None and not (tensor.is_conj() or tensor.is_neg()):
@@ -306,7 +325,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         if self.saving is not None:
             pack, unpack = self.saving
             return functools.partial(unpack, pack(tensor))
-        return functools.partial(_unchanged, tensor.detach(), tensor._version)
+        return tensor.detach(), tensor._version
 
     def _finish_reducing(self) -> None:
         """Wait for the gradients that were sent last."""
@@ -321,20 +340,16 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self.after_backward(block)
         # then all gradients of matrices are where `zero_grad` finds them
         self._finish_reducing()
-        self._end_pass()
-        self.has_unsent |= not self.is_syncing
-        # a frozen module, through which backward went to another one, has nothing to average
-        is_trained = any(param.requires_grad for param in self.parameters())
-        self.must_finish |= self.is_syncing and is_trained
-
-    def _end_pass(self) -> None:
-        self.is_in_backward, self.reached = False, None
+        self.reached = None
         self.drop()
-        self._show(in_pass=False)
-
-    def _show(self, *, in_pass: bool) -> None:
-        for flat in self.flats:
-            flat.show(in_pass=in_pass)
+        self._end_pass()
+        if not self.is_syncing:
+            self.has_unsent = True
+        elif not self.must_finish:
+            # a frozen module, through which backward went to another one, has nothing to average
+            is_trained = [flat.is_trained for flat in self.flats]
+            is_trained += [param.requires_grad for param in self.vectors.values()]
+            self.must_finish = any(is_trained)
 
     def settle(self) -> None:
         """Forget a backward pass that an exception ended, on all ranks alike."""
@@ -342,6 +357,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self._finish_reducing()
             for flat in self.flats:
                 flat.drop_gradients()
+            self.reached = None
+            self.drop()
             self._end_pass()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -384,7 +401,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if not has:
                 param.grad = None
         for flat in flats:
-            flat.forget_who_had_gradients()
+            flat.seen.clear()
+            flat.from_others.clear()
         self.must_finish = False
 
     def _average_vectors(
@@ -396,7 +414,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for param in vectors:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        device = [*vectors, *(flat.slice for flat in flats)][0].device
+        device = [*vectors, *(flat.mine for flat in flats)][0].device
         presence = torch.ones(len(has_grad), device=device)
         for index, has in enumerate(has_grad):
             if not has:
@@ -417,7 +435,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
         float32, or float64 where a parameter is, as `lib.optimizer.schedule.grad_norm`.
         """
-        require_finished(self.must_finish)
+        if self.must_finish:
+            raise RuntimeError(
+                "the norm of gradients that were not averaged; call "
+                "finish_gradient_synchronization() after backward() and before this"
+            )
         square = grad_norm(shard for flat in self.flats for shard in flat.shards).double().square()
         if self.ranks > 1:
             dist.all_reduce(square, group=self.group)
@@ -440,11 +462,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 # Tensors that autograd saves
 
 
-def _read_saved(saved: Callable[[], Tensor]) -> Tensor:
-    return saved()
-
-
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
+def _read_saved(saved: Any) -> Tensor:
+    """The tensor of which `FSDP._save` returned `saved`."""
+    if not isinstance(saved, tuple):
+        return saved()
+    tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "

@@ -16,18 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib import pyplot as plt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from lib.core.figures import BLUE, PAPER, STYLE, alt_text
+from lib.core.figures import STYLE, alt_text
 
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget, VBox
 
     Output = dict[str, Any]
-
-# From the background of a figure to the house's blue, darkening all the way.
-SHADES = LinearSegmentedColormap.from_list("shades", [PAPER, "#8FC1E3", BLUE, "#00304D"])
 
 
 def explorer(
@@ -53,7 +49,7 @@ def explorer(
             from label to value), or any ipywidget with a value.
 
     Raises:
-        ValueError: a control has no options, or `still` a value that is not among them.
+        ValueError: a control has no options.
     """
     import ipywidgets
 
@@ -64,13 +60,12 @@ def explorer(
     }
     for name, value in (start or {}).items():
         widgets[name].value = value
-    _check_settings(still, widgets)
 
     def setting() -> tuple:
         return tuple(widget.value for widget in widgets.values())
 
     def output(values: Sequence[Any]) -> Output:
-        return show(**dict(zip(widgets, values)))
+        return show(**dict(zip(widgets, values, strict=True)))
 
     note, view = ipywidgets.Label(), ipywidgets.Output(layout={"min_height": min_height})
 
@@ -79,7 +74,6 @@ def explorer(
         view.outputs = (output(setting()),)
         note.value = ""
 
-    # drawn before the first output, so that a `show` that remembers ends with the first setting
     stills = ipywidgets.Output(layout={"display": "none"})
     stills.outputs = tuple(output(values) for values in still if values != setting())
     update()
@@ -104,67 +98,48 @@ def _slider(name: str, options: Any, is_alone: bool) -> DOMWidget:
     )
 
 
-def _check_settings(settings: Sequence[tuple], widgets: Mapping[str, DOMWidget]) -> None:
-    for values in settings:
-        for (name, widget), value in zip(widgets.items(), values, strict=True):
-            options = getattr(widget, "options", [value])
-            options = [option[-1] if isinstance(option, tuple) else option for option in options]
-            if value not in options:
-                raise ValueError(f"still: {name} must be one of {options}, got {value!r}")
-
-
 def picture(
     draw: Callable[..., None],
     *,
     width: float = 7.0,
     height: float = 3.0,
-    dpi: int = 200,
-    layout: str | None = None,
+    words: Callable[..., str] | None = None,
 ) -> Callable[..., Output]:
     """A `show` for `explorer` that draws each setting once.
 
     Args:
         draw: called as `draw(figure, **values)` with an empty figure in the house style.
         width, height: in inches.
-        dpi: twice the pixels of the figure's size on the page by default, for sharp screens.
-        layout: as for `matplotlib.figure.Figure`; "none" where axes have fixed positions.
+        words: called as `words(**values)`: what the picture shows, for readers who cannot see it
+            (default: the values, and `lib.core.figures.alt_text`).
     """
 
-    @functools.cache
+    @functools.lru_cache(maxsize=128)
     def show(**values: Any) -> Output:
         # faster than a figure from pyplot
         with plt.rc_context(STYLE):
-            figure = Figure(figsize=(width, height), layout=layout)
+            figure = Figure(figsize=(width, height))
             draw(figure, **values)
             reading = ", ".join(f"{name} {x}" for name, x in values.items())
-            return figure_output(figure, reading, dpi=dpi)
+            alt = words(**values) if words else f"{reading}. {alt_text(figure)}"
+            return figure_output(figure, alt)
 
     return show
 
 
-def figure_output(figure: Figure, reading: str, *, dpi: int = 200) -> Output:
-    """The figure as a notebook output; its alternative text begins with `reading`.
-
-    Compressed lightly, since it follows a slider.
-    """
-    figure.set_dpi(dpi)
-    image = io.BytesIO()
-    # `savefig` would draw it twice
-    FigureCanvasAgg(figure).print_png(image, pil_kwargs={"compress_level": 1})
-    size = (int(100 * inches) for inches in figure.get_size_inches())
-    return png_output(image.getvalue(), f"{reading}. {alt_text(figure)}", *size)
-
-
-def png_output(png: bytes, words: str, width: int, height: int) -> Output:
-    """A PNG as a notebook output, with `words` as its alternative text.
+def figure_output(figure: Figure, words: str) -> Output:
+    """The figure as a notebook output, with `words` as its alternative text.
 
     JupyterLab shows a PNG without alternative text, so the output also has HTML with it, which
     `lib.tools.publish.cells` leaves out of what is stored.
-
-    Args:
-        width, height: on the page, in pixels.
     """
-    encoded = base64.b64encode(png).decode()
+    # twice the pixels that it has on the page
+    figure.set_dpi(200)
+    image = io.BytesIO()
+    # `savefig` would draw it twice; compressed lightly, since it follows a slider
+    FigureCanvasAgg(figure).print_png(image, pil_kwargs={"compress_level": 1})
+    width, height = (int(100 * inches) for inches in figure.get_size_inches())
+    encoded = base64.b64encode(image.getvalue()).decode()
     size = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
     tag = f'<img alt="{html.escape(words)}" {size} src="data:image/png;base64,{encoded}">'
     return {

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lib.tokenizer.bpe import Tokenizer
 
 
+DRAWINGS = Path(__file__).parent / "drawings"
 # Dark letters on light backgrounds, readable in a light and a dark theme.
 BACKGROUNDS = ("#bfe0f5", "#fbe3b0", "#c9ead6", "#f3cfe0", "#e3dcf6", "#f9d3bf", "#dfe6b8")
 BOX = (
@@ -161,14 +163,15 @@ class WrappedText:
         return self.text
 
 
-def show_svg(svg: str) -> HTML:
-    """Show a drawing; on a phone it scrolls, since its text would be too small to read.
+def show_drawing(name: str) -> HTML:
+    """Show lib/lessons/drawings/`name`.svg; on a phone it scrolls: its text would be too small.
 
     It is an image, with the words of its `aria-label` beside it: a notebook that JupyterLab does
     not trust yet shows those, and of tags of SVG it would show only the texts, run together.
     """
     from IPython.display import HTML
 
+    svg = (DRAWINGS / f"{name}.svg").read_text(encoding="utf-8").replace("\n", "")
     root = ElementTree.fromstring(svg)
     words, style = (html.escape(root.get(name, "")) for name in ("aria-label", "style"))
     data = base64.b64encode(svg.encode()).decode()

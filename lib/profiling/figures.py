@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
+from lib.core.charts import bars, gantt
 from lib.core.figures import (
     BLUE,
     COLORS,
@@ -50,24 +51,34 @@ def save_time_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> Pat
         "exposed_communication_ms": "… exposed",
     }
     whole = {name: figures[key] for key, name in names.items() if figures[key]}
-    with house_figure(width=9.0, height=3.4, ncols=2) as (figure, (left, right)):
-        for axes, values, title in (
-            (left, by_category, "Kernels" if on_gpu else "Operators"),
-            (right, whole, "Host and device" if on_gpu else "The step"),
+    with house_figure(width=9.0, height=3.4, ncols=2) as (figure, panels):
+        for axes, values, title, part in zip(
+            panels,
+            (by_category, whole),
+            ("Kernels", "Host and device") if on_gpu else ("Operators", "The step"),
+            (f"kind of {'kernel' if on_gpu else 'operator'}", "part of the step"),
         ):
-            colors = [TIME_COLORS.get(name, SKY) for name in values]
-            bars = axes.barh(list(values), list(values.values()), color=colors)
-            axes.invert_yaxis()
-            axes.bar_label(bars, fmt="%.3g", padding=3)
-            axes.set(title=title, xlabel="time in a step (ms)")
-            axes.grid(visible=False, axis="y")
-            axes.margins(x=0.18)
-        left.set_ylabel("kind of kernel" if on_gpu else "kind of operator")
-        right.set_ylabel("part of the step")
+            bars(
+                values,
+                axes=axes,
+                title=title,
+                xlabel="time in a step (ms)",
+                ylabel=part,
+                texts="{:.3g}",
+                styles={name: {"color": TIME_COLORS.get(name, SKY)} for name in values},
+            )
         return save_figure(figure, path)
 
 
-def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float | None = None):
+def draw_trace(
+    axes: Axes,
+    trace: Trace,
+    *,
+    title: str,
+    start_ms: float = 0,
+    end_ms: float | None = None,
+    legend: str = "none",
+) -> None:
     """Draw a step as a timeline: ranges of the code, launches and waits of the host, GPU kernels.
 
     Ranges inside those of the code, such as the blocks and the loss, have a lane of their own.
@@ -76,66 +87,49 @@ def draw_trace(axes: Axes, trace: Trace, *, start_ms: float = 0, end_ms: float |
 
     Args:
         start_ms, end_ms: the part to show, from the start of the trace's first range.
+        legend: as in `lib.core.charts`.
     """
     origin = min(span.start for span in (trace.ranges or trace.operators))
     work = trace.kernels or trace.operators
-    last = max(span.end for span in (*work, *trace.ranges)) - origin
-    window = (1e3 * start_ms, last if end_ms is None else 1e3 * end_ms)
 
-    def bars(spans: Sequence[Span], y: float, height: float, color: str) -> None:
-        shown = [(s.start - origin, s.end - s.start) for s in spans]
-        shown = [(a / 1e3, d / 1e3) for a, d in shown if a + d > window[0] and a < window[1]]
-        axes.broken_barh(shown, (y - height / 2, height), facecolors=color, linewidth=0)
+    def boxes(spans: Iterable[Span], kind: str, *, named: bool = False) -> list[tuple]:
+        return [
+            ((s.start - origin) / 1e3, (s.end - origin) / 1e3, kind, s.name if named else "")
+            for s in spans
+        ]
 
-    # lane by lane, from above: the outermost ranges below that of the whole step
     phases = phases_of(trace.ranges)
-    lanes = ["code"]
-    _draw_ranges(axes, phases, 0, origin, window)
+    lanes = {"code": boxes(phases, "_range", named=True)}
     inside = [part for phase in phases for part in phases_of(_within(phase, trace.ranges))]
     if inside:
-        _draw_ranges(axes, inside, len(lanes), origin, window)
-        lanes.append("inside")
+        lanes["inside"] = boxes(inside, "_range", named=True)
     if trace.kernels:
+        launches = [call for call in trace.calls if "Launch" in call.name]
         waits = [call for call in trace.calls if "Synchronize" in call.name]
-        bars([call for call in trace.calls if "Launch" in call.name], len(lanes), 0.6, INK)
-        bars(waits, len(lanes), 0.6, VERMILLION)
-        lanes.append("host launches")
+        lanes["host launches"] = boxes(launches, "_launch") + boxes(waits, "_wait")
     # kernels of the step before have no call here that launched them
     launched = {call.correlation for call in trace.calls}
     earlier = [span for span in trace.kernels if span.correlation not in launched]
-    bars(earlier, len(lanes), 0.8, GRID)
-    if earlier:
-        axes.plot([], [], "s", color=GRID, label="launched before this step")
-    found = {category: [] for category in CATEGORIES}
-    for span in work:
-        if not trace.kernels or span.correlation in launched:
-            found[category_of(span.name)].append(span)
-    for category, spans in found.items():
+    drawn = boxes(earlier, "launched before this step")
+    for category in CATEGORIES:
         # views, and operators that only call others, do no work of their own
-        if spans and (trace.kernels or category != "other"):
-            bars(spans, len(lanes), 0.8, TIME_COLORS[category])
-            axes.plot([], [], "s", color=TIME_COLORS[category], label=category)
-    lanes.append("GPU" if trace.kernels else "operators")
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.set(xlim=(window[0] / 1e3, window[1] / 1e3), ylim=(len(lanes) - 0.5, -0.5))
-    axes.set(xlabel="time (ms)", ylabel="")
-    axes.grid(visible=False, axis="y")
-
-
-def _draw_ranges(
-    axes: Axes, ranges: Sequence[Span], lane: int, origin: float, window: tuple[float, float]
-) -> None:
-    """Draw ranges as boxes, each with its name where there is room for it; times in µs."""
-    width = (window[1] - window[0]) / 1e3
-    for span in ranges:
-        left = max(span.start - origin, window[0]) / 1e3
-        right = min(span.end - origin, window[1]) / 1e3
-        if right <= left:
-            continue
-        style = {"facecolors": BOX, "edgecolor": "white", "linewidth": 0.8}
-        axes.broken_barh([(left, right - left)], (lane - 0.4, 0.8), **style)
-        if right - left > 0.011 * width * len(span.name):
-            axes.text((left + right) / 2, lane, span.name, ha="center", va="center", fontsize=9)
+        if trace.kernels or category != "other":
+            found = [span for span in work if category_of(span.name) == category]
+            mine = [s for s in found if not trace.kernels or s.correlation in launched]
+            drawn += boxes(mine, category)
+    lanes["GPU" if trace.kernels else "operators"] = drawn
+    last = max(span.end for span in (*work, *trace.ranges)) - origin
+    colors = {"_range": BOX, "_launch": INK, "_wait": VERMILLION, "launched before this step": GRID}
+    colors |= TIME_COLORS
+    gantt(
+        lanes,
+        axes=axes,
+        title=title,
+        xlabel="time (ms)",
+        span=(start_ms, last / 1e3 if end_ms is None else end_ms),
+        styles={kind: {"color": color} for kind, color in colors.items()},
+        legend=legend,
+    )
 
 
 def _within(phase: Span, ranges: Sequence[Span]) -> list[Span]:

@@ -10,7 +10,10 @@ import dataclasses
 import functools
 import gzip
 import json
+import os
 import shlex
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from lib.core import ranges
 from lib.core.allocator import synchronize, without_stderr
-from lib.core.files import make_folder, write_atomically
+from lib.core.files import ROOT, make_folder, write_atomically
 from lib.core.hardware import DtypeName, keep_freed_memory, pick_device, pick_dtype
 from lib.core.records import new_record, to_markdown
 from lib.core.settings import NonNegativeInt, PositiveInt, settings, to_json
@@ -43,7 +46,7 @@ TRACE = "trace.json.gz"
 # One step of it, small enough to commit.
 STEP_TRACE = "step.json.gz"
 # Not every profile writes these: those of an earlier one must not lie beside a later summary.
-OPTIONAL_FILES = ("memory.png", "memory_snapshot.pickle")
+OPTIONAL_FILES = ("memory.png", "memory_snapshot.pickle", "nsys.nsys-rep")
 # rows and characters in the table of kernels
 SHOWN_KERNELS = 15
 NAME_WIDTH = 72
@@ -89,6 +92,9 @@ class ProfileConfig:
     nvtx: bool = False
     """Only run the steps, with NVTX ranges, between the marks that `nsys profile` waits for."""
 
+    nsys: bool = True
+    """Also run `nsys profile`, if it is installed and there is a CUDA device."""
+
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
@@ -120,10 +126,11 @@ def profile(config: ProfileConfig) -> Summary | None:
     """Profile training steps, write the results to `config.output` and print the summary.
 
     Writes `trace.json.gz` (for ui.perfetto.dev), `step.json.gz` (one step of it, small enough to
-    commit), `summary.md`, `summary.json` (a record), `time.png`, `memory.png` and, on CUDA,
-    `memory_snapshot.pickle` (for pytorch.org/memory_viz). There it also prints the command line
-    that profiles the same ranges with Nsight Systems. With `config.nvtx` it only runs the steps,
-    writes nothing and returns None: that command line starts it so.
+    commit), `summary.md`, `summary.json` (a record), `time.png`, `memory.png`, on CUDA
+    `memory_snapshot.pickle` (for pytorch.org/memory_viz) and, where `nsys` is installed,
+    `nsys.nsys-rep`. Also prints the command line that profiles the same ranges with Nsight Systems.
+    With `config.nvtx` it only runs the steps, writes nothing and returns None: that command line
+    starts it so.
     """
     device = pick_device(config.device)
     _check_device(config, device)
@@ -154,9 +161,7 @@ def profile(config: ProfileConfig) -> Summary | None:
     write_step_trace(config.output)
     summary = summarize(read_trace(config.output / TRACE))
     print(_write_results(config, train_config.model, summary, memory, device))
-    write_atomically(config.output / "config.json", to_json(config))
-    if device.type == "cuda":
-        print(f"The same for Nsight Systems:\n{shlex.join(nsys_command(config))}")
+    _run_nsys(config, device)
     return summary
 
 
@@ -372,6 +377,23 @@ def nsys_command(config: ProfileConfig) -> list[str]:
         *(sys.executable, "-m", "lib", "profile"),
         *(f"--config={config.output / 'config.json'}", "--nvtx"),
     ]
+
+
+def _run_nsys(config: ProfileConfig, device: torch.device) -> None:
+    """On a GPU, print the command line for Nsight Systems, and run it where that is possible."""
+    write_atomically(config.output / "config.json", to_json(config))
+    if device.type != "cuda":
+        return
+    command = nsys_command(config)
+    print(f"The same for Nsight Systems:\n{shlex.join(command)}")
+    if not config.nsys or shutil.which("nsys") is None:
+        return
+    torch.cuda.empty_cache()
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    if done.returncode:
+        print(f"nsys failed with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
 
 
 def _run_for_nsys(step: TrainStep, sequences: Tensor, config: ProfileConfig) -> None:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
 from lib.core.allocator import synchronize
-from lib.core.figures import BLUE, INK, MARKERS, ORANGE, VERMILLION
+from lib.core.charts import roofline
+from lib.core.figures import BLUE, MARKERS, ORANGE, VERMILLION
 from lib.core.hardware import DtypeName, local_results, pick_device, pick_dtype
 from lib.core.records import Record, append_record, new_record
 from lib.core.settings import PositiveInt, settings
@@ -351,29 +351,16 @@ def draw_roofline(
     axes: Axes, limits: Limits, points: Sequence[MeasuredOperation], *, title: str
 ) -> None:
     """Draw the roof and `points` below it: colors are kinds of operation, markers its members."""
-    intensities = [point.cost.intensity for point in points] or [limits.ridge / 300]
-    low = min(*intensities, limits.ridge) / 3
-    high = max(*intensities, limits.ridge) * 4
-    unit, scale = ("TFLOP/s", 1e12) if limits.flops_per_s >= 1e13 else ("GFLOP/s", 1e9)
-    span = np.geomspace(low, high, 200)
-    roof = [limits.attainable(intensity) / scale for intensity in span]
-    axes.plot(span, roof, color=INK, marker="")
-    axes.axvline(limits.ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
-    axes.text(limits.ridge, 0.02, " ridge", fontsize=9, transform=axes.get_xaxis_transform())
     markers = {color: itertools.cycle(MARKERS) for color in (VERMILLION, BLUE, ORANGE)}
-    for point in points:
-        color = _color(point.name)
-        # hollow: points at one spot stay visible
-        style: dict = {"color": color, "marker": next(markers[color]), "markerfacecolor": "none"}
-        x, y = point.cost.intensity, point.flops_per_s / scale
-        style |= {"linestyle": "", "markeredgewidth": 1.6, "markersize": 9}
-        axes.plot(x, y, label=point.name, **style)
-    lowest = min([point.flops_per_s / scale for point in points], default=roof[0])
-    axes.set(xscale="log", yscale="log", title=title)
-    axes.set(xlim=(low, high), ylim=(min(lowest, roof[0]) / 2, roof[-1] * 2.5))
-    axes.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel=f"performance ({unit})")
-    if points:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, labelspacing=0.4)
+    colors = {point.name: _color(point.name) for point in points}
+    roofline(
+        limits.flops_per_s,
+        limits.bytes_per_s,
+        {point.name: (point.cost.intensity, point.flops_per_s) for point in points},
+        axes=axes,
+        title=title,
+        styles={n: {"color": color, "marker": next(markers[color])} for n, color in colors.items()},
+    )
 
 
 def _color(name: str) -> str:

@@ -59,6 +59,12 @@ class FlatBucket(Bucket):
         # the all-gather under way
         self.gathering: Any = None
 
+    def wait(self) -> None:
+        """Wait for the all-gather under way; on a GPU only its stream waits."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
 
 class FlatSlices(InOrder, ShardingStrategy):
     """Cuts every bucket of parameters into a slice per rank. Frozen parameters must stay frozen.
@@ -85,7 +91,6 @@ class FlatSlices(InOrder, ShardingStrategy):
         self.reduces_gradients, self.overlaps = reduces_gradients, overlap
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
-        self.bucket_with: dict[int, FlatBucket] = {}
         self.frozen: list[nn.Parameter] = []
         # parameters: buckets that a forward pass waits for instead of the step, whether it also
         # starts the all-gathers, and whether they still have to be started
@@ -109,7 +114,7 @@ class FlatSlices(InOrder, ShardingStrategy):
                 bucket.shards.append(make_shard(param, numbers[param], start, stop, weight))  # type: ignore[arg-type]  # those given
             added += bucket.shards
             self.buckets.append(bucket)
-            self.bucket_with |= dict.fromkeys(map(id, filled), bucket)
+            self.bucket_of |= dict.fromkeys(map(id, filled), bucket)
             self.watch([(name_of(param), param) for param in filled], hooks=self.overlaps)
         added.sort(key=lambda shard: shard.number)
         self.shards += added
@@ -141,7 +146,7 @@ class FlatSlices(InOrder, ShardingStrategy):
             self.presence = presence
 
     def finish_gradient_synchronization(self) -> None:
-        """Give every shard the mean gradient of its elements.
+        """Give every shard the mean gradient of its elements, added to what it has.
 
         Once they are averaged, a further call only checks that no gradient came after.
 
@@ -149,34 +154,30 @@ class FlatSlices(InOrder, ShardingStrategy):
             RuntimeError: a parameter was moved, or trained though it was frozen, or a gradient came
                 after.
         """
-        if not self.is_closed:
-            self._check_parameters()
+        if self.is_closed:
+            for param in self.params:
+                if param.grad is not None:
+                    raise RuntimeError(
+                        "a backward pass ran after the gradients were averaged; run all backward "
+                        "passes first"
+                    )
+            return
+        self._check_parameters()
         if not self.reduces_gradients:
             # a wrapper has averaged them
             for shard in self.shards:
                 shard.leaf.grad = shard.slice_of(shard.param.grad)
-        elif not self.is_closed:
-            with annotate(self.collective):
-                self._reduce()
-        elif any(param.grad is not None for param in self.params):
-            raise RuntimeError(
-                "a backward pass ran after the gradients were averaged; run all backward passes "
-                "first"
-            )
-
-    def _reduce(self) -> None:
-        """Average the gradients since the last call, and add them to those of the shards."""
+            return
         if not self.order:
             self._check_not_wrapped(self.params)
-        if self.params:
-            means, unused = self.finish()
-            dropped = {id(param) for param in unused}
-            for bucket, (mean, *_) in zip(self.order, means):
-                for shard, part in zip(bucket.shards, bucket.own):  # type: ignore[attr-defined]
-                    if id(shard.param) not in dropped:
-                        grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)
-                        has_grad = shard.leaf.grad is not None
-                        shard.leaf.grad = shard.leaf.grad.add_(grad) if has_grad else grad
+        means, unused = self.finish() if self.params else ([], [])
+        dropped = {id(param) for param in unused}
+        for bucket, (mean, *_) in zip(self.order, means):
+            for shard, part in zip(bucket.shards, bucket.own):  # type: ignore[attr-defined]
+                if id(shard.param) not in dropped:
+                    grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)
+                    has_grad = shard.leaf.grad is not None
+                    shard.leaf.grad = shard.leaf.grad.add_(grad) if has_grad else grad
         self.is_closed = True
 
     def _check_parameters(self) -> None:
@@ -208,7 +209,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         """Drop the shards' gradients, or set them to zero."""
         # what a backward pass has started is finished, in the same order on all ranks
         if self.arrived:
-            self._reduce()
+            self.finish_gradient_synchronization()
         self.is_closed = False
         super().clear_gradients(set_to_none)
 
@@ -230,24 +231,20 @@ class FlatSlices(InOrder, ShardingStrategy):
                 bucket.gathering = all_gather(
                     bucket.buffer, bucket.mine, group=self.group, async_op=True
                 )
-            self._wait_for(bucket for bucket in order if bucket not in self.awaited_in_forward)
-
-    def _wait_for(self, buckets: Iterable[FlatBucket]) -> None:
-        """Wait for all-gathers under way (on a GPU only its stream waits)."""
-        for bucket in buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+            for bucket in order:
+                if bucket not in self.awaited_in_forward:
+                    bucket.wait()
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) are complete."""
         if self.must_gather:
             self._gather()
         if params is None:
-            self._wait_for(self.buckets)
-        else:
-            found = (self.bucket_with.get(id(param)) for param in params)
-            self._wait_for(bucket for bucket in found if bucket is not None)
+            params = self.params
+        for param in params:
+            bucket: Any = self.bucket_of.get(id(param))
+            if bucket is not None and bucket.gathering is not None:
+                bucket.wait()
 
     def overlap_gather_with_forward(
         self, parts: Sequence[nn.Module], *, in_graph: bool

@@ -108,7 +108,10 @@ class ShardedOptimizer(Optimizer):
     starting from equal parameters.
 
     Args:
-        params: as for any optimizer; tied parameters once.
+        params: as for any optimizer; tied parameters once. With `module.named_parameters()` ranks
+            compare names. Without names, an order that differs between ranks is found by values
+            alone: equal ones in another order, such as two new norms, are not, and ranks end with
+            different weights.
         optimizer_cls: `lib.optimizer.adamw.AdamW`, torch.optim.AdamW, torch.optim.SGD, or a
             subclass whose update of an element reads no other one.
         group: the ranks that share the state (default: all).
@@ -142,7 +145,7 @@ class ShardedOptimizer(Optimizer):
             "overlap": overlap,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.group, self.has_stepped = group, False
+        self.group, self.ranks, self.has_stepped = group, world_size(group), False
         self.shards_whole = isinstance(strategy, str)
         self.inner: torch.optim.Optimizer | None = None
 
@@ -244,7 +247,7 @@ class ShardedOptimizer(Optimizer):
             norm = self.inner.grad_norm()
         else:
             norm = grad_norm(shard.leaf for shard in self.strategy.shards)
-        if world_size(self.group) == 1:
+        if self.ranks == 1:
             return norm
         # a rank without shards has its norm, 0, on the CPU
         params = [param for group in self.param_groups for param in group["params"]]
@@ -258,7 +261,7 @@ class ShardedOptimizer(Optimizer):
         if copies:
             # counted once on each rank; infinity less infinity would be no number
             once = grad_norm(copies).to(device, torch.float64).square()
-            others = (world_size(self.group) - 1) * once
+            others = (self.ranks - 1) * once
             square = torch.where(once.isfinite(), square - others, once)
         return square.sqrt().to(torch.float64 if is_double else torch.float32)
 
@@ -322,7 +325,7 @@ class ShardedOptimizer(Optimizer):
 
     def _check_values(self) -> None:
         """Refuse parameters that differ between ranks, as they do in another order."""
-        if world_size(self.group) == 1 or not self.shards_whole:
+        if self.ranks == 1 or not self.shards_whole:
             return
         params = [param for group in self.param_groups for param in group["params"]]
         first, *others = gather_objects(checksums(params), self.group)

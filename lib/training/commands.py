@@ -43,7 +43,9 @@ def pipeline(config: PipelineConfig) -> int:
         _print_training(result)
         if texts:
             print()
-            print_stories(config.sample.prompts, texts)
+            prompts = config.sample.prompts
+            stories = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts)]
+            print_stories(prompts, stories)
     return exit_code(result)
 
 
@@ -64,12 +66,13 @@ def generate(config: GenerateConfig) -> None:
     model, tokenizer, _ = load_model(config.checkpoint or newest_run(), config.device)
     prompts, options = config.sample.prompts, config.sample.options()
     if len(prompts) > 1 or not sys.stdout.isatty():
-        texts = generate_text(model, tokenizer, prompts, **options)
-        print_stories(prompts, [prompt + text for prompt, text in zip(prompts, texts)])
+        print_stories(prompts, generate_text(model, tokenizer, prompts, **options))
         return
-    story = StoryPrinter(prompts[0])
-    generate_text(model, tokenizer, prompts, on_text=lambda row, text: story.write(text), **options)
-    story.close()
+    printer = StoryPrinter()
+    printer.write(prompts[0], style=BOLD)
+    show = lambda row, text: printer.write(text)  # noqa: E731
+    generate_text(model, tokenizer, prompts, on_text=show, **options)
+    printer.close()
 
 
 def export(config: ExportConfig) -> Path:
@@ -85,53 +88,72 @@ def import_(config: ImportConfig) -> Path:
 
 
 class StoryPrinter:
-    """Prints a story on the terminal as it comes: the prompt in bold, lines broken between words.
+    """Prints a story on the terminal, wrapped at its width.
 
     A word is held back until the white space after it shows that it is whole.
+
+    Example:
+        printer = StoryPrinter()
+        printer.write("Once upon a", style=BOLD)
+        printer.write(" time ")
+        printer.close()
     """
 
-    def __init__(self, prompt: str, width: int | None = None) -> None:
+    def __init__(self, width: int | None = None) -> None:
         self.width = width or shutil.get_terminal_size().columns
-        self.column, self.word = 0, ""
-        sys.stdout.write(BOLD)
-        self.write(prompt)
-        self._end_word()
-        sys.stdout.write(PLAIN)
+        self.column = 0
+        self.spaces = self.word = ""
+        self.word_length = 0
 
-    def write(self, text: str) -> None:
-        """Print what is whole of the words so far."""
+    def write(self, text: str, style: str = "") -> None:
+        """Print `text`; `style` is an escape sequence that is switched on for it."""
+        self.word += style
         for char in text:
             if not char.isspace():
                 self.word += char
+                self.word_length += 1
                 continue
             self._end_word()
-            self.column = 0 if char == "\n" else self.column + 1
-            sys.stdout.write(char)
+            self.spaces += char
+            if char == "\n":
+                self._print(self.spaces)
+                self.column, self.spaces = 0, ""
+        self.word += PLAIN if style else ""
         sys.stdout.flush()
 
     def close(self) -> None:
         """Print what was held back, and end the line."""
         self._end_word()
-        print(flush=True)
+        self._print("\n")
+        sys.stdout.flush()
 
     def _end_word(self) -> None:
-        if self.column and self.column + len(self.word) > self.width:
-            sys.stdout.write("\n")
-            self.column = 0
-        sys.stdout.write(self.word)
-        self.column, self.word = self.column + len(self.word), ""
+        if self.word_length:
+            length = len(self.spaces) + self.word_length
+            if self.column and self.column + length > self.width:
+                self.spaces, self.column, length = "\n", 0, self.word_length
+            self._print(self.spaces)
+            self.column += length
+            self.spaces, self.word_length = "", 0
+        self._print(self.word)
+        self.word = ""
+
+    def _print(self, text: str) -> None:
+        sys.stdout.write(text)
 
 
 def print_stories(prompts: tuple[str, ...], texts: list[str]) -> None:
-    """Print `texts`, each beginning with its prompt; as they are where there is no terminal."""
+    """Print each prompt with the text that continues it; as it is where there is no terminal."""
     if not sys.stdout.isatty():
-        print("\n\n".join(texts))
+        print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts)))
         return
     for index, (prompt, text) in enumerate(zip(prompts, texts)):
-        print("\n" * (index > 0), end="")
-        story = StoryPrinter(prompt)
-        story.write(text.removeprefix(prompt))
-        story.close()
+        if index:
+            print()
+        printer = StoryPrinter()
+        printer.write(prompt, style=BOLD)
+        printer.write(text)
+        printer.close()
 
 
 def _print_corpus(rows: list[dict[str, Any]]) -> None:

@@ -4,9 +4,8 @@ Frozen dataclasses, checked when made. A field's docstring is its text in `--hel
 """
 
 import dataclasses
-import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -23,12 +22,6 @@ from lib.core.settings import (
 from lib.data.prepare import TokenizeConfig
 from lib.ddp.settings import DdpWrapper
 from lib.model.config import ModelConfig
-
-if TYPE_CHECKING or importlib.util.find_spec("tyro"):
-    from tyro.conf import Positional
-else:
-    # where nobody gives commands, as in a notebook on Colab
-    Positional = Annotated[TypeVar("T"), None]
 
 # FSDP shards the model itself, so it is not a wrapper around a whole model.
 TrainingWrapper = Literal[DdpWrapper, "fsdp", "fsdp2"]
@@ -265,8 +258,8 @@ class GenerateConfig:
 class ExportConfig:
     """Settings of `export`: the model, the format, and the folder to write."""
 
-    folder: Positional[Path | None] = None
-    """New or empty folder for the model."""
+    folder: Path | None = None
+    """New or empty folder for the model. May be given without its flag."""
 
     to: Literal["transformers"] = "transformers"
     """Whose format; vLLM and llama.cpp read that of `transformers`, too."""
@@ -279,8 +272,8 @@ class ExportConfig:
 class ImportConfig:
     """Settings of `import`: the model to read, and the folder of its run."""
 
-    folder: Positional[Path | None] = None
-    """Folder of a Llama-like model, as `transformers` saves it."""
+    folder: Path | None = None
+    """Folder of a Llama-like model, as `transformers` saves it. May be given without its flag."""
 
     output: Path | None = None
     """The new run's folder. None = one in `artifacts/runs` with the name of `folder`."""

@@ -51,6 +51,7 @@ class Parallel:
 
     Attributes:
         module: computes the loss, inside the wrapper that averages gradients.
+        averager: the wrapper or optimizer that averages gradients; None on a single rank.
         is_sharded: whether each rank holds its own part of the optimizer's state.
         is_divided: whether each rank holds its own part of the weights, so that a forward pass
             needs all ranks.
@@ -73,6 +74,7 @@ class Parallel:
     ) -> None:
         self.model: TransformerLM = loss.model
         self.module: nn.Module = loss
+        self.averager: Any = None
         self.optimizer: Any = None
         self.is_sharded = False
         self.group = group
@@ -121,10 +123,12 @@ class Parallel:
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank."""
-        return contextlib.nullcontext()
+        return self.averager.no_sync() if self.averager else contextlib.nullcontext()
 
     def reduce(self) -> None:
-        """Finish averaging: every gradient becomes its mean over the ranks."""
+        """Finish averaging: every gradient, or the shard of it, becomes its mean over the ranks."""
+        if self.averager:
+            self.averager.finish_gradient_synchronization()
 
     def grad_norm(self) -> Tensor:
         """The L2 norm of all averaged gradients: 0-dim float32, the same on all ranks."""
@@ -171,7 +175,9 @@ class Replicated(Parallel):
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         params = list(self.model.parameters())
         groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
-        self.module = wrap(config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb)
+        self.module = self.averager = wrap(
+            config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb
+        )
         if config.sharded_optimizer == "zero1":
             self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
         elif config.sharded_optimizer == "torch_zero":
@@ -181,14 +187,6 @@ class Replicated(Parallel):
             self.is_sharded = True
         else:
             self.optimizer = AdamW(groups, **self.adamw)
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """In the block, backward passes only add up gradients on this rank."""
-        return self.module.no_sync()
-
-    def reduce(self) -> None:
-        """Finish averaging: every gradient becomes its mean over the ranks."""
-        self.module.finish_gradient_synchronization()
 
 
 class TorchReplicated(Replicated):
@@ -229,20 +227,13 @@ class Zero1(Parallel):
             overlap=True,
             bucket_cap_mb=bucket_cap_mb(config, params),
         )
+        self.averager = self.optimizer
         # The all-gather of later parts runs while earlier ones compute. The norms, which have a
         # bucket of their own, are complete when `update` returns.
         parts = [self.model.token_embeddings, *self.model.layers, self.model.head]
         self.model.before_part = self.optimizer.overlap_gather_with_forward(
             parts, in_graph=config.cuda_graph
         )
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """In the block, backward passes only add up gradients on this rank."""
-        return self.optimizer.no_sync()
-
-    def reduce(self) -> None:
-        """Finish averaging: each shard has the mean of its gradient over the ranks."""
-        self.optimizer.finish_gradient_synchronization()
 
 
 class FullySharded(Parallel):
@@ -260,17 +251,9 @@ class FullySharded(Parallel):
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         from lib.fsdp.language_model import FSDPShards, ShardedLoss
 
-        self.module = ShardedLoss(loss, self.group)
+        self.module = self.averager = ShardedLoss(loss, self.group)
         shards = FSDPShards(self.module)
         self._shard_optimizer(parameter_groups(shards.whole_parameters(), config), shards)
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """In the block, backward passes only add up gradients on this rank."""
-        return self.module.no_sync()
-
-    def reduce(self) -> None:
-        """Finish averaging: each shard has the mean of its gradient over the ranks."""
-        self.module.finish_gradient_synchronization()
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict after the last update: on rank 0's CPU, empty on others."""
@@ -287,7 +270,7 @@ class TorchFullySharded(FullySharded):
         from lib.tools.peers.fsdp2 import FullySharded as Peer
         from lib.tools.peers.fsdp2 import FullyShardedParameters
 
-        self.module = Peer(loss, self.group)
+        self.module = self.averager = Peer(loss, self.group)
         groups = parameter_groups(self.model.parameters(), config)
         self._shard_optimizer(groups, FullyShardedParameters(self.group))
 

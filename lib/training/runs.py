@@ -13,7 +13,6 @@ from typing import Any
 
 from lib.core.files import try_lock_folder
 from lib.core.settings import require, settings
-from lib.training.config import Positional
 from lib.training.metrics import last_evaluation, read_metrics
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class RunsConfig:
 class RemoveRunsConfig(RunsConfig):
     """Which runs are removed."""
 
-    names: Positional[tuple[str, ...]] = ()
+    names: tuple[str, ...] = ()
     """Runs as `python -m lib runs` lists them."""
 
     yes: bool = False

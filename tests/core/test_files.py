@@ -23,6 +23,7 @@ from lib.core.files import (
     sha256_file,
     sync_folder,
     write_atomically,
+    write_together,
 )
 
 
@@ -150,3 +151,16 @@ def test_a_folder_whose_disk_fails_is_not_taken_for_written(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="planted") if is_raised else contextlib.nullcontext():
         sync_folder(tmp_path)
+
+
+def test_of_several_files_all_are_written_or_none(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write_together({tmp_path / "a": "1", tmp_path / "b": b"1"})
+    with pytest.raises(IsADirectoryError) as caught:
+        write_together({tmp_path / "a": "2", tmp_path / "folder": "2"})
+    # the file that was asked for, not the one that is written first
+    assert caught.value.filename == str(tmp_path / "folder")
+    with pytest.raises(UnicodeEncodeError):
+        write_together({tmp_path / "a": "3", tmp_path / "b": "\udcff"})
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "folder"}
+    assert (tmp_path / "a").read_text() == "1"

@@ -103,6 +103,36 @@ def test_a_decorated_function_that_calls_itself_nests(tmp_path):
     assert down.__name__ == "down"
 
 
+def test_blocks_of_one_object_nest(tmp_path):
+    name = annotate("x")
+
+    def function():
+        with name, name, annotate("y"):
+            pass
+        with name:
+            pass
+
+    with core_ranges.enabled():
+        assert ranges_of(function, tmp_path) == ["x", "x/x", "x/x/y", "x"]
+    # none is left open
+    assert ranges_of(function, tmp_path) == []
+
+
+def test_a_function_that_works_after_its_call_is_rejected():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    async def asynchronous_generator():
+        yield
+
+    for function in (generator, coroutine, asynchronous_generator):
+        with pytest.raises(TypeError, match=f"annotate..x.. cannot decorate {function.__name__}"):
+            annotate("x")(function)
+
+
 def test_an_error_passes_and_closes_the_range(tmp_path):
     def fails():
         with pytest.raises(KeyError), annotate("outer"):
@@ -174,9 +204,10 @@ def test_nvtx_ranges_open_and_close_in_order(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
-    with core_ranges.enabled(nvtx=True), annotate("x"), annotate("y"):
+    name = annotate("x")
+    with core_ranges.enabled(nvtx=True), name, annotate("y"), name:
         pass
-    assert calls == ["x", "y", "pop", "pop"]
+    assert calls == ["x", "y", "x", "pop", "pop", "pop"]
 
 
 @pytest.mark.gpu

@@ -257,6 +257,14 @@ def check_what_cannot_be_averaged_is_refused_by_name() -> None:
         message = message_of(lambda: step_of(model))  # noqa: B023
         words = "RuntimeError: parameter 3.weight was added after the module was wrapped"
         assert message.startswith(words), message
+    # a whole layer, once training has begun
+    module = stack()
+    model = BucketedDDP(module)
+    step_of(model)
+    module[0] = nn.Linear(4, 6)
+    message = message_of(lambda: step_of(model))
+    words = "RuntimeError: parameter 0.weight was added after the module was wrapped"
+    assert message.startswith(words), message
     sparse = BucketedDDP(nn.Embedding(5, 4, sparse=True))
     message = message_of(lambda: sparse(torch.tensor([1])).sum().backward())
     assert message.startswith("ValueError: the gradient of weight must be dense"), message

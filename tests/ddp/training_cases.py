@@ -19,8 +19,13 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "flashddp": wrappers.BucketedDDP,
     "flashddp, caps below a parameter": lambda m: wrappers.BucketedDDP(m, bucket_cap_mb=1e-6),
     "flashddp, caps of two parameters": lambda m: wrappers.BucketedDDP(m, bucket_cap_mb=3e-4),
-    "flashddp, not packed": lambda m: wrappers.BucketedDDP(m, bucket_cap_mb=3e-4, packed=False),
+    "flashddp, as with NCCL": lambda m: not_packed(wrappers.BucketedDDP(m, bucket_cap_mb=3e-4)),
 }
+
+
+def not_packed(model: wrappers.BucketedDDP) -> wrappers.BucketedDDP:
+    model.packed = False
+    return model
 
 
 class Toy(nn.Module):

@@ -69,8 +69,8 @@ def book(tmp_path_factory, make_notebook) -> Path:
     """
     book = tmp_path_factory.mktemp("book")
     shutil.copytree(ROOT / "lib", book / "lib", ignore=shutil.ignore_patterns("__pycache__"))
-    imports = "from lib.lessons.model import explorers, figures"
-    cells = ("figures.show_transformer()", "explorers.scale_slider()")
+    imports = "from lib.lessons.model import explorers\nfrom lib.lessons.show import show_drawing"
+    cells = ('show_drawing("transformer")', "explorers.rope_slider()")
     make_notebook(book / "notebooks/99_slider.ipynb", imports, *cells)
     return book
 
@@ -167,7 +167,7 @@ def test_a_notebook_runs_in_jupyterlab_and_arrow_keys_move_its_figure(lab):
     tab.wait_for_function(changed, arg=[cell.element_handle(), first])
     assert min(cell.evaluate(SIZE)) > 200
     lab.screenshot("_after")
-    assert "head_dim 16" in cell.evaluate(f"cell => {VISIBLE}.alt")
+    assert "position 1" in cell.evaluate(f"cell => {VISIBLE}.alt")
     second = cell.evaluate(PICTURE)
     tab.keyboard.press("ArrowLeft")
     tab.wait_for_function(changed, arg=[cell.element_handle(), second])
@@ -187,7 +187,7 @@ def report(request, tmp_path_factory, make_notebook) -> Path:
 
     folder = tmp_path_factory.mktemp("report")
     own = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom lib.lessons.model import explorers"
-    figures = ("%md $$\\frac{q \\cdot k}{\\sqrt{d}}$$", "explorers.scale_slider()")
+    figures = ("%md $$\\frac{q \\cdot k}{\\sqrt{d}}$$", "explorers.rope_slider()")
     widgets = make_notebook(folder / "notebooks/99_widgets.ipynb", "steps = 3", *figures, first=own)
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {one.params.get("page") for one in parameters if one}
@@ -284,7 +284,7 @@ def test_widgets_show_what_they_last_showed(page):
     # a bar tells how far something is, and shows nothing else
     assert [said for said, shown in widgets if not shown and "/s]" not in said] == []
     if page.name.endswith("99_widgets"):
-        assert widgets == [["head_dim: 4", 3]]
+        assert widgets == [["position: 0", 3]]
 
 
 def test_links_lead_somewhere_in_the_report(page, report):

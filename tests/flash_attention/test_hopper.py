@@ -115,14 +115,8 @@ def assert_all_fit(compiled: list[dict]) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_the_tightest_kernels_fit_the_chip(quiet_environment):
-    # three warpgroups that share a multiprocessor's registers, or most of its shared memory
-    tightest = [
-        ("forward_kernel", 64),
-        ("backward_queries_kernel", 64),
-        ("backward_keys_kernel", 128),
-        ("backward_queries_kernel", 256),
-        ("backward_keys_kernel", 256),
-    ]
+    # three warpgroups that share a multiprocessor's registers, and most of its shared memory
+    tightest = [("forward_kernel", 64), ("backward_keys_kernel", 128)]
     wanted = [job for job in jobs() if (job["kernel"], job["head_dim"]) in tightest]
     assert_all_fit(compile_all(wanted, quiet_environment, __file__))
 

@@ -1,6 +1,7 @@
 """Launching the Hopper kernels: which inputs they take, work lists, and the kernels' arithmetic."""
 
 import functools
+import heapq
 import types
 
 import numpy as np
@@ -214,6 +215,31 @@ def test_a_sections_keys_and_values_fit_the_cache():
     assert work.section == 2 * 4
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "head_dim"),
+    [(1, 8192, 128), (2, 4096, 128), (1, 16384, 128), (1, 8192, 64)],
+)
+def test_blocks_of_shared_keys_keep_all_multiprocessors_busy(batch, tokens, head_dim):
+    q, k = (batch, 32, tokens, head_dim), (batch, 8, tokens, head_dim)
+    section = launch._fused_section(q, k, True, PROGRAMS)
+    # as hopper_backward.cuh numbers them; each goes where a multiprocessor is free first
+    free_at, total = [0] * PROGRAMS, 0
+    for first in range(0, batch * 8, section):
+        for tile in range(tokens // 128):
+            for _ in range(min(section, batch * 8 - first)):
+                total += tokens - 128 * tile
+                heapq.heapreplace(free_at, free_at[0] + tokens - 128 * tile)
+    assert total / PROGRAMS > 0.97 * max(free_at)
+
+
+def test_sections_are_equal_where_a_slightly_larger_one_divides_the_heads():
+    # three heads fit the cache
+    for heads, section in [(32, 4), (13, 3), (9, 3)]:
+        shape = (1, heads, 8192, 128)
+        assert launch._fused_section(shape, shape, True, PROGRAMS) == section
+        assert launch._fused_section(shape, shape, False, PROGRAMS) == 3
+
+
 @pytest.mark.parametrize("sizes", [(192 * 2**17, 3), (3, 128 * 2**17)], ids=str)
 def test_a_sections_items_can_be_counted_in_32_bits(sizes):
     # the keys, or queries, of 2¹⁵ heads would fit the cache
@@ -304,13 +330,6 @@ def test_every_tensor_that_is_copied_is_checked(on_hopper, which):
     assert not on_hopper.supports(*tensors)
 
 
-@pytest.mark.parametrize(("major", "number"), [(8, 0), (9, 132), (10, 0), (12, 0)])
-def test_only_hopper_has_multiprocessors_here(monkeypatch, major, number):
-    properties = types.SimpleNamespace(major=major, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert launch._multiprocessors.__wrapped__(torch.device("cuda:0")) == number
-
-
 def test_a_gpu_of_another_vendor_is_not_supported(on_hopper, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not on_hopper.supports(*[heads(*WIDE)] * 3)
@@ -324,16 +343,6 @@ def test_counts_of_rows_fit_32_bits_with_those_that_are_padded(on_hopper):
     )
     assert on_hopper.supports(few, few, few)
     assert not on_hopper.supports(many, many, many)
-
-
-def test_a_program_uses_the_registers_there_are():
-    for warpgroups in (1, 2, 3):
-        total, computing = launch._registers(launch.Schedule(warpgroups, 64, 2))
-        assert total % 8 == computing % 8 == 0
-        # after the start the warps that compute take from the one that copies, and its three peers
-        computing_groups = max(2, warpgroups)
-        in_all = computing_groups * computing + launch.LOAD_REGISTERS.value
-        assert in_all <= total * (computing_groups + 1) <= 512
 
 
 def test_a_work_list_is_made_once_and_not_while_a_graph_is_captured(monkeypatch):
@@ -350,20 +359,6 @@ def test_a_work_list_is_made_once_and_not_while_a_graph_is_captured(monkeypatch)
     is_capturing = True
     assert launch._work_list(work, 5, device) is table
     assert launch._work_list(work, 6, device) is None
-
-
-def test_a_program_for_each_item_has_a_list_of_one_also_in_a_graph(monkeypatch):
-    monkeypatch.setattr(launch, "_work_lists", functools.cache(lambda device: {}))
-    tables = []
-    for is_capturing in (True, False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda x=is_capturing: x)
-        tables.append(launch._one_item_each(3, torch.device("cpu")))
-    for table in tables:
-        assert table.dtype == torch.int32
-        assert table.tolist() == [[1, 1, 1], [0, 1, 2], [0, 0, 0]]
-    # what a graph makes is its own, unless there is one already
-    assert tables[0] is not tables[1]
-    assert tables[1] is tables[2]
 
 
 @pytest.mark.parametrize(
@@ -445,3 +440,34 @@ def test_what_is_prepared_serves_every_length_number_of_heads_and_layout(
     before = len(started)
     launch.prepare(x, x, x, is_causal, has_gradients=True, has_rope=has_rope)
     assert len(started) == before
+
+
+@pytest.mark.parametrize(("major", "number"), [(8, 0), (9, 132), (10, 0), (12, 0)])
+def test_only_hopper_has_multiprocessors_here(monkeypatch, major, number):
+    properties = types.SimpleNamespace(major=major, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert launch._multiprocessors.__wrapped__(torch.device("cuda:0")) == number
+
+
+def test_a_program_uses_the_registers_there_are():
+    for warpgroups in (1, 2, 3):
+        total, computing = launch._registers(launch.Schedule(warpgroups, 64, 2))
+        assert total % 8 == computing % 8 == 0
+        # after the start the warps that compute take from the one that copies, and its three peers
+        computing_groups = max(2, warpgroups)
+        in_all = computing_groups * computing + launch.LOAD_REGISTERS.value
+        assert in_all <= total * (computing_groups + 1) <= 512
+
+
+def test_a_program_for_each_item_has_a_list_of_one_also_in_a_graph(monkeypatch):
+    monkeypatch.setattr(launch, "_work_lists", functools.cache(lambda device: {}))
+    tables = []
+    for is_capturing in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda x=is_capturing: x)
+        tables.append(launch._one_item_each(3, torch.device("cpu")))
+    for table in tables:
+        assert table.dtype == torch.int32
+        assert table.tolist() == [[1, 1, 1], [0, 1, 2], [0, 0, 0]]
+    # what a graph makes is its own, unless there is one already
+    assert tables[0] is not tables[1]
+    assert tables[1] is tables[2]

@@ -162,7 +162,7 @@ def mean_loss(module: nn.Module, step: int = 0) -> Tensor:
 
 
 def gathered_blocks(model: FSDP) -> list[int]:
-    return [i for i, block in enumerate(model.blocks) if any(f.is_gathered for f in block.flats)]
+    return [i for i, block in enumerate(model.blocks) if block.is_started]
 
 
 def check_two_blocks_are_gathered_at_most_and_none_between_steps() -> None:
@@ -513,12 +513,13 @@ def check_misuse_is_refused_by_name() -> None:
     model = FSDP(Indexed())
     model(tokens).sum().backward()
     message = message_of(lambda: model.clip_grad_norm(1.0))
-    assert "gradients were not averaged" in message, message
+    assert "not averaged; call finish_gradient_synchronization() after backward" in message, message
     model.finish_gradient_synchronization()
     net = model.module
     net.last.weight = nn.Parameter(torch.zeros(4, 4, device=current_device()))
-    message = message_of(lambda: model(tokens))
-    assert "weight of a Linear was replaced after FSDP had divided it" in message, message
+    for act in (lambda: model(tokens), model.full_parameters):
+        message = message_of(act)
+        assert "weight of a Linear was replaced after FSDP had divided it" in message, message
 
 
 def check_biases_and_integers_have_the_dtype_that_their_matrix_is_computed_in() -> None:

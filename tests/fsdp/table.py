@@ -253,6 +253,14 @@ def evaluated_between(side: Side) -> list[Any]:
         return [found, side.mean(side.loss(2)), side.update()]
 
 
+def read_between(side: Side) -> list[Any]:
+    loss = side.loss()
+    found = side.values()
+    loss.backward()
+    side.finish()
+    return [found, side.update()]
+
+
 def error_in_forward(side: Side) -> list[Any]:
     def fail(x: Tensor) -> Tensor:
         side.module(x)
@@ -384,6 +392,7 @@ EVENTS: dict[str, Callable[[Side], list[Any]]] = {
         finished_after_each,
         clipped,
         evaluated_between,
+        read_between,
         error_in_forward,
         checkpointed,
         cast,

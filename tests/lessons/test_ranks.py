@@ -163,9 +163,9 @@ def test_ranks_that_never_end_are_stopped_and_take_no_more_time(job):
     started = time.monotonic()
     with pytest.raises(TimeLimitError), time_limit(0.1):
         run_on_threads(job, 2)
-    time.sleep(0.2)
+    time.sleep(0.5)
     before = time.process_time()
-    time.sleep(0.2)
+    time.sleep(0.3)
     assert time.process_time() - before < 0.1
     # and what comes next works
     assert run_on_threads(lambda ranks: ranks.number, 2) == [0, 1]

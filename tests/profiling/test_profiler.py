@@ -12,6 +12,7 @@ import torch
 from lib.core.settings import from_json, to_json
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters
+from lib.profiling import profiler
 from lib.profiling.profiler import ProfileConfig, nsys_command, profile
 from lib.profiling.trace import read_trace
 from lib.profiling.trace_summary import summarize
@@ -125,6 +126,20 @@ def test_bad_input_is_named_before_any_work(tmp_path, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         profile(dataclasses.replace(CONFIG, **{"output": output, **wrong}))
     assert not output.exists()
+
+
+def test_a_failure_of_nsys_is_shown(tmp_path, monkeypatch, capsys):
+    nsys = tmp_path / "nsys"
+    nsys.write_text("#!/bin/sh\necho no counters >&2\nexit 3\n")
+    nsys.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    profiler._run_nsys(dataclasses.replace(CONFIG, output=tmp_path), torch.device("cuda"))
+    assert "nsys failed with exit code 3:\nno counters" in capsys.readouterr().out
+
+
+def test_without_a_gpu_nothing_is_said_of_nsys(tmp_path, capsys):
+    profiler._run_nsys(dataclasses.replace(CONFIG, output=tmp_path), torch.device("cpu"))
+    assert not capsys.readouterr().out
 
 
 GPU_CONFIG = dataclasses.replace(CONFIG, device="cuda", batch_size=4, context_length=64)

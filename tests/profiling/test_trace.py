@@ -105,7 +105,7 @@ def test_a_step_is_cut_out_with_the_kernels_that_it_launched():
 def test_what_is_inside_a_part_of_the_code_has_a_lane_of_its_own():
     inside = event("user_annotation", "loss", 25, 4)
     with house_figure() as (_, axes):
-        draw_trace(axes, parse_trace(step_events([*LAGGING, inside], "training step")))
+        draw_trace(axes, parse_trace(step_events([*LAGGING, inside], "training step")), title="")
         lanes = [label.get_text() for label in axes.get_yticklabels()]
         assert lanes == ["code", "inside", "host launches", "GPU"]
         assert [text.get_text() for text in axes.texts] == ["forward", "forward", "loss"]
@@ -113,7 +113,7 @@ def test_what_is_inside_a_part_of_the_code_has_a_lane_of_its_own():
 
 def test_a_timeline_has_a_lane_for_code_host_and_device():
     with house_figure() as (_, axes):
-        draw_trace(axes, parse_trace(step_events(LAGGING, "training step")))
+        draw_trace(axes, parse_trace(step_events(LAGGING, "training step")), title="")
         lanes = [label.get_text() for label in axes.get_yticklabels()]
         assert lanes == ["code", "host launches", "GPU"]
         boxes = [path.get_extents() for c in axes.collections for path in c.get_paths()]
@@ -124,7 +124,8 @@ def test_a_timeline_has_a_lane_for_code_host_and_device():
         *((0.011, 0.02), (0.02, 0.028), (0.04, 0.045)),
     ]
     with house_figure() as (_, axes):
-        draw_trace(axes, parse_trace(step_events(LAGGING, "training step")), end_ms=0.005)
+        trace = parse_trace(step_events(LAGGING, "training step"))
+        draw_trace(axes, trace, title="", end_ms=0.005)
         assert sum(len(c.get_paths()) for c in axes.collections) == 3
         assert "launched before this step" in axes.get_legend_handles_labels()[1]
 

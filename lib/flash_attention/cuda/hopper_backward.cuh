@@ -69,8 +69,9 @@ struct Backward {
 // queries fit the L2 cache; within a section, through the tiles of all its heads, those with the most
 // work first.
 //
-// Where blocks take turns under a mask, this is how the last section goes. In the others those with the
-// least work come first: blocks that start together then come to a tile of dQ one after the other.
+// Where blocks take turns under a mask, this is how the last section goes, and all of them if heads share
+// keys. In the others those with the least work come first: blocks that start together then come to a tile
+// of dQ one after the other.
 struct Work {
     int batch, key_head, key_tile;
     int first_tile;  // of the queries that see the keys
@@ -81,7 +82,8 @@ struct Work {
         int first_head = blockIdx.x / (args.section * args.key_tiles) * args.section;
         int heads = min(args.section, args.key_heads - first_head);
         int number = blockIdx.x - first_head * args.key_tiles;  // in the section
-        is_reversed = CAUSAL && args.turns && first_head + heads < args.key_heads;
+        bool is_last = first_head + heads == args.key_heads;
+        is_reversed = CAUSAL && args.turns && args.group == 1 && !is_last;
         key_tile = is_reversed ? args.key_tiles - 1 - number / heads : number / heads;
         int key_heads = args.num_heads / args.group;
         batch = (first_head + number % heads) / key_heads;
@@ -98,21 +100,25 @@ struct Work {
 };
 
 // The steps of a block: the heads of its group, and of each head the tiles of queries, the last one first;
-// if reversed, the first one.
+// if reversed, the first one. Under a mask all heads of a tile come before the next tile: else blocks of few
+// tiles would wait at each head for those of many.
 struct Step {
-    int start, end, by;  // tiles
+    int first_head, end_head, first_tile, by;
     int head, tile;
     int stage = 0, parity = 0;  // of what has STAGES stages
 
     DEVICE Step(const Backward& args, const Work& work) {
-        start = args.query_tiles - 1, end = work.first_tile - 1, by = -1;
-        if (work.is_reversed) start = work.first_tile, end = args.query_tiles, by = 1;
-        head = work.key_head * args.group, tile = start;
+        first_head = head = work.key_head * args.group, end_head = head + args.group;
+        first_tile = tile = work.is_reversed ? work.first_tile : args.query_tiles - 1;
+        by = work.is_reversed ? 1 : -1;
     }
 
     DEVICE void next() {
-        tile += by;
-        if (tile == end) tile = start, ++head;
+        if (CAUSAL) {
+            if (++head == end_head) head = first_head, tile += by;
+        } else if (--tile < 0) {
+            tile = first_tile, ++head;
+        }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 

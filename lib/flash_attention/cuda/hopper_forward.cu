@@ -11,6 +11,9 @@
 // for. The assembler moves the exponentials behind the wait for P V: they run under the matmuls of the
 // other warpgroups. P is in the registers where the second matmul needs it, as its left operand. A warp
 // of one more warpgroup loads tiles.
+//
+// BLOCKS blocks share a multiprocessor. For short sequences three with a single reader each are faster
+// than one with three: nobody waits for another's loads, or for its output to leave.
 #include <hopper_tiles.cuh>
 
 constexpr int QUERIES = 64;   // of a warpgroup
@@ -336,7 +339,12 @@ DEVICE void attend_items(const Forward& args, unsigned memory, int part) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
+// Registers of a thread at the start, and then of one that multiplies
+constexpr int WARPGROUPS = READERS + 1, LOADER_REGISTERS = 24;
+constexpr int REGISTERS = 65536 / (BLOCKS * WARPGROUPS * WARPGROUP) / 8 * 8;
+constexpr int READER_REGISTERS = (REGISTERS * WARPGROUPS - LOADER_REGISTERS) / READERS / 8 * 8;
+
+extern "C" __global__ void __launch_bounds__(WARPGROUPS * WARPGROUP, BLOCKS)
     forward(const __grid_constant__ Forward args) {
     unsigned memory = shared_memory();
     if (threadIdx.x == 0) {
@@ -357,14 +365,14 @@ extern "C" __global__ void __launch_bounds__((READERS + 1) * WARPGROUP, 1)
     // the same in all lanes, as the compiler now knows
     int warp = __shfl_sync(WHOLE_WARP, threadIdx.x / 32, 0);
     if (warp < 4) {
-        give_up_registers<24>();
+        give_up_registers<LOADER_REGISTERS>();
         if (warp == 0 && lane() == 0) {
             int num_items = num_own_items(args);
             Step step;
             for (int i = 0; i < num_items; ++i) load(args, Work(args, i), memory, step, i);
         }
     } else {
-        take_registers<READERS == 2 ? 240 : 160>();
+        take_registers<READER_REGISTERS>();
         attend_items(args, memory, warp / 4 - 1);
     }
 }

@@ -64,6 +64,9 @@ MANY_BLOCKS = {
     160: (2.5, 2.5),
     192: (5, 5),
 }
+# Where heads share keys under a mask, a section has at least so many blocks of the one backward
+# kernel for each multiprocessor: their lengths differ, and with fewer the longest are left alone.
+SECTION_BLOCKS = 4
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
@@ -225,8 +228,10 @@ def _start_forward(q: Tensor, k: Tensor, is_causal: bool) -> None:
     """Start the forward kernel; a spare one is for other lengths."""
     head_dim = q.shape[3]
     if unpadded.is_faster(head_dim, is_causal) and has_nvrtc():
-        tiles = unpadded.pick_tiles(head_dim)
-        unpadded.image_of.start(tiles, q.dtype == torch.bfloat16, is_causal)
+        choices = unpadded.tiles_by_length(q.shape, _multiprocessors(q.device))
+        for tiles in choices:
+            settings = (tiles, q.dtype == torch.bfloat16, is_causal)
+            unpadded.image_of.start(*settings, is_spare=tiles != choices[0])
         return
     schedule = forward_schedule(head_dim)
     for x, lse in _small_calls(q):
@@ -321,15 +326,16 @@ def _unpadded_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out: Tensor, lse: Tensor
 ) -> None:
     """The forward pass where tiles need not be wider than heads."""
-    tiles = unpadded.pick_tiles(q.shape[3])
+    multiprocessors = _multiprocessors(q.device)
+    tiles = unpadded.tiles_by_length(q.shape, multiprocessors)[0]
     schedule = Schedule(tiles.warpgroups, tiles.keys, tiles.stages)
     work = _queries_work(q.shape, k.shape, schedule, is_causal)
-    # a list for each multiprocessor, if it has much to do
-    num_items, programs = len(work.steps) * work.num_heads, _multiprocessors(q.device)
+    # a list for each block that multiprocessors have room for, if it has much to do
+    num_items, programs = len(work.steps) * work.num_heads, multiprocessors * tiles.blocks
     work_list = None
     if programs < num_items <= MAX_LISTED:
         work_list = _work_list(work, programs, q.device)
-    plan = unpadded.Plan(work.section, work_list)
+    plan = unpadded.Plan(tiles, work.section, work_list)
     unpadded.flash_forward(q, k, v, is_causal, scale, out=out, lse=lse, plan=plan)
 
 
@@ -410,18 +416,36 @@ def _fused_backward(
     for grad in grads[1:]:
         grad[:, :, num_keys:].zero_()
     k, v, grad_k, grad_v = (x[:, :, :num_keys] for x in (k, v, *grads[1:]))
-    batch, num_heads, num_queries, head_dim = q.shape
-    # the sums of dQ take the cache too
-    section = _queries_section(batch, num_heads, k.shape[1], 2 * num_queries, head_dim)
     out, grad_out = map(_to_copy, (out, grad_out))
     fused.flash_backward(
         *(grad_out, q, k, v, out, lse, is_causal, scale),
         grads=(grads[0], grad_k, grad_v),
         angles=angles,
-        section=section,
+        section=_fused_section(q.shape, k.shape, is_causal, _multiprocessors(q.device)),
         deterministic=deterministic,
     )
     return grads
+
+
+def _fused_section(
+    q: Sequence[int], k: Sequence[int], is_causal: bool, multiprocessors: int
+) -> int:
+    """Heads of k whose blocks of the one backward kernel are worked on at a time.
+
+    Args:
+        q, k: shapes.
+    """
+    (batch, num_heads, num_queries, head_dim), (_, key_heads, num_keys, _) = q, k
+    # the sums of dQ take the cache too
+    section = _queries_section(batch, num_heads, key_heads, 2 * num_queries, head_dim)
+    if not is_causal:
+        return section
+    all_heads = batch * key_heads
+    if num_heads > key_heads:
+        blocks_of_head = _num_tiles(num_keys, fused.tiles_of(head_dim).keys)
+        section = max(section, min(SECTION_BLOCKS * multiprocessors // blocks_of_head, all_heads))
+    # equal sections, if a slightly larger one divides the heads
+    return next((n for n in range(section, 2 * section) if all_heads % n == 0), section)
 
 
 class BackwardCall(NamedTuple):

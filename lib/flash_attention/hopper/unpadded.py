@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,9 @@ class Tiles:
     is_ordered: bool = False
     """Whether warpgroups take turns in issuing matmuls."""
 
+    blocks: int = 1
+    """Blocks that share a multiprocessor."""
+
     @property
     def queries(self) -> int:
         """Queries of a block."""
@@ -65,6 +68,7 @@ class Tiles:
             "READERS": self.warpgroups,
             "STAGES": self.stages,
             "ORDERED": int(self.is_ordered),
+            "BLOCKS": self.blocks,
             "SHARED_BYTES": self.shared_bytes,
             "BFLOAT16": int(is_bfloat16),
             "CAUSAL": int(is_causal),
@@ -73,6 +77,8 @@ class Tiles:
 
 class Plan(NamedTuple):
     """Which block computes which tiles of queries."""
+
+    tiles: Tiles
 
     section: int
     """Heads of k, of all sequences, that are worked on at a time."""
@@ -89,6 +95,9 @@ TILES = (
     Tiles(160, 112),
     Tiles(192, 112),
 )
+# Small tiles for heads of up to 64: faster up to so many queries, and where larger ones would leave
+# multiprocessors idle.
+SHORT_TILES, SHORT_QUERIES = Tiles(64, 64, warpgroups=1, blocks=3), 768
 # Sizes that fill a tile of 128 or 256 columns to three quarters at most; those of a tile of 64.
 HEAD_DIMS = (*range(72, 97, 8), *range(136, 193, 8))
 CAUSAL_HEAD_DIMS = range(40, 65, 8)
@@ -119,8 +128,19 @@ def is_faster(head_dim: int, is_causal: bool) -> bool:
 
 
 def pick_tiles(head_dim: int) -> Tiles:
-    """The tiles for heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
+    """The tiles for long sequences of heads of HEAD_DIMS or CAUSAL_HEAD_DIMS."""
     return next(tiles for tiles in TILES if tiles.dim >= head_dim)
+
+
+def tiles_by_length(q: Sequence[int], multiprocessors: int) -> tuple[Tiles, ...]:
+    """The tiles for queries of shape `q`, and then those that other lengths of these heads have."""
+    batch, num_heads, num_queries, head_dim = q
+    large = pick_tiles(head_dim)
+    if head_dim > SHORT_TILES.dim:
+        return (large,)
+    blocks = batch * num_heads * -(-num_queries // large.queries)
+    is_short = num_queries <= SHORT_QUERIES or blocks <= multiprocessors
+    return (SHORT_TILES, large) if is_short else (large, SHORT_TILES)
 
 
 def flash_forward(
@@ -139,9 +159,9 @@ def flash_forward(
     Args:
         plan: of the tiles of queries.
     """
-    batch, num_heads, num_queries, head_dim = q.shape
+    batch, num_heads, num_queries, _ = q.shape
     key_heads, num_keys = k.shape[1:3]
-    tiles = pick_tiles(head_dim)
+    tiles = plan.tiles
     query_tiles = -(-num_queries // tiles.queries)
     boxes = (ROWS, tiles.keys, tiles.keys, ROWS)
     sizes = (num_heads, num_heads // key_heads, num_queries, num_keys, query_tiles)

@@ -1,153 +1,56 @@
-"""Explorers of notebook 07: a ring step by step, a step on any network, scaling.
-
-As in `lib.lessons.show`, where nobody can move a slider a few settings are shown instead.
-"""
+"""Explorers of notebook 07: a ring step by step, and a step on any network."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from lib.core.figures import INK
-from lib.core.records import format_value
+from lib.core.figures import VERMILLION
 from lib.ddp.launcher import launch
-from lib.lessons.ddp.costs import (
-    CLUSTERS,
-    H200_INTERFERENCE,
-    Interference,
-    predict_scaling,
-    predict_step,
-)
-from lib.lessons.ddp.figures import draw_overlap, draw_ring, draw_scaling, draw_timelines
-from lib.lessons.ddp.records import gpu_steps, steady
+from lib.lessons.ddp.costs import predict_scaling
+from lib.lessons.ddp.figures import draw_ring_step, draw_timeline, explain_chunks
 from lib.lessons.ddp.ring import ring_all_reduce
 from lib.lessons.ddp.stack import Layers, time_steps
 from lib.lessons.explorer import explorer, picture
 from lib.lessons.simulated_network import Network
-from lib.model.config import model_preset
 from lib.profiling.collectives import Link, bus_factor, messages
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
 
 
-# Where curves are predicted: closely where a second host joins, and sparsely beyond.
-RANKS = (*range(1, 11), 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
-# One wrapper's points are enough to hold a prediction against.
-MEASURED_WRAPPER = "flashddp"
-
-
 def ring_stepper(values: np.ndarray) -> VBox:
     """A slider through the steps of an all-reduce of `values`, (ranks, chunks)."""
     steps = ring_all_reduce(values)
+    words = {
+        "start": "Each rank has numbers of its own, in as many chunks as there are ranks",
+        "reduce-scatter": "What arrives is added to one's own",
+        "all-gather": "What arrives is whole, and replaces one's own",
+    }
 
     def draw(figure: Figure, step: int) -> None:
-        draw_ring(figure, steps, step)
+        found, ranks = steps[step], len(values)
+        whole = int((found.added == ranks).sum())
+        count = f"{step} of {len(steps) - 1}: {found.phase}. " if step else ""
+        title = f"{count}{words[found.phase]}; whole: {whole} of {ranks**2}"
+        axes = figure.subplots()
+        # longer than the axes are wide
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        draw_ring_step(axes, found, title="")
+        explain_chunks(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        # from each rank that sends to the next; from the last to the first around the right
+        for rank, chunk in enumerate(found.sent):
+            style = {"arrowstyle": "-|>", "color": VERMILLION, "linewidth": 2}
+            axes.annotate("", (rank + 0.68, chunk), (rank + 0.32, chunk), arrowprops=style)
+            if rank == ranks - 1:
+                axes.annotate("", (-0.32, chunk), (-0.68, chunk), arrowprops=style)
+        axes.set_xlim(-0.75, ranks - 0.25)
 
     show = picture(draw, width=7.6, height=4.2)
     return explorer(show, step=range(len(steps)), still=[(len(steps) // 2,)])
-
-
-def measured_scaling(model: str, tokens: int) -> dict[str, list[tuple[int, float]]]:
-    """The steady records of `flashddp` with float32 gradients: how -> (ranks, efficiency)."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for step in steady(gpu_steps()):
-        asked = step.model, 256 * step.sequences, step.wrapper, step.bytes_per_gradient
-        if asked == (model, tokens, MEASURED_WRAPPER, 4):
-            points = found.setdefault(f"measured on H200s, {step.how}", [])
-            points.append((step.ranks, step.efficiency))
-    return found
-
-
-@functools.cache
-def scaling_curve(
-    model: str,
-    tokens: int,
-    network: str,
-    flops_per_s: float,
-    *,
-    overlap: bool = True,
-    interference: Interference = H200_INTERFERENCE,
-) -> tuple[tuple[int, float], ...]:
-    """Predicted (ranks, efficiency) for `RANKS`."""
-    shape, cluster = model_preset(model), CLUSTERS[network]
-    options: dict = {"flops_per_s": flops_per_s, "overlap": overlap, "interference": interference}
-    return tuple(
-        (ranks, predict_step(shape, tokens, ranks, cluster, **options).efficiency)
-        for ranks in RANKS
-    )
-
-
-def draw_scaling_setting(
-    figure: Figure,
-    model: str,
-    tokens: int,
-    network: str,
-    ranks: int,
-    *,
-    flops_per_s: float,
-) -> None:
-    """Efficiency by ranks, and for `ranks` of them backward and the all-reduces of its buckets.
-
-    The axes stand in fixed places, since finding some takes longer than drawing.
-    """
-    left = figure.add_axes((0.065, 0.27, 0.36, 0.54))
-    right = figure.add_axes((0.56, 0.27, 0.42, 0.54))
-    curves = {
-        name: scaling_curve(model, tokens, network, flops_per_s, overlap=overlap)
-        for name, overlap in (("predicted, overlapped", True), ("predicted, after backward", False))
-    }
-    draw_scaling(left, curves, measured_scaling(model, tokens))
-    left.axvline(ranks, color=INK, linewidth=0.8, linestyle=":", marker="")
-    left.set_title(f"{model}, {tokens:,} tokens a rank", fontsize=11)
-    figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=3, loc="lower left")
-    shape, cluster = model_preset(model), CLUSTERS[network]
-    found = predict_step(
-        shape, tokens, ranks, cluster, flops_per_s=flops_per_s, interference=H200_INTERFERENCE
-    )
-    draw_overlap(right, found, backward_ms=found.buckets[-1].ready_ms)
-    where = "NVLink" if ranks <= cluster.gpus_per_host else network
-    step, exposed = _milliseconds(found.step_ms), _milliseconds(found.exposed_ms)
-    count = f"{ranks} rank{'s' * (ranks > 1)}"
-    words = f"{count}, {where}: step {step}, exposed {exposed}"
-    text = f"{words}, efficiency {found.efficiency:.0%} (predicted)"
-    figure.suptitle(text, x=0.01, y=0.98, ha="left")
-
-
-def _milliseconds(value: float) -> str:
-    """`value` with three digits or commas: 0.0123, 4.56, 71,823; what rounding left over is 0."""
-    return f"{format_value(value if value > 1e-6 else 0.0)} ms"
-
-
-def scaling_explorer(
-    *,
-    flops_per_s: Mapping[str, float],
-    tokens: Sequence[int],
-    start: tuple[str, int, str, int],
-) -> VBox:
-    """Sliders for model, tokens per rank, network and ranks; predicted and measured scaling.
-
-    Args:
-        flops_per_s: model preset -> FLOP/s that one GPU reaches alone.
-        start: model, tokens, network and ranks shown at first.
-    """
-
-    def draw(figure: Figure, model: str, tokens: int, network: str, ranks: int) -> None:
-        speed = flops_per_s[model]
-        draw_scaling_setting(figure, model, tokens, network, ranks, flops_per_s=speed)
-
-    controls: dict = {
-        "model": list(flops_per_s),
-        "tokens": {f"{count:,}": count for count in tokens},
-        "network": list(CLUSTERS),
-        "ranks": [2**power for power in range(7)],
-    }
-    show = picture(draw, width=10.0, height=4.2, dpi=150, layout="none")
-    return explorer(show, start=dict(zip(controls, start)), **controls)
 
 
 # Settings of `network_explorer`: an all-reduce of everything against backward, and latency.
@@ -181,10 +84,11 @@ def network_explorer(make: Callable[[int], Callable], layers: Layers, ranks: int
             other_ms=count * layers.forward,
             buckets=buckets,
         )
-        draw_timelines(figure, {f"predicted {predicted.step_ms:.4g} ms, simulated": step})
+        title = f"predicted {predicted.step_ms:.4g} ms, simulated"
+        draw_timeline(figure.subplots(), step, title=title, legend="below")
 
     return explorer(
-        picture(draw, width=9.5, height=2.7, dpi=150, layout="constrained"),
+        picture(draw, width=9.5, height=2.7),
         busy=f"{ranks} ranks are running",
         min_height="17em",
         bandwidth={f"takes {s:g} × backward": s for s in SHARES},

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib import pyplot as plt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +38,7 @@ from lib.lessons.flash_attention.kernel_exercises import (
     launching,
 )
 from lib.lessons.flash_attention.kernel_task import check_kernel
-from lib.lessons.flash_attention.schedule import TILES, busy_share, draw_spans, run_order
+from lib.lessons.flash_attention.schedule import TILES, busy_share, run_order, show_spans
 
 
 def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
@@ -455,5 +454,4 @@ def check_schedule(schedule: Callable[[], str]) -> None:
     if not isinstance(spans, list):
         # the verdict says so
         return
-    draw_spans(plt.figure(figsize=(9.5, 3.6)), spans, "Your schedule")
-    plt.show()
+    show_spans(spans, "Your schedule")

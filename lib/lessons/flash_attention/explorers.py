@@ -15,25 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from lib.core.charts import bars
 from lib.core.figures import BLUE, GRID, INK, SKY, VERMILLION
 from lib.core.files import ROOT
 from lib.lessons.explorer import explorer, picture
-from lib.lessons.flash_attention.schedule import draw_spans, simulate
 from lib.lessons.show import show_excerpt
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
     from ipywidgets import VBox
-
-
-# The arguments of `lib.lessons.flash_attention.schedule.simulate` in `timeline_slider`.
-TIMELINES: dict[str, dict[str, Any]] = {
-    "one, step by step": {"warpgroups": 1, "tiles": 4, "runs_ahead": False},
-    "one, issuing ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
-    "two, unordered": {"warpgroups": 2, "tiles": 4, "runs_ahead": True},
-    "two, ping-pong": {"warpgroups": 2, "tiles": 4, "runs_ahead": True, "ping_pong": True},
-    "three, ping-pong": {"warpgroups": 3, "tiles": 4, "runs_ahead": True, "ping_pong": True},
-}
 
 
 @dataclass(frozen=True)
@@ -89,39 +79,43 @@ def draw_softmax_step(
     figure: Figure, scores: np.ndarray, steps: Sequence[SoftmaxStep], number: int
 ) -> None:
     """Draw the state after `number` tiles."""
-    step, end = steps[number], steps[-1]
-    before = steps[max(0, number - 1)]
-    left, middle, right = figure.subplots(ncols=3, width_ratios=(2, 2, 1.5))
-    keys = np.arange(len(scores))
-    seen = keys < step.seen
-    colors = np.where(keys < before.seen, BLUE, np.where(seen, VERMILLION, GRID))
-    left.bar(keys, scores, color=colors)
+    step, end, before = steps[number], steps[-1], steps[max(0, number - 1)]
+    panels = figure.subplots(ncols=3, width_ratios=(2, 2, 1.5))
+    when = np.digitize(np.arange(len(scores)), [before.seen, step.seen])
+    colors = dict(enumerate({"color": (BLUE, VERMILLION, GRID)[w]} for w in when))
+    how: dict = {"upright": True, "styles": colors}
+    bars(
+        dict(enumerate(scores)),
+        axes=panels[0],
+        title=f"scores, m = {step.maximum:.2f}" if number else "scores",
+        xlabel="key",
+        ylabel="score",
+        **how,
+    )
     if number:
-        left.axhline(step.maximum, color=INK, linewidth=1.2, marker="", label="m")
-    if math.isfinite(step.before):
-        style = {"color": INK, "linewidth": 1.2, "linestyle": ":", "marker": ""}
-        left.axhline(step.before, label="m before", **style)
-    # room for the legend, even where it is empty
-    margin = 0.12 * np.ptp(scores)
-    left.set(ylim=(scores.min() - margin, scores.max() + 3 * margin))
-    left.set(xlabel="key", ylabel="score", title="scores")
-    if number:
-        left.legend(loc="upper left", ncols=2, fontsize=9)
-    heights = np.exp(np.where(seen, scores, -np.inf) - (step.maximum if number else 0))
-    middle.bar(keys, heights, color=colors)
-    middle.set(ylim=(0, 1.1), xlim=left.get_xlim(), xlabel="key", ylabel="exp(score - m)")
-    middle.set_title(f"exp(score - m), l = {step.total:.2f}")
-    channels = np.arange(len(end.out))
-    right.bar(channels - 0.2, step.out, 0.4, color=SKY, label="o")
-    right.bar(channels + 0.2, step.out / max(step.total, 1), 0.4, color=BLUE, label="o / l")
-    style = {"color": INK, "markersize": 12, "linestyle": "", "label": "final"}
-    right.plot(channels + 0.2, end.out / end.total, "_", **style)
+        panels[0].axhline(step.maximum, color=INK, linewidth=1.2, marker="")
+        if math.isfinite(step.before):
+            panels[0].axhline(step.before, color=INK, linewidth=1.2, linestyle=":", marker="")
+    heights = np.exp(np.where(when < 2, scores, -np.inf) - (step.maximum if number else 0))
+    title = f"exp(score - m), l = {step.total:.2f}"
+    labels: dict = {"xlabel": "key", "ylabel": "exp(score - m)"}
+    bars(dict(enumerate(heights)), axes=panels[1], title=title, **labels, **how)
+    panels[1].set_ylim(0, 1.1)
+    rows = zip(step.out, step.out / max(step.total, 1), end.out / end.total)
+    bars(
+        {c: dict(zip(("o", "o / l", "final"), values)) for c, values in enumerate(rows)},
+        axes=panels[2],
+        title="o, and o / l",
+        xlabel="channel",
+        ylabel="output",
+        upright=True,
+        styles={"o": {"color": SKY}, "o / l": {"color": BLUE}, "final": {"color": INK}},
+        legend="upper left",
+    )
     reached = [0.0, *np.ravel([[s.out, s.out / max(s.total, 1)] for s in steps])]
-    right.set(ylim=(min(reached) - 0.3, 1.5 * max(reached) + 0.3), xticks=channels)
-    right.set(xlabel="channel", ylabel="output", title="o, and o / l")
-    right.legend(loc="upper left", fontsize=9, ncols=3, columnspacing=1, handlelength=1)
-    for axes in (left, middle, right):
-        axes.grid(visible=False, axis="x")
+    panels[2].set_ylim(min(reached) - 0.3, 1.5 * max(reached) + 0.3)
+    for axes in panels[:2]:
+        axes.set_xticks(range(0, len(scores), 5))
     figure.suptitle(_words(step, before), x=0.01, ha="left", fontsize=11)
 
 
@@ -138,17 +132,6 @@ def _words(step: SoftmaxStep, before: SoftmaxStep) -> str:
         f"exp({step.before:.2f} - {step.maximum:.2f}) = {step.shrink:.2f}:  "
         f"l = {step.shrink:.2f} · {before.total:.2f} + {new:.2f} = {step.total:.2f}"
     )
-
-
-def timeline_slider() -> VBox:
-    """A choice of schedules of the Hopper kernel: producer, warpgroups and tensor cores."""
-
-    def draw(figure: Figure, warpgroups: str) -> None:
-        draw_spans(figure, simulate(**TIMELINES[warpgroups]), warpgroups.capitalize())
-
-    names = list(TIMELINES)
-    still = [(name,) for name in ("two, unordered", "two, ping-pong")]
-    return explorer(picture(draw, width=9.5, height=3.9), warpgroups=names, still=still)
 
 
 def show_kernel(file: str, name: str, first: str = "", last: str = "") -> Markdown:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -296,15 +295,16 @@ def measure_ladder(path: Path = RECORDS) -> Path:
     need_hopper()
     from lib.flash_attention.hopper import launch as hopper
     from lib.tools.benchmarks.attention import (
-        AttentionCase,
         flash_attention_4,
+        flops,
         make_inputs,
         measure_right,
         named_attention,
     )
+    from lib.tools.benchmarks.harness import Case
 
     device, (batch_size, heads, tokens, head_dim) = torch.device("cuda"), SHAPE
-    case = AttentionCase(
+    case = Case(
         queries=tokens,
         keys=tokens,
         head_dim=head_dim,
@@ -313,10 +313,10 @@ def measure_ladder(path: Path = RECORDS) -> Path:
         dtype="bfloat16",
         batch_size=batch_size,
         heads=heads,
-        kernels=(),
         warmup=5,
         samples=30,
         max_seconds=20.0,
+        in_graph=False,
     )
     q, k, v, _ = make_inputs(case, device, seed=0)
     expected = run_rung(LADDER[0], *(_corners(x).float() for x in (q, k, v)))
@@ -339,9 +339,9 @@ def measure_ladder(path: Path = RECORDS) -> Path:
         name: lambda function=function: prepare(function)
         for name, function in {**functions, **peers}.items()
     }
-    case = dataclasses.replace(case, kernels=tuple(candidates))
-    steps = measure_right(case, candidates, device)
-    record = new_record({"flops": case.flops, "steps": steps}, config=case, seed=0, device=device)
+    case.kernels = list(candidates)
+    figures = {"flops": flops(case), "steps": measure_right(case, candidates, device)}
+    record = new_record(figures, config=vars(case), seed=0, device=device)
     append_record(path, record)
     return path
 

@@ -6,13 +6,14 @@ The unit of time is one matmul of a tile. `simulate` follows a policy of the Hop
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from lib.core.figures import BLUE, GRID, PAPER, PURPLE, VERMILLION
+from lib.core.charts import gantt
+from lib.core.figures import BLUE, GRID, PURPLE, VERMILLION
 from lib.profiling.trace import union
 
 # Ticks per unit of time; divisible by 2 and 3, so that shared work ends on a tick.
@@ -27,8 +28,22 @@ TILES = 4
 LOADED = {"scores": "load K", "values": "load V"}
 # Readers' names of the matmuls.
 SHORT = {"S": "scores", "PV": "values"}
+# Colors of loads, of warpgroups, and of their matmuls: those with the values are paler.
+KINDS = {"load": GRID, "A": BLUE, "B": VERMILLION, "C": PURPLE}
+KINDS |= {"A S": BLUE, "B S": VERMILLION, "C S": PURPLE}
+KINDS |= {"A PV": "#73AED1", "B PV": "#E6A373", "C PV": "#E3B6CD"}
 # (warpgroup or -1 for the producer, what, tile)
 Job = tuple[int, str, int]
+
+
+# Schedules of the Hopper kernel by name: the arguments of `simulate`.
+TIMELINES: dict[str, dict] = {
+    "one, step by step": {"warpgroups": 1, "tiles": 4, "runs_ahead": False},
+    "one, issuing ahead": {"warpgroups": 1, "tiles": 4, "runs_ahead": True},
+    "two, unordered": {"warpgroups": 2, "tiles": 4, "runs_ahead": True},
+    "two, ping-pong": {"warpgroups": 2, "tiles": 4, "runs_ahead": True, "ping_pong": True},
+    "three, ping-pong": {"warpgroups": 3, "tiles": 4, "runs_ahead": True, "ping_pong": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,41 +210,27 @@ def busy_share(spans: Sequence[Span]) -> float:
     return float(np.diff(busy).sum() / max(span.end for span in spans))
 
 
-def draw_spans(
-    figure: Figure, spans: Sequence[Span], title: str, unit: str = "1 = one matmul of a tile, alone"
-) -> None:
-    """Draw rows of the producer, if it is there, the warpgroups and the tensor cores.
+def show_spans(spans: Sequence[Span], title: str) -> None:
+    """Show lanes of the producer, if it is there, and of each warpgroup and its tensor cores.
 
     The title says how busy the tensor cores are.
     """
-    groups = sorted({span.who for span in spans} - {-1})
-    has_loads = any(span.who < 0 for span in spans)
-    axes = figure.subplots()
-    colors = (BLUE, VERMILLION, PURPLE)
-    rows = [*(["producer warp"] if has_loads else []), *(f"warpgroup {'ABC'[g]}" for g in groups)]
-    rows.append("tensor cores")
-    lane, name = 0.8 / len(groups), {"scores": "S", "values": "PV", "softmax": "softmax "}
-    total = max(span.end for span in spans)
+    names = {"scores": "S", "values": "PV", "softmax": "softmax ", "load K": "K", "load V": "V"}
+    lanes: dict[str, list[tuple]] = collections.defaultdict(list)
     for span in spans:
-        color = GRID if span.who < 0 else colors[span.who]
-        row, height = has_loads + span.who, 0.8
-        if span.what in LOADED:
-            height = lane
-            row = len(rows) - 1 + (span.who - (len(groups) - 1) / 2) * lane
-        elif span.who < 0:
-            # two lanes, so that neighboring labels do not touch
-            row, height = (-0.2 if span.what == "load K" else 0.2), 0.4
-        style = {"color": color, "edgecolor": PAPER, "linewidth": 0.8}
-        # the matmul with the values is paler than the scores
-        style["alpha"] = 0.55 if span.what == "values" else 1.0
-        axes.barh(row, span.end - span.start, height, span.start, **style)
-        is_narrow = span.what == "softmax" and span.end - span.start < 0.09 * total
-        text = f"{'' if is_narrow else name.get(span.what, span.what[-1])}{span.tile}"
-        ink = "#222222" if span.who < 0 or span.what == "values" else "white"
-        middle = (span.start + span.end) / 2
-        axes.text(middle, row, text, ha="center", va="center", fontsize=8.5, color=ink)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, total))
-    axes.set(xlabel=f"time ({unit})")
-    axes.grid(visible=False)
-    axes.set_title(f"{title}: tensor cores busy {busy_share(spans):.0%} of the time")
+        letter = "ABC"[span.who] if span.who >= 0 else ""
+        if not letter:
+            lane, kind = f"producer, {names[span.what]}", "load"
+        elif span.what in LOADED:
+            lane, kind = f"tensor cores, {letter}", f"{letter} {names[span.what]}"
+        else:
+            lane, kind = f"warpgroup {letter}", letter
+        lanes[lane].append((span.start, span.end, kind, f"{names[span.what]}{span.tile}"))
+    gantt(
+        dict(sorted(lanes.items())),
+        title=f"{title}: tensor cores busy {busy_share(spans):.0%} of the time",
+        xlabel="time (1 = one matmul of a tile, alone)",
+        styles={kind: {"color": color} for kind, color in KINDS.items()},
+        legend="none",
+        size=(9.5, 1.0 + 0.42 * len(lanes)),
+    )

@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from lib.core.figures import BLUE, GRAY, GRID, ORANGE, PAPER, SKY
+from lib.core.charts import gantt
+from lib.core.figures import BLUE, GRAY, ORANGE, SKY
 from lib.core.files import ROOT
 from lib.core.records import Record, read_records
 from lib.flash_attention.hopper import launch
@@ -56,22 +55,22 @@ def busy_share(record: Record) -> float:
     return flops / FLOPS_A_CLOCK / mean_step(record)
 
 
-def draw_recorded(figure: Figure, record: Record, first: int = 4, steps: int = 4) -> None:
-    """Draw what each warpgroup did in some steps of the loop, by the multiprocessor's clock."""
-    axes, clocks = figure.subplots(), record["figures"]["clocks"]
+def show_recorded(record: Record, first: int = 4, steps: int = 4) -> None:
+    """Show what each warpgroup did in some steps of the loop, by the multiprocessor's clock."""
+    clocks = record["figures"]["clocks"]
     origin = min(group[first][0] for group in clocks)
-    for row, group in enumerate(clocks):
-        for step, (name, color) in itertools.product(
-            group[first : first + steps], zip(PARTS, COLORS)
-        ):
-            start, end = step[PARTS.index(name)], step[PARTS.index(name) + 1]
-            style = {"color": color, "edgecolor": PAPER, "linewidth": 0.8}
-            label = name if row == 0 and step is group[first] else None
-            axes.barh(row, end - start, 0.8, start - origin, label=label, **style)
-    axes.set_yticks(range(len(clocks)), [f"warpgroup {'ABC'[i]}" for i in range(len(clocks))])
-    axes.set(ylim=(len(clocks) - 0.4, -0.6), xlabel="time (clocks)")
-    axes.grid(visible=False, axis="y")
-    axes.grid(color=GRID, axis="x")
+    lanes = {
+        f"warpgroup {letter}": [
+            (start - origin, end - origin, part)
+            for step in group[first : first + steps]
+            for part, (start, end) in zip(PARTS, itertools.pairwise(step))
+        ]
+        for letter, group in zip("ABC", clocks)
+    }
     how = "ping-pong" if record["figures"]["is_ordered"] else "unordered"
-    axes.set_title(f"Three warpgroups, {how}, as recorded")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=4, fontsize=9)
+    gantt(
+        lanes,
+        title=f"Three warpgroups, {how}, as recorded",
+        xlabel="time (clocks)",
+        styles={part: {"color": color} for part, color in zip(PARTS, COLORS)},
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from lib.core.files import ROOT
 from lib.core.records import Record, read_records
 from lib.lessons.profiling.records import block_on_gpu
-from lib.tools.benchmarks.sharding_report import fsdp_table, make_settings, sharding_rows
+from lib.tools.benchmarks.sharding import comparisons, sharding_frame
 
 RECORDS = ROOT / "artifacts/sharding_benchmark.jsonl"
 TRACED = ROOT / "artifacts/ddp_tuning/10_fsdp_on_two_h100s.jsonl"
@@ -94,7 +94,7 @@ def step_of_8b() -> dict[str, Any]:
     """The newest step of `8b` on two H100s: seconds, messages in ms, and the peak in GB."""
     records = [record for record in _on_gpus("H100") if record["config"]["model"] == "8b"]
     figures = records[-1]["figures"]
-    (line,) = fsdp_table(make_settings(sharding_rows(records)))
+    [line] = comparisons(sharding_frame(records))
     return {
         "seconds": figures["median_ms"] / 1e3,
         "messages (ms)": figures["communication_ms"],

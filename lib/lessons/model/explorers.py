@@ -1,30 +1,24 @@
-"""Figures of notebook 02: RoPE, the scale of scores, and attention patterns on any sentence.
-
-Attention patterns are drawn by Pillow, in a few milliseconds, so that they follow a slider;
-matplotlib would take a tenth of a second or more.
-"""
+"""Explorers of notebooks 00 and 02: RoPE, and attention patterns on any sentence."""
 
 from __future__ import annotations
 
 import functools
-import io
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
-from lib.core.figures import BLACK, BLUE, GRID, INK, PAPER, VERMILLION
-from lib.lessons.explorer import SHADES, explorer, picture, png_output
+from lib.core.charts import heat
+from lib.core.figures import BLUE, GRID, VERMILLION
+from lib.lessons.explorer import explorer, picture
 from lib.lessons.show import visible
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
-    from PIL.ImageFont import FreeTypeFont
 
     from lib.model.transformer import TransformerLM
     from lib.tokenizer.bpe import Tokenizer
@@ -74,55 +68,8 @@ def draw_rotation(
     figure.legend(*names, loc="outside lower center", ncols=2)
 
 
-def scale_slider() -> VBox:
-    """A slider for head_dim above the softmax of random scores, with and without the scale."""
-    head_dims = [4**power for power in range(1, 6)]
-    return explorer(picture(draw_scale, height=2.9), head_dim=head_dims, still=[(64,), (1024,)])
-
-
-def draw_scale(figure: Figure, head_dim: int) -> None:
-    """Draw as bars the attention weights of a random query for 16 random keys.
-
-    The slope is the derivative of the largest weight with respect to its own score.
-    """
-    num_keys = 16
-    generator = np.random.default_rng(0)
-    query = generator.standard_normal(head_dim)
-    scores = generator.standard_normal((num_keys, head_dim)) @ query
-    all_axes = figure.subplots(ncols=2, sharey=True)
-    titles = {"q · k": 1.0, "q · k / √head_dim": 1 / math.sqrt(head_dim)}
-    for axes, color, (title, scale) in zip(all_axes, (VERMILLION, BLUE), titles.items()):
-        exponentials = np.exp(scale * (scores - scores.max()))
-        weights = np.sort(exponentials / exponentials.sum())[::-1]
-        axes.bar(range(1, num_keys + 1), weights, color=color)
-        axes.set(ylim=(0, 1.02), xlabel="key, largest weight first")
-        axes.set_title(f"softmax of {title}", fontsize=11)
-        slope = weights[0] * (1 - weights[0])
-        text = f"head_dim {head_dim}\nlargest weight {weights[0]:.2f}\nits slope {slope:.2f}"
-        axes.text(0.97, 0.95, text, transform=axes.transAxes, ha="right", va="top", color=BLACK)
-        axes.grid(visible=False, axis="x")
-    all_axes[0].set_ylabel("attention weight")
-
-
-def draw_pattern(axes: Axes, weights: np.ndarray, tokens: Sequence[str]) -> None:
-    """Draw attention weights, (queries, keys), as a grid: a row shows where a token looks."""
-    image = axes.imshow(weights, cmap=SHADES, vmin=0, vmax=1)
-    places = range(len(tokens))
-    axes.set_xticks(places, tokens, rotation=90, family="monospace", fontsize=9)
-    axes.set_yticks(places, tokens, family="monospace", fontsize=9)
-    axes.set(xlabel="key: what is looked at", ylabel="query: who looks")
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    bar = axes.figure.colorbar(image, ax=axes, shrink=0.6)
-    bar.set_label("attention weight")
-    bar.outline.set_visible(False)
-
-
 # More would be too small to read; the rest of a longer text is left out.
 MOST_TOKENS = 40
-# Pixels on the page, of which a picture has twice as many.
-CELL, MARGIN = 18, 12
-LEGEND = "Row: who looks. Column: at whom. Darker is more."
 
 
 def attention_patterns(model: TransformerLM, token_ids: Sequence[int]) -> np.ndarray:
@@ -164,50 +111,11 @@ def attention_patterns(model: TransformerLM, token_ids: Sequence[int]) -> np.nda
     return torch.stack(found).cpu().numpy()
 
 
-def pattern_picture(weights: np.ndarray, tokens: Sequence[str], title: str) -> bytes:
-    """Draw attention weights (queries, keys) as a PNG: a row shows where a token looks.
-
-    Tokens are written on the left as queries, and below, rotated by 90°, as keys.
-    """
-    from PIL import Image, ImageDraw
-
-    font, bold = _font("DejaVuSansMono.ttf", 11), _font("DejaVuSans-Bold.ttf", 12)
-    small = _font("DejaVuSans.ttf", 10)
-    length, cell, margin = len(tokens), 2 * CELL, 2 * MARGIN
-    # room for the longest token, at the left and below
-    room = max(int(font.getlength(token)) for token in tokens) + margin // 2
-    left, top, side = margin + room, 4 * margin, length * cell
-    widest = max(bold.getlength(title), small.getlength(LEGEND))
-    width = max(left + side + margin, int(widest) + 2 * margin)
-    height = top + side + room + margin
-    # even, as twice the pixels of the page
-    picture = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)
-    shades = Image.fromarray((SHADES(weights)[..., :3] * 255).astype(np.uint8))
-    picture.paste(shades.resize((side, side), Image.Resampling.NEAREST), (left, top))
-    draw = ImageDraw.Draw(picture)
-    draw.text((margin, margin // 2), title, INK, bold)
-    draw.text((margin, 2 * margin), LEGEND, INK, small)
-    names = Image.new("RGB", (room, side), PAPER)
-    write = ImageDraw.Draw(names)
-    for place, token in enumerate(tokens):
-        at = place * cell
-        write.text((room - margin // 2, at + cell // 2), token, INK, font, anchor="rm")
-        draw.rectangle((left, top + at, left + side, top + at + cell), outline=GRID)
-        draw.rectangle((left + at, top, left + at + cell, top + side), outline=GRID)
-    picture.paste(names, (margin, top))
-    picture.paste(names.transpose(Image.Transpose.ROTATE_90), (left, top + side))
-    file = io.BytesIO()
-    picture.save(file, format="png", compress_level=1)
-    return file.getvalue()
-
-
-@functools.cache
-def _font(name: str, size: int) -> FreeTypeFont:
-    """A font that comes with matplotlib, for twice the pixels of the page."""
-    import matplotlib
-    from PIL import ImageFont
-
-    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf", name), 2 * size)
+def draw_pattern(figure: Figure, weights: np.ndarray, tokens: Sequence[str], title: str) -> None:
+    """Draw attention weights, (queries, keys), as a grid: a row shows where a token looks."""
+    labels: dict = {"xlabel": "key: what is looked at", "ylabel": "query: who looks"}
+    cells: dict = {"rows": tokens, "columns": tokens, "norm": Normalize(0, 1)}
+    heat(weights, axes=figure.subplots(), title=title, **labels, **cells)
 
 
 def pattern_words(weights: np.ndarray, tokens: Sequence[str], title: str) -> str:
@@ -217,30 +125,6 @@ def pattern_words(weights: np.ndarray, tokens: Sequence[str], title: str) -> str
         key = int(weights[query].argmax())
         looks.append(f"{tokens[query]} at {tokens[key]} ({weights[query, key]:.0%})")
     return f"{title}. Each token looks most: {', '.join(looks)}."
-
-
-def pattern_output(weights: np.ndarray, tokens: Sequence[str], title: str) -> dict[str, Any]:
-    """`pattern_picture` as a notebook output, with `pattern_words` as its alternative text."""
-    png = pattern_picture(weights, tokens, title)
-    # a PNG's width and height follow its first 16 bytes
-    size = (int.from_bytes(png[at : at + 4], "big") // 2 for at in (16, 20))
-    return png_output(png, pattern_words(weights, tokens, title), *size)
-
-
-def pattern_slider(patterns: Mapping[str, np.ndarray], tokens: Sequence[str]) -> VBox:
-    """A slider through the attention heads on one text.
-
-    Args:
-        patterns: name of a head -> its weights, (queries, keys).
-        tokens: as they are shown.
-    """
-    names = list(patterns)
-
-    def show(head: str) -> dict[str, Any]:
-        return pattern_output(patterns[head], tokens, head)
-
-    still = [(names[len(names) // 2],), (names[-1],)]
-    return explorer(functools.cache(show), head=names, still=still)
 
 
 def attention_explorer(
@@ -264,17 +148,22 @@ def attention_explorer(
         ids = ids or tokenizer.end_ids[:1] or tokenizer.encode("\n")
         return attention_patterns(model, ids), [visible(tokenizer.vocab[i]) for i in ids]
 
-    def show(text: str, layer: int, head: int) -> dict[str, Any]:
+    def chosen(text: str, layer: int, head: int) -> tuple[np.ndarray, list[str], str]:
         weights, tokens = patterns(text)
-        title = f"Layer {layer}, head {head}"
-        return pattern_output(weights[layer - 1, head - 1], tokens, title)
+        return weights[layer - 1, head - 1], tokens, f"Layer {layer}, head {head}"
+
+    def draw(figure: Figure, **values: Any) -> None:
+        draw_pattern(figure, *chosen(**values))
+
+    def words(**values: Any) -> str:
+        return pattern_words(*chosen(**values))
 
     return explorer(
-        show,
+        picture(draw, width=6.4, height=5.6, words=words),
         text=ipywidgets.Text(text, description="text", layout={"width": "min(100%, 40rem)"}),
         layer=range(1, config.num_layers + 1),
         head=range(1, config.num_heads + 1),
         start={"layer": layer, "head": head},
         still=[(text, 1, 1), (text, config.num_layers, config.num_heads)],
-        min_height="1em",
+        min_height="35em",
     )

@@ -1,34 +1,27 @@
-"""Experiments of notebook 04: training steps to measure, their profiles, and sliders."""
+"""Experiments of notebook 04: training steps to measure, and their profiles."""
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
-from lib.core.figures import BLUE, SKY, house_figure
-from lib.lessons.explorer import explorer, figure_output, picture
-from lib.lessons.profiling.simulated import draw_launches, simulate
+from lib.core.charts import bars
+from lib.core.figures import BLUE, SKY
 
 if TYPE_CHECKING:
     import torch
     from IPython.display import Image
-    from ipywidgets import VBox
 
     from lib.model.config import ModelConfig
     from lib.profiling.memory_timeline import MemoryTimeline
     from lib.profiling.roofline import Limits
     from lib.profiling.trace import Trace
     from lib.training.step import TrainStep
-
-MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -94,9 +87,7 @@ def show_trace(trace: Trace, *, title: str) -> None:
     from lib.profiling.figures import draw_trace
 
     _, axes = plt.subplots(figsize=(9, 2.6))
-    draw_trace(axes, trace)
-    axes.set_title(title)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=5)
+    draw_trace(axes, trace, title=title, legend="below")
     plt.show()
 
 
@@ -112,24 +103,6 @@ def profile_step_memory(
         return profile_memory(
             lambda: step(sequences, LEARNING_RATE), step.model, step.optimizer, device=device
         )
-
-
-def launch_explorer(kernels: int = 12) -> VBox:
-    """Sliders for the cost of a launch and the length of kernels; a timeline of host and GPU."""
-
-    def draw(figure: Figure, launch_us: int, kernel_us: int) -> None:
-        launches = simulate([kernel_us] * kernels, launch_us)
-        axes = figure.subplots()
-        draw_launches(axes, launches)
-        end = launches[-1].end
-        idle = 1 - kernels * kernel_us / end
-        axes.set(xlim=(0, 12 * 45), title=f"{end:,.0f} µs, GPU idle {idle:.0%}")
-
-    controls: dict = {"launch_us": (2, 5, 10, 20, 40), "kernel_us": (2, 5, 10, 20, 40)}
-    show = picture(draw, width=9.0, height=1.9, layout="constrained")
-    start = {"launch_us": 20, "kernel_us": 5}
-    still = [(20, 40), (2, 5)]
-    return explorer(show, start=start, still=still, min_height="12em", **controls)
 
 
 def memory_image(timeline: MemoryTimeline) -> Image:
@@ -165,21 +138,24 @@ def step_estimator(
         dispatch_ms: what the host takes to launch the step's operations.
     """
     from lib.profiling.roofline import predicted_ms
-    from lib.tools.benchmarks.step import StepBench, StepBenchmarkConfig, StepCase
+    from lib.tools.benchmarks import step as benchmark
+    from lib.tools.benchmarks.harness import grid
 
-    bench = StepBench(StepBenchmarkConfig(configs=(preset,), seq_lens=tuple(contexts)), device)
+    config = benchmark.StepBenchmarkConfig()
     fixed: dict = {"mode": "full_step", "tf32": False, "compile": False, "attention_kernel": "sdpa"}
     fixed |= {"warmup": 2, "samples": samples, "max_seconds": 0.5}
 
     def estimate(batch: int, length: int, dtype: str) -> StepEstimate:
-        case = StepCase(model=preset, batch_size=batch, seq_len=length, dtype=dtype, **fixed)
-        expected, found = bench.expect(case), bench.run(case)
+        shape = {"model": preset, "batch_size": batch, "seq_len": length, "dtype": dtype}
+        [case] = grid(**shape, **fixed)
+        expected = benchmark.expect_step(case, device)
+        found = benchmark.measure_step(case, config, device)
         predicted = predicted_ms(
-            case.shape,
+            benchmark.shape_of(case),
             batch,
             length,
             limits[dtype],
-            element_bytes=case.torch_dtype.itemsize,
+            element_bytes=benchmark.dtype_of(case).itemsize,
             dispatch_ms=dispatch_ms,
             runs_ahead=device.type == "cuda",
         )
@@ -192,55 +168,28 @@ def step_estimator(
     return estimate
 
 
-def draw_estimates(figure: Figure, estimates: Sequence[StepEstimate]) -> None:
-    """Draw bars of time and of memory, predicted above measured, for each of `estimates`."""
-    left, right = figure.subplots(ncols=2, sharey=True)
-    places = np.arange(len(estimates))
-    for axes, unit in ((left, "ms"), (right, "mb")):
-        for offset, kind, color in ((-0.2, "predicted", SKY), (0.2, "measured", BLUE)):
-            values = [getattr(estimate, f"{kind}_{unit}") for estimate in estimates]
-            lengths = [0 if value is None else value for value in values]
-            labels = ["oom" if value is None else f"{value:,.3g}" for value in values]
-            bars = axes.barh(places + offset, lengths, height=0.36, color=color, label=kind)
-            axes.bar_label(bars, labels, padding=3, fontsize=9)
-        axes.grid(visible=False, axis="y")
-        axes.margins(x=0.2)
-    left.set_yticks(places, [estimate.name for estimate in estimates])
-    left.set_ylim(len(estimates) - 0.4, -0.6)
-    left.set(xlabel="time of a step (ms)", ylabel="batch × context, dtype", title="Time")
-    right.set(xlabel="peak memory (MB)", title="Memory")
-    names = left.get_legend_handles_labels()
-    figure.legend(*names, loc="outside lower center", ncols=2)
-
-
-def step_explorer(
-    estimate: Callable[[int, int, str], StepEstimate],
-    *,
-    batch_sizes: Sequence[int],
-    contexts: Sequence[int],
-    dtypes: Sequence[str],
-    still: Sequence[tuple[int, int, str]],
-) -> VBox:
-    """Sliders for batch, context and dtype; each setting is measured when it is first chosen.
-
-    The settings chosen before stay beside the new one.
-
-    Args:
-        estimate: (batch size, context, dtype) -> a row of the figure.
-        still: the settings shown first.
-    """
-    known = functools.cache(estimate)
-    chosen = list(still)
-
-    def show(batch: int, context: int, dtype: str) -> dict[str, Any]:
-        setting = (batch, context, dtype)
-        chosen[:] = [*(other for other in chosen if other != setting), setting][-MOST_SHOWN:]
-        estimates = [known(*each) for each in chosen]
-        with house_figure(width=9.0, height=1.5 + 0.6 * len(estimates)) as (figure, axes):
-            axes.remove()
-            draw_estimates(figure, estimates)
-            return figure_output(figure, "Predicted and measured")
-
-    start = dict(zip(("batch", "context", "dtype"), chosen[-1]))
-    controls: dict = {"batch": batch_sizes, "context": contexts, "dtype": dtypes}
-    return explorer(show, start=start, busy="measuring…", **controls)
+def show_estimates(estimates: Sequence[StepEstimate]) -> None:
+    """Show bars of time and of memory, predicted above measured, for each of `estimates`."""
+    size = (9.0, 1.5 + 0.6 * len(estimates))
+    figure, panels = plt.subplots(ncols=2, sharey=True, figsize=size)
+    units = {"ms": ("Time", "time of a step (ms)"), "mb": ("Memory", "peak memory (MB)")}
+    for axes, (unit, (title, xlabel)) in zip(panels, units.items()):
+        rows = {}
+        for estimate in estimates:
+            found = getattr(estimate, f"measured_{unit}")
+            measured = "oom" if found is None else found
+            predicted = getattr(estimate, f"predicted_{unit}")
+            rows[estimate.name] = {"predicted": predicted, "measured": measured}
+        bars(
+            rows,
+            axes=axes,
+            title=title,
+            xlabel=xlabel,
+            ylabel="batch × context, dtype",
+            texts="{:,.3g}",
+            styles={"predicted": {"color": SKY}, "measured": {"color": BLUE}},
+            legend="none",
+        )
+        axes.label_outer()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    plt.show()

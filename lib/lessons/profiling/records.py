@@ -134,9 +134,9 @@ def show_gpu_timelines(*folders: str, start_ms: float = 0, end_ms: float | None 
     )
     labels: dict[str, Any] = {}
     for axes, name in zip(panels[:, 0], folders):
-        draw_trace(axes, recorded_trace(name), start_ms=start_ms, end_ms=last)
         place = f"{place_of(records[name])}, under the profiler"
-        axes.set_title(f"{PROFILE_NAMES[name]} ({place})", fontsize=11)
+        title = f"{PROFILE_NAMES[name]} ({place})"
+        draw_trace(axes, recorded_trace(name), title=title, start_ms=start_ms, end_ms=last)
         labels |= dict(zip(*reversed(axes.get_legend_handles_labels())))
     for axes in panels[:-1, 0]:
         axes.set_xlabel("")

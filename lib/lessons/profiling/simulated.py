@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
-
-from lib.core.figures import BLUE, GRAY, INK, VERMILLION
-
 
 class Launch(NamedTuple):
     """When the host works on a launch, and when the GPU works on its kernel, in µs."""
@@ -31,18 +27,6 @@ def simulate(kernels_us: Sequence[float], launch_us: float) -> list[Launch]:
         gpu = start + kernel_us
         launches.append(Launch(called, host, start, gpu))
     return launches
-
-
-def draw_launches(axes: Axes, launches: Sequence[Launch], *, colors: Sequence[str] = (BLUE,)):
-    """Draw lanes of host and GPU; kernels take `colors` in turn."""
-    for index, launch in enumerate(launches):
-        style = {"edgecolor": "white", "linewidth": 0.6, "height": 0.7}
-        axes.barh(0, launch.returned - launch.called, left=launch.called, color=INK, **style)
-        color = colors[index % len(colors)]
-        axes.barh(1, launch.end - launch.start, left=launch.start, color=color, **style)
-    axes.set_yticks([0, 1], ["host launches", "GPU computes"])
-    axes.set(ylim=(1.5, -0.5), xlabel="time (µs)", ylabel="")
-    axes.grid(visible=False, axis="y")
 
 
 @dataclass
@@ -175,19 +159,6 @@ class ToyLoss:
 def _value(number: ToyLoss | float) -> float:
     """The number itself, without waiting for it."""
     return number.value if isinstance(number, ToyLoss) else number
-
-
-def draw_loop(axes: Axes, trainer: ToyTrainer) -> None:
-    """Draw what the host and the device of `trainer` did."""
-    colors = {"load": GRAY, "launch": INK, "wait": VERMILLION, "step": BLUE}
-    for kind, color in colors.items():
-        found = [(start, end - start) for name, start, end in trainer.spans if name == kind]
-        lane = 1 if kind == "step" else 0
-        axes.broken_barh(found, (lane - 0.35, 0.7), facecolors=color, edgecolor="white", label=kind)
-    axes.set_yticks([0, 1], ["host", "GPU"])
-    axes.set(ylim=(1.5, -0.5), xlabel="time (ms)", ylabel="")
-    axes.grid(visible=False, axis="y")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 class Kernel(NamedTuple):

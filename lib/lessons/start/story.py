@@ -18,7 +18,6 @@ from lib.core.files import ROOT, claim_folder, write_atomically
 from lib.core.settings import settings, to_json
 from lib.lessons.show import TEXT
 from lib.tokenizer import files as tokenizer_files
-from lib.training.config import Positional
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -142,8 +141,8 @@ def evaluate_on_stories(model: TransformerLM, tokenizer: Tokenizer) -> Evaluatio
 class StoryConfig:
     """Which run's model is kept, and where."""
 
-    run: Positional[Path | None] = None
-    """The run's folder. None = the newest in `artifacts/runs`."""
+    run: Path | None = None
+    """The run's folder. May be given without its flag. None = the newest in `artifacts/runs`."""
 
     output: Path = Path("artifacts/local/tiny_stories")
     """Folder for the model, new or empty or made so; `artifacts/tiny_stories` replaces the

@@ -1,15 +1,16 @@
-"""Figures and tables of notebook 01: growing word lists, token frequencies, compression, speed."""
+"""Figures and tables of notebook 01: token frequencies, speed of encoders."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot as plt
 
-from lib.core.figures import BLACK, BLUE
+from lib.core.charts import bars, lines
+from lib.core.figures import BLACK
 from lib.core.files import ROOT
 from lib.core.records import read_records
 
@@ -18,62 +19,33 @@ TEXTS = {"stories": "stories", "gcide": "English dictionary", "linux": "source o
 OURS = {"numba": "lib, compiled", "python": "lib, readable"}
 
 
-def show_growth(growth: Mapping[str, Mapping[int, int]]) -> None:
-    """Show for each text {words read: distinct words so far}."""
-    _, axes = plt.subplots(figsize=(7, 3.4))
-    for name, points in growth.items():
-        axes.loglog(list(points), list(points.values()), label=name)
-    axes.set(xlabel="words read", ylabel="distinct words so far")
-    axes.set_title("People keep making new words")
-    axes.legend()
-    plt.show()
-
-
 def show_frequencies(frequencies: Mapping[str, np.ndarray]) -> None:
     """Show how often tokens occur, those of each text sorted, beside Zipf's law."""
-    _, axes = plt.subplots(figsize=(7, 3.6))
-    longest = 1
+    curves = {}
     for name, frequency in frequencies.items():
         used = np.sort(frequency[frequency > 0])[::-1]
-        longest = max(longest, len(used))
-        axes.loglog(np.arange(1, len(used) + 1), used / used.sum(), marker="", label=name)
-    rank = np.arange(1, longest + 1)
-    style = {"linestyle": "--", "color": BLACK, "marker": ""}
-    axes.loglog(rank, 1 / rank / np.sum(1 / rank), label="Zipf: share ∝ 1 / rank", **style)
-    axes.set(xlabel="rank of the token", ylabel="share of all tokens")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    axes.set_title("A few tokens do most of the work")
-    axes.legend()
-    plt.show()
-
-
-def show_compression(sizes: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
-    """Show bytes per token by the size of the vocabulary."""
-    _, axes = plt.subplots(figsize=(7, 3.8))
-    for name, curve in curves.items():
-        (drawn,) = axes.plot(sizes, curve)
-        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(name, (sizes[-1], curve[-1]), color=drawn.get_color(), **place)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.set_ylim(bottom=0.8)
-    axes.set(xlabel="vocabulary (tokens)", ylabel="compression (bytes per token)")
-    axes.set_title("A vocabulary fits the text that it was trained on")
-    plt.show()
+        curves[name] = dict(enumerate(100 * used / used.sum(), start=1))
+    ranks = np.arange(1, max(map(len, curves.values())) + 1)
+    zipf = "Zipf: share ∝ 1 / rank"
+    curves[zipf] = dict(zip(ranks, 100 / ranks / np.sum(1 / ranks)))
+    lines(
+        curves,
+        title="A few tokens do most of the work",
+        xlabel="rank of the token",
+        ylabel="share of all tokens (%)",
+        log="xy",
+        styles={zipf: {"linestyle": "--", "color": BLACK}},
+    )
 
 
 def show_ladder(speeds: Mapping[str, float], *, title: str) -> None:
     """Show the speed of each step as a bar, labeled with its gain over the one before."""
-    names, values = list(speeds), list(speeds.values())
-    _, axes = plt.subplots(figsize=(7, 0.5 + 0.42 * len(names)))
-    axes.barh(names, values, color=BLUE)
-    for row, value in enumerate(values):
-        gain = f"  ×{value / values[row - 1]:.1f}" if row else ""
-        axes.text(value, row, f" {value:.3g} MB/s{gain}", va="center")
-    axes.set(xscale="log", xlim=(min(values) / 2, 8 * max(values)), xlabel="MB/s", title=title)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    plt.show()
+    gains = [1.0, *(after / before for before, after in pairwise(speeds.values()))]
+    texts = {
+        name: f"{speed:.3g} MB/s" + (f"  ×{gain:.1f}" if gain != 1 else "")
+        for (name, speed), gain in zip(speeds.items(), gains)
+    }
+    bars(speeds, title=title, xlabel="MB/s", log=True, texts=texts)
 
 
 def measure_rungs(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lib.core import figures
+from lib.core.charts import lines
 from lib.lessons.explorer import explorer, markup
 from lib.lessons.show import visible
 from lib.training.generation import next_token_probabilities
@@ -117,15 +118,21 @@ def draw_losses(
 ) -> None:
     """Training and validation loss of metrics `records` against steps, on matplotlib's `axes`."""
     records = list(records)
-    for key, (name, style) in SERIES.items():
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points), label=name, **style)
-    for name, loss in (references or {}).items():
-        axes.axhline(loss, color=figures.INK, linewidth=1, linestyle=":")
-        axes.annotate(name, (steps, loss), xytext=(0, 3), textcoords="offset points", ha="right")
-    axes.set(xlim=(0, steps), xlabel="step", ylabel="loss (nats per token)", title="Loss")
-    axes.legend(loc="upper right" if not references else "center right")
+    found = {
+        name: {record["step"]: record[key] for record in records if key in record}
+        for key, (name, _) in SERIES.items()
+    }
+    lines(
+        {name: points for name, points in found.items() if points},
+        axes=axes,
+        title="Loss",
+        xlabel="step",
+        ylabel="loss (nats per token)",
+        levels=references,
+        styles=dict(SERIES.values()),
+        legend="upper right",
+    )
+    axes.set_xlim(0, steps)
 
 
 def sampling_bars(

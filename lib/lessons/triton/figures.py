@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from lib.core.figures import COLORS, GRAY, INK, VERMILLION
+from lib.core.figures import GRAY, INK, VERMILLION
 
 if TYPE_CHECKING:
     from lib.lessons.triton.recorder_triton import Memory, Run
@@ -118,17 +117,3 @@ def _draw_cells(
     axes.set(xlim=(-0.1, extent[1] + 0.1), ylim=(extent[0] + 0.1, -0.1), aspect="equal")
     axes.set_title(f"{name}: {kind}s", fontsize=9, fontweight="normal")
     axes.axis("off")
-
-
-def show_roofline(limits, points, *, title: str) -> None:
-    """Show the roof of a machine and name -> (FLOP/byte, FLOP/s) of kernels below it."""
-    _, axes = plt.subplots(figsize=(7.5, 3.8))
-    span = np.geomspace(0.05, 4000, 200)
-    axes.loglog(span, [limits.attainable(i) / 1e12 for i in span], color=INK, marker="")
-    for color, (name, (intensity, rate)) in zip(COLORS * 3, points.items()):
-        style = {"markerfacecolor": "none", "markeredgewidth": 1.8, "markersize": 9}
-        axes.loglog([intensity], [rate / 1e12], "o", color=color, label=name.strip("_"), **style)
-    axes.axvline(limits.ridge, color=INK, linewidth=0.8, linestyle=":", marker="")
-    axes.set(title=title, xlabel="FLOP per byte", ylabel="TFLOP/s")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
-    plt.show()

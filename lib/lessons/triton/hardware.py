@@ -1,19 +1,17 @@
-"""Sizes, bandwidths and latencies of GPUs and a CPU, as a table and as a drawing.
+"""Sizes, bandwidths and latencies of GPUs and a CPU, as a table.
 
 SOURCES says where each number comes from.
 """
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from IPython.display import HTML, Markdown
+    from IPython.display import Markdown
 
-from lib.lessons.profiling.figures import SVG_STYLE
-from lib.lessons.show import show_svg, show_table
+from lib.lessons.show import show_table
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def show_chips() -> Markdown:
 
 
 def show_sources() -> Markdown:
-    """Show where each number of the tables and of the drawing comes from."""
+    """Show where each number of the tables and of the drawing `gpu` comes from."""
     return show_table([dict(zip(("numbers", "source", "where"), row)) for row in SOURCES])
 
 
@@ -139,73 +137,3 @@ def show_latencies() -> Markdown:
         row |= dict(zip(("L1 (cycles)", "L2 (cycles)", "memory (cycles)"), cycles))
         rows.append(row | {"memory (ns)": round(cycles[-1] / clock)})
     return show_table(rows)
-
-
-def show_gpu() -> HTML:
-    """Show an H200 as boxes: multiprocessors with what is in them, L2, HBM."""
-    return show_svg(gpu_svg())
-
-
-def gpu_svg() -> str:
-    """The drawing, on an opaque light card: it reads the same on light and dark pages."""
-    parts = [_sm(24 + 244 * i, 62, number) for i, number in enumerate((0, 1, 131))]
-    parts.append(_text(505, 176, "…", "name"))
-    l2 = "L2 cache, 60 MB: all SMs share it · 9.8 TB/s up to about 40 MB · about 270 cycles*"
-    hbm = "HBM, 141 GB: your tensors are here · 4.8 TB/s · about 660 cycles*"
-    parts += [_box(24, 316, 712, 48, "#fbe3b0", l2), _box(24, 398, 712, 60, "#f6d6c4", hbm)]
-    for x in (134, 378, 622):
-        parts.append(_arrow(x, 292, 314))
-    parts.append(_arrow(378, 366, 396))
-    head = _text(
-        24, 30, "An H200: 132 streaming multiprocessors (SMs), one L2 cache, one memory", "name"
-    )
-    foot = _text(
-        24, 484, "Each program of a kernel runs on one SM. It sees no other program.", "note"
-    ) + _text(24, 504, "* Measured on an H100 (PCIe). Sizes and TB/s are those of an H200.", "note")
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 520" role="img" '
-        f'aria-label="{html.escape(gpu_words())}" style="width:760px;max-width:none">'
-        f"<style>{SVG_STYLE}</style>"
-        '<rect width="760" height="520" rx="10" fill="#FBFAF7" stroke="#D9D6CF"/>'
-        f"{head}{''.join(parts)}{foot}</svg>"
-    )
-
-
-def gpu_words() -> str:
-    """The drawing in words."""
-    return (
-        "132 multiprocessors side by side, each with tensor cores, 128 float32 units, 256 KB of "
-        "registers and 256 KB of shared memory and L1. Below them the L2 cache of 60 MB, which "
-        "they share, and below that HBM, 141 GB at 4.8 TB/s."
-    )
-
-
-def _sm(x: int, y: int, number: int) -> str:
-    """One multiprocessor."""
-    frame = (
-        f'<rect x="{x}" y="{y}" width="224" height="230" rx="8" fill="#eef3f7" stroke="#8a8f98"/>'
-    )
-    boxes = (
-        ("#d6eaf7", "4 tensor cores: matmuls"),
-        ("#d6eaf7", "128 float32 units"),
-        ("#9fd3ef", "registers 256 KB"),
-        ("#bfe0f5", "shared, L1 256 KB · 30 cycles"),
-    )
-    inner = [
-        _box(x + 10, y + 34 + 48 * i, 204, 40, color, text) for i, (color, text) in enumerate(boxes)
-    ]
-    return frame + _text(x + 12, y + 24, f"SM {number}", "name") + "".join(inner)
-
-
-def _box(x: int, y: int, width: int, height: int, color: str, text: str) -> str:
-    place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
-    box = f'<rect {place} rx="6" fill="{color}" stroke="#8a8f98"/>'
-    return box + _text(x + 8, y + height // 2 + 5, text, "note" if width < 300 else "")
-
-
-def _text(x: int, y: int, text: str, kind: str) -> str:
-    return f'<text class="{kind}" x="{x}" y="{y}">{html.escape(text)}</text>'
-
-
-def _arrow(x: int, top: int, bottom: int) -> str:
-    return f'<path d="M{x} {top}V{bottom}" stroke="#222" stroke-width="2" stroke-dasharray="3 3"/>'

@@ -6,19 +6,15 @@ As in `lib.lessons.show`, where nobody can move a slider one setting is shown in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from lib.core.records import Record
 from lib.lessons.explorer import explorer, picture
-from lib.lessons.zero1.figures import CARDS, KINDS, draw_kinds, kinds_legend
+from lib.lessons.zero1.figures import CARDS, KINDS, draw_kinds
 from lib.model.config import ModelConfig, model_preset
 from lib.model.costs import num_parameters
 from lib.profiling.memory_formula import RESERVED_BYTES, SIZES, RankMemory, rank_memory
-from lib.tools.benchmarks.multi_rank_report import Setting
-from lib.tools.benchmarks.sharding_report import make_settings, sharding_rows
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -135,17 +131,13 @@ def draw_setting(figure: Figure, case: Case) -> None:
         memory = case.memory(each)
         bars[each] = memory_kinds(config, memory, case.ranks, is_sharded=each != "none")
         peaks[each] = memory.peak
-    # a fixed place, since to find one takes as long as to draw
-    axes = figure.add_axes((0.21, 0.3, 0.7, 0.44))
-    draw_kinds(axes, bars, peaks=peaks, limits=list(CARDS))
-    axes.set_ylabel("sharding")
-    kinds_legend(figure, list(KINDS), peak=True, loc="lower center")
     words = f"{case.model}, {num_parameters(config) / 1e9:.3g} billion weights, {case.ranks} rank"
     words += "s" * (case.ranks > 1)
     words += f", {case.sequences} × {case.context:,} tokens"
     words += ", checkpoints" * (case.checkpointing == "on")
-    text = f"{words}, {case.precision}, {case.stage}: {verdict(memory)}"
-    figure.suptitle(text, x=0.01, y=0.98, ha="left", fontsize=10)
+    title = f"{words}, {case.precision},\n{case.stage}: {verdict(memory)}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    draw_kinds(figure.subplots(), bars, peaks)
 
 
 def own_config(d_model: int, num_layers: int) -> ModelConfig:
@@ -178,11 +170,5 @@ def memory_explorer(*, start: tuple[str, int, str, str, int, int, str]) -> VBox:
         "own_layers": range(4, 97, 4),
     }
     first = dict(zip(controls, start)) | {"own_width": 4096, "own_layers": 32}
-    show = picture(draw, width=10.0, height=3.4, dpi=150, layout="none")
+    show = picture(draw, width=9.0, height=3.8)
     return explorer(show, start=first, **controls)
-
-
-def gpu_settings(records: Iterable[Record]) -> list[Setting]:
-    """The newest trainings of `python -m lib benchmark sharding` on GPUs, by model and setting."""
-    settings = make_settings(sharding_rows(records))
-    return [setting for setting in settings if setting.rows[0]["backend"] == "nccl"]

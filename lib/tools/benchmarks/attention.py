@@ -1,19 +1,16 @@
 """Time and memory of attention kernels, ours and PyTorch's, interleaved on the same inputs.
 
-`benchmark_attention` sweeps lengths, head sizes, masks and directions, and writes its
-records, tables and figures (`lib.tools.benchmarks.attention_report`).
+`benchmark_attention` sweeps lengths, head sizes, masks and directions; the report is in
+`lib.tools.benchmarks.attention_report`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -28,24 +25,16 @@ from lib.core.allocator import (
     is_out_of_memory,
     without_stderr,
 )
-from lib.core.hardware import DtypeName, keep_freed_memory, local_results, pick_device, pick_dtype
+from lib.core.hardware import DtypeName, pick_dtype
 from lib.core.records import Record
-from lib.core.settings import (
-    NonEmpty,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    require,
-    settings,
-)
+from lib.core.settings import NonEmpty, PositiveInt, require, settings
 from lib.core.terminal import one_line
 from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
-from lib.tools.benchmarks.attention_report import case_line, write_attention_report
-from lib.tools.benchmarks.sections import SAMPLING
+from lib.tools.benchmarks.attention_report import REPORT, summary
+from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.step import device_memory
-from lib.tools.benchmarks.sweep import records_like, run_sweep
 from lib.training.step import numerics
 
 # PyTorch's own: FlexAttention, compiled, and each backend that `sdpa` chooses from (`sdpa_flash` is
@@ -79,10 +68,41 @@ GPU_TIERS = tuple((2**n, 2**n) for n in range(7, 16))
 GPU_TIERS += ((1024, 4096), (4096, 1024), (1024, 16384), (16384, 1024))
 CPU_SIZES = ((64,), 1024, 256)
 GPU_SIZES = ((64, 128), 16384, 2048)
-MASKS: tuple[Literal["causal", "full"], ...] = ("causal", "full")
 DIRECTIONS = ("forward", "backward")
+
 # The length that one GPU must handle, and the length to compare its memory with.
 LONGEST, A_QUARTER = 2**20, 2**18
+# Cases beyond the sweep: lengths, (batch_size, heads), and what differs from the sweep's axes.
+NAIVE_TOO = ["flash_attention_triton", "vectorized_torch", "sdpa"]
+BOTH = (True, False)
+TARGET_CASES: tuple[tuple[tuple[int, ...], tuple[int | None, int | None], dict], ...] = (
+    (
+        (8192, 16384),
+        (1, 12),
+        {"kernels": NAIVE_TOO, "head_dim": 64, "is_causal": BOTH, "direction": "forward"},
+    ),
+    (
+        (1024, 2048, 4096, 8192),
+        (None, None),
+        {
+            "kernels": NAIVE_TOO,
+            "head_dim": (64, 128),
+            "is_causal": BOTH,
+            "direction": DIRECTIONS,
+            "dtype": "float32",
+        },
+    ),
+    (
+        (A_QUARTER, LONGEST),
+        (1, 12),
+        {
+            "kernels": NAIVE_TOO[:1],
+            "head_dim": 64,
+            "is_causal": True,
+            "direction": DIRECTIONS,
+        },
+    ),
+)
 
 # These keep the scores for the backward pass; two of them at a time may not fit.
 HOLD_SCORES = ("vectorized_torch", "vectorized_torch_compiled", "sdpa_math")
@@ -100,7 +120,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @settings
-class AttentionBenchmarkConfig:
+class AttentionBenchmarkConfig(SamplingConfig):
     """Attention kernels by length, head_dim, mask and direction."""
 
     kernels: tuple[str, ...] = ()
@@ -112,14 +132,14 @@ class AttentionBenchmarkConfig:
     head_dims: tuple[PositiveInt, ...] = ()
     """Head sizes; if empty, 64 on CPU, 64 and 128 on GPU."""
 
-    masks: Annotated[tuple[Literal["causal", "full"], ...], NonEmpty] = MASKS
+    masks: Annotated[tuple[Literal["causal", "full"], ...], NonEmpty] = ("causal", "full")
     """Keys a query attends to: those up to its own position, or all."""
 
     backward: bool = False
     """Measure the backward pass too."""
 
     targets: bool = False
-    """Measure the additional cases that the table of targets needs (GPU only)."""
+    """Measure naive attention, float32 and a million tokens too (GPU only)."""
 
     cuda_graphs: bool = False
     """Replay each call from a CUDA graph, so that the host does not count (GPU only)."""
@@ -139,144 +159,88 @@ class AttentionBenchmarkConfig:
     heads: PositiveInt | None = None
     """Heads, whatever the head_dim; if not set, width / head_dim."""
 
-    warmup: PositiveInt = 3
-    """Calls of each kernel before sampling."""
-
-    iters: PositiveInt = 20
-    """Samples of each kernel; fewer, but at least 3, if they exceed max_seconds."""
-
-    max_seconds: PositiveFloat = 1.0
-    """Approximate time limit for the samples of all kernels in one case."""
-
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
-
-    seed: NonNegativeInt = 0
-    """Seed of the inputs."""
-
-    restart: bool = False
-    """Measure again what already has a record."""
-
-    output: Path = dataclasses.field(default_factory=local_results)
-    """Folder for records, tables and figures."""
-
     def __post_init__(self) -> None:
         for tier in self.custom_tiers:
             is_tier = re.fullmatch(r"[1-9][0-9]{0,8}:[1-9][0-9]{0,8}", tier)
             require(is_tier, f"custom_tiers must be QUERIES:KEYS as in 1024:4096, got {tier!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCase:
-    """One record of the benchmark: `kernels`, interleaved on the same inputs.
+def flops(case: Case) -> float:
+    """FLOPs of the matmuls: 4 · head_dim per head and visible (query, key) pair, forward.
 
-    q is (batch_size, heads, queries, head_dim); k and v are (batch_size, heads, keys, head_dim).
-    With `is_causal`, query i attends to keys 0 to i. The `direction` is `forward`, or `backward`:
-    the gradients of q, k and v from that of the output. Each kernel is called `warmup` times and
-    sampled at most `samples` times, in about `max_seconds` for all. With `in_graph` a call is the
-    replay of a CUDA graph; without, Python launches the kernels.
+    The forward pass has two matmuls; the five of the backward pass cost 2.5 times as much. With a
+    causal mask, N queries and N keys count as N² / 2 pairs, as is customary; for unequal numbers
+    the visible pairs are counted one by one.
     """
-
-    queries: int
-    keys: int
-    head_dim: int
-    is_causal: bool
-    direction: str
-    dtype: str
-    batch_size: int
-    heads: int
-    kernels: tuple[str, ...]
-    warmup: int
-    samples: int
-    max_seconds: float
-    in_graph: bool = False
-
-    @property
-    def is_square(self) -> bool:
-        """Whether there are as many queries as keys."""
-        return self.queries == self.keys
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the matmuls: 4 · head_dim per head and visible (query, key) pair, forward.
-
-        The forward pass has two matmuls; the five of the backward pass cost 2.5 times as much. With
-        a causal mask, N queries and N keys count as N² / 2 pairs, as is customary; for unequal
-        numbers the visible pairs are counted one by one.
-        """
-        pairs = self.queries * self.keys
-        if self.is_causal and self.is_square:
-            pairs /= 2
-        elif self.is_causal:
-            short = min(self.queries, self.keys)
-            pairs = short * (short + 1) // 2 + (self.queries - short) * self.keys
-        passes = {"forward": 1, "backward": 2.5}[self.direction]
-        return 4 * self.head_dim * self.batch_size * self.heads * pairs * passes
+    pairs = case.queries * case.keys
+    if case.is_causal and case.queries == case.keys:
+        pairs /= 2
+    elif case.is_causal:
+        short = min(case.queries, case.keys)
+        pairs = short * (short + 1) // 2 + (case.queries - short) * case.keys
+    passes = {"forward": 1, "backward": 2.5}[case.direction]
+    return 4 * case.head_dim * case.batch_size * case.heads * pairs * passes
 
 
-def benchmark_attention(config: AttentionBenchmarkConfig) -> list[Record]:
-    """Measure the cases of `config` that have no record yet; write tables and figures.
-
-    Writes attention_sweep.jsonl to the folder `output`, and from all its records of this device
-    and these versions attention_sweep_results.csv, _report.md, _forward.png, _heatmap.png and
-    _scaling.png.
-
-    Returns:
-        The records of the cases of `config`.
-    """
-    device = pick_device(config.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    cases = attention_cases(config, device)
-    path = config.output / "attention_sweep.jsonl"
-    records = run_sweep(
-        path,
-        cases,
-        lambda case: measure_case(case, device=device, seed=config.seed),
-        expect=lambda case: {"flops": case.flops, "kernels": {}},
-        show=case_line,
-        seed=config.seed,
-        device=device,
-        restart=config.restart,
-    )
-    same = ("device", "versions", "threads") if device.type == "cpu" else ("device", "versions")
-    # the last record of a case counts, which must be one of those just asked for
-    write_attention_report([*records_like(path, records[0], same), *records], config.output)
-    return records
-
-
-def benchmark_and_summarize(config: AttentionBenchmarkConfig) -> list[Record]:
-    """`benchmark_attention`, and print a summary."""
-    from lib.tools.benchmarks.attention_report import summary
-
-    records = benchmark_attention(config)
-    print(summary(records))
-    return records
-
-
-def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[AttentionCase]:
+def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[Case]:
     """List the cases of `config`, neighbors sharing compiled code.
 
+    A case is one record: `kernels`, interleaved on the same inputs. q is (batch_size, heads,
+    queries, head_dim); k and v are (batch_size, heads, keys, head_dim). With `is_causal`, query i
+    attends to keys 0 to i. The `direction` is `forward`, or `backward`: the gradients of q, k and v
+    from that of the output. With `in_graph` a call is the replay of a CUDA graph; without, Python
+    launches the kernels.
+
     Raises:
-        ValueError: a kernel is unknown, the device lacks the dtype, or `targets` is set without a
-            GPU.
+        ValueError: a kernel is unknown, the device lacks the dtype, or `targets` or `cuda_graphs`
+            is set without a GPU.
     """
     on_gpu = device.type == "cuda"
     known = ", ".join(SWEEP_KERNELS)
     for kernel in config.kernels:
         require(kernel in SWEEP_KERNELS, f"kernels must be among {known}, got {kernel!r}")
-    require(on_gpu or not config.targets, f"targets must be False without a GPU, got {device}")
-    require(
-        on_gpu or not config.cuda_graphs, f"cuda_graphs must be False without a GPU, got {device}"
-    )
-    kernels = config.kernels or [k for k in SWEEP_KERNELS if _runs_here(k, on_gpu)]
+    for name in ("targets", "cuda_graphs"):
+        is_right = on_gpu or not getattr(config, name)
+        require(is_right, f"{name} must be False without a GPU, got {device}")
     tiers = [tuple(map(int, tier.split(":"))) for tier in config.custom_tiers]
-    tiers = tiers or (GPU_TIERS if on_gpu else CPU_TIERS)
-    head_dims, _, _ = GPU_SIZES if on_gpu else CPU_SIZES
-    directions = DIRECTIONS if config.backward else DIRECTIONS[:1]
-    axes = (config.head_dims or head_dims, config.masks, directions)
-    cases = _combine(config, device, kernels, tiers, *axes)
-    return cases + (target_cases(config, device) if config.targets else [])
+    head_dims, tokens, width = GPU_SIZES if on_gpu else CPU_SIZES
+    sizes = {"tokens": config.tokens or tokens, "width": config.width or width}
+    axes: dict[str, Any] = {
+        "head_dim": config.head_dims or head_dims,
+        "is_causal": tuple(mask == "causal" for mask in config.masks),
+        "direction": DIRECTIONS if config.backward else DIRECTIONS[:1],
+        "dtype": str(pick_dtype(device, config.dtype)).removeprefix("torch."),
+        # a list is no axis: these are interleaved
+        "kernels": list(config.kernels) or [k for k in SWEEP_KERNELS if _runs_here(k, on_gpu)],
+        **sampling(config),
+        "in_graph": config.cuda_graphs,
+    }
+    cases = []
+    for tier in tiers or (GPU_TIERS if on_gpu else CPU_TIERS):
+        cases += cases_of(tier, axes, config.batch_size, config.heads, **sizes)
+    if config.targets:
+        for lengths, shape, changes in TARGET_CASES:
+            for length in lengths:
+                cases += cases_of((length, length), {**axes, **changes}, *shape, **sizes)
+    return cases
+
+
+def cases_of(
+    tier: Sequence[int],
+    axes: Mapping[str, Any],
+    batch_size: int | None,
+    heads: int | None,
+    *,
+    tokens: int,
+    width: int,
+) -> list[Case]:
+    """The cases of (queries, keys); without sizes, tokens × width are the same for all lengths."""
+    longest = max(tier)
+    cases = grid(queries=tier[0], keys=tier[1], **axes)
+    for case in cases:
+        case.batch_size = batch_size or max(1, tokens // longest)
+        case.heads = heads or max(1, width // case.head_dim * min(tokens, longest) // longest)
+    return cases
 
 
 def _runs_here(kernel: str, on_gpu: bool) -> bool:
@@ -288,62 +252,13 @@ def _runs_here(kernel: str, on_gpu: bool) -> bool:
     return bool(is_installed) and (on_gpu or kernel not in GPU_ONLY)
 
 
-def target_cases(config: AttentionBenchmarkConfig, device: torch.device) -> list[AttentionCase]:
-    """List the cases of the targets beyond the sweep: naive, float32, and a million tokens."""
-    ours, naive = "flash_attention_triton", "vectorized_torch"
-    few_heads = dataclasses.replace(config, batch_size=1, heads=12)
-    exact = dataclasses.replace(config, dtype="float32", batch_size=None, heads=None)
-    cases = []
-    for sizes, kernels, lengths, *axes in (
-        (few_heads, (ours, naive, "sdpa"), (8192, 16384), (64,), MASKS, DIRECTIONS[:1]),
-        (exact, (ours, naive, "sdpa"), (1024, 2048, 4096, 8192), (64, 128), MASKS, DIRECTIONS),
-        (few_heads, (ours,), (A_QUARTER, LONGEST), (64,), MASKS[:1], DIRECTIONS),
-    ):
-        cases += _combine(sizes, device, kernels, [(n, n) for n in lengths], *axes)
-    return cases
-
-
-def _combine(
-    config: AttentionBenchmarkConfig,
-    device: torch.device,
-    kernels: Sequence[str],
-    tiers: Sequence[tuple[int, int]],
-    *axes: Sequence,
-) -> list[AttentionCase]:
-    """All combinations of tiers, head_dims, masks and directions.
-
-    The batch size and heads keep tokens × width the same for all lengths.
-    """
-    _, tokens, width = GPU_SIZES if device.type == "cuda" else CPU_SIZES
-    tokens, width = config.tokens or tokens, config.width or width
-    cases = []
-    for (queries, keys), head_dim, mask, direction in itertools.product(tiers, *axes):
-        longest = max(queries, keys)
-        heads = config.heads or max(1, width // head_dim * min(tokens, longest) // longest)
-        case = AttentionCase(
-            queries=queries,
-            keys=keys,
-            head_dim=head_dim,
-            is_causal=mask == "causal",
-            direction=direction,
-            dtype=str(pick_dtype(device, config.dtype)).removeprefix("torch."),
-            batch_size=config.batch_size or max(1, tokens // longest),
-            heads=heads,
-            kernels=tuple(kernels),
-            warmup=config.warmup,
-            samples=config.iters,
-            max_seconds=config.max_seconds,
-            in_graph=config.cuda_graphs,
-        )
-        cases.append(case)
-    return cases
-
-
-def measure_case(case: AttentionCase, *, device: torch.device, seed: int = 0) -> dict[str, Any]:
+def measure_case(
+    case: Case, config: AttentionBenchmarkConfig, device: torch.device
+) -> dict[str, Any]:
     """Measure each kernel of a case: the figures of its `Measurement`, and more.
 
     - `status`: also `unsupported` (with a `reason`) or `wrong`
-    - `tflops`: by `AttentionCase.flops`
+    - `tflops`: by `flops`
     - `error`: relative error of some rows of the output
     - `peak_memory_bytes`: in the case of a backward pass, of both passes
     - `became_sdpa`: whether the compiler replaced naive attention with PyTorch's own
@@ -352,7 +267,7 @@ def measure_case(case: AttentionCase, *, device: torch.device, seed: int = 0) ->
 
     # otherwise code compiled for other shapes would make this case's code dynamic
     torch.compiler.reset()
-    inputs = make_inputs(case, device, seed)
+    inputs = make_inputs(case, device, config.seed)
     results = {}
     # compiled code keeps what its backward pass reads, so that the pass can be repeated
     repeats = functorch.patch(donated_buffer=False)
@@ -366,7 +281,7 @@ def measure_case(case: AttentionCase, *, device: torch.device, seed: int = 0) ->
     return {"kernels": {kernel: results[kernel] for kernel in case.kernels}}
 
 
-def groups(case: AttentionCase, device: torch.device) -> list[list[str]]:
+def groups(case: Case, device: torch.device) -> list[list[str]]:
     """Group the kernels to interleave: all of them, except those that must be measured alone."""
     alone = HOST_BOUND if device.type == "cuda" else HOST_BOUND[:1]
     if case.direction == "backward":
@@ -375,7 +290,7 @@ def groups(case: AttentionCase, device: torch.device) -> list[list[str]]:
     return [together] * bool(together) + [[k] for k in case.kernels if k in alone]
 
 
-def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+def make_inputs(case: Case, device: torch.device, seed: int) -> tuple[Tensor, ...]:
     """q, k, v and the gradient of the output: (batch, heads, tokens, head_dim), standard normal."""
     generator = torch.Generator(device).manual_seed(seed)
     options = {"device": device, "dtype": getattr(torch, case.dtype), "generator": generator}
@@ -388,7 +303,7 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> tuple[T
 
 
 def measure_right(
-    case: AttentionCase,
+    case: Case,
     candidates: Mapping[str, Callable[[], tuple[Function, dict[str, Any]]]],
     device: torch.device,
 ) -> dict[str, dict[str, Any]]:
@@ -418,12 +333,12 @@ def measure_right(
         # memory that is known already is that of both passes
         results[name] = measured.figures() | results[name] | {"status": measured.status}
         if measured.status == "ok":
-            results[name]["tflops"] = case.flops / measured.median_ms / 1e9
+            results[name]["tflops"] = flops(case) / measured.median_ms / 1e9
     return results
 
 
 def _prepare(
-    kernel: str, case: AttentionCase, inputs: tuple[Tensor, ...]
+    kernel: str, case: Case, inputs: tuple[Tensor, ...]
 ) -> tuple[Function, dict[str, Any]]:
     """The function to measure, already called once, and what is known about it before."""
     *leaves, grad_out = inputs
@@ -460,7 +375,7 @@ def _memory(fn: Function, device: torch.device) -> dict[str, Any]:
 
 
 def _prepare_graph(
-    kernel: str, case: AttentionCase, inputs: tuple[Tensor, ...]
+    kernel: str, case: Case, inputs: tuple[Tensor, ...]
 ) -> tuple[Function, dict[str, Any]]:
     """Do as `_prepare`, but return a function that replays a CUDA graph of a call."""
     # a backward pass runs in the stream of the forward pass, which must be that of the recording
@@ -480,7 +395,7 @@ def _prepare_graph(
     return lambda _held=run: graph.replay(), figures
 
 
-def _fits_memory(case: AttentionCase, kernel: str, device: torch.device) -> bool:
+def _fits_memory(case: Case, kernel: str, device: torch.device) -> bool:
     """Whether the scores of a naive kernel fit; on a CPU the system might kill this process.
 
     They are about three float32 copies: the scores, a masked copy and exponentials.
@@ -501,18 +416,17 @@ def _failure(kernel: str, error: Exception) -> dict[str, Any]:
 
 
 def _interleave(
-    functions: Sequence[Function], case: AttentionCase, device: torch.device
+    functions: Sequence[Function], case: Case, device: torch.device
 ) -> list[Measurement]:
     """Interleave the functions; a slow one that is alone is sampled once."""
     if len(functions) == 1:
         once = measure_interleaved(functions, device=device, warmup=1, samples=1)
         if (once[0].median_ms or math.inf) > 250 * case.max_seconds:
             return once
-    settings = {name: getattr(case, name) for name in SAMPLING}
-    return measure_interleaved(functions, device=device, **settings)
+    return measure_interleaved(functions, device=device, **sampling(case))
 
 
-def named_attention(kernel: str, case: AttentionCase, device: torch.device) -> Attention:
+def named_attention(kernel: str, case: Case, device: torch.device) -> Attention:
     """The function of q, k and v called `kernel`, with the mask of `case`."""
     if kernel == "flex_attention":
         return flex_attention(case, device)
@@ -532,7 +446,7 @@ def named_attention(kernel: str, case: AttentionCase, device: torch.device) -> A
     return with_backend
 
 
-def flex_attention(case: AttentionCase, device: torch.device) -> Attention:
+def flex_attention(case: Case, device: torch.device) -> Attention:
     """PyTorch's FlexAttention, compiled for this shape, with its block mask made in advance."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -544,7 +458,7 @@ def flex_attention(case: AttentionCase, device: torch.device) -> Attention:
     return functools.partial(compiled, block_mask=block_mask)
 
 
-def flash_attention_4(case: AttentionCase, *, deterministic: bool) -> Attention:
+def flash_attention_4(case: Case, *, deterministic: bool) -> Attention:
     """FlashAttention-4; `deterministic` adds dQ in one order, the default in any."""
     from flash_attn.cute import flash_attn_func
 
@@ -582,3 +496,18 @@ def runs_sdpa(fn: Function) -> bool:
     with without_stderr(), torch.profiler.profile(activities=activities) as profiler:
         fn()
     return any("scaled_dot_product" in event.key for event in profiler.key_averages())
+
+
+def expect_flops(case: Case, device: torch.device) -> dict[str, Any]:
+    """The figures of a case that runs out of memory before any kernel is measured."""
+    return {"flops": flops(case), "kernels": {}}
+
+
+benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, expect_flops)
+
+
+def benchmark_and_summarize(config: AttentionBenchmarkConfig) -> list[Record]:
+    """`benchmark_attention`, and print a summary."""
+    records = benchmark_attention(config)
+    print(summary(records))
+    return records

@@ -1,47 +1,40 @@
-"""Time collectives between processes by size."""
+"""Time collectives between processes by size, and compare with the formula of their cost."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import math
-import os
+import re
 import socket
 import statistics
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor
 
-from lib.core.allocator import Function, free_memory, is_out_of_memory
-from lib.core.files import make_folder
-from lib.core.hardware import device_name, keep_freed_memory, local_results
+from lib.core.allocator import Function
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, check, require, settings
-from lib.ddp.launcher import launch
 from lib.ddp.process_group import (
     all_gather,
     barrier,
-    check_same,
-    checked_backend,
     current_device,
     gather_objects,
-    init_from_environment,
     on_each_rank,
     rank,
     reduce_scatter,
-    world_size,
 )
-from lib.profiling.collectives import bus_bandwidth_gbs
+from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
 from lib.profiling.measurement import interquartile_range
-from lib.tools.benchmarks.communication_report import NAMES, size_name, write_report
-from lib.tools.benchmarks.sweep import records_like, run_sweep
+from lib.tools.benchmarks.harness import Case, grid
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig
+from lib.tools.benchmarks.sections import Chart, Report, Table, newest, to_frame
 
-log = logging.getLogger(__name__)
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
 SMALLEST_BYTES = 2**10
@@ -50,10 +43,48 @@ LARGEST_BYTES = {"nccl": 2**30, "gloo": 2**26}
 MIN_SAMPLE_MS, MAX_CALLS = 5.0, 1000
 # The largest value in tensors whose sums are checked: every dtype holds integers up to it exactly.
 LARGEST_VALUE = 256
+# GB/s that a GPU sends over NVLink: half of the sum of both directions in NVIDIA's architecture
+# white papers (V100 300, A100 600, H100 900) and H200's datasheet (900). Keys are as in
+# lib.core.hardware.PEAKS. Without a switch, some of the links go to each of the other GPUs.
+NVLINK_GBS = {
+    "V100-SXM2-16GB": 150.0,
+    "V100-SXM2-32GB": 150.0,
+    "A100-SXM4-40GB": 300.0,
+    "A100-SXM4-80GB": 300.0,
+    "H100 80GB HBM3": 450.0,
+    "H200": 450.0,
+}
+NOTE = """\
+Each sample is that of the slowest rank: the mean of calls that follow one another, including what
+the host needs to start them. Size: all-reduce and broadcast, the tensor on each rank;
+reduce-scatter, the input; all-gather, the output. Algorithm bandwidth is size over time; bus
+bandwidth is that times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and all-gather and 1 for
+broadcast, with n ranks (nccl-tests). The result of each row was checked on all ranks. The formula
+is a ring's: (n-1) messages one after another, for all-reduce twice as many, each of which takes a
+latency and its bytes over the bandwidth. Both are fitted to the rows (least squares of the
+logarithm of formula / measured).
+"""
+GLOO_NOTE = """
+gloo's reduce-scatter is an all-reduce of which each rank keeps a part, so its bus bandwidth comes
+out at half or less. Processes of one host exchange data through its memory and share its cores:
+that says nothing of a network.
+"""
+COLUMNS = {
+    "collective": "collective",
+    "size": "size",
+    "status": "status",
+    "median_ms": "median (ms)",
+    "iqr_ms": "IQR (ms)",
+    "samples": "samples",
+    "algorithm_bandwidth_gbs": "algorithm bandwidth (GB/s)",
+    "bus_bandwidth_gbs": "bus bandwidth (GB/s)",
+    "predicted_ms": "by formula (ms)",
+    "formula_over_measured": "formula / measured",
+}
 
 
 @settings
-class CommunicationBenchmarkConfig:
+class CommunicationBenchmarkConfig(RanksConfig):
     """Time collectives between processes by size, against the formula of their cost."""
 
     collectives: Annotated[tuple[Collective, ...], NonEmpty] = get_args(Collective)
@@ -68,9 +99,6 @@ class CommunicationBenchmarkConfig:
     ranks: Annotated[int, Ge(2)] | None = None
     """Processes; by default one per GPU, or 2 on a CPU. Under `torchrun`, as many as it started."""
 
-    backend: Literal["nccl", "gloo"] | None = None
-    """`nccl` (GPUs) or `gloo` (CPU); by default NCCL where there are enough GPUs."""
-
     warmup: PositiveInt = 5
     """Calls before anything is timed."""
 
@@ -80,71 +108,10 @@ class CommunicationBenchmarkConfig:
     max_seconds: PositiveFloat = 0.5
     """About how long the samples of one row may take."""
 
-    timeout: PositiveFloat = 300.0
-    """Seconds that a rank waits for the others."""
 
-    restart: bool = False
-    """Measure rows again that the records hold already."""
-
-    output: Path = dataclasses.field(default_factory=local_results)
-    """Folder for records, tables and figure."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CommunicationCase:
-    """One row of the benchmark: the config of its record."""
-
-    collective: str
-    """One of `lib.profiling.collectives.COLLECTIVES`."""
-
-    num_bytes: int
-    """Bytes of the whole tensor; see `lib.profiling.collectives`."""
-
-    dtype: str
-    ranks: int
-    hosts: int
-    """Machines that the ranks are on."""
-
-    backend: str
-    warmup: int
-    samples: int
-    max_seconds: float
-
-
-def benchmark_communication(config: CommunicationBenchmarkConfig) -> list[Record]:
-    """Measure what `config` names, unless its records are there; write tables and figure.
-
-    Runs on the ranks that there are under `torchrun` and in a process that is a rank already, and
-    otherwise in new processes. The folder `output` gets communication_benchmark.jsonl, and .csv,
-    .md and .png of all its records of this device and these versions.
-
-    Returns:
-        The records of the rows that `config` names; none on ranks other than 0.
-
-    Raises:
-        ValueError: `ranks`, `sizes_mb` or `backend` do not fit this machine or one another.
-        OSError: the folder cannot be made or written.
-    """
-    if dist.is_initialized() or "RANK" in os.environ:
-        with init_from_environment(config.backend, timeout=config.timeout):
-            records = _sweep(config)
-    else:
-        gpus = 0 if config.backend == "gloo" else torch.cuda.device_count()
-        ranks = config.ranks or (gpus if gpus > 1 else 2)
-        backend = checked_backend(config.backend, ranks)
-        # refuse bad settings here, before processes start
-        communication_cases(config, ranks, backend)
-        make_folder(config.output)
-        log.info("starting %d ranks", ranks)
-        [records, *_] = launch(_sweep, ranks, config, backend=backend, timeout=config.timeout)
-    if records:
-        write_report(records_like(_record_file(config), records[0]), config.output)
-    return records
-
-
-def communication_cases(
-    config: CommunicationBenchmarkConfig, ranks: int, backend: str, hosts: int = 1
-) -> list[CommunicationCase]:
+def communication_groups(
+    config: CommunicationBenchmarkConfig, ranks: int, backend: str
+) -> list[Group]:
     """The rows that `config` asks for; sizes are rounded down to whole elements for each rank.
 
     Raises:
@@ -163,65 +130,30 @@ def communication_cases(
         f"sizes_mb must be at least {row_bytes / 2**20:g}, one {config.dtype} for each of {ranks} "
         f"ranks, got {min(sizes) / 2**20:g}",
     )
-    return [
-        CommunicationCase(
-            collective=collective,
-            num_bytes=int(size // row_bytes) * row_bytes,
-            dtype=config.dtype,
-            ranks=ranks,
-            hosts=hosts,
-            backend=backend,
-            warmup=config.warmup,
-            samples=config.samples,
-            max_seconds=config.max_seconds,
-        )
-        for collective in config.collectives
-        for size in sorted(sizes)
-    ]
+    hosts = set(gather_objects(socket.gethostname())) if dist.is_initialized() else {""}
+    cases = grid(
+        collective=config.collectives,
+        num_bytes=tuple(int(size // row_bytes) * row_bytes for size in sorted(sizes)),
+        dtype=config.dtype,
+        ranks=ranks,
+        hosts=len(hosts),
+        backend=backend,
+        warmup=config.warmup,
+        samples=config.samples,
+        max_seconds=config.max_seconds,
+    )
+    return [[case] for case in cases]
 
 
-def _record_file(config: CommunicationBenchmarkConfig) -> Path:
-    return config.output / "communication_benchmark.jsonl"
+def measure_group(
+    group: Group, config: CommunicationBenchmarkConfig, failed: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Measure one row; where one rank runs out of memory, all raise."""
+    [case] = group
+    yield measure_collective(case)
 
 
-def _sweep(config: CommunicationBenchmarkConfig) -> list[Record]:
-    """Measure on all ranks; rank 0 decides what, and writes and returns the records."""
-    device = current_device()
-    if device.type == "cpu":
-        # as training does
-        keep_freed_memory()
-    check_same({"device": device_name(device)})
-    hosts = len(set(gather_objects(socket.gethostname())))
-    cases = communication_cases(config, world_size(), dist.get_backend(), hosts)
-    if rank() > 0:
-        while (case := _broadcast_case()) is not None:
-            try:
-                measure_collective(case)
-            except (RuntimeError, MemoryError) as error:
-                # raised on all ranks; rank 0 records it
-                if not is_out_of_memory(error):
-                    raise
-                free_memory(error)
-        return []
-
-    def run_one(case: CommunicationCase) -> dict[str, Any]:
-        _broadcast_case(case)
-        return measure_collective(case)
-
-    path, restart = _record_file(config), config.restart
-    records = run_sweep(path, cases, run_one, show=_format_row, device=device, restart=restart)
-    _broadcast_case(None)
-    return records
-
-
-def _broadcast_case(case: CommunicationCase | None = None) -> CommunicationCase | None:
-    """The case that rank 0 measures next; None at the end."""
-    box = [case]
-    dist.broadcast_object_list(box, src=0, device=current_device())
-    return box[0]
-
-
-def measure_collective(case: CommunicationCase) -> dict[str, Any]:
+def measure_collective(case: Case) -> dict[str, Any]:
     """Measure one row; all ranks call this together and return the same times and status.
 
     `status` is `ok` or `wrong result`. Where one rank runs out of memory, all raise.
@@ -255,7 +187,7 @@ def measure_collective(case: CommunicationCase) -> dict[str, Any]:
     }
 
 
-def _prepare(case: CommunicationCase, device: torch.device) -> tuple[Function, Tensor, Tensor]:
+def _prepare(case: Case, device: torch.device) -> tuple[Function, Tensor, Tensor]:
     """The call to be timed, the tensor it writes, and the right result of the first call.
 
     Element i of a rank's tensor is (i + rank) modulo an odd number, so that an element at the wrong
@@ -290,7 +222,7 @@ def _prepare(case: CommunicationCase, device: torch.device) -> tuple[Function, T
     return lambda: all_gather(out, x), out, expected
 
 
-def _slowest_times(call: Function, case: CommunicationCase) -> tuple[list[float], int]:
+def _slowest_times(call: Function, case: Case) -> tuple[list[float], int]:
     """Milliseconds per call on the slowest rank, for each sample, and the calls in a sample."""
     for _ in range(case.warmup):
         call()
@@ -334,11 +266,96 @@ def _version(backend: str) -> str:
     return f"of torch {torch.__version__}"
 
 
-def _format_row(record: Record) -> str:
-    """The line printed once a row is measured."""
-    config, figures = record["config"], record["figures"]
-    text = f"{NAMES[config['collective']]} {size_name(config['num_bytes'])}: "
-    if figures["status"] != "ok":
-        return text + figures["status"]
-    time_ms = f"{figures['median_ms']:.3g} ms ± {figures['iqr_ms'] / 2:.2g}"
-    return f"{text}{time_ms}, bus bandwidth {figures['bus_bandwidth_gbs']:.3g} GB/s"
+def size_name(num_bytes: int) -> str:
+    """Bytes as `64 KiB`, to three digits."""
+    power = min(3, max(0, math.floor(math.log2(num_bytes) / 10)))
+    return f"{num_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def group_name(row: Mapping[str, Any]) -> str:
+    """The ranks of a row in words, such as `2 × NVIDIA H200, NCCL, float32`."""
+    ranks, hosts = row["ranks"], row["hosts"]
+    if row["backend"] == "nccl":
+        where = f"{ranks} × {row['device']}" + (f" on {hosts} hosts" if hosts > 1 else "")
+        return f"{where}, NCCL, {row['dtype']}"
+    where = f"on {hosts} hosts' CPUs" if hosts > 1 else "on one host's CPU"
+    return f"{ranks} processes {where} over gloo, {row['dtype']}"
+
+
+def communication_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The newest records, small sizes first, beside the time of the formula that fits them."""
+    frame = to_frame(newest(records)).reindex(columns=_fields(records))
+    frame["group"] = [group_name(row) for _, row in frame.iterrows()]
+    frame["size"] = frame["num_bytes"].map(size_name)
+    frame["place"] = frame["collective"].map(get_args(Collective).index)
+    frame = frame.sort_values(["group", "place", "num_bytes"]).drop(columns="place")
+    for _, rows in frame.groupby(["group", "collective"], sort=False):
+        link = fitted_link(rows)
+        if link is None:
+            continue
+        for index, row in rows[rows["status"] == "ok"].iterrows():
+            cost = (row["collective"], row["num_bytes"], row["ranks"])
+            predicted = predicted_ms(*cost, link.latency_us, link.bandwidth_gbs)
+            frame.loc[index, "predicted_ms"] = predicted
+            frame.loc[index, "formula_over_measured"] = predicted / row["median_ms"]
+    return frame.where(frame.notna(), None)
+
+
+def _fields(records: Sequence[Record]) -> list[str]:
+    """The columns of a frame, those that no record has too."""
+    return list(dict.fromkeys([*to_frame(records).columns, *COLUMNS]))
+
+
+def fitted_link(rows: pd.DataFrame) -> Link | None:
+    """The link that explains the times of one collective best."""
+    done = rows[rows["status"] == "ok"]
+    if not len(done):
+        return None
+    first = done.iloc[0]
+    points = list(zip(done["num_bytes"], done["median_ms"]))
+    return fit_link(first["collective"], first["ranks"], points)
+
+
+def link_table(rows: pd.DataFrame) -> list[str | Table]:
+    """Latency and bandwidth of each fit, and how far its formula is off."""
+    lines = []
+    for name, fitted in rows.groupby("collective", sort=False):
+        if (link := fitted_link(fitted)) is not None:
+            ratios = fitted["formula_over_measured"].dropna()
+            line = {"fitted": name, "latency a message (µs)": link.latency_us}
+            line |= {"bandwidth (GB/s)": link.bandwidth_gbs}
+            lines.append(line | {"formula / measured, least": min(ratios), "most": max(ratios)})
+    parts: list[str | Table] = [Table(lines) if lines else "One size alone gives no fit."]
+    if (peak := nvlink_gbs(rows.iloc[0])) is not None:
+        parts.append(f"NVLink, one direction: {peak:.0f} GB/s.")
+    return parts + [GLOO_NOTE] * (rows["backend"].iloc[0] == "gloo")
+
+
+def nvlink_gbs(row: Mapping[str, Any]) -> float | None:
+    """GB/s that a GPU of the row sends over NVLink; None where it is unknown or not used."""
+    if row["backend"] != "nccl" or row["hosts"] > 1:
+        return None
+    return NVLINK_GBS.get(re.sub(r"^(NVIDIA |Tesla )+", "", row["device"]))
+
+
+REPORT = Report(
+    "communication_benchmark",
+    "Communication",
+    COLUMNS,
+    note=NOTE,
+    by=("group",),
+    rows=communication_frame,
+    further=link_table,
+    charts=[
+        Chart(
+            "communication_benchmark.png",
+            "lines",
+            x="num_bytes",
+            y="bus_bandwidth_gbs",
+            series="collective",
+            panels=("group",),
+            labels=("bytes of the whole tensor", "bus bandwidth (GB/s)"),
+        )
+    ],
+)
+benchmark_communication = RanksBenchmark(REPORT, communication_groups, measure_group)

@@ -198,7 +198,7 @@ COMPARISONS = (
         *TOKENIZERS,
         device="{device}, {cores} cores",
         report="tokenizer_benchmark",
-        meaning="**Training a tokenizer** on a dictionary: {times}; yours takes seconds.",
+        meaning="**Training a tokenizer** on a dictionary: {times}.",
     ),
     Comparison(
         "tokenizer, training on Linux's C code",
@@ -215,7 +215,7 @@ COMPARISONS = (
         *TOKENIZERS,
         device="{device}, 1 core",
         report="tokenizer_benchmark",
-        meaning="**Encoding** it, on one core: {times}; a gigabyte takes seconds.",
+        meaning="**Encoding** it, on one core: {times}.",
     ),
     Comparison(
         "tokenizer, encoding Linux's C code",
@@ -252,20 +252,22 @@ COMPARISONS = (
         *("wrapper", "flashddp", ("torch_ddp",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
         report="lm_matrix_report",
-        meaning="**Data parallelism** on two GPUs: {times}; notebook 07 builds it.",
+        meaning="**Data parallelism** on two GPUs: {times}; notebook 07 builds up to it.",
     ),
     Comparison(
         "sharded optimizer, 2.0 billion parameters",
-        "sharding_benchmark",
+        "sharding_repeats",
         {"model": "xl", "ranks": 2},
         *("method", "zero1", ("torch_ddp+torch_zero",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
+        report="sharding_benchmark",
     ),
     Comparison(
         "fully sharded, 2.0 billion parameters",
-        "sharding_benchmark",
+        "sharding_repeats",
         {"model": "xl", "ranks": 2},
         *("method", "fsdp", ("fsdp2",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
+        report="sharding_benchmark",
     ),
 )

@@ -1,54 +1,84 @@
 """Training of a language model with each attention kernel in each data-parallel wrapper.
 
-For each kernel the wrappers are interleaved (see `multi_rank.py`). In the baseline `none`
-each rank trains alone, in a group of its own, while the others do the same.
+For each kernel the wrappers are interleaved (see `interleaved.py`). In the baseline `none` each
+rank trains alone, in a group of its own, while the others do the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar
 
-import torch
+import pandas as pd
 
-from lib.core.allocator import allocate_workspaces, allocated_bytes, free_memory, synchronize
-from lib.core.records import Record
+from lib.core.allocator import free_memory
 from lib.core.settings import NonEmpty, settings
-from lib.ddp.process_group import gather_objects
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
-from lib.model.config import (
-    ATTENTION_KERNELS,
-    AttentionKernel,
-    ModelConfig,
-    PresetName,
-    model_preset,
-)
+from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.profiling.measurement import interquartile_range
-from lib.tools.benchmarks.lm_matrix_report import write_report
-from lib.tools.benchmarks.multi_rank import (
-    Interleaved,
+from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.interleaved import (
+    Groups,
     epoch_ratios,
+    interleave,
     loss_difference,
-    run_benchmark,
+    make_groups,
 )
 from lib.tools.benchmarks.rank_training import (
     SIZES,
-    Plan,
-    RanksBenchmarkConfig,
+    RanksTrainingConfig,
     Training,
-    TrainingCase,
-    case_fields,
-    check_choices,
+    compared_steps,
+    training_case,
 )
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, fail
+from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
+from lib.tools.benchmarks.sections import Chart, Report, Section, Table, to_rows
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
+NOTE = """Each rank is a process with a part of the batch; `none` is the baseline, where each rank
+trains a model of its own while the others do the same. Wrappers are interleaved, an epoch at a
+time. An epoch is a sample, its time the ranks' mean; tokens/s are those of all ranks together.
+Efficiency is the time of `none` with the same kernel over the wrapper's, epoch by epoch, and
+overhead the peak memory of a rank beyond that of `none`. Communication is the time in which
+gradients travel, including waiting for other ranks, and exposed the part of it in which nothing
+else runs, both from a trace of a few further steps: of a GPU's kernels, or of a CPU's operators.
+Loss difference: the largest one to a single process that trains on the batches of all ranks, in the
+first steps. A compiled model is compiled block by block for the wrappers that overlap, which need
+gradients during the backward pass, and as a whole for the others.
+"""
+COLUMNS = {
+    "kernel": "kernel",
+    "wrapper": "wrapper",
+    "status": "status",
+    "tokens_per_s": "tokens/s",
+    "median_ms": "ms a step",
+    "iqr_ms": "IQR (ms)",
+    "samples": "samples",
+    "epoch_s": "s an epoch",
+    "efficiency_percent": "efficiency (%)",
+    "iqr_efficiency_percent": "IQR (%)",
+    "peak_memory_mb": "peak memory (MB)",
+    "overhead_percent": "overhead (%)",
+    "communication_ms": "communication (ms)",
+    "exposed_communication_ms": "exposed (ms)",
+    "loss_difference": "loss difference",
+}
+PERCENT = {
+    "scaling_efficiency": "efficiency_percent",
+    "iqr_scaling_efficiency": "iqr_efficiency_percent",
+    "memory_overhead": "overhead_percent",
+}
+# The wrappers that `flashddp` is compared with.
+PEERS = {"× torch_ddp": "torch_ddp", "× naive": "naive"}
 
 
 @settings
-class LmMatrixConfig(RanksBenchmarkConfig):
+class LmMatrixConfig(RanksTrainingConfig):
     """Train a language model with each attention kernel in each data-parallel wrapper.
 
     Defaults are chosen for two processes on one CPU, or for all GPUs of the machine.
@@ -78,42 +108,70 @@ class LmMatrixConfig(RanksBenchmarkConfig):
     vocab_size: int | None = None
     """Token ids."""
 
-    cpu_defaults: ClassVar[dict[str, Any]] = {
-        "model": "tiny",
-        "kernels": CPU_KERNELS,
-        "tr_batch_size": 2,
-        "steps_per_epoch": 3,
-    }
-    gpu_defaults: ClassVar[dict[str, Any]] = {
-        "model": "matrix",
-        "kernels": GPU_KERNELS,
-        "tr_batch_size": 8,
-        "steps_per_epoch": 20,
+    defaults: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "model": ("tiny", "matrix"),
+        "kernels": (CPU_KERNELS, GPU_KERNELS),
+        "tr_batch_size": (2, 8),
+        "steps_per_epoch": (3, 20),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, {"kernels": ATTENTION_KERNELS, "wrappers": DDP_WRAPPERS})
-        if self.model is not None:
-            # sizes that do not fit together are refused now
-            self.shape()
-
-    def shape(self, kernel: AttentionKernel = "sdpa") -> ModelConfig:
+    def shape(self, kernel: AttentionKernel, backend: str) -> ModelConfig:
         """The model, with an attention kernel."""
         given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
-        preset = model_preset(self.model or "tiny")
+        preset = model_preset(self.given("model", backend))
         return dataclasses.replace(preset, attention_kernel=kernel, **given)
 
-    def plans(self) -> list[Plan]:
-        return [Plan(kernel, self.wrappers) for kernel in self.kernels]
 
-    def case(self, subject: str, name: str, dtype: str) -> TrainingCase:
-        return TrainingCase(**case_fields(self, self.shape(subject), dtype), wrapper=name)
+def matrix_groups(config: LmMatrixConfig, ranks: int, backend: str) -> list[Group]:
+    """A group of wrappers for each kernel."""
+    model = config.given("model", backend)
+    return [
+        [
+            training_case(
+                config, config.shape(kernel, backend), ranks, backend, model=model, wrapper=wrapper
+            )
+            for wrapper in config.wrappers
+        ]
+        for kernel in config.given("kernels", backend)
+    ]
 
 
-def benchmark_lm_matrix(config: LmMatrixConfig) -> list[Record]:
-    """Measure the cells that `config` names; see `multi_rank.run_benchmark`."""
-    return run_benchmark(LmMatrix, config)
+def measure_wrappers(
+    group: Group, config: LmMatrixConfig, failed: Path | None
+) -> Iterator[dict[str, Any]]:
+    """The figures of the wrappers of one kernel, with losses beside those of one process."""
+    groups = make_groups(config.timeout)
+    try:
+        reference = reference_losses(group[0], config, groups)
+    except ValueError:
+        # the kernel does not run here, which each training says
+        reference = []
+    except Exception as error:
+        fail(failed, group[0], error)
+    rows = interleave(group, config, groups, failed)
+    further = compare_with_none(rows)
+    for case in group:
+        row = rows[case.wrapper]
+        # in `none` each rank sees its own batches alone
+        losses = row.get("losses") if case.wrapper != "none" or case.ranks == 1 else None
+        if losses is not None:
+            row |= {"reference_losses": reference}
+            row |= {"loss_difference": loss_difference(losses, reference)}
+        yield {**row, **further.get(case.wrapper, {})}
+
+
+def reference_losses(case: Case, config: LmMatrixConfig, groups: Groups) -> list[float]:
+    """Losses of one process that trains on the batches of all ranks, which every rank does."""
+    if compared_steps(case) == 0:
+        return []
+    alone = Case(**vars(case) | {"wrapper": "none"})
+    training = Training(alone, config, groups.own, ranks_in_one=case.ranks)
+    training.train(compared_steps(case))
+    training.read_losses()
+    losses = training.losses
+    del training
+    free_memory()
+    return losses
 
 
 def compare_with_none(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -122,85 +180,74 @@ def compare_with_none(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     memory = alone.get("peak_memory_bytes")
     further = {}
     for wrapper, row in rows.items():
-        ratios = epoch_ratios(alone.get("times_ms", []), row.get("times_ms", []))
-        own = row.get("peak_memory_bytes")
+        if row["status"] != "ok":
+            continue
+        ratios = epoch_ratios(alone.get("times_ms", []), row["times_ms"])
         further[wrapper] = {
             "scaling_efficiency": median(ratios) if ratios else None,
             "iqr_scaling_efficiency": interquartile_range(ratios),
-            "memory_overhead": own / memory - 1 if own and memory else None,
+            "memory_overhead": row["peak_memory_bytes"] / memory - 1 if memory else None,
         }
     return further
 
 
-class LmMatrix(Interleaved):
-    """The benchmark; an instance is the wrappers of one kernel on one rank."""
+def matrix_frame(records: list[dict[str, Any]]) -> pd.DataFrame:
+    """The newest rows, with percentages and megabytes."""
+    frame = training_frame(records)
+    for name, shown in PERCENT.items():
+        found = frame[name] if name in frame else pd.Series(None, frame.index)
+        frame[shown] = [None if value is None else round(100 * value, 2) for value in found]
+    frame["peak_memory_mb"] = [value and value / 1e6 for value in frame["peak_memory_bytes"]]
+    return frame
 
-    records = "lm_matrix.jsonl"
-    compare = staticmethod(compare_with_none)
-    write_report = staticmethod(write_report)
-    reference: list[float] | None = None
 
-    @staticmethod
-    def describe(figures: dict[str, Any]) -> str:
-        text = f", {figures['tokens_per_s']:,.0f} tokens/s"
-        if figures["scaling_efficiency"] is not None:
-            text += f", efficiency {figures['scaling_efficiency']:.1%}"
-        if figures["peak_memory_bytes"] is not None:
-            text += f", {figures['peak_memory_bytes'] / 1e6:,.1f} MB"
-        return text
+def overview(frame: pd.DataFrame) -> list[Section]:
+    """How `flashddp` compares on GPUs: a row for each setting and kernel."""
+    rows = to_rows(frame)
+    lines = []
+    for row in rows:
+        if (row["wrapper"], row["status"], row["backend"]) != ("flashddp", "ok", "nccl"):
+            continue
+        beside = [r for r in rows if (r["setting"], r["kernel"]) == (row["setting"], row["kernel"])]
+        line = {"setting": row["setting"], "kernel": row["kernel"]}
+        line |= ratios(row, beside, PEERS, "wrapper")
+        line |= {"efficiency (%)": row["efficiency_percent"]}
+        line |= {"memory overhead (%)": row["overhead_percent"]}
+        lines.append(line | {"recorded": row["recorded"]})
+    note = """× is how many times as fast `flashddp` is as another wrapper in the same run, epoch by
+epoch; nothing where they did not run together."""
+    return [Section("How flashddp compares", [note, Table(lines)])] if lines else []
 
-    def warm_up(self, name: str) -> tuple[Training, int | None]:
-        """A training after its warm-up epochs, and its peak memory in bytes; None where unknown.
 
-        The peak counts this training alone, whatever else is allocated. On a GPU it leaves out the
-        first step, which compiles and tunes; on a CPU it covers the first two.
-        """
-        if self.reference is None:
-            self.reference = self._reference_losses()
-        case, device = self.cases[name], self.device
-        made: list[Training] = []
+def remarks(rows: pd.DataFrame) -> list[str]:
+    """What to keep in mind about a setting, and which cells failed."""
+    return notes(rows, "kernel", "wrapper")
 
-        def start(steps: int) -> None:
-            made.append(Training(case, self.config, self.group(name)))
-            made[0].train(steps)
 
-        if device.type == "cpu":
-            peak, _ = allocated_bytes(lambda: start(2), device)
-        else:
-            allocate_workspaces(device)
-            before = torch.cuda.memory_allocated(device)
-            start(1)
-            synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            made[0].train(1)
-        made[0].finish_warm_up(self.config, 2)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device) - before
-        return made[0], peak
+def bars(file: str, y: str, label: str) -> Chart:
+    """Bars of a figure: a panel for each setting, a group for each kernel."""
+    labels = ("attention kernel", label)
+    return Chart(
+        file, "bars", x="kernel", y=y, series="wrapper", panels=("setting",), labels=labels
+    )
 
-    def _reference_losses(self) -> list[float]:
-        """Losses of one process that trains on the batches of all ranks, which every rank does."""
-        case = dataclasses.replace(next(iter(self.cases.values())), wrapper="none")
-        if case.compared_steps == 0:
-            return []
-        training = Training(case, self.config, self.groups.own, ranks_in_one=case.ranks)
-        training.train(case.compared_steps)
-        training.read_losses()
-        losses = training.losses
-        del training
-        free_memory()
-        return losses
 
-    def own_figures(self, name: str, time: dict[str, Any]) -> dict[str, Any]:
-        case = self.cases[name]
-        peaks = gather_objects(self.memory[name])
-        figures: dict[str, Any] = {
-            "epoch_s": time["median_ms"] * case.steps_per_epoch / 1e3,
-            "peak_memory_bytes": max(peaks) if None not in peaks else None,
-        }
-        # in `none` each rank sees its own batches alone
-        if name != "none" or case.ranks == 1:
-            losses = self.finite_losses(name)
-            figures |= {"losses": losses, "reference_losses": self.reference}
-            figures["loss_difference"] = loss_difference(losses, self.reference)
-        return figures
+REPORT = Report(
+    "lm_matrix",
+    "Attention kernels and data-parallel wrappers",
+    COLUMNS,
+    note=NOTE,
+    by=("setting",),
+    rows=matrix_frame,
+    overview=overview,
+    further=remarks,
+    charts=[
+        bars("lm_matrix_time.png", "median_ms", "time a step (ms)"),
+        bars("lm_matrix_memory.png", "peak_memory_mb", "peak memory of a rank (MB)"),
+        bars("lm_matrix_throughput.png", "tokens_per_s", "tokens/s of all ranks"),
+        bars("lm_matrix_losses.png", "loss_difference", "largest loss difference (nats per token)"),
+    ],
+    text="_report.md",
+    table="_results.csv",
+)
+benchmark_lm_matrix = RanksBenchmark(REPORT, matrix_groups, measure_wrappers)

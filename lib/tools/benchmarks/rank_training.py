@@ -1,7 +1,6 @@
-"""One training of a multi-rank benchmark: its settings, and one rank's part in it.
+"""One training of a benchmark on several ranks: its settings, and one rank's part in it.
 
-`multi_rank.py` interleaves several of these. A `TrainingCase` is what a record keeps as
-its config, and `Training` runs it.
+`interleaved.py` interleaves several of these.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import dataclasses
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,41 +19,46 @@ import torch.distributed as dist
 
 from lib.core import ranges as core_ranges
 from lib.core.allocator import synchronize, without_stderr
-from lib.core.hardware import DtypeName, local_results
+from lib.core.hardware import DtypeName, pick_dtype
 from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, check, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import ModelConfig, model_preset
-from lib.model.costs import num_parameters
 from lib.model.transformer import TransformerLM
 from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.profiling.trace import read_trace
 from lib.profiling.trace_summary import summarize
+from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.ranks import RanksConfig
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 LEARNING_RATE = 5e-4
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
-Config = TypeVar("Config", bound="RanksBenchmarkConfig")
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Trainings that are interleaved."""
-
-    subject: str
-    """The setting they share, such as an attention kernel or a model."""
-
-    names: tuple[str, ...]
-    """The setting that differs, such as the data-parallel wrapper."""
-
-    is_together: bool = True
-    """Whether all their models may be in memory at once."""
+# Fields of a case that are those of the config.
+SAME = ("tf32", "compile", "cuda_graph", "low_precision_weights")
+LENGTH = ("epochs", "timed_epochs", "steps_per_epoch", "loss_steps")
+# Way to train -> its fields of `lib.training.config.TrainConfig`, beside a wrapper of that name.
+SHARDING_METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "flashddp": {},
+    "flashddp+zero1": {"ddp_wrapper": "flashddp", "sharded_optimizer": "zero1"},
+    "flashddp+zero1_parameters": {
+        "ddp_wrapper": "flashddp",
+        "sharded_optimizer": "zero1",
+        "zero1_strategy": "parameters",
+    },
+    "zero1": {"ddp_wrapper": "none", "sharded_optimizer": "zero1"},
+    "torch_ddp+torch_zero": {"ddp_wrapper": "torch_ddp", "sharded_optimizer": "torch_zero"},
+    "fsdp": {},
+    "fsdp2": {},
+    "fsdp+checkpoints": {"ddp_wrapper": "fsdp", "activation_checkpointing": "input"},
+}
 
 
 @settings
-class RanksBenchmarkConfig:
+class RanksTrainingConfig(RanksConfig):
     """Settings that the benchmarks of training on several ranks share."""
 
     context_length: PositiveInt | None = None
@@ -79,14 +82,8 @@ class RanksBenchmarkConfig:
     trace_steps: NonNegativeInt = 3
     """Trace this many further steps with PyTorch's profiler to time communication; 0: none."""
 
-    ranks: PositiveInt | None = None
-    """Processes; 2 by default on a CPU, or one per GPU. Under `torchrun`, as many as it started."""
-
-    backend: Literal["nccl", "gloo"] | None = None
-    """Communication backend: `nccl` by default on GPUs, `gloo` on CPUs."""
-
-    timeout: PositiveFloat = 300.0
-    """Seconds that a rank waits for the others."""
+    together: bool = True
+    """Hold all models that are compared in memory at once, where they fit by formula."""
 
     dtype: DtypeName = "auto"
     """`auto` (the narrowest dtype fast on the device), `float32`, `bfloat16` or `float16`."""
@@ -104,184 +101,115 @@ class RanksBenchmarkConfig:
     """Hold the model's matrices in `dtype`, and their float32 masters in AdamW."""
 
     bucket_size_mb: PositiveFloat | None = None
-    """MiB per gradient bucket, where gradients are sent in buckets.
+    """MiB per gradient bucket; by default 25, or a 32nd of all gradients where that is more."""
 
-    By default 25, or a 32nd of all gradients where that is more.
-    """
-
-    seed: NonNegativeInt = 0
-    """Seed of weights and tokens."""
-
-    restart: bool = False
-    """Measure again what already has a record."""
-
-    output: Path = dataclasses.field(default_factory=local_results)
-    """Folder for records, tables and figures; records of other settings there are kept."""
-
-    cpu_defaults: ClassVar[dict[str, Any]] = {}
-    gpu_defaults: ClassVar[dict[str, Any]] = {}
+    defaults: ClassVar[dict[str, tuple[Any, Any]]] = {}
+    """Fields that may be left out -> what they are on a CPU, and on GPUs."""
 
     def __post_init__(self) -> None:
         right = f"more than timed_epochs ({self.timed_epochs}), as the first epoch warms up"
         check(self, "epochs", self.epochs > self.timed_epochs, right)
 
-    def plans(self) -> list[Plan]:
-        """The groups that are measured together, of a config `with_defaults`."""
-        raise NotImplementedError
-
-    def case(self, subject: str, name: str, dtype: str) -> TrainingCase:
-        """One training of a plan, of a config `with_defaults`."""
-        raise NotImplementedError
-
-    def with_defaults(self: Config, ranks: int, *, on_gpu: bool) -> Config:
-        """This config for `ranks` processes, with everything chosen that it leaves out but `dtype`.
-
-        Raises:
-            ValueError: the config asks for another number of ranks, or for something that only
-                GPUs have.
-        """
-        check_ranks(self.ranks, ranks)
-        if self.cuda_graph and not on_gpu:
-            raise ValueError("cuda_graph must be False on a CPU, got True")
-        defaults = self.gpu_defaults if on_gpu else self.cpu_defaults
-        defaults = {"backend": "nccl" if on_gpu else "gloo", **defaults}
-        chosen = {name: getattr(self, name) or value for name, value in defaults.items()}
-        return dataclasses.replace(self, ranks=ranks, **chosen)
+    def given(self, name: str, backend: str) -> Any:
+        """The field, or its default for the ranks' devices."""
+        return getattr(self, name) or self.defaults[name][backend == "nccl"]
 
 
-def check_ranks(asked: int | None, started: int) -> None:
-    """Raise a `ValueError` if a number of ranks was asked for and another was started."""
-    if asked not in (None, started):
-        raise ValueError(f"ranks must be {started}, as torchrun started {started}, got {asked}")
+def training_case(
+    config: RanksTrainingConfig, shape: ModelConfig, ranks: int, backend: str, **names: Any
+) -> Case:
+    """The training of a model that `config` asks for; `names` are model, wrapper and method.
+
+    Raises:
+        ValueError: the config asks for another number of ranks or another backend than there are,
+            or for something that only GPUs have.
+    """
+    for field, actual in (("ranks", ranks), ("backend", backend)):
+        is_right = getattr(config, field) in (None, actual)
+        check(config, field, is_right, f"None or the group's {actual!r}")
+    on_gpu = backend == "nccl"
+    check(config, "cuda_graph", on_gpu or not config.cuda_graph, "False on a CPU")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = str(pick_dtype(device, config.dtype)).removeprefix("torch.")
+    low = config.low_precision_weights
+    cap_mb = default_cap_mb(shape, dtype=dtype, low_precision_weights=low)
+    return Case(
+        kernel=shape.attention_kernel,
+        **names,
+        **{name: getattr(shape, name) for name in SIZES},
+        tr_batch_size=config.given("tr_batch_size", backend),
+        ranks=ranks,
+        backend=backend,
+        dtype=dtype,
+        **{name: getattr(config, name) for name in SAME},
+        bucket_size_mb=config.bucket_size_mb or cap_mb,
+        **{name: getattr(config, name) for name in LENGTH if name != "steps_per_epoch"},
+        steps_per_epoch=config.given("steps_per_epoch", backend),
+    )
 
 
-def check_choices(config: Any, choices: Mapping[str, Any]) -> None:
-    """Refuse unknown and repeated names; `choices` maps a field to the names that it may hold."""
-    for field, known in choices.items():
-        given = getattr(config, field)
-        is_right = set(given) <= set(known) and len(set(given)) == len(given)
-        check(config, field, is_right, f"different names out of {', '.join(known)}")
+def shape_of(case: Case) -> ModelConfig:
+    """The model of a case."""
+    sizes = {name: getattr(case, name) for name in SIZES}
+    return dataclasses.replace(model_preset(case.model), attention_kernel=case.kernel, **sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingCase:
-    """One training: the config of its record."""
-
-    kernel: str
-    """Attention kernel."""
-
-    wrapper: str
-    """Data-parallel wrapper."""
-
-    model: str
-    """Model preset; the sizes below may differ from its own."""
-
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int
-    context_length: int
-
-    tr_batch_size: int
-    """Sequences per rank and step."""
-
-    ranks: int
-    backend: str
-    dtype: str
-    """Data type of matmuls."""
-
-    tf32: bool
-    compile: bool
-    cuda_graph: bool
-    low_precision_weights: bool
-    bucket_size_mb: float
-    epochs: int
-    timed_epochs: int
-    steps_per_epoch: int
-    loss_steps: int
-
-    @property
-    def shape(self) -> ModelConfig:
-        """The model."""
-        sizes = {name: getattr(self, name) for name in SIZES}
-        preset = model_preset(self.model)
-        return dataclasses.replace(preset, attention_kernel=self.kernel, **sizes)
-
-    @property
-    def compared_steps(self) -> int:
-        """How many of the first steps have their losses kept."""
-        return min(self.loss_steps, self.epochs * self.steps_per_epoch)
-
-    @property
-    def label(self) -> str:
-        """Its subject and name in a plan."""
-        return f"{self.kernel}, {self.wrapper}"
-
-    @property
-    def known_figures(self) -> dict[str, Any]:
-        """Figures that need no measurement; failed trainings have them, too."""
-        return {"parameters": num_parameters(self.shape)}
-
-    @property
-    def stage(self) -> int:
-        """The stage of ZeRO."""
-        return 0
-
-    @property
-    def checkpoints(self) -> bool:
-        """Whether backward computes every block again."""
-        return False
-
-    @property
-    def predicted(self) -> RankMemory:
-        """A rank's memory by formula."""
-        # the compiler keeps no more than the eager kernel
-        kernel = self.kernel.removesuffix("_compiled")
-        return rank_memory(
-            dataclasses.replace(self.shape, attention_kernel=kernel),
-            ranks=self.ranks if self.stage or self.wrapper != "none" else 1,
-            stage=self.stage,
-            batch_size=self.tr_batch_size,
-            dtype=self.dtype,
-            low_precision_weights=self.low_precision_weights,
-            checkpoints=self.checkpoints,
-            ddp_wrapper="none" if self.stage == 3 else self.wrapper,
-            bucket_cap_mb=self.bucket_size_mb,
-            cuda=self.backend == "nccl",
-            outer_stays=self.wrapper == "fsdp2",
-        )
-
-    def train_config(self, **changes: Any) -> TrainConfig:
-        """The settings for `lib.training`."""
-        return TrainConfig(
-            model=self.shape,
-            optimizer=OptimizerConfig(warmup_steps=0),
-            steps=10**6,
-            batch_size=self.tr_batch_size,
-            dtype=self.dtype,
-            compile=self.compile,
-            cuda_graph=self.cuda_graph,
-            low_precision_weights=self.low_precision_weights,
-            ddp_wrapper=self.wrapper,
-            bucket_size_mb=self.bucket_size_mb,
-            **changes,
-        )
+def method_of(case: Case) -> str:
+    """The way to train: in the benchmark of wrappers, a wrapper."""
+    return getattr(case, "method", case.wrapper)
 
 
-def case_fields(config: RanksBenchmarkConfig, shape: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The fields of a case that follow from a config `with_defaults` and the model's shape."""
-    names = {field.name for field in dataclasses.fields(TrainingCase)} & vars(config).keys()
-    fields = {name: getattr(config, name) for name in names}
-    fields |= {name: getattr(shape, name) for name in SIZES}
-    if config.bucket_size_mb is None:
-        fields["bucket_size_mb"] = default_cap_mb(
-            shape, dtype=dtype, low_precision_weights=config.low_precision_weights
-        )
-    return fields | {"kernel": shape.attention_kernel, "dtype": dtype}
+def stage_of(case: Case) -> int:
+    """The stage of ZeRO."""
+    if case.wrapper in ("fsdp", "fsdp2"):
+        return 3
+    return int("sharded_optimizer" in SHARDING_METHODS.get(method_of(case), {}))
 
 
-def skewed_tokens(case: TrainingCase, seed: int) -> np.ndarray:
+def compared_steps(case: Case) -> int:
+    """How many of the first steps have their losses kept."""
+    return min(case.loss_steps, case.epochs * case.steps_per_epoch)
+
+
+def train_config(case: Case, **changes: Any) -> TrainConfig:
+    """The settings for `lib.training`."""
+    fields = {"ddp_wrapper": case.wrapper, **SHARDING_METHODS.get(method_of(case), {})}
+    return TrainConfig(
+        model=shape_of(case),
+        optimizer=OptimizerConfig(warmup_steps=0),
+        steps=10**6,
+        batch_size=case.tr_batch_size,
+        dtype=case.dtype,
+        compile=case.compile,
+        cuda_graph=case.cuda_graph,
+        low_precision_weights=case.low_precision_weights,
+        bucket_size_mb=case.bucket_size_mb,
+        **fields,
+        **changes,
+    )
+
+
+def predicted_memory(case: Case) -> RankMemory:
+    """A rank's memory by formula."""
+    stage = stage_of(case)
+    # the compiler keeps no more than the eager kernel
+    kernel = case.kernel.removesuffix("_compiled")
+    return rank_memory(
+        dataclasses.replace(shape_of(case), attention_kernel=kernel),
+        ranks=case.ranks if stage or case.wrapper != "none" else 1,
+        stage=stage,
+        batch_size=case.tr_batch_size,
+        dtype=case.dtype,
+        low_precision_weights=case.low_precision_weights,
+        checkpoints="activation_checkpointing" in SHARDING_METHODS.get(method_of(case), {}),
+        ddp_wrapper="none" if stage == 3 else case.wrapper,
+        bucket_cap_mb=case.bucket_size_mb,
+        cuda=case.backend == "nccl",
+        outer_stays=case.wrapper == "fsdp2",
+    )
+
+
+def skewed_tokens(case: Case, seed: int) -> np.ndarray:
     """Token ids for one epoch; low ids are the most frequent, so there is something to learn."""
     sequences = case.steps_per_epoch * case.tr_batch_size * case.ranks
     # one more, as the sampler shifts the start of each epoch by up to a sequence
@@ -301,8 +229,8 @@ class Training:
 
     def __init__(
         self,
-        case: TrainingCase,
-        config: RanksBenchmarkConfig,
+        case: Case,
+        config: RanksTrainingConfig,
         group: dist.ProcessGroup | None,
         *,
         ranks_in_one: int = 1,
@@ -315,14 +243,14 @@ class Training:
             len(self.tokens), case.context_length, batch_size, seed=config.seed, **share
         )
         generator = torch.Generator(self.device).manual_seed(config.seed)
-        model = TransformerLM(case.shape, device=self.device, generator=generator)
+        model = TransformerLM(shape_of(case), device=self.device, generator=generator)
         dtype = getattr(torch, case.dtype)
         if case.low_precision_weights:
             model.use_low_precision_weights(dtype)
         # losses are read after at most this many steps
         log_interval = max(case.epochs * case.steps_per_epoch, config.trace_steps + 1, 3)
-        settings = case.train_config(
-            log_interval=log_interval, gradient_accumulation_steps=ranks_in_one
+        settings = train_config(
+            case, log_interval=log_interval, gradient_accumulation_steps=ranks_in_one
         )
         self.step = TrainStep(model, settings, self.device, dtype, group=group)
         # eager until `finish_warm_up`, so that memory is measured step by step
@@ -336,7 +264,7 @@ class Training:
             sequences = read_sequences(self.tokens, self.sampler.next_starts(), length, self.device)
             self.step(sequences, LEARNING_RATE)
 
-    def finish_warm_up(self, config: RanksBenchmarkConfig, steps_done: int) -> None:
+    def finish_warm_up(self, config: RanksTrainingConfig, steps_done: int) -> None:
         """Run the other steps of the warm-up, at least one, as a CUDA graph if the case asks."""
         self.step.use_cuda_graph(self.case.cuda_graph)
         steps = (config.epochs - config.timed_epochs) * self.case.steps_per_epoch
@@ -346,7 +274,7 @@ class Training:
     def read_losses(self) -> None:
         """Fetch the losses since the last call, and keep those of the compared steps."""
         self.losses += [step.loss for step in self.step.read_log()]
-        del self.losses[self.case.compared_steps :]
+        del self.losses[compared_steps(self.case) :]
 
     def timed_epoch(self) -> float:
         """Train for an epoch that all ranks start together, and return milliseconds per step."""

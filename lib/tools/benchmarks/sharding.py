@@ -1,236 +1,300 @@
 """Memory and time of training with a sharded optimizer, against a replicated one and PyTorch's own.
 
-For each model the methods are interleaved (see `multi_rank.py`). In `none` each rank trains
-alone, in a group of its own, while the others do the same.
-
-The memory of a training on one rank is its tensors by kind, and the allocated bytes at five moments
-of its third step (`measure_memory`).
+For each model the methods are interleaved (see `interleaved.py`). In `none` each rank trains alone,
+in a group of its own, while the others do the same.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import tempfile
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, record_function
+import pandas as pd
 
-from lib.core.allocator import allocate_workspaces, without_stderr
 from lib.core.records import Record
-from lib.ddp.process_group import gather_objects
-from lib.tools.benchmarks.multi_rank import Interleaved, run_benchmark
-from lib.tools.benchmarks.rank_training import Training
-from lib.tools.benchmarks.sharding_cases import ShardingConfig, compare_with_base
-from lib.tools.benchmarks.sharding_report import write_report
-from lib.training.step import TrainStep
+from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
+from lib.model.config import ATTENTION_KERNELS, PresetName, model_preset
+from lib.profiling.measurement import interquartile_range
+from lib.profiling.memory_formula import SIZES, rank_memory
+from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.interleaved import (
+    epoch_ratios,
+    interleave,
+    loss_difference,
+    make_groups,
+)
+from lib.tools.benchmarks.rank_training import (
+    SHARDING_METHODS,
+    RanksTrainingConfig,
+    predicted_memory,
+    training_case,
+)
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark
+from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
+from lib.tools.benchmarks.sections import Chart, Report, Section, Table, failures, to_rows
+
+# The method that the others are compared with.
+BASE = "flashddp"
+NOTE = """Each rank is a process with a part of the batch; in `none` each trains a model of its own
+while the others do the same. `flashddp` keeps the whole optimizer on every rank, `zero1` a slice of
+it, and averages gradients itself; in `wrapper+zero1` the wrapper averages them. `fsdp` and
+PyTorch's `fully_shard`, `fsdp2`, shard weights and gradients too; with `+checkpoints` backward
+computes every block again. Methods are interleaved, an epoch at a time; an epoch is a sample, its
+time the ranks' mean, and the ratio to `flashddp` the median over the epochs.
+
+Bytes are those of the rank that has most, in a training's third step and of itself alone. Weights,
+gradients and state are counted from the tensors that are there when the optimizer steps; the rest
+is what is allocated. Predictions are formulas (`lib.profiling.memory_formula`) for eager
+mode, of which `torch.compile` keeps fewer activations. `saved` is how far the peak lies below that
+of `flashddp`. Buckets have 25 MiB where a title says nothing else.
+"""
+COLUMNS = {
+    "method": "method",
+    "status": "status",
+    "median_ms": "ms a step",
+    "iqr_ms": "IQR (ms)",
+    "samples": "samples",
+    "tokens_per_s": "tokens/s",
+    "step_ratio": "time / flashddp",
+    "iqr_step_ratio": "IQR",
+    "communication_ms": "communication (ms)",
+    "exposed_communication_ms": "exposed (ms)",
+    "loss_difference": "loss difference",
+}
+MEMORY_COLUMNS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "state",
+    "activations": "activations",
+    "initialized": "initialized",
+    "before_step": "before the update",
+    "after_step": "after it",
+    "peak": "peak",
+}
+# The methods that others are compared with, by the heading of the ratio, and FSDP with PyTorch's.
+PEERS = {"time / flashddp": BASE, "time / torch_zero": "torch_ddp+torch_zero"}
+FSDP_PEERS = {**PEERS, "time / fsdp2": "fsdp2"}
+COMPARED = """Ratios are over the epochs of one run, and missing where methods did not run together.
+`state · ranks` is 1 where a rank holds exactly its share of the optimizer's state. The formula that
+the peak is compared with is today's; tables of bytes show that of the day.
+"""
+BY_FORMULA = """The peak of a rank in GB: bfloat16 by autocast, 32 sequences a rank, on GPUs.
+"""
+RANKS = (1, 2, 4, 8)
+# Method -> its stage of ZeRO. Nothing here implements the second.
+STAGES = {"flashddp": 0, "zero1": 1, "ZeRO-2": 2, "fsdp": 3}
 
 
-def benchmark_sharding(config: ShardingConfig) -> list[Record]:
-    """Measure the methods that `config` names; see `multi_rank.run_benchmark`."""
-    return run_benchmark(Sharding, config)
+@settings
+class ShardingConfig(RanksTrainingConfig):
+    """Measure memory and time of training with the optimizer's state replicated and sharded.
 
-
-class Sharding(Interleaved):
-    """The benchmark; an instance is the methods of one model on one rank."""
-
-    records = "sharding_benchmark.jsonl"
-    compare = staticmethod(compare_with_base)
-    write_report = staticmethod(write_report)
-
-    @staticmethod
-    def describe(figures: dict[str, Any]) -> str:
-        text = ""
-        if figures["step_ratio"] is not None:
-            text += f", {figures['step_ratio']:.3f} of flashddp"
-        for kind in ("optimizer_state", "peak"):
-            measured, predicted = (figures[source][kind] for source in ("measured", "predicted"))
-            name = kind.replace("_", " ")
-            text += f", {name} {measured / 1e6:,.1f} MB (predicted {predicted / 1e6:,.1f})"
-        return text
-
-    def warm_up(self, name: str) -> tuple[Training, dict[str, int]]:
-        make = functools.partial(Training, self.cases[name], self.config, self.group(name))
-        training, memory = measure_memory(make, self.device)
-        training.finish_warm_up(self.config, 3)
-        return training, memory
-
-    def own_figures(self, name: str, time: dict[str, Any]) -> dict[str, Any]:
-        by_rank = gather_objects(self.memory[name])
-        return {
-            # of each kind and moment the rank that has most
-            "measured": {key: max(memory[key] for memory in by_rank) for key in by_rank[0]},
-            "optimizer_state_by_rank": [memory["optimizer_state"] for memory in by_rank],
-            "losses": self.finite_losses(name),
-        }
-
-
-def measure_memory(
-    make: Callable[[], Training], device: torch.device
-) -> tuple[Training, dict[str, int]]:
-    """Make a training, run three steps, and return it with the bytes that it holds by itself.
-
-    Counted from tensors between the third backward pass and the optimizer's step: `parameters`,
-    `gradients`, `optimizer_state`. Counted from allocations: `initialized`, before the first step;
-    in the third step `before_step` and `after_step` of the optimizer, `peak`, and `activations`,
-    what the forward pass adds. The first step makes the optimizer's state and compiles, and in the
-    second PyTorch's DDP rebuilds its buckets.
-
-    Allocations come from the caching allocator on a GPU, and from PyTorch's profiler on a CPU.
+    Defaults are chosen for two processes on one CPU, or for all GPUs of the machine.
     """
-    log = _GpuLog(device) if device.type == "cuda" else _CpuLog()
-    with log.recording():
-        # warm up
-        training = make()
-        log.mark("initialized")
-        training.train(2)
-        training.step.wait()
-        # the step that is measured
-        log.mark("begin")
-        with _mark_moments(training.step, log.mark) as kinds:
-            training.train(1)
-        training.step.wait()
-        log.mark("after_step")
-    moments = log.bytes()
-    activations = moments.pop("after_forward") - moments.pop("begin")
-    return training, {**kinds, "activations": activations, **moments}
 
+    models: tuple[PresetName, ...] = ()
+    """Model presets; `tiny` by default on a CPU, `large` and `xl` on GPUs."""
 
-@contextlib.contextmanager
-def _mark_moments(step: TrainStep, mark: Callable[[str], None]) -> Iterator[dict[str, int]]:
-    """Mark `after_forward` and `before_step` of the steps in the block.
+    methods: Annotated[tuple[str, ...], NonEmpty] = tuple(SHARDING_METHODS)
+    """Ways to train; `none` is each rank alone, and `flashddp` what the others are compared with.
 
-    Yields a dict that gets the bytes held at `before_step`.
+    `zero1` averages gradients itself; `WRAPPER+zero1` leaves that to the wrapper. `+checkpoints`
+    recomputes every block in backward.
     """
-    held: dict[str, int] = {}
 
-    def before_step(*_: Any) -> None:
-        mark("before_step")
-        held.update(held_bytes(step))
+    attention_kernel: str = "sdpa"
+    """Attention kernel."""
 
-    hooks = (
-        step.loss.register_forward_hook(lambda *_: mark("after_forward")),
-        step.optimizer.register_step_pre_hook(before_step),
-    )
-    try:
-        yield held
-    finally:
-        for hook in hooks:
-            hook.remove()
+    loss_steps: NonNegativeInt = 10
+    """Compare the losses of this many first steps with those of `flashddp`."""
 
+    trace_steps: NonNegativeInt = 2
+    """Trace this many further steps with PyTorch's profiler to time communication; 0: none."""
 
-def held_bytes(step: TrainStep) -> dict[str, int]:
-    """Bytes of a step's parameters, gradients and optimizer state on this rank."""
-    params = list(step.model.parameters())
-    is_sharded, optimizer = step.parallel.is_sharded, step.optimizer
-    shards = optimizer.shards if is_sharded else []
-    grads = [param.grad for param in params] + [shard.leaf.grad for shard in shards]
-    # that of this rank's parameters
-    state = (optimizer.inner if is_sharded else optimizer).state
-    values = [value for of_param in state.values() for value in of_param.values()]
-    return {
-        "parameters": _bytes_of(params),
-        "gradients": _bytes_of(grads),
-        "optimizer_state": _bytes_of(values),
+    defaults: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "models": (("tiny",), ("large", "xl")),
+        "tr_batch_size": (2, 32),
+        "steps_per_epoch": (3, 10),
     }
 
-
-def _bytes_of(tensors: Iterable[object]) -> int:
-    """Bytes of the storages behind the tensors, each counted once; of sharded ones this rank's."""
-    storages = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_known = set(self.methods) <= set(SHARDING_METHODS)
+        check(self, "methods", is_known, f"names out of {', '.join(SHARDING_METHODS)}")
+        # no formula predicts what the compiler keeps
+        kernels = [name for name in ATTENTION_KERNELS if not name.endswith("_compiled")]
+        is_known = self.attention_kernel in kernels
+        check(self, "attention_kernel", is_known, f"one of {', '.join(kernels)}")
 
 
-class _GpuLog:
-    """Bytes that the caching allocator has handed out since the log was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.found = device, {}
-        allocate_workspaces(device)
-        self.before = torch.cuda.memory_allocated(device)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        yield
-        self.found["peak"] = torch.cuda.max_memory_allocated(self.device) - self.before
-
-    def mark(self, name: str) -> None:
-        self.found[name] = torch.cuda.memory_allocated(self.device) - self.before
-        if name == "begin":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def bytes(self) -> dict[str, int]:
-        return self.found
+def sharding_groups(config: ShardingConfig, ranks: int, backend: str) -> list[Group]:
+    """A group of methods for each model."""
+    groups: list[Group] = []
+    for model in config.given("models", backend):
+        preset = model_preset(model)
+        length = config.context_length or preset.context_length
+        kernel = config.attention_kernel
+        shape = dataclasses.replace(preset, context_length=length, attention_kernel=kernel)
+        group = [
+            training_case(config, shape, ranks, backend, model=model, method=name, wrapper=wrapper)
+            for name in config.methods
+            for wrapper in [SHARDING_METHODS[name].get("ddp_wrapper", name)]
+        ]
+        groups.append(group)
+    return groups
 
 
-MARK = "moment: "
+def measure_methods(
+    group: Group, config: ShardingConfig, failed: Path | None
+) -> Iterator[dict[str, Any]]:
+    """The figures of the methods of one model, compared with those of `flashddp`."""
+    rows = interleave(group, config, make_groups(config.timeout), failed)
+    further = compare_with_base(rows)
+    for case in group:
+        yield {**rows[case.method], **further.get(case.method, {})}
 
 
-class _CpuLog:
-    """Bytes that PyTorch's profiler saw allocated and not freed."""
+def compare_with_base(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Further figures of each method that compare it with `flashddp`, epoch by epoch.
 
-    def __init__(self) -> None:
-        self.profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True
-        )
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        with without_stderr(), self.profiler:
-            yield
-
-    def mark(self, name: str) -> None:
-        with record_function(MARK + name):
-            pass
-
-    def bytes(self) -> dict[str, int]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self.profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_bytes())["traceEvents"]
-        return bytes_at_marks(events)
-
-
-def bytes_at_marks(events: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Allocated bytes at each mark in the events of a trace, and the `peak` from `begin` on.
-
-    The profiler misses memory that gloo's own threads free. A block that overlaps a new one must
-    have been freed before, so it is dropped.
+    `step_ratio` is its time over that of `flashddp`, `state_share` its optimizer state over that of
+    `flashddp`, and `saved_*_bytes` how far its peak is below, measured and predicted.
     """
-    found: dict[str, int] = {}
-    sizes: dict[int, int] = {}
-    starts: list[int] = []  # of the live blocks, sorted
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.get("ts", 0)):
-        name = event.get("name", "")
-        if name == "[memory]":
-            start, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
-            # drop the blocks that overlap [start, stop)
-            stop = start + abs(num_bytes)
-            first = bisect_right(starts, start)
-            if first and starts[first - 1] + sizes[starts[first - 1]] > start:
-                first -= 1
-            last = bisect_left(starts, stop)
-            allocated -= sum(sizes.pop(block) for block in starts[first:last])
-            starts[first:last] = []
-            # a negative size is a free
-            if num_bytes > 0:
-                starts.insert(first, start)
-                sizes[start] = num_bytes
-                allocated += num_bytes
-            peak = max(peak, allocated)
-        elif name.startswith(MARK):
-            found[name.removeprefix(MARK)] = allocated
-            peak = allocated if name == f"{MARK}begin" else peak
-    return found | {"peak": peak}
+    done = {method: row for method, row in rows.items() if row["status"] == "ok"}
+    base = done.get(BASE, {})
+    further = {}
+    for method, row in done.items():
+        ratios = epoch_ratios(row["times_ms"], base.get("times_ms", []))
+        further[method] = {
+            "step_ratio": median(ratios) if ratios else None,
+            "iqr_step_ratio": interquartile_range(ratios),
+        }
+        if base and method != "none":
+            state = row["measured"]["optimizer_state"] / base["measured"]["optimizer_state"]
+            further[method]["state_share"] = state
+            further[method]["loss_difference"] = loss_difference(row["losses"], base["losses"])
+            for source in ("measured", "predicted"):
+                saved = base[source]["peak"] - row[source]["peak"]
+                further[method][f"saved_{source}_bytes"] = saved
+    return further
+
+
+def sharding_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row for each training, from its newest record."""
+    return to_rows(training_frame(records))
+
+
+def measured(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return `rows`, each of which was measured.
+
+    Raises:
+        RuntimeError: one was not; the message says which, and why.
+    """
+    if failed := failures(pd.DataFrame(rows), "model", "method"):
+        raise RuntimeError(f"not everything could be measured:\n{failed}")
+    return rows
+
+
+def sharding_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The newest rows by setting: few ranks before many, small models first, methods as listed."""
+    frame = training_frame(records)
+    kernels = [f"; {name}" if name != "sdpa" else "" for name in frame["kernel"]]
+    frame["setting"] += kernels
+    frame["place"] = frame["method"].map(list(SHARDING_METHODS).index)
+    order = ["ranks", "num_layers", "d_model", "tr_batch_size", "setting", "place"]
+    peaks = [row["measured"] and row["measured"]["peak"] / 1e9 for row in to_rows(frame)]
+    frame["peak_gb"] = peaks
+    return frame.sort_values(order, kind="stable").drop(columns="place")
+
+
+def memory_tables(rows: pd.DataFrame) -> list[str | Table]:
+    """The bytes of each method, measured and by formula, and what it saves."""
+    done = [row for row in to_rows(rows) if row["status"] == "ok"]
+    unit, size = _unit(max((row["measured"]["peak"] for row in done), default=0))
+    table = [
+        {
+            "method": row["method"],
+            f"bytes of a rank ({unit})": source,
+            **{MEMORY_COLUMNS[k]: row[source][k] / size for k in MEMORY_COLUMNS},
+        }
+        for row in done
+        for source in ("measured", "predicted")
+    ]
+    return [Table(table), *notes(rows, "method")]
+
+
+def _unit(largest: float) -> tuple[str, float]:
+    """The unit for values up to `largest` bytes, and its bytes."""
+    return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+
+def comparisons(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """How the sharded methods compare with their peers of the same run, and with the formulas."""
+    rows = to_rows(frame)
+    lines = []
+    for row in rows:
+        if row["status"] != "ok" or row["method"] in ("none", BASE):
+            continue
+        beside = [other for other in rows if other["setting"] == row["setting"]]
+        line = {"setting": row["setting"], "method": row["method"]}
+        share, saved = row.get("state_share"), row.get("saved_measured_bytes")
+        predicted = row.get("saved_predicted_bytes")
+        line["state · ranks"] = share and share * row["ranks"]
+        peers = FSDP_PEERS if row["method"].startswith("fsdp") else PEERS
+        line |= ratios(row, beside, peers, "method")
+        line |= {"saved (MB)": saved and saved / 1e6}
+        line |= {"by formula (MB)": predicted and predicted / 1e6}
+        line |= {"saved / predicted": saved / predicted if saved and predicted else None}
+        formula = predicted_memory(Case(**row)).peak
+        line |= {"peak (GB)": row["measured"]["peak"] / 1e9}
+        line |= {"peak / formula": row["measured"]["peak"] / formula, "recorded": row["recorded"]}
+        lines.append(line)
+    return lines
+
+
+def overview(frame: pd.DataFrame) -> list[Section]:
+    """How the sharded methods compare, and a rank's memory by formula."""
+    compared = comparisons(frame)
+    sections = [Section("How the methods compare", [COMPARED, Table(compared)])] if compared else []
+    return [*sections, Section("By formula", [BY_FORMULA, Table(by_formula())])]
+
+
+def by_formula() -> list[dict[str, Any]]:
+    """Peak GB of a rank by model and stage of ZeRO, a column for each number of ranks."""
+    lines = []
+    options: dict[str, Any] = {"batch_size": 32, "dtype": "bfloat16", "cuda": True}
+    for model, (method, stage) in itertools.product(SIZES, STAGES.items()):
+        options |= {"stage": stage, "ddp_wrapper": "none" if stage else "flashddp"}
+        memory = {
+            f"{ranks} ranks": rank_memory(model_preset(model), ranks=ranks, **options).peak / 1e9
+            for ranks in RANKS
+        }
+        lines.append({"model": model, "method": method, **memory})
+    return lines
+
+
+def bars(file: str, y: str, label: str) -> Chart:
+    """A bar for each method, and a panel for each setting."""
+    names = {"x": "method", "series": "method", "panels": ("setting",)}
+    return Chart(file, "bars", y=y, labels=("method", label), **names)
+
+
+REPORT = Report(
+    "sharding_benchmark",
+    "Sharded optimizer: memory and time",
+    COLUMNS,
+    note=NOTE,
+    by=("setting",),
+    rows=sharding_frame,
+    overview=overview,
+    further=memory_tables,
+    charts=[
+        bars("sharding_time.png", "median_ms", "time a step (ms)"),
+        bars("sharding_memory.png", "peak_gb", "peak memory of a rank (GB)"),
+    ],
+)
+benchmark_sharding = RanksBenchmark(REPORT, sharding_groups, measure_methods)

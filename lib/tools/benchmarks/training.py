@@ -1,20 +1,18 @@
-"""Speed of training steps: on a GPU against a peer, on a CPU against their matmuls alone.
+"""Speed of training steps on a GPU: against a peer, and with one optimization left out.
 
 The peer is built like nanoGPT: learned positions, LayerNorm, GELU, PyTorch's scaled dot-product
-attention, `torch.compile`, fused AdamW, clipping by `torch.nn.utils`, autocast to bfloat16. On a
-GPU the benchmark also measures what each optimization contributes, and the loss.
+attention, `torch.compile`, fused AdamW, clipping by `torch.nn.utils`, autocast to bfloat16. The
+loss is measured alone, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
-import logging
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -23,27 +21,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lib.core.allocator import synchronize
-from lib.core.figures import BLUE, ORANGE, SKY, house_figure, save_figure
-from lib.core.hardware import local_results, peak_flops, pick_device, pick_dtype
-from lib.core.records import Record, append_record, format_value, new_record, to_csv
+from lib.core.hardware import peak_flops, pick_device, pick_dtype
+from lib.core.records import Record
 from lib.core.settings import PositiveInt, check, require, settings
-from lib.model.config import ModelConfig, model_preset
+from lib.data.batches import BatchSampler, random_tokens, read_sequences
+from lib.model.config import ModelConfig, PresetName, model_preset
 from lib.model.costs import flops_per_token, num_parameters
 from lib.model.loss import linear_cross_entropy
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import interquartile_range, measure_interleaved
-from lib.tools.benchmarks import training_cpu
-from lib.tools.benchmarks.sections import Section, Table, measured_on, write_report
+from lib.tools.benchmarks.harness import BenchmarkConfig, Case, code_version, grid, run_sweep
+from lib.tools.benchmarks.sections import Chart, Report, to_frame
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
 
-log = logging.getLogger(__name__)
 PEER = "nanoGPT-style"
-# Defaults on a GPU.
-MODELS, BATCH_SIZES, SAMPLES = ("gpt2-124m", "matrix"), (32, 8), 7
 FASTEST: dict = {"compile": True, "cuda_graph": True, "low_precision_weights": True}
 # Tokens of the loss that is measured alone.
 LOSS_TOKENS = 32_768
+LOSSES = ("all logits at once", "chunked", "chunked, 1,024 tokens")
 # Each candidate leaves one optimization out of the fastest, `all`.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -61,52 +57,47 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     },
 }
 COLUMNS = {
-    "model": "model",
     "candidate": "candidate",
+    "tokens": "tokens",
+    "vocab_size": "vocabulary",
     "tokens_per_s": "tokens/s",
-    "median_ms": "ms per step",
+    "median_ms": "median (ms)",
     "iqr_ms": "IQR (ms)",
     "samples": "samples",
     "mfu": "MFU",
     "peak_memory_gb": "peak memory (GB)",
+    "first_step_s": "first step (s)",
     "ratio_to_peer": "times the peer",
 }
-LOSS_COLUMNS = ("candidate", "tokens", "vocab_size", "median_ms", "peak_memory_gb")
 
 # Takes sequences, (batch, context_length + 1).
 Step = Callable[[Tensor], None]
 
 
 @settings
-class TrainingBenchmarkConfig:
-    """Training steps: on a GPU against a peer, on a CPU against their matmuls alone."""
+class TrainingBenchmarkConfig(BenchmarkConfig):
+    """Training steps on a GPU against a peer, and what each optimization contributes."""
 
-    models: tuple[str, ...] = ()
-    """Model presets; if empty, `tiny` on CPU, `gpt2-124m` and `matrix` on GPU."""
+    models: tuple[PresetName, ...] = ("gpt2-124m", "matrix")
+    """Model presets."""
 
-    batch_sizes: tuple[PositiveInt, ...] = ()
+    batch_sizes: tuple[PositiveInt, ...] = (32, 8)
     """Sequences per step, one number for each model."""
 
-    samples: PositiveInt | None = None
-    """Samples per candidate; if not set, 30 on CPU and 7 on GPU. Ablations always have 3."""
+    samples: PositiveInt = 7
+    """Samples of the peer and ours. Ablations always have 3."""
 
     steps: PositiveInt = 30
-    """Steps per sample on a GPU; always 1 on a CPU."""
+    """Steps per sample."""
 
     ablations: bool = True
-    """Also measure candidates with one optimization left out (GPU only)."""
+    """Also measure candidates with one optimization left out."""
 
     loss: bool = True
-    """Also measure the loss, chunked and with all logits at once (GPU only)."""
+    """Also measure the loss, chunked and with all logits at once."""
 
     device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
-
-    seed: int = 0
-    """Seed of the tokens."""
-
-    output: Path = dataclasses.field(default_factory=local_results)
-    """Folder for records, table and figure."""
+    """`auto`, `cuda` or `cuda:N`."""
 
     def __post_init__(self) -> None:
         count = len(self.models)
@@ -114,104 +105,84 @@ class TrainingBenchmarkConfig:
         check(self, "batch_sizes", is_complete, f"one number for each of {count} models")
 
 
-def benchmark_training(config: TrainingBenchmarkConfig) -> Path:
-    """Measure the models of `config`; append records, and write a table and, on a GPU, a figure.
+def training_groups(config: TrainingBenchmarkConfig) -> list[list[Case]]:
+    """The peer and ours, which are interleaved, then each ablation; at last the losses."""
+    groups = []
+    for model, batch_size in zip(config.models, config.batch_sizes):
+        names = {"task": "step", "model": model, "batch_size": batch_size, "steps": config.steps}
+        both = (PEER, "all")
+        groups.append(grid(**names, candidate=both, samples=config.samples))
+        if config.ablations:
+            ablations = tuple(name for name, changes in CANDIDATES.items() if changes)
+            groups += [[case] for case in grid(**names, candidate=ablations, samples=3)]
+    if config.loss:
+        model = config.models[0]
+        groups.append(
+            grid(task="loss", model=model, tokens=LOSS_TOKENS, candidate=LOSSES, samples=5)
+        )
+    return groups
 
-    Returns:
-        The path of the table. It shows this run; records of earlier runs stay in the .jsonl.
+
+def benchmark_training(config: TrainingBenchmarkConfig) -> list[Record]:
+    """Measure what has no record, and write a table and a figure of all records here.
 
     Raises:
-        ValueError: the device is neither a CUDA device nor a CPU, or a model is unknown.
+        ValueError: the device is no CUDA device.
     """
     device = pick_device(config.device)
-    require(device.type in ("cpu", "cuda"), f"device must be cpu or a CUDA device, got {device}")
-    return benchmark_on_cpu(config) if device.type == "cpu" else benchmark_with_peer(config, device)
+    right = "device must be a CUDA device (`benchmark step` measures a CPU)"
+    require(device.type == "cuda", f"{right}, got {device}")
+    return measure_all(config, device)
 
 
-def benchmark_on_cpu(config: TrainingBenchmarkConfig) -> Path:
-    """Write training_cpu_benchmark.jsonl and .md."""
-    config = _with_defaults(config, ("tiny",), training_cpu.BATCH_SIZES, training_cpu.SAMPLES)
-    rows = training_cpu.measure_models(
-        config.models, config.batch_sizes, samples=config.samples, seed=config.seed
+def measure_all(config: TrainingBenchmarkConfig, device: torch.device) -> list[Record]:
+    """`benchmark_training` on any device."""
+
+    def measure(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
+        with numerics(tf32=True, deterministic=False):
+            measured = measure_loss if group[0].task == "loss" else measure_steps
+            for case, figures in zip(group, measured(group, config, device)):
+                yield {"status": "ok", **vars(case), **figures}
+
+    records = run_sweep(
+        config.output / "training_benchmark.jsonl",
+        training_groups(config),
+        measure,
+        code=code_version(__name__),
+        line=REPORT.line,
+        seed=config.seed,
+        device=device,
+        restart=config.restart,
     )
-    records = _record(rows, config, torch.device("cpu"), "training_cpu_benchmark")
-    return training_cpu.write_cpu_report(records, config.output)
-
-
-def benchmark_with_peer(config: TrainingBenchmarkConfig, device: torch.device) -> Path:
-    """Write training_benchmark.jsonl, .csv, .md and .png."""
-    config = _with_defaults(config, MODELS, BATCH_SIZES, SAMPLES)
-    rows = _measure_models(config, device, pick_dtype(device, "bfloat16"))
-    records = _record(rows, config, device, "training_benchmark")
-    return write_training_report(records, config.output)
-
-
-def _with_defaults(
-    config: TrainingBenchmarkConfig,
-    models: tuple[str, ...],
-    batch_sizes: tuple[int, ...],
-    samples: int,
-) -> TrainingBenchmarkConfig:
-    if not config.models:
-        config = dataclasses.replace(config, models=models, batch_sizes=batch_sizes)
-    return dataclasses.replace(config, samples=config.samples or samples)
-
-
-def _record(
-    rows: Iterable[dict[str, Any]], config: TrainingBenchmarkConfig, device: torch.device, name: str
-) -> list[Record]:
-    """Append a record for each row of figures as soon as it is measured, and print it."""
-    for model in config.models:
-        model_preset(model)  # raises for an unknown preset
-    records = []
-    for figures in rows:
-        records.append(new_record(figures, config=config, seed=config.seed, device=device))
-        append_record(config.output / f"{name}.jsonl", records[-1])
-        shown = {k: v for k, v in figures.items() if not isinstance(v, list) and v is not None}
-        print(", ".join(f"{key} {format_value(value)}" for key, value in shown.items()), flush=True)
+    REPORT.write(records, config.output)
     return records
 
 
-def _measure_models(
-    config: TrainingBenchmarkConfig, device: torch.device, dtype: torch.dtype
+def measure_steps(
+    group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Figures of each model's candidates, then of the loss of the first model."""
-    with numerics(tf32=True, deterministic=False):
-        for name, batch_size in zip(config.models, config.batch_sizes):
-            yield from measure_model(config, name, batch_size, device, dtype)
-        if config.loss:
-            yield from measure_loss(model_preset(config.models[0]), device, dtype)
+    """Figures of the candidates of one model, interleaved."""
+    shape, batch_size = model_preset(group[0].model), group[0].batch_size
+    next_batch = random_batches(shape, batch_size, config.seed, device)
+    dtype = pick_dtype(device, "bfloat16")
 
+    def make(case: Case) -> Step:
+        if case.candidate == PEER:
+            return peer_step(shape, device, dtype)
+        return our_step(shape, batch_size, device, dtype, **CANDIDATES[case.candidate])
 
-def measure_model(
-    config: TrainingBenchmarkConfig,
-    name: str,
-    batch_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Iterator[dict[str, Any]]:
-    """Figures of the peer and the fastest, interleaved; then of each ablation."""
-    shape = model_preset(name)
-    next_batch = training_cpu.random_batches(shape, batch_size, config.seed, device)
-
-    def warm(make: Callable[..., Step], *arguments: Any, **changes: Any) -> WarmStep:
-        return warm_up(
-            lambda: make(shape, *arguments, device, dtype, **changes), next_batch, device
-        )
-
-    def sample(step: WarmStep) -> float:
-        return milliseconds_per_step(step.run, config.steps, device)
-
-    def figures(candidate: str, step: WarmStep, times_ms: Sequence[float]) -> dict[str, Any]:
+    torch.compiler.reset()
+    steps = [warm_up(functools.partial(make, case), next_batch, device) for case in group]
+    samples = [
+        [milliseconds_per_step(step.run, config.steps, device) for step in steps]
+        for _ in range(group[0].samples)
+    ]
+    limit = peak_flops(device, dtype)
+    for case, step, times_ms in zip(group, steps, zip(*samples)):
         milliseconds = statistics.median(times_ms)
         rate = batch_size * shape.context_length / milliseconds * 1e3
-        limit = peak_flops(device, dtype)
-        return {
-            "task": "step",
-            "model": name,
-            "candidate": candidate,
+        figures = {
             "parameters": num_parameters(shape),
-            "batch_size": batch_size,
             "context_length": shape.context_length,
             "tokens_per_s": rate,
             "median_ms": milliseconds,
@@ -221,24 +192,19 @@ def measure_model(
             "peak_memory_gb": step.peak_memory_gb,
             "first_step_s": step.first_step_s,
         }
+        if case.candidate == "all" and group[0].candidate == PEER:
+            ratios = [times[0] / times[group.index(case)] for times in samples]
+            figures["ratio_to_peer"] = statistics.median(ratios)
+        yield figures
 
-    # the peer and the fastest, interleaved
-    log.info("%s: compiling and warming up %s and ours", name, PEER)
-    peer, fastest = warm(peer_step), warm(our_step, batch_size)
-    samples = [(sample(peer), sample(fastest)) for _ in range(config.samples)]
-    peer_ms, fastest_ms = zip(*samples)
-    yield figures(PEER, peer, peer_ms)
-    ratio = statistics.median(a / b for a, b in samples)
-    yield figures("all", fastest, fastest_ms) | {"ratio_to_peer": ratio}
-    del peer, fastest
 
-    # what is left without each optimization
-    for candidate, changes in CANDIDATES.items() if config.ablations else ():
-        torch.compiler.reset()
-        if changes:
-            step = warm(our_step, batch_size, **changes)
-            yield figures(candidate, step, [sample(step) for _ in range(3)])
-            del step
+def random_batches(
+    shape: ModelConfig, batch_size: int, seed: int, device: torch.device
+) -> Callable[[], Tensor]:
+    """A function that reads the next batch of random tokens, (batch, context_length + 1)."""
+    tokens = random_tokens(2_000_000, shape.vocab_size, seed)
+    sampler = BatchSampler(len(tokens), shape.context_length, batch_size, seed=seed)
+    return lambda: read_sequences(tokens, sampler.next_starts(), shape.context_length, device)
 
 
 class WarmStep(NamedTuple):
@@ -389,17 +355,19 @@ class PeerBlock(nn.Module):
 
 
 def measure_loss(
-    shape: ModelConfig, device: torch.device, dtype: torch.dtype
+    group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Figures of the loss and its gradients: in chunks, and with all logits at once."""
-    generator = torch.Generator(device).manual_seed(0)
+    shape, tokens = model_preset(group[0].model), group[0].tokens
+    dtype = pick_dtype(device, "bfloat16")
+    generator = torch.Generator(device).manual_seed(config.seed)
 
     def draw(*size: int) -> Tensor:
         x = torch.randn(size, generator=generator, device=device)
         return (x / shape.d_model**0.5).to(dtype).requires_grad_()
 
-    hidden, weight = draw(LOSS_TOKENS, shape.d_model), draw(shape.vocab_size, shape.d_model)
-    targets = torch.randint(shape.vocab_size, (LOSS_TOKENS,), generator=generator, device=device)
+    hidden, weight = draw(tokens, shape.d_model), draw(shape.vocab_size, shape.d_model)
+    targets = torch.randint(shape.vocab_size, (tokens,), generator=generator, device=device)
     candidates = {
         "all logits at once": lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets),
         "chunked": lambda: linear_cross_entropy(hidden, weight, targets),
@@ -408,53 +376,54 @@ def measure_loss(
         ),
     }
     steps = [
-        lambda loss_of=loss_of: torch.autograd.grad(loss_of(), (hidden, weight))
-        for loss_of in candidates.values()
+        lambda loss_of=candidates[case.candidate]: torch.autograd.grad(loss_of(), (hidden, weight))
+        for case in group
     ]
-    measurements = measure_interleaved(steps, device=device, samples=5)
-    for candidate, measured in zip(candidates, measurements):
+    for measured in measure_interleaved(steps, device=device, samples=group[0].samples):
         memory = measured.peak_memory_bytes
         yield {
-            "task": "loss",
-            "candidate": candidate,
-            "tokens": LOSS_TOKENS,
             "vocab_size": shape.vocab_size,
             "d_model": shape.d_model,
             "median_ms": measured.median_ms,
+            "iqr_ms": measured.iqr_ms,
             "samples": measured.samples,
             "peak_memory_gb": memory and memory / 1e9,
         }
 
 
-def write_training_report(records: Sequence[Record], output: Path) -> Path:
-    """Write training_benchmark.csv, .md and .png; return the path of the .md."""
-    rows = [record["figures"] for record in records]
-    steps = [row for row in rows if row["task"] == "step"]
-    losses = [row for row in rows if row["task"] == "loss"]
-    parts: list[str | Table] = [measured_on(records), Table(steps, COLUMNS)]
-    sections = [Section("Training speed", parts, level=1)]
-    if losses:
-        columns = {key: key for key in LOSS_COLUMNS}
-        sections.append(Section("The loss and its gradients", [Table(losses, columns)]))
-    stem = output / "training_benchmark"
-    write_report(stem.with_suffix(".md"), sections)
-    to_csv(records, stem.with_suffix(".csv"))
-    save_training_figure(steps, stem.with_suffix(".png"))
-    return stem.with_suffix(".md")
+def training_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The last record of each candidate of a model, or of its loss."""
+    frame = to_frame(records)
+    frame["of"] = [
+        f"{row['model']}, {row['batch_size']} × {row['context_length']:,} tokens"
+        if row["task"] == "step"
+        else "The loss and its gradients"
+        for row in frame.to_dict("records")
+    ]
+    return frame.drop_duplicates(["of", "candidate"], keep="last")
 
 
-def save_training_figure(rows: Sequence[dict[str, Any]], path: str | os.PathLike) -> Path:
-    """Draw bars of tokens/s by candidate, a panel for each model."""
-    models = pd.DataFrame(rows).groupby("model", sort=False)
-    size = {"width": 8.0, "height": 2.6 * len(models)}
-    with house_figure(nrows=len(models), squeeze=False, **size) as (figure, grid):
-        for axes, (name, chosen) in zip(grid[:, 0], models):
-            # bars are drawn from the bottom up
-            chosen = chosen[::-1]
-            colors = chosen["candidate"].map({"all": BLUE, PEER: ORANGE}).fillna(SKY)
-            bars = axes.barh(chosen["candidate"], chosen["tokens_per_s"] / 1e3, color=colors)
-            axes.bar_label(bars, fmt="{:,.0f}", padding=3)
-            axes.set(title=name, xlabel="training speed (1,000 tokens/s)", ylabel="candidate")
-            axes.grid(visible=False, axis="y")
-            axes.margins(x=0.12)
-        return save_figure(figure, path)
+def steps_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of training steps."""
+    return frame[frame["task"] == "step"]
+
+
+REPORT = Report(
+    "training_benchmark",
+    "Training speed",
+    COLUMNS,
+    by=("of",),
+    rows=training_frame,
+    charts=[
+        Chart(
+            "training_benchmark.png",
+            "bars",
+            x="candidate",
+            y="tokens_per_s",
+            series="candidate",
+            panels=("of",),
+            labels=("candidate", "training speed (tokens/s)"),
+            only=steps_of,
+        )
+    ],
+)

@@ -8,13 +8,12 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import zmq
 from nbclient import NotebookClient
-from nbclient.exceptions import DeadKernelError
 from nbclient.output_widget import OutputWidget
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
@@ -36,6 +35,7 @@ def execute(
     *,
     environment: Mapping[str, str] | None = None,
     past_errors: bool = False,
+    on_cell: Callable[[int], None] | None = None,
     clients: set[NotebookClient] | None = None,
 ) -> NotebookNode:
     """Run `notebook` with `folder` as its working folder; its outputs are put into it.
@@ -43,6 +43,7 @@ def execute(
     Args:
         environment: variables that the kernel gets beside those of this process.
         past_errors: whether cells after a failed one are run, too.
+        on_cell: called with the number of cells done.
         clients: has what runs the notebook, as long as it does; see `kill`.
 
     Returns:
@@ -60,6 +61,8 @@ def execute(
         extra_arguments=KERNEL_ARGUMENTS,
         config=Config(KernelManager=connection()),
     )
+    if on_cell:
+        client.on_cell_executed = lambda cell, cell_index, execute_reply: on_cell(cell_index + 1)
     client.widget_registry["@jupyter-widgets/output"]["OutputModel"] = _OneWayOutput
     # one line per notebook that it runs
     client.log.setLevel(logging.WARNING)
@@ -67,10 +70,6 @@ def execute(
     clients.add(client)
     try:
         return client.execute(env=os.environ | UTF8 | dict(environment or {}), **NO_TERMINAL)
-    except DeadKernelError as error:
-        count = sum(cell.cell_type == "code" for cell in notebook.cells)
-        done = f"{client.code_cells_executed} of {count} code cells"
-        raise DeadKernelError(f"the kernel died after {done}") from error
     finally:
         clients.discard(client)
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from tqdm import tqdm
 
-from lib.core.files import ROOT, claim_folder, lock_folder, write_atomically
+from lib.core.files import ROOT, claim_folder, lock_folder, write_together
 from lib.core.hardware import available_cpus, output_of
 from lib.core.records import provenance
 from lib.core.settings import PositiveInt, require, settings
@@ -36,9 +37,10 @@ from lib.tools.publish.cells import clean, read_notebook, save_notebook, static_
 from lib.tools.publish.execute import execute, insert_parameters, kill
 from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, plan
 
-Ended = Generator[tuple["Job", "Result", NotebookNode], None, None]
+Ended = Generator[tuple["Job", "Result", NotebookNode | None], None, None]
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
+BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}<{remaining}"
 
 
 @settings
@@ -151,30 +153,23 @@ class Result:
 def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
     """Run jobs, `workers` at a time, publish each, and print how it ended."""
     results: dict[str, Result] = {}
-    shown = {"desc": "notebooks", "disable": None, "leave": False} | bar_size()
     with (
         contextlib.closing(executed(jobs, workers)) as ended,
-        tqdm(total=len(jobs), **shown) as bar,
+        futures.ThreadPoolExecutor(1) as writer,
     ):
         for job, result, notebook in ended:
-            try:
-                publish(result, notebook, job, run)
-            except Exception as error:
-                # its page is that of the notebook before it ran
-                text = f"its page cannot be written: {type(error).__name__}: {error}"
-                text = "; ".join(filter(None, (result.error, text)))
-                result = Result(job.name, "failed", result.seconds, text, traceback.format_exc())
-                publish(result, read_notebook(job.source), job, run)
+            if notebook is not None:
+                # in a thread, since Ctrl-C ends none: what is being written is finished
+                result = writer.submit(_published, result, notebook, job, run).result()
             results[job.name] = result
-            note = f"  {result.error}" if result.error else ""
-            tqdm.write(f"  {MARKS[result.status]} {job.name:<24} {result.seconds:6.1f} s{note}")
-            sys.stdout.flush()
-            bar.update()
+            _print_result(result)
     return [results[job.name] for job in jobs]
 
 
 def executed(jobs: Sequence[Job], workers: int) -> Ended:
     """Yield each job with how it ended and its notebook, as soon as its cells have run.
+
+    The notebook is None if a fault of this program kept its cells from running.
 
     A thread for each, since their kernels do the work. Those that run alone, or need one that does,
     come last and one at a time.
@@ -186,19 +181,25 @@ def executed(jobs: Sequence[Job], workers: int) -> Ended:
     # who needs no other comes first: waiting would keep a worker from its work
     shared = sorted((job for job in jobs if job.name not in alone), key=lambda job: bool(job.needs))
     workers = max(1, min(workers, len(shared)))
-    running: dict[str, futures.Future[tuple[Result, NotebookNode]]] = {}
+    running: dict[str, futures.Future[tuple[Result, NotebookNode | None]]] = {}
     clients: set[NotebookClient] = set()
 
-    def run_in_turn(job: Job) -> tuple[Result, NotebookNode]:
+    def run_in_turn(job: Job) -> tuple[Result, NotebookNode | None]:
         if job.name in alone:
-            futures.wait([running[other.name] for other in shared])
+            for other in shared:
+                running[other.name].result()
         for name in job.needs:
             if name in running and running[name].result()[0].status != "done":
                 result = Result(job.name, "skipped", error=f"needs {name}, which failed")
                 return result, read_notebook(job.source)
         # more threads than cores slow all of them down
         is_shared = workers > 1 and job.name not in alone
-        return run_cells(job, max(1, available_cpus() // workers) if is_shared else None, clients)
+        threads = max(1, available_cpus() // workers) if is_shared else None
+        try:
+            return run_cells(job, threads, clients)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return Result(job.name, "failed", 0.0, text, traceback.format_exc()), None
 
     with futures.ThreadPoolExecutor(workers) as pool, futures.ThreadPoolExecutor(1) as last:
         for job in (*shared, *(job for job in jobs if job.name in alone)):
@@ -214,9 +215,10 @@ def executed(jobs: Sequence[Job], workers: int) -> Ended:
             for executor in (pool, last):
                 executor.shutdown(wait=False, cancel_futures=True)
             # some may only be starting their kernel
-            while futures.wait(waiting, 0.1).not_done:
+            while any(future.running() for future in waiting):
                 for client in list(clients):
                     kill(client)
+                time.sleep(0.1)
 
 
 def run_cells(
@@ -227,20 +229,37 @@ def run_cells(
     if job.parameters:
         lines = (f"{name} = {value!r}" for name, value in job.parameters.items())
         insert_parameters(notebook, "\n".join(("# Parameters", *lines)))
+    started, total = time.monotonic(), len(notebook.cells)
     environment = {THREADS: str(threads)} if threads and THREADS not in os.environ else {}
-    started = time.monotonic()
-    status, text, lines, cell = "done", None, None, None
-    try:
-        execute(notebook, job.source.parent, environment=environment, clients=clients)
-    except CellExecutionError as error:
-        # of several, the others are meant to
-        cell, output = [found for cell in notebook.cells if (found := _error(cell))][-1]
-        text = f"In [{cell.execution_count}]: {error.ename}: {error.evalue}"
-        status, lines, cell = "failed", "\n".join(output.traceback), cell.get("id")
-    except Exception as error:  # a kernel that died or did not start, a disk that is full
-        status, lines = "failed", traceback.format_exc()
-        text = f"{type(error).__name__}: {error}"
-    return Result(job.name, status, time.monotonic() - started, text, lines, cell), notebook
+    # disable=None: no bars in a log, where the lines of `_print_result` are enough
+    options = bar_size() | {"leave": False, "disable": None}
+    with tqdm(total=total, desc=job.name, bar_format=BAR, **options) as bar:
+        reached = 0
+
+        def on_cell(count: int) -> None:
+            nonlocal reached
+            reached = count
+            bar.update(count - bar.n)
+
+        try:
+            execute(
+                notebook,
+                job.source.parent,
+                environment=environment,
+                on_cell=on_cell,
+                clients=clients,
+            )
+            return Result(job.name, "done", time.monotonic() - started), notebook
+        except CellExecutionError as error:
+            # of several, the others are meant to
+            cell, output = [found for cell in notebook.cells if (found := _error(cell))][-1]
+            text = f"In [{cell.execution_count}]: {error.ename}: {error.evalue}"
+            lines = "\n".join(output.traceback)
+            seconds = time.monotonic() - started
+            return Result(job.name, "failed", seconds, text, lines, cell.get("id")), notebook
+        except Exception as error:  # a kernel that died or did not start, a disk that is full
+            text = f"{type(error).__name__} after cell {reached} of {total}: {error}"
+    return Result(job.name, "failed", time.monotonic() - started, text, text), notebook
 
 
 def _error(cell: NotebookNode) -> tuple[NotebookNode, NotebookNode] | None:
@@ -249,8 +268,22 @@ def _error(cell: NotebookNode) -> tuple[NotebookNode, NotebookNode] | None:
     return next(((cell, output) for output in outputs if output.output_type == "error"), None)
 
 
+def _published(result: Result, notebook: NotebookNode, job: Job, run: Run) -> Result:
+    """`publish`; if that fails, so has the notebook, and its page is that of `job.source`."""
+    for content in (notebook, read_notebook(job.source)):
+        try:
+            publish(result, content, job, run)
+            return result
+        except Exception as error:
+            text = f"its page cannot be written: {type(error).__name__}: {error}"
+            text = "; ".join(filter(None, (result.error, text)))
+            lines = traceback.format_exc()
+            result = dataclasses.replace(result, status="failed", error=text, traceback=lines)
+    return result
+
+
 def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
-    """Write the notebook `content` with a note of how it ended, and its page."""
+    """Write the notebook `content` with a note of how it ended, and its page: both or none."""
     from lib.tools.publish.links import copy_into_report
     from lib.tools.publish.pages import render_page
 
@@ -272,8 +305,7 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
         "records": records,
     }
     page = render_page(content, job.name, source_folder=job.source.parent, titles=run.titles)
-    save_notebook(target, content)
-    write_atomically(target.with_suffix(".html"), page)
+    write_together({target.with_suffix(".html"): page, target: nbformat.writes(content) + "\n"})
 
 
 def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
@@ -282,6 +314,12 @@ def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
     words = set(re.findall(r"\w+", code))
     files = sorted((root / "artifacts").glob("*.*"))
     return [path for path in files if path.suffix in (".csv", ".jsonl") and path.stem in words]
+
+
+def _print_result(result: Result) -> None:
+    note = f"  {result.error}" if result.error else ""
+    tqdm.write(f"  {MARKS[result.status]} {result.name:<24} {result.seconds:6.1f} s{note}")
+    sys.stdout.flush()
 
 
 def _plain(text: str) -> str:

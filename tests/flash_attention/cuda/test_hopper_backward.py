@@ -91,6 +91,7 @@ def test_the_launcher_takes_it_and_writes_every_gradient(lengths, monkeypatch):
     launch = pytest.importorskip("lib.flash_attention.hopper.launch")
     emulate(monkeypatch)
     monkeypatch.setattr(launch, "_one_kernel_is_faster", lambda q, k, is_causal: True)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 1)
     case = Case(*lengths, 64, True, heads=2, key_heads=1, batch=2, scale=0.1)
     *inputs, grad_out = make_inputs(case, torch.bfloat16)
     q, k, v = (x.detach() for x in inputs)

@@ -15,26 +15,22 @@ from matplotlib.figure import Figure
 from lib.flash_attention import reference
 from lib.lessons import show
 from lib.lessons.flash_attention.explorers import (
-    TIMELINES,
     draw_softmax_step,
     needed_row,
     recorded_on_gpu,
     show_cuda,
     show_kernel,
-    softmax_stepper,
     softmax_steps,
-    timeline_slider,
 )
-from lib.lessons.flash_attention.figures import draw_peers, draw_visited_tiles, peer_speeds
+from lib.lessons.flash_attention.figures import peer_speeds
 from lib.lessons.flash_attention.schedule import (
     STAGES,
+    TIMELINES,
     busy_share,
-    draw_spans,
     run_order,
     simulate,
 )
 from lib.model.attention import scaled_dot_product_attention
-from tests.lessons.stored import stored_outputs
 
 ROOT = Path(__file__).resolve().parents[3]
 SCORES = np.array([0.5, -1.0, 2.0, 1.5, 30.0, 2.5, -40.0])
@@ -65,26 +61,6 @@ def test_exponentials_are_drawn_for_the_keys_seen_and_shrink_with_a_new_maximum(
     assert exponentials[2][2] == pytest.approx(np.exp(2 - 30))
     starts = ["Nothing seen", "First tile: m = 2.00", "m: 2.00 → 30.00", "m stays 30.00"]
     assert all(text.startswith(start) for text, start in zip(words, starts, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("make_box", "stills"),
-    [(lambda: softmax_stepper(SCORES, VALUES, tile=3), 4), (timeline_slider, 3)],
-    ids=["softmax", "timeline"],
-)
-def test_each_position_of_a_slider_has_its_own_picture_some_also_where_it_cannot_be_moved(
-    make_box, stills
-):
-    box = make_box()
-    slider, view, _ = box.children
-    seen = set()
-    for option in slider.options:
-        slider.value = option
-        seen.add(view.outputs[0]["data"]["image/png"])
-    assert len(seen) == len(slider.options)
-    slider.index = 0
-    outputs = stored_outputs(box)
-    assert sum("image/png" in output.data for output in outputs) == stills
 
 
 SETTINGS = [*TIMELINES.values(), {"warpgroups": 3, "tiles": 5, "runs_ahead": True}]
@@ -125,18 +101,6 @@ def test_asking_ahead_more_warpgroups_and_turns_keep_the_tensor_cores_busy():
     assert shares["one, step by step"] < shares["one, issuing ahead"]
     assert shares["two, unordered"] < 0.8 * shares["two, ping-pong"]
     assert shares["two, ping-pong"] < shares["three, ping-pong"]
-
-
-def test_a_timeline_draws_all_work_and_says_how_busy_the_tensor_cores_are():
-    spans, figure = simulate(**TIMELINES["two, ping-pong"]), Figure()
-    draw_spans(figure, spans, "Two, ping-pong")
-    (axes,) = figure.axes
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["producer warp", "warpgroup A", "warpgroup B", "tensor cores"]
-    assert (
-        axes.get_title() == f"Two, ping-pong: tensor cores busy {busy_share(spans):.0%} of the time"
-    )
-    assert len(axes.patches) == 4 * (2 + 3 * 2)
 
 
 TOGETHER = "A.S{0} B.S{0} A.PV{0} B.PV{0}"
@@ -198,7 +162,7 @@ def test_any_order_can_be_done_in_which_scores_come_first_and_have_room():
         assert len(run_order(" ".join(order))) == 24
 
 
-def test_speeds_are_of_kernels_that_were_measured_and_each_is_a_line():
+def test_speeds_are_of_kernels_that_were_measured():
     row = {"direction": "forward", "head_dim": 64, "mask": "causal", "queries": 8, "keys": 8}
     rows = [row | {"kernel": "flash_attention_triton", "tflops": 3.0}]
     rows += [row | {"kernel": "sdpa_cudnn", "tflops": 2.0}, row | {"kernel": "sdpa_flash"}]
@@ -206,23 +170,6 @@ def test_speeds_are_of_kernels_that_were_measured_and_each_is_a_line():
     rows += [row | {"kernel": "sdpa_cudnn", "tflops": 9.0, "mask": "full"}]
     found = peer_speeds(rows, "forward", 64)
     assert found == {"ours": {8: 3.0}, "cuDNN": {8: 2.0}}
-    figure = Figure()
-    draw_peers(figure, {"forward": found, "backward": found})
-    assert [axes.get_title() for axes in figure.axes] == ["forward", "backward"]
-    assert [line.get_label() for line in figure.axes[0].lines] == ["ours", "cuDNN"]
-
-
-@pytest.mark.parametrize(("queries", "keys", "tile"), [(8, 8, 2), (7, 9, 3), (5, 2, 4), (3, 9, 1)])
-def test_visited_tiles_are_those_that_hold_a_visible_pair(queries, keys, tile):
-    visible = np.tril(np.ones((queries, keys), bool))
-    kinds = []
-    for row, column in itertools.product(range(0, queries, tile), range(0, keys, tile)):
-        part = visible[row : row + tile, column : column + tile]
-        kinds.append(0 if not part.any() else 1 if part.all() else 2)
-    axes = Figure().subplots()
-    draw_visited_tiles(axes, queries, keys, tile)
-    assert axes.collections[0].get_array().ravel().tolist() == kinds
-    assert f"{np.mean(np.array(kinds) > 0):.0%} visited" in axes.get_title()
 
 
 def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):

@@ -1,11 +1,9 @@
 """The ladder of notebook 06, and the recorded timeline of the Hopper kernel."""
 
-import itertools
 import json
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 pytest.importorskip("triton")
 
@@ -85,16 +83,6 @@ def test_tensor_cores_are_busy_for_their_matmuls_at_the_peak():
     # three warpgroups, 64 queries, 128 keys
     assert timeline.mean_step(record) == 100
     assert timeline.busy_share(record) == 3 * 4 * 64 * 128 * 64 / 4096 / 100
-
-
-def test_each_part_of_a_step_is_a_bar():
-    figure = Figure()
-    timeline.draw_recorded(figure, recorded(False))
-    (axes,) = figure.axes
-    assert len(axes.patches) == 3 * 4 * 4
-    assert "unordered" in axes.get_title()
-    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches[:4]]
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(bars))
 
 
 def test_without_a_hopper_gpu_a_recording_says_so(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from lib.lessons.fsdp.exercises import (
 )
 from lib.lessons.fsdp.host import host_ms
 from lib.lessons.fsdp.stack import time_steps
+from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -203,6 +204,14 @@ def test_steps_of_the_stack_are_timed_and_their_messages_counted():
         assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
         assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
         assert min(steps.just_in_time_ms, steps.instant_ms) > 0
+
+
+def test_ranks_have_sequences_of_their_own():
+    whole = batch(1, 0, 3)
+    assert torch.equal(torch.cat([batch(1, r, r + 1) for r in range(3)], dim=1), whole)
+    assert not torch.equal(batch(1, 0, 1), batch(1, 1, 2))
+    assert not torch.equal(batch(1, 0, 1), batch(2, 0, 1))
+    assert sum(param.numel() for param in mlp().parameters()) == 384
 
 
 def test_a_step_keeps_the_host_busy_in_every_wrapper():

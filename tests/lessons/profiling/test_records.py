@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from lib.core.records import append_record
-from lib.lessons.profiling import figures, records
+from lib.lessons.profiling import records
 from lib.lessons.profiling.records import newest_records
 from lib.profiling.trace import edges, union
 from lib.profiling.trace import total as trace_total
@@ -75,18 +75,3 @@ def test_recorded_steps_are_drawn_on_one_time_axis_or_a_part_of_it(drawn):
     assert part.axes[0].get_xlim() == (10, 12)
     lanes = [label.get_text() for label in whole.axes[0].get_yticklabels()]
     assert lanes == ["code", "inside", "host launches", "GPU"]
-
-
-def test_traces_are_drawn_with_the_names_that_take_longest(drawn):
-    figures.show_traces(records.anonymous_traces(), named=2)
-    texts = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in drawn[0].axes]
-    assert [len(names) for names in texts] == [2, 2, 2]
-    assert "elementwise_kernel" in texts[0][0]
-    assert all("nvjet" in names[0] for names in texts[1:])
-
-
-def test_the_memory_hierarchy_names_each_level_and_its_ridge():
-    svg = figures.memory_hierarchy_svg()
-    assert all(level.name in svg and level.size in svg for level in figures.LEVELS)
-    # 989 TFLOP/s over 4.8 TB/s
-    assert ">206<" in svg

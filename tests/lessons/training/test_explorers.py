@@ -8,14 +8,12 @@ import torch
 
 from lib.core import figures
 from lib.lessons.training.explorers import (
-    STILL_SETTINGS,
     LossCurve,
     draw_losses,
     sampling_bars,
     sampling_sliders,
 )
 from lib.tokenizer.bpe import Tokenizer
-from tests.lessons.stored import stored_outputs
 
 LOGITS = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0]).log_softmax(-1)
 
@@ -141,10 +139,3 @@ def test_the_sliders_move_the_bars(tokenizer):
     temperature.value, top_p.value = 0.5, 0.5
     shown = view.outputs[0]["data"]["text/html"]
     assert shown == sampling_bars(LOGITS, tokenizer, 0.5, 0.5)
-
-
-def test_without_sliders_each_setting_is_shown_once(tokenizer):
-    box = sampling_sliders(LOGITS, tokenizer)
-    shown = "".join(o.data.get("text/html", "") for o in stored_outputs(box))
-    for temperature, top_p in ((1.0, 1.0), *STILL_SETTINGS):
-        assert shown.count(f"Temperature {temperature:g}, top-p {top_p:g}:") == 1

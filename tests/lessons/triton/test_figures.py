@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from lib.core.hardware import PEAKS
+from lib.lessons.show import DRAWINGS
 from lib.lessons.triton import hardware, records
 from lib.lessons.triton.figures import show_run
 from lib.lessons.triton.recorder_triton import watch
@@ -52,10 +53,14 @@ def test_the_table_agrees_with_the_data_sheets(chip, name):
     assert chip.float16 == pytest.approx(peak.float16 / 1e12, rel=0.005)
 
 
-def test_the_drawing_shows_what_the_table_says():
-    drawing = hardware.gpu_svg()
+def test_the_drawings_show_what_the_table_says():
+    drawing = (DRAWINGS / "gpu.svg").read_text(encoding="utf-8")
+    levels = (DRAWINGS / "memory_hierarchy.svg").read_text(encoding="utf-8")
     for text in ("132 streaming", "256 KB", "60 MB", "141 GB", "4.8 TB/s"):
         assert text in drawing
+    # 989 TFLOP/s over 4.8 TB/s
+    for text in ("60 MB", "141 GB", "4.8 TB/s", ">206<"):
+        assert text in levels
 
 
 def test_each_chip_of_the_tables_has_a_source():

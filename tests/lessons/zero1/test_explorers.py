@@ -1,17 +1,11 @@
-"""The memory of a rank in notebook 08, its sliders, and the settings that were measured."""
-
-import dataclasses
-from functools import partial
+"""The memory of a rank in notebook 08, and the settings that were measured."""
 
 import pytest
 
 from lib.lessons.zero1.explorers import (
     CONTEXTS,
-    OWN,
     PRECISIONS,
     STAGES,
-    gpu_settings,
-    memory_explorer,
     memory_kinds,
     own_config,
     stage_memory,
@@ -21,11 +15,7 @@ from lib.lessons.zero1.figures import KINDS
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters, parameters_by_part
 from lib.profiling.memory_formula import RankMemory, rank_memory
-from lib.tools.benchmarks.sharding_cases import SHARDING_METHODS, ShardingConfig
-from tests.lessons.drawing_time import charts_per_move
-from tests.lessons.stored import stored_outputs
 
-START = ("xl", 8, "bfloat16 parameters", "zero1", 4, 256, "off")
 SMALL = model_preset("small")
 
 
@@ -93,73 +83,3 @@ def test_own_sizes_make_a_model_that_can_be_counted(d_model):
     config = own_config(d_model, 96)
     assert config.head_dim == 64
     assert rank_memory(config, ranks=1).peak > 0
-
-
-@pytest.fixture(scope="module")
-def explorer():
-    return memory_explorer(start=START)
-
-
-def by_name(box):
-    return {child.description: child for child in box.children[:-2]}
-
-
-def test_each_slider_changes_the_picture(explorer):
-    for slider in [*by_name(explorer).values()][:7]:
-        before = explorer.children[-2].outputs[0]["data"]["image/png"]
-        chosen = slider.value
-        slider.value = next(option for option in slider.options if option != chosen)
-        assert explorer.children[-2].outputs[0]["data"]["image/png"] != before
-        slider.value = chosen
-
-
-def test_width_and_layers_move_own_sizes_only(explorer):
-    model = by_name(explorer)["model"]
-    model.value = OWN
-    before = explorer.children[-2].outputs[0]["data"]["image/png"]
-    by_name(explorer)["own_width"].value = 8192
-    assert explorer.children[-2].outputs[0]["data"]["image/png"] != before
-    model.value = "xl"
-
-
-def test_a_move_takes_less_than_a_chart(explorer):
-    slider = by_name(explorer)["ranks"]
-    moves = [partial(setattr, slider, "value", ranks) for ranks in (9, 10, 11, 12, 13, 14, 15)]
-    assert charts_per_move(moves) < 1
-
-
-def test_without_sliders_the_chosen_setting_is_shown():
-    box = memory_explorer(start=START)
-    words, picture = stored_outputs(box)
-    start = "model: xl  ranks: 8  precision: bfloat16 parameters  stage: zero1  sequences: 4  "
-    assert words.data["text/plain"].startswith(f"{start}context: 256  checkpointing: off")
-    text = picture.data["text/plain"]
-    assert "xl, 2 billion weights, 8 ranks" in text
-    assert "Adam's moments" in text
-
-
-def record(backend, date, **changed):
-    """One as `python -m lib benchmark sharding` writes it, of its settings only."""
-    shape = dataclasses.asdict(SMALL)
-    names = ("dtype", "tf32", "compile", "cuda_graph", "low_precision_weights")
-    config = {name: getattr(ShardingConfig(), name) for name in names} | shape
-    config["bucket_size_mb"] = 25.0
-    config |= {"model": "small", "kernel": "sdpa", "method": "zero1", "ranks": 2}
-    config |= {"backend": backend, "tr_batch_size": 2, "steps_per_epoch": 3, **changed}
-    config |= {"wrapper": SHARDING_METHODS[config["method"]]["ddp_wrapper"]}
-    about = {"device": "GPU A", "cpu": "C", "cores": 2, "seed": 0, "commit": "", "date": date}
-    return {"config": config, "figures": {"status": "ok"}, "versions": {"torch": "2"}, **about}
-
-
-def test_settings_are_of_gpus_and_the_newest_record_of_each_counts():
-    records = [record("nccl", "2026-01-01"), record("gloo", "2026-01-02")]
-    records += [record("nccl", "2026-01-03"), record("nccl", "2026-01-04", method="flashddp")]
-    (setting,) = gpu_settings(records)
-    assert [(row["method"], row["date"]) for row in setting.rows] == [
-        ("flashddp", "2026-01-04"),
-        ("zero1", "2026-01-03"),
-    ]
-
-
-def test_no_records_are_no_settings():
-    assert gpu_settings([]) == []

@@ -3,8 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from lib.core.records import append_record, new_record
-from lib.core.settings import to_dict
+from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.lm_matrix import LmMatrixConfig, matrix_groups
+from lib.tools.benchmarks.sharding import sharding_groups
 
 SIZES = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
 SMALL = {
@@ -19,8 +24,14 @@ SMALL = {
 }
 
 
-def flags(**settings: Any) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+def cases_of(cls: type, *, on_gpu: bool = False, **settings: Any) -> list[Case]:
+    """The cases that a config of two ranks asks for."""
+    groups = matrix_groups if cls is LmMatrixConfig else sharding_groups
+    with pytest.MonkeyPatch.context() as patch:
+        # as on a Hopper chip; nothing runs there
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        found = groups(cls(**settings), 2, "nccl" if on_gpu else "gloo")
+    return [case for group in found for case in group]
 
 
 def plant(
@@ -38,5 +49,5 @@ def plant(
             "samples": 3,
             "times_ms": [milliseconds] * 3,
         }
-    record = new_record(planted | figures, config=to_dict(case), seed=0, device="cpu")
+    record = new_record(planted | figures, config=vars(case), seed=0, device="cpu")
     append_record(path, record | ({"date": date} if date else {}))

@@ -12,26 +12,26 @@ import torch.nn.functional as F
 import lib.tools.benchmarks.attention as benchmark
 from lib.core.allocator import free_memory
 from lib.core.records import read_records
+from lib.tools.benchmarks import harness
 from lib.tools.benchmarks.attention import (
     LONGEST,
     SWEEP_KERNELS,
     AttentionBenchmarkConfig,
-    AttentionCase,
     attention_cases,
     benchmark_attention,
     error_of_rows,
+    flops,
     groups,
     make_inputs,
-    measure_case,
     runs_sdpa,
-    target_cases,
 )
 from lib.tools.benchmarks.attention_report import attention_rows
+from lib.tools.benchmarks.harness import Case
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-CASE = AttentionCase(
+CASE = Case(
     queries=40,
     keys=24,
     head_dim=16,
@@ -40,11 +40,21 @@ CASE = AttentionCase(
     dtype="float32",
     batch_size=2,
     heads=2,
-    kernels=("flash_attention_torch", "vectorized_torch"),
+    kernels=["flash_attention_torch", "vectorized_torch"],
     warmup=1,
     samples=2,
     max_seconds=1.0,
+    in_graph=False,
 )
+
+
+def case_with(**changes) -> Case:
+    """CASE with other settings."""
+    return Case(**vars(CASE) | changes)
+
+
+def measure_case(case, device):
+    return benchmark.measure_case(case, AttentionBenchmarkConfig(), device)
 
 
 @pytest.fixture
@@ -58,9 +68,9 @@ def test_cases_are_all_combinations_with_both_directions_together():
         custom_tiers=("32:32", "16:64"), head_dims=(16, 32), backward=True, batch_size=3, heads=5
     )
     cases = attention_cases(config, CPU)
-    assert len(cases) == len(set(cases)) == 2 * 2 * 2 * 2
+    assert len(cases) == 2 * 2 * 2 * 2
     for forward, backward in zip(cases[::2], cases[1::2]):
-        assert dataclasses.replace(backward, direction="forward") == forward
+        assert Case(**vars(backward) | {"direction": "forward"}) == forward
     assert {(case.queries, case.keys) for case in cases} == {(32, 32), (16, 64)}
     assert {(case.batch_size, case.heads) for case in cases} == {(3, 5)}
     # by default the kernels that a CPU runs
@@ -71,7 +81,10 @@ def test_cases_are_all_combinations_with_both_directions_together():
 def test_all_lengths_have_the_same_tokens_times_width(gpu_with_bfloat16):
     cases = attention_cases(AttentionBenchmarkConfig(), CUDA)
     assert {max(case.queries, case.keys) for case in cases} >= {128, 16384, 32768}
-    assert {case.queries - case.keys > 0 for case in cases if not case.is_square} == {True, False}
+    assert {case.queries - case.keys > 0 for case in cases if case.queries != case.keys} == {
+        True,
+        False,
+    }
     for case in cases:
         longest = max(case.queries, case.keys)
         assert case.batch_size * case.heads * case.head_dim * longest == 16384 * 2048
@@ -83,21 +96,21 @@ def test_all_lengths_have_the_same_tokens_times_width(gpu_with_bfloat16):
 @pytest.mark.parametrize("sizes", [(6, 6), (3, 7), (7, 3), (1, 5), (5, 1)], ids=str)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_flops_count_the_visible_pairs(sizes, is_causal):
-    case = dataclasses.replace(CASE, queries=sizes[0], keys=sizes[1], is_causal=is_causal)
+    case = case_with(queries=sizes[0], keys=sizes[1], is_causal=is_causal)
     pairs = sum(
         not is_causal or key <= query for query in range(sizes[0]) for key in range(sizes[1])
     )
-    if is_causal and case.is_square:
+    if is_causal and case.queries == case.keys:
         # half of the square, as is customary, without half of the diagonal
         pairs -= sizes[0] / 2
-    assert case.flops == 4 * 16 * 2 * 2 * pairs
-    assert dataclasses.replace(case, direction="backward").flops == 2.5 * case.flops
+    assert flops(case) == 4 * 16 * 2 * 2 * pairs
+    assert flops(Case(**vars(case) | {"direction": "backward"})) == 2.5 * flops(case)
 
 
 def test_targets_have_naive_attention_float32_and_a_million_tokens(gpu_with_bfloat16):
     config = AttentionBenchmarkConfig(targets=True, batch_size=3, heads=5)
-    cases = target_cases(config, CUDA)
-    assert attention_cases(config, CUDA)[-len(cases) :] == cases
+    sweep = attention_cases(dataclasses.replace(config, targets=False), CUDA)
+    cases = attention_cases(config, CUDA)[len(sweep) :]
     assert all("flash_attention_triton" in case.kernels for case in cases)
     longest = [case for case in cases if case.keys == LONGEST]
     assert [case.direction for case in longest] == ["forward", "backward"]
@@ -105,6 +118,10 @@ def test_targets_have_naive_attention_float32_and_a_million_tokens(gpu_with_bflo
     exact = [case for case in cases if case.dtype == "float32"]
     assert min(case.queries for case in exact) == 1024
     assert {case.direction for case in exact} == {"forward", "backward"}
+
+
+def fail_to_measure(*_):
+    pytest.fail("measured")
 
 
 def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path, monkeypatch):
@@ -116,7 +133,7 @@ def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path, monkeypatc
         width=32,
         head_dims=(16,),
         warmup=1,
-        iters=2,
+        samples=2,
         device="cpu",
         output=tmp_path,
     )
@@ -124,16 +141,16 @@ def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path, monkeypatc
     assert read_records(tmp_path / "attention_sweep.jsonl") == records
     assert len(records) == 2 * 2 * 2
     for record in records:
-        case, kernels = AttentionCase(**record["config"]), record["figures"]["kernels"]
+        case, kernels = Case(**record["config"]), record["figures"]["kernels"]
         assert list(kernels) == list(config.kernels)
-        assert record["figures"]["flops"] == case.flops
+        assert record["figures"]["flops"] == flops(case)
         # cuDNN needs a GPU
         *others, refused = kernels.values()
         assert (refused["status"], bool(refused["reason"])) == ("unsupported", True)
         for row in others:
             assert row["status"] == "ok"
             assert row["samples"] == len(row["times_ms"]) == 2
-            assert row["tflops"] == pytest.approx(case.flops / row["median_ms"] / 1e9)
+            assert row["tflops"] == pytest.approx(flops(case) / row["median_ms"] / 1e9)
             assert row["error"] < 1e-5
 
     # memory with gradients is that of both passes
@@ -145,25 +162,10 @@ def test_each_case_has_a_record_with_figures_of_each_kernel(tmp_path, monkeypatc
         assert memory[case, kernel] > memory[case.replace("backward", "forward"), kernel] > 0
 
     # a second run measures nothing
-    monkeypatch.setattr(benchmark, "measure_case", lambda *_, **__: pytest.fail("measured"))
-    monkeypatch.setattr(benchmark, "write_attention_report", lambda *_: None)
-    assert benchmark_attention(config) == records
+    failing = dataclasses.replace(benchmark_attention, measure=fail_to_measure)
+    monkeypatch.setattr(harness, "code_version", lambda _: records[0]["code"])
+    assert failing(config) == records
     assert len(read_records(tmp_path / "attention_sweep.jsonl")) == len(records)
-
-
-def test_the_report_has_what_was_asked_for_last(tmp_path, monkeypatch):
-    reports = []
-    kernels = {"status": "ok", "median_ms": 1.0, "samples": 2}
-    measure = lambda case, **_: {"kernels": dict.fromkeys(case.kernels, kernels)}  # noqa: E731
-    monkeypatch.setattr(benchmark, "measure_case", measure)
-    monkeypatch.setattr(benchmark, "write_attention_report", lambda *a: reports.append(a[0]))
-    both = AttentionBenchmarkConfig(
-        kernels=("sdpa", "vectorized_torch"), custom_tiers=("16:16",), device="cpu", output=tmp_path
-    )
-    for config in (both, dataclasses.replace(both, kernels=("sdpa",)), both):
-        benchmark_attention(config)
-        assert reports[-1][-1]["config"]["kernels"] == list(config.kernels)
-    assert len(read_records(tmp_path / "attention_sweep.jsonl")) == 2 * 2
 
 
 def spoil(monkeypatch, name: str, spoiled):
@@ -185,7 +187,7 @@ def fails(*_):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_kernel_out_of_memory_leaves_the_others_unaffected(monkeypatch, direction):
     spoil(monkeypatch, "vectorized_torch", fails)
-    rows = measure_case(dataclasses.replace(CASE, direction=direction), device=CPU)["kernels"]
+    rows = measure_case(case_with(direction=direction), CPU)["kernels"]
     assert rows["vectorized_torch"] == {"status": "oom"}
     assert rows["flash_attention_torch"]["status"] == "ok"
 
@@ -197,8 +199,8 @@ def test_a_mask_aligned_at_the_last_key_is_wrong_and_has_no_time(monkeypatch, si
         return F.scaled_dot_product_attention(q, k, v, mask)
 
     spoil(monkeypatch, "vectorized_torch", spoiled)
-    case = dataclasses.replace(CASE, queries=sizes[0], keys=sizes[1])
-    rows = measure_case(case, device=CPU)["kernels"]
+    case = case_with(queries=sizes[0], keys=sizes[1])
+    rows = measure_case(case, CPU)["kernels"]
     assert rows["vectorized_torch"]["status"] == "wrong"
     assert "median_ms" not in rows["vectorized_torch"]
     assert rows["flash_attention_torch"]["error"] < 1e-5
@@ -206,7 +208,7 @@ def test_a_mask_aligned_at_the_last_key_is_wrong_and_has_no_time(monkeypatch, si
 
 def test_results_that_are_not_finite_are_wrong(monkeypatch):
     spoil(monkeypatch, "vectorized_torch", lambda q, k, v: q / 0 * 0)
-    rows = measure_case(CASE, device=CPU)["kernels"]
+    rows = measure_case(CASE, CPU)["kernels"]
     assert rows["vectorized_torch"] == {"status": "wrong", "error": None}
 
 
@@ -216,14 +218,14 @@ def test_a_fault_in_our_own_kernel_is_raised(monkeypatch):
 
     spoil(monkeypatch, "flash_attention_torch", spoiled)
     with pytest.raises(RuntimeError, match="shared memory"):
-        measure_case(CASE, device=CPU)
+        measure_case(CASE, CPU)
 
 
 def test_scores_too_large_for_the_machine_are_oom_without_a_try(monkeypatch):
     needed = 12 * 4 * 40 * 24
     for memory, status in ((needed - 1, "oom"), (needed, "ok")):
         monkeypatch.setattr(benchmark, "device_memory", lambda device, memory=memory: memory)
-        rows = measure_case(CASE, device=CPU)["kernels"]
+        rows = measure_case(CASE, CPU)["kernels"]
         assert rows["vectorized_torch"]["status"] == status
         assert rows["flash_attention_torch"]["status"] == "ok"
 
@@ -231,7 +233,7 @@ def test_scores_too_large_for_the_machine_are_oom_without_a_try(monkeypatch):
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_kernels_that_would_disturb_others_are_measured_alone(device, direction):
-    case = dataclasses.replace(CASE, kernels=SWEEP_KERNELS, direction=direction)
+    case = case_with(kernels=list(SWEEP_KERNELS), direction=direction)
     together, *alone = groups(case, device)
     expected = {"scaled_dot_prod_attention"}
     if device == CUDA:
@@ -247,7 +249,7 @@ def test_kernels_that_would_disturb_others_are_measured_alone(device, direction)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 40), (100, 70), (70, 100)], ids=str)
 def test_the_error_of_rows_is_that_of_the_first_and_last_queries(sizes, is_causal):
-    case = dataclasses.replace(CASE, queries=sizes[0], keys=sizes[1])
+    case = case_with(queries=sizes[0], keys=sizes[1])
     q, k, v, _ = make_inputs(case, CPU, 0)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     assert error_of_rows(out, q, k, v, is_causal) < 1e-6
@@ -261,7 +263,7 @@ def test_code_that_the_compiler_turned_into_pytorchs_attention_is_recognized(mon
     def naive(q, k, v):
         return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
 
-    q, k, v, _ = make_inputs(dataclasses.replace(CASE, queries=24), CPU, 0)
+    q, k, v, _ = make_inputs(case_with(queries=24), CPU, 0)
     torch.compiler.reset()
     compiled = torch.compile(naive)
     torch.testing.assert_close(compiled(q, k, v), naive(q, k, v))
@@ -270,15 +272,15 @@ def test_code_that_the_compiler_turned_into_pytorchs_attention_is_recognized(mon
 
     # and the record says so
     spoil(monkeypatch, "vectorized_torch_compiled", F.scaled_dot_product_attention)
-    case = dataclasses.replace(CASE, is_causal=False, kernels=("vectorized_torch_compiled",))
-    (row,) = measure_case(case, device=CPU)["kernels"].values()
+    case = case_with(is_causal=False, kernels=["vectorized_torch_compiled"])
+    (row,) = measure_case(case, CPU)["kernels"].values()
     assert row["became_sdpa"] is True
 
 
 @pytest.mark.parametrize(("max_seconds", "samples"), [(1e-6, 1), (100.0, 5)])
 def test_a_kernel_alone_that_takes_long_is_timed_once(max_seconds, samples):
-    case = dataclasses.replace(CASE, kernels=("sdpa",), samples=5, max_seconds=max_seconds)
-    (row,) = measure_case(case, device=CPU)["kernels"].values()
+    case = case_with(kernels=["sdpa"], samples=5, max_seconds=max_seconds)
+    (row,) = measure_case(case, CPU)["kernels"].values()
     assert row["samples"] == samples
 
 
@@ -318,8 +320,8 @@ def test_flash_attention_4_gets_tokens_first(monkeypatch):
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    case = dataclasses.replace(CASE, kernels=benchmark.FLASH_ATTENTION_4)
-    rows = measure_case(case, device=CPU)["kernels"]
+    case = case_with(kernels=list(benchmark.FLASH_ATTENTION_4))
+    rows = measure_case(case, CPU)["kernels"]
     assert [row["status"] for row in rows.values()] == ["ok", "ok"]
     assert set(seen) == {(True, False), (True, True)}
 
@@ -330,17 +332,16 @@ def test_flash_attention_4_gets_tokens_first(monkeypatch):
 @pytest.mark.parametrize("sizes", [(256, 256), (128, 384), (384, 128)], ids=str)
 def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction, in_graph):
     dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-    case = dataclasses.replace(
-        CASE,
+    case = case_with(
         queries=sizes[0],
         keys=sizes[1],
         head_dim=64,
         direction=direction,
         dtype=dtype,
-        kernels=SWEEP_KERNELS,
+        kernels=list(SWEEP_KERNELS),
         in_graph=in_graph,
     )
-    rows = measure_case(case, device=CUDA)["kernels"]
+    rows = measure_case(case, CUDA)["kernels"]
     refused = {name for name, row in rows.items() if row["status"] == "unsupported"}
     assert refused <= {"sdpa_cudnn", "sdpa_flash", "flex_attention", "fa4", "fa4_deterministic"}
     for name in set(rows) - refused:
@@ -350,7 +351,7 @@ def test_every_kernel_runs_on_a_gpu_or_is_refused(sizes, direction, in_graph):
 
 @pytest.mark.gpu
 def test_a_recorded_backward_pass_keeps_what_it_reads(monkeypatch):
-    case = dataclasses.replace(CASE, head_dim=64, direction="backward", dtype="float16")
+    case = case_with(head_dim=64, direction="backward", dtype="float16")
     *leaves, grad_out = inputs = make_inputs(case, CUDA, seed=0)
     prepare, grads = benchmark._prepare, []
 

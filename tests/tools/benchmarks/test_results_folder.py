@@ -13,7 +13,7 @@ from lib.tools.benchmarks import attention
 
 # They fill README.md, and the cache of tuned tiles outside of the repository.
 WITHOUT_RESULTS = {"benchmark headline", "benchmark tune-attention"}
-SMALL = "--kernels sdpa vectorized_torch --custom_tiers 16:16 --tokens 16 --iters 3"
+SMALL = "--kernels sdpa vectorized_torch --custom_tiers 16:16 --tokens 16 --samples 3"
 
 
 def git(folder, *arguments):
@@ -73,15 +73,15 @@ def test_a_benchmark_changes_no_committed_file_and_shows_what_is_on_record(repos
 def test_an_interrupted_benchmark_keeps_its_records_and_says_how_to_go_on(
     repository, monkeypatch, capsys
 ):
-    whole, calls = attention.measure_case, []
+    whole, calls = attention._prepare, []
 
-    def interrupted(*arguments, **options):
+    def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        return whole(*arguments, **options)
+        return whole(*arguments)
 
-    monkeypatch.setattr(attention, "measure_case", interrupted)
+    monkeypatch.setattr(attention, "_prepare", interrupted)
     assert main(["benchmark", "attention", "--device", "cpu", *SMALL.split()]) == 130
     assert "the same command continues from there" in capsys.readouterr().err
     assert changes(repository) == []

@@ -7,8 +7,7 @@ import pytest
 from lib.tools.benchmarks.attention import AttentionBenchmarkConfig
 from lib.tools.benchmarks.communication import CommunicationBenchmarkConfig
 from lib.tools.benchmarks.lm_matrix import LmMatrixConfig
-from lib.tools.benchmarks.repeat import RepeatConfig
-from lib.tools.benchmarks.sharding_cases import ShardingConfig
+from lib.tools.benchmarks.sharding import ShardingConfig
 from lib.tools.benchmarks.step import StepBenchmarkConfig
 from lib.tools.benchmarks.tokenizer import TokenizerBenchmarkConfig
 from lib.tools.benchmarks.training import TrainingBenchmarkConfig
@@ -29,7 +28,7 @@ REFUSED = {
         ({"masks": ()}, r"masks must be a list of at least 1, got \(\)"),
         ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"warmup": 0}, "warmup .* got 0"),
-        ({"iters": 0}, "iters .* got 0"),
+        ({"samples": 0}, "samples .* got 0"),
         ({"max_seconds": math.inf}, "max_seconds .* got inf"),
         ({"seed": 2**63}, "seed .* got 9223372036854775808"),
     ),
@@ -45,19 +44,18 @@ REFUSED = {
     LmMatrixConfig: (
         *SHARED_BY_RANKS,
         ({"kernels": ("sdpa", "fast")}, r"kernels\[1\] must be one of \"scaled"),
-        ({"wrappers": ("flat", "flat")}, "wrappers must be different names"),
         ({"wrappers": ()}, "wrappers must be a list of at least 1"),
         ({"model": "huge"}, 'model must be one of "tiny"'),
-        ({"model": "small", "num_heads": 7}, "num_heads"),
     ),
-    RepeatConfig: (({"ranks": 0}, "ranks must be at least 1"),),
     ShardingConfig: (
         *SHARED_BY_RANKS,
-        ({"methods": ("zero3",)}, "methods must be different names out of none"),
+        ({"methods": ("zero3",)}, "methods must be names out of none"),
         ({"methods": ()}, "methods must be a list of at least 1"),
         ({"attention_kernel": "vectorized_torch_compiled"}, "attention_kernel must be one of"),
     ),
     StepBenchmarkConfig: (
+        ({"models": ("huge",)}, r"models\[0\] must be one of \"tiny\""),
+        ({"attention_kernel": ("fast",)}, "attention_kernel"),
         ({"batch_size": 0}, "batch_size must be"),
         ({"seq_lens": (8, 0)}, r"seq_lens\[1\] must be at least 1, got 0"),
         ({"modes": ()}, "modes must be"),
@@ -72,7 +70,7 @@ REFUSED = {
         ({"samples": 0}, "samples must be"),
     ),
     TrainingBenchmarkConfig: (
-        ({"models": ("tiny",)}, r"batch_sizes must be one number for each of 1 models, got \(\)"),
+        ({"models": ("tiny",)}, "batch_sizes must be one number for each of 1 models"),
         ({"models": ("tiny",), "batch_sizes": (0,)}, r"batch_sizes\[0\] must be at least 1, got 0"),
         ({"samples": 0}, "samples must be at least 1"),
         ({"steps": 0}, "steps must be at least 1"),

@@ -1,8 +1,6 @@
 """The benchmark of training steps, on tiny models: fair peers, records, table and figure."""
 
-import csv
 import dataclasses
-import shutil
 
 import pytest
 import torch
@@ -17,8 +15,7 @@ from lib.tools.benchmarks.training import (
     PeerLM,
     TrainingBenchmarkConfig,
     benchmark_training,
-    benchmark_with_peer,
-    measure_loss,
+    measure_all,
     our_step,
     peer_step,
 )
@@ -34,8 +31,9 @@ def on_a_cpu(one_core):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: function)
         patch.setitem(benchmark.FASTEST, "cuda_graph", False)
-        patch.setitem(MODEL_PRESETS, "one", TINY)
-        patch.setitem(MODEL_PRESETS, "two", tied)
+        patch.setitem(MODEL_PRESETS, "tiny", TINY)
+        patch.setitem(MODEL_PRESETS, "small", tied)
+        patch.setattr(benchmark, "LOSS_TOKENS", 100)
         yield
 
 
@@ -114,21 +112,17 @@ def test_each_candidate_has_the_settings_in_its_name(monkeypatch):
         assert (model.output_weight.dtype == torch.bfloat16) == is_short
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """The folder of a benchmark of two models, and its records."""
-    folder = tmp_path_factory.mktemp("measured")
+def test_each_model_has_a_record_of_the_peer_and_of_each_candidate_which_resume(
+    tmp_path, monkeypatch
+):
     config = TrainingBenchmarkConfig(
-        models=("one", "two"), batch_sizes=(2, 3), samples=3, steps=2, loss=False, output=folder
+        models=("tiny", "small"), batch_sizes=(2, 3), samples=3, steps=2, output=tmp_path
     )
-    assert benchmark_with_peer(config, CPU) == folder / "training_benchmark.md"
-    return folder, read_records(folder / "training_benchmark.jsonl")
-
-
-def test_each_model_has_a_record_of_the_peer_and_of_each_candidate(measured):
-    _, records = measured
-    for name, batch_size in (("one", 2), ("two", 3)):
-        rows = [r["figures"] for r in records if r["figures"]["model"] == name]
+    records = measure_all(config, CPU)
+    assert read_records(tmp_path / "training_benchmark.jsonl") == records
+    for name, batch_size in (("tiny", 2), ("small", 3)):
+        rows = [r["figures"] for r in records if r["figures"]["task"] == "step"]
+        rows = [row for row in rows if row["model"] == name]
         assert [row["candidate"] for row in rows] == [PEER, *CANDIDATES]
         assert [row["samples"] for row in rows] == [3] * len(rows)
         for row in rows:
@@ -138,58 +132,27 @@ def test_each_model_has_a_record_of_the_peer_and_of_each_candidate(measured):
             # a CPU's memory and peak are not known
             assert (row["peak_memory_gb"], row["mfu"]) == (0, None)
         assert [row["candidate"] for row in rows if row.get("ratio_to_peer", 0) > 0] == ["all"]
-    for record in records:
-        assert record["config"]["models"] == ["one", "two"]
-        assert record["versions"]["torch"] == torch.__version__
-        assert record["seed"] == 0
 
-
-def test_records_become_a_table_and_a_figure(measured):
-    folder, records = measured
-    text = (folder / "training_benchmark.md").read_text()
-    assert "tokens/s" in text
-    assert "The loss" not in text
-    for candidate in (PEER, *CANDIDATES):
-        assert text.count(f"| {candidate} ") == 2
-    assert (folder / "training_benchmark.png").read_bytes().startswith(b"\x89PNG")
-    rows = list(csv.DictReader((folder / "training_benchmark.csv").open()))
-    assert len(rows) == len(records)
-
-
-def test_a_later_run_adds_records_and_its_table_shows_these_only(measured, tmp_path):
-    folder, records = measured
-    shutil.copy(folder / "training_benchmark.jsonl", tmp_path)
-    quick = {"samples": 1, "steps": 1, "ablations": False, "loss": False}
-    config = TrainingBenchmarkConfig(models=("two",), batch_sizes=(1,), output=tmp_path, **quick)
-    benchmark_with_peer(config, CPU)
-    now = read_records(tmp_path / "training_benchmark.jsonl")
-    assert now[: len(records)] == records
-    assert [r["figures"]["candidate"] for r in now[len(records) :]] == [PEER, "all"]
-    text = (tmp_path / "training_benchmark.md").read_text()
-    assert "without" not in text
-    assert "| one " not in text
-
-
-def test_the_loss_is_measured_in_chunks_and_whole(monkeypatch):
-    monkeypatch.setattr(benchmark, "LOSS_TOKENS", 100)
-    rows = list(measure_loss(TINY, CPU, torch.float32))
+    losses = [r["figures"] for r in records if r["figures"]["task"] == "loss"]
     names = ["all logits at once", "chunked", "chunked, 1,024 tokens"]
-    assert [row["candidate"] for row in rows] == names
-    assert all(row["median_ms"] > 0 and row["samples"] == 5 for row in rows)
+    assert [row["candidate"] for row in losses] == names
+    assert all(row["median_ms"] > 0 and row["samples"] == 5 for row in losses)
     # logits and their gradient
-    assert rows[0]["peak_memory_gb"] > 100 * 61 * 4 / 1e9
-    assert {(row["tokens"], row["vocab_size"], row["d_model"]) for row in rows} == {(100, 61, 32)}
+    assert losses[0]["peak_memory_gb"] > 100 * 61 * 4 / 1e9
+    assert {(row["tokens"], row["vocab_size"]) for row in losses} == {(100, 61)}
+
+    text = (tmp_path / "training_benchmark.md").read_text()
+    for candidate in (PEER, *CANDIDATES):
+        assert text.count(f"| {candidate.ljust(29)} |") == 2
+    assert "## The loss and its gradients" in text
+    assert (tmp_path / "training_benchmark.png").read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.setattr(benchmark, "measure_steps", lambda *_: pytest.fail("measured again"))
+    assert measure_all(config, CPU) == records
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_device_decides_what_steps_are_compared_with(device, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_any_device_but_a_gpu_is_refused(device, monkeypatch):
     monkeypatch.setattr(benchmark, "pick_device", torch.device)
-    monkeypatch.setattr(benchmark, "benchmark_with_peer", lambda config, device: "cuda")
-    monkeypatch.setattr(benchmark, "benchmark_on_cpu", lambda config: "cpu")
-    assert benchmark_training(TrainingBenchmarkConfig(device=device)) == device
-
-
-def test_any_other_device_is_refused(monkeypatch):
-    monkeypatch.setattr(benchmark, "pick_device", torch.device)
-    with pytest.raises(ValueError, match="device must be cpu or a CUDA device, got mps"):
-        benchmark_training(TrainingBenchmarkConfig(device="mps"))
+    with pytest.raises(ValueError, match=rf"device must be a CUDA device \(.*\), got {device}"):
+        benchmark_training(TrainingBenchmarkConfig(device=device))

@@ -25,9 +25,15 @@ def shelf(tmp_path, make_notebook) -> Path:
         ("a: [", "while parsing"),
         ("ä: {}", "can't decode"),
         # values that YAML has and Python's source or JSON have not
-        ("01_one: {steps: 2026-01-01}", "date is not JSON"),
-        ("01_one: {size: {a: [1, .inf]}}", "not JSON compliant"),
-        ("01_one: {size: &all [*all]}", "Circular reference"),
+        ("01_one: {steps: 2026-01-01}", r"01_one\.steps must be text \(in quotes\), a finite"),
+        ("01_one: {steps: !!set {1, 2}}", r"01_one\.steps must be .* got \{1, 2\}"),
+        ("01_one: {size: {a: [1, 12:30:00Z, .inf]}}", r"01_one\.size must be .* got .*inf"),
+        ("01_one: {size: !!binary aGk=}", r"01_one\.size must be .* got b'hi'"),
+        ("01_one: {1: 2}", "01_one must have names in quotes, got 1"),
+        ("01_one: {size: &all [*all]}", r"01_one\.size must be"),
+        # of two, the first would be lost
+        ("01_one: {steps: 1}\n02_two: {}\n01_one: {size: 2}", "got twice: 01_one"),
+        ("01_one: {steps: 1, steps: 2}", "got twice: steps"),
     ],
 )
 def test_a_parameter_file_of_another_form_is_refused(shelf, text, said):

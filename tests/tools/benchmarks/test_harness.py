@@ -1,7 +1,5 @@
 """Sweeps: a record for each config, also after interruptions and when memory runs out."""
 
-import dataclasses
-import math
 import signal
 import subprocess
 import sys
@@ -14,19 +12,28 @@ import pytest
 import torch
 
 from lib.core.records import append_record, read_records
-from lib.profiling.measurement import measure
-from lib.tools.benchmarks.sweep import code_version, differences, records_like, run_sweep
+from lib.tools.benchmarks import harness
+from lib.tools.benchmarks.harness import (
+    Benchmark,
+    SamplingConfig,
+    code_version,
+    differences,
+    grid,
+    records_like,
+)
+from lib.tools.benchmarks.sections import Report
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    size: int
-    name: str = "a"
+CASES = grid(size=(0, 1, 2, 3, 4), name="a")
 
 
-CASES = [Case(size) for size in range(5)]
+def run_sweep(path, cases, measure, **options):
+    """A sweep of one case at a time."""
+    groups = [case if isinstance(case, list) else [case] for case in cases]
+    one = lambda group: [{"status": "ok", **measure(group[0])}]  # noqa: E731
+    return harness.run_sweep(path, groups, one, **{"code": "1", "seed": 0} | options)
 
 
 def sizes(records):
@@ -35,15 +42,15 @@ def sizes(records):
 
 def test_a_sweep_leaves_a_record_of_each_config_and_prints_a_line_for_it(tmp_path, capsys):
     path = tmp_path / "new" / "records.jsonl"
-    show = lambda record: f"size {record['config']['size']}"  # noqa: E731
+    show = lambda record: f"square {record['figures']['square']}"  # noqa: E731
     # a config given twice is measured once
     configs = [*CASES, CASES[1]]
-    records = run_sweep(path, configs, lambda c: {"square": c.size**2}, seed=3, show=show)
+    records = run_sweep(path, configs, lambda c: {"square": c.size**2}, seed=3, line=show)
     assert records == read_records(path)
     assert [r["figures"] for r in records] == [{"status": "ok", "square": n * n} for n in range(5)]
     keys = {"config", "figures", "device", "versions", "commit", "seed", "date", "code"}
     assert all(keys <= record.keys() and record["seed"] == 3 for record in records)
-    assert capsys.readouterr().out == "".join(f"size {n}\n" for n in range(5))
+    assert capsys.readouterr().out == "".join(f"size {n}: square {n * n}\n" for n in range(5))
 
 
 def test_a_bar_names_what_sets_the_row_apart_that_is_being_measured():
@@ -53,24 +60,57 @@ def test_a_bar_names_what_sets_the_row_apart_that_is_being_measured():
     assert differences([]) == []
 
 
-def test_memory_that_runs_out_leaves_later_rows_unaffected(tmp_path):
+def test_a_grid_has_each_combination_and_the_last_axis_varies_fastest():
+    cases = [
+        (case.size, case.name, case.both) for case in grid(size=(1, 2), name=("a", "b"), both=[3])
+    ]
+    assert cases == [(1, "a", [3]), (1, "b", [3]), (2, "a", [3]), (2, "b", [3])]
+
+
+def test_memory_that_runs_out_leaves_later_cases_unaffected(tmp_path):
     held = []
 
-    def run_one(case):
+    def measure(case, config, device):
         tensor = torch.ones(1000)
         held.append(weakref.ref(tensor))
-        # everything held by an earlier row is free
+        # everything held by an earlier case is free
         assert [reference() is None for reference in held[:-1]] == [True] * case.size
         if case.size == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return {"sum": float(tensor.sum())}
 
-    expect = lambda case: {"predicted": 10 * case.size}  # noqa: E731
-    records = run_sweep(tmp_path / "records.jsonl", CASES, run_one, expect=expect)
+    benchmark = Benchmark(
+        Report("squares", "Squares", {"sum": "sum"}),
+        lambda config, device: CASES,
+        measure,
+        lambda case, device: {"predicted": 10 * case.size},
+    )
+    records = benchmark(SamplingConfig(output=tmp_path, device="cpu"))
     figures = [record["figures"] for record in records]
     assert figures[2] == {"status": "oom", "predicted": 20}
     for size in (0, 1, 3, 4):
         assert figures[size] == {"status": "ok", "predicted": 10 * size, "sum": 1000.0}
+    assert "| 1,000 |" in (tmp_path / "squares.md").read_text()
+
+
+def test_a_group_is_measured_whole_unless_all_of_it_has_records_and_what_failed_is_not_tried_again(
+    tmp_path,
+):
+    path, calls = tmp_path / "records.jsonl", []
+    groups = [CASES[:3], CASES[3:]]
+
+    def measure(group):
+        calls.append([case.size for case in group])
+        for case in group:
+            if case.size == 2 and len(calls) == 1:
+                raise KeyboardInterrupt
+            yield {"status": "oom" if case.size == 1 else "ok"}
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.run_sweep(path, groups, measure, code="1")
+    records = harness.run_sweep(path, groups, measure, code="1")
+    assert calls == [[0, 1, 2], [0, 2], [3, 4]]
+    assert [r["figures"]["status"] for r in records] == ["ok", "oom", "ok", "ok", "ok"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
@@ -97,12 +137,12 @@ def start_sweep(path: Path, body: str) -> subprocess.Popen:
     program = (
         "import os, signal, sys, time\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tests.tools.benchmarks.test_sweep import CASES, run_sweep\n"
+        "from tests.tools.benchmarks.test_harness import CASES, run_sweep\n"
         "def run_one(case):\n"
         "    print(case.size, flush=True)\n"
         f"    {body}\n"
         "    return {'double': 2 * case.size}\n"
-        f"run_sweep({str(path)!r}, CASES, run_one, seed=1)\n"
+        f"run_sweep({str(path)!r}, CASES, run_one)\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", program], **pipes)
@@ -120,7 +160,7 @@ def test_a_killed_sweep_resumes_without_repeating_or_losing_rows(tmp_path):
     measured = []
     run_one = lambda case: measured.append(case.size) or {"double": 2 * case.size}  # noqa: E731
     with pytest.warns(UserWarning, match="not a record"):
-        records = run_sweep(path, CASES, run_one, seed=1)
+        records = run_sweep(path, CASES, run_one)
     assert measured == [3, 4]
     assert [r["figures"]["double"] for r in records] == [0, 2, 4, 6, 8]
 
@@ -130,7 +170,7 @@ def test_two_sweeps_into_one_file_measure_each_row_once(tmp_path, caplog):
     first = start_sweep(path, "time.sleep(0.3)")
     while first.poll() is None and not read_records(path):
         time.sleep(0.01)
-    records = run_sweep(path, CASES, lambda case: pytest.fail("measured again"), seed=1)
+    records = run_sweep(path, CASES, lambda case: pytest.fail("measured again"))
     out, errors = first.communicate(timeout=120)
     assert (first.returncode, out.split()) == (0, list("01234")), errors
     assert sizes(records) == sizes(read_records(path)) == [0, 1, 2, 3, 4]
@@ -151,14 +191,16 @@ def test_records_made_elsewhere_or_by_other_code_do_not_count(tmp_path, change):
     assert len(read_records(path)) == 2
 
 
-def test_a_report_shows_records_of_one_device_and_its_versions(tmp_path):
+def test_a_report_shows_one_device_and_its_versions_and_last_what_was_asked_for(
+    tmp_path,
+):
     path = tmp_path / "records.jsonl"
     record = {"device": "chip", "versions": {"torch": "2"}, "seed": 0}
     changes = ({}, {"device": "another"}, {"versions": {"torch": "3"}}, {"seed": 1})
     records = [record | change for change in changes]
     for each in records:
         append_record(path, each)
-    assert records_like(path, record) == [records[0], records[3]]
+    assert records_like(path, [record]) == [records[0], records[3], records[0]]
 
 
 def test_the_code_version_changes_with_every_file_that_is_imported_and_with_no_other(tmp_path):
@@ -194,7 +236,7 @@ def test_the_code_version_changes_with_every_file_that_is_imported_and_with_no_o
 
 
 def test_a_module_run_by_its_name_has_the_version_of_that_name(monkeypatch):
-    spec = types.SimpleNamespace(name="lib.tools.benchmarks.attention_training")
+    spec = types.SimpleNamespace(name="lib.tools.benchmarks.attention")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     assert code_version("__main__") == code_version(spec.name) != code_version("elsewhere")
     # a script has no name
@@ -218,33 +260,3 @@ def test_a_sweep_can_be_made_again(tmp_path):
     # from then on the newest counts
     records = run_sweep(path, CASES, lambda case: {"n": 3})
     assert [record["figures"]["n"] for record in records] == [1, 2, 2, 1, 1]
-
-
-def test_a_figure_that_is_not_finite_is_left_out_and_named(tmp_path):
-    figures = {"loss": math.nan, "gap": math.inf, "n": 1.5}
-    (record,) = run_sweep(tmp_path / "r.jsonl", CASES[:1], lambda case: figures)
-    assert record["figures"] == {
-        "status": "not finite: gap, loss",
-        "loss": None,
-        "gap": None,
-        "n": 1.5,
-    }
-
-
-@pytest.mark.gpu
-def test_a_gpu_whose_memory_is_full_is_a_row_and_free_for_the_next(tmp_path):
-    size = torch.cuda.get_device_properties(0).total_memory
-
-    def run_one(case):
-        # 0.4 of the memory at a time: the third does not fit with the first two
-        parts = [
-            torch.empty(int(0.4 * size), dtype=torch.int8, device="cuda") for _ in range(case.size)
-        ]
-        return {"parts": len(parts)}
-
-    records = run_sweep(tmp_path / "r.jsonl", [Case(3), Case(2), Case(4), Case(1)], run_one)
-    assert [record["figures"]["status"] for record in records] == ["oom", "ok", "oom", "ok"]
-    assert torch.cuda.memory_allocated() < size / 10
-    measured = measure(lambda: run_one(Case(3)), device="cuda", samples=1)
-    assert measured.status == "oom"
-    assert torch.cuda.memory_reserved() < size / 10

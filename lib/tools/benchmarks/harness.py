@@ -1,0 +1,301 @@
+"""The harness of all benchmarks: cases are measured one after another, and each leaves a record.
+
+A benchmark is the settings that become its flags, a table of cases and a function that measures
+one. This is a whole one, and a line in `lib.__main__.COMMANDS` makes it a command:
+
+    @settings
+    class SoftmaxConfig(SamplingConfig):
+        '''Softmax by size.'''
+
+        columns: tuple[PositiveInt, ...] = (1024, 65536)
+        '''Numbers in a row.'''
+
+    def cases(config: SoftmaxConfig, device: torch.device) -> list[Case]:
+        return grid(columns=config.columns, kernel=("eager", "compiled"), **sampling(config))
+
+    def measure_case(case: Case, config: SoftmaxConfig, device: torch.device) -> dict[str, Any]:
+        x = torch.randn(1024, case.columns, device=device)
+        softmax = torch.compile(torch.softmax) if case.kernel == "compiled" else torch.softmax
+        return measure(lambda: softmax(x, -1), device=device, **sampling(case)).figures()
+
+    COLUMNS = {"columns": "columns", "kernel": "kernel", "median_ms": "median (ms)"}
+    benchmark_softmax = Benchmark(Report("softmax", "Softmax", COLUMNS), cases, measure_case)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from modulefinder import ModuleFinder
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lib.core.allocator import free_memory, is_out_of_memory
+from lib.core.files import ROOT, lock_file, make_folder
+from lib.core.hardware import keep_freed_memory, local_results, pick_device
+from lib.core.records import Record, append_record, new_record, read_records
+from lib.core.settings import NonNegativeInt, PositiveFloat, PositiveInt, settings
+from lib.core.terminal import bar_size
+from lib.tools.benchmarks.sections import SAMPLING, Report
+
+log = logging.getLogger(__name__)
+# A record that agrees with this process in all of these need not be measured again.
+SAME_MACHINE = ("device", "cores", "threads", "versions", "code", "seed")
+# What is measured, as the `config` of a record has it: plain JSON values.
+Case = SimpleNamespace
+
+
+@settings
+class BenchmarkConfig:
+    """Settings that all benchmarks share."""
+
+    seed: NonNegativeInt = 0
+    """Seed of everything random."""
+
+    restart: bool = False
+    """Measure again what already has a record."""
+
+    output: Path = dataclasses.field(default_factory=local_results)
+    """Folder for records, tables and figures; records of other settings there are kept."""
+
+
+@settings
+class SamplingConfig(BenchmarkConfig):
+    """Settings of benchmarks that time calls on one device."""
+
+    warmup: PositiveInt = 3
+    """Calls before sampling."""
+
+    samples: PositiveInt = 20
+    """Samples of each candidate; fewer, but at least 3, if they exceed max_seconds."""
+
+    max_seconds: PositiveFloat = 1.0
+    """Approximate time limit for the samples of one case."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`."""
+
+
+def sampling(of: Any) -> dict[str, Any]:
+    """The fields of a config or a case that say how long is measured: `measure`'s arguments."""
+    return {name: getattr(of, name) for name in SAMPLING}
+
+
+def grid(**axes: Any) -> list[Case]:
+    """A case for each combination of values; the last axis varies fastest.
+
+    Tuples are axes, and anything else is the same in all cases.
+    """
+    values = [value if isinstance(value, tuple) else (value,) for value in axes.values()]
+    return [Case(**dict(zip(axes, chosen))) for chosen in itertools.product(*values)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A benchmark in one process; called with a config it measures what has no record yet."""
+
+    report: Report
+    """Makes tables and figures from records; those are in the file STEM.jsonl beside them."""
+
+    cases: Callable[[Any, torch.device], list[Case]]
+    """(config, device) -> what to measure. Raises `ValueError` for what the device lacks."""
+
+    measure: Callable[[Case, Any, torch.device], Mapping[str, Any]]
+    """(case, config, device) -> figures."""
+
+    expect: Callable[[Case, torch.device], Mapping[str, Any]] | None = None
+    """(case, device) -> figures known beforehand, which a case that runs out of memory has too."""
+
+    def __call__(self, config: Any) -> list[Record]:
+        """Measure the cases of `config` without a record; write tables and figures.
+
+        The report shows all records in `output` of this device and these versions.
+
+        Returns:
+            The records of the cases of `config`.
+        """
+        device = pick_device(config.device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        path = config.output / f"{self.report.stem}.jsonl"
+
+        def measure(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
+            [case] = group
+            known = {"status": "ok", **(self.expect(case, device) if self.expect else {})}
+            try:
+                yield known | dict(self.measure(case, config, device))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                free_memory(error)
+                yield known | {"status": "oom"}
+            # reference cycles would keep what this case held
+            free_memory()
+
+        records = run_sweep(
+            path,
+            [[case] for case in self.cases(config, device)],
+            measure,
+            code=code_version(self.measure.__module__),
+            line=self.report.line,
+            seed=config.seed,
+            device=device,
+            restart=config.restart,
+        )
+        self.report.write(records_like(path, records), config.output)
+        return records
+
+
+def run_sweep(
+    path: str | os.PathLike,
+    groups: Iterable[Sequence[Case]],
+    measure: Callable[[Sequence[Case]], Iterable[Mapping[str, Any]]],
+    *,
+    code: str,
+    line: Callable[[Record], str] | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    packages: Sequence[str] = (),
+    restart: bool | int = False,
+) -> list[Record]:
+    """Measure groups of cases and append a record for each case right away.
+
+    The cases of a group are measured in one call, such as candidates that are interleaved. A group
+    is skipped if all its cases have a record, so the same call resumes an interrupted sweep; a case
+    that has failed is not tried again. A record counts if it was made on the same device, with the
+    same versions, number of threads, seed and `code`. If another process sweeps into the same file,
+    this one waits for it and then measures only what is left.
+
+    Args:
+        measure: group -> the figures of its cases, in their order.
+        line: record -> the line to print for it.
+        packages: whose versions a record names, too, where they are installed.
+        restart: records that are there already do not count; a number: so many of the first.
+
+    Returns:
+        The newest record of each case, in the order of `groups`.
+    """
+    from tqdm import tqdm
+
+    # fail now if the file cannot be written, not after the first measurement
+    path = Path(path)
+    make_folder(path.parent)
+    path.open("ab").close()
+
+    def record_of(figures: Mapping[str, Any], case: Case | None = None) -> Record:
+        made = new_record(figures, config=case and vars(case), seed=seed, device=device)
+        made["versions"] |= versions_of(packages)
+        # lists for tuples, as they are read again
+        return json.loads(json.dumps(made | {"code": code, "threads": torch.get_num_threads()}))
+
+    here = record_of({})
+    groups = [list(group) for group in groups]
+    with lock_file(path):
+        # keep the records of this machine and this code
+        records = read_records(path)
+        records = [] if restart is True else records[int(restart) :]
+        same = [r for r in records if all(r.get(key) == here[key] for key in SAME_MACHINE)]
+        found = {_key(record["config"]): record for record in same}
+
+        left: list[list[Case]] = []
+        wanted: set[str] = set()
+        for group in groups:
+            # a case that is asked for twice is measured once
+            cases = {_key(vars(case)): case for case in group}
+            cases = {key: case for key, case in cases.items() if key not in wanted}
+            wanted |= cases.keys()
+            failed = [key for key in cases if key in found and has_failed(found[key])]
+            if not cases.keys() <= found.keys():
+                left.append([case for key, case in cases.items() if key not in failed])
+        total = len(wanted)
+        log.info("%d of %d rows to measure, into %s", sum(map(len, left)), total, path)
+        done = total - sum(map(len, left))
+        texts = iter(differences([vars(case) for group in left for case in group]))
+        progress = {"total": total, "initial": done, "unit": "row"}
+        with tqdm(**progress, **bar_size(), disable=None, leave=False) as bar:
+            for group in left:
+                names = [next(texts) for _ in group]
+                bar.set_description_str(names[0])
+                for case, name, figures in zip(group, names, measure(group)):
+                    record = record_of(figures, case)
+                    append_record(path, record)
+                    found[_key(record["config"])] = record
+                    bar.update()
+                    if line:
+                        bar.write(": ".join(filter(None, (name, line(record)))))
+    keys = dict.fromkeys(_key(vars(case)) for group in groups for case in group)
+    return [found[key] for key in keys]
+
+
+def has_failed(record: Record) -> bool:
+    """Whether a record says that its case cannot be measured here."""
+    return record["figures"].get("status") in ("oom", "failed", "refused")
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings in which configs differ, as text: `queries 64, is_causal True`."""
+    varying = [
+        key
+        for key in (configs[0] if configs else ())
+        if any(config.get(key) != configs[0][key] for config in configs)
+    ]
+    return [", ".join(f"{key} {config.get(key)}" for key in varying) for config in configs]
+
+
+def _key(config: Any) -> str:
+    return json.dumps(config, sort_keys=True)
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def records_like(path: str | os.PathLike, records: Sequence[Record]) -> list[Record]:
+    """The records in the file at `path` of the device and versions of `records`, these last.
+
+    So where a case was asked for again, the record asked for counts as the newest.
+    """
+    keys = ("device", "versions")
+    same = [r for r in read_records(path) if all(r.get(key) == records[0][key] for key in keys)]
+    return [*same, *records]
+
+
+def code_version(module: str, root: Path = ROOT) -> str:
+    """Hash a module of `lib` and every module of `lib` that it imports, also inside functions.
+
+    Args:
+        module: such as `lib.tools.benchmarks.step`, or `__main__` for what `python -m` runs. One
+            outside `lib` gets the hash of all of `lib`.
+
+    Returns:
+        Twelve hex digits, which change when one of these files does.
+    """
+    if module == "__main__":
+        spec = sys.modules[module].__spec__
+        module = spec.name if spec else module
+    paths = set((root / "lib").rglob("*.py"))
+    if module.startswith("lib."):
+        # with this search path it finds modules of `lib` only
+        finder: Any = ModuleFinder(path=[str(root)])
+        finder.import_hook(module)
+        paths = {Path(found.__file__) for found in finder.modules.values() if found.__file__}
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,226 @@
+"""Trainings on several ranks, interleaved, so that all see the same machine.
+
+First an epoch of each training, then an epoch of each in reverse order, and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lib.core.allocator import free_memory
+from lib.ddp.process_group import current_device, gather_objects, rank, world_size
+from lib.model.costs import num_parameters
+from lib.profiling.measurement import interquartile_range
+from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.rank_memory import measure_memory, predicted_bytes
+from lib.tools.benchmarks.rank_training import (
+    RanksTrainingConfig,
+    Training,
+    method_of,
+    predicted_memory,
+    shape_of,
+)
+from lib.tools.benchmarks.ranks import CaseFailedError, fail
+from lib.tools.benchmarks.step import device_memory
+from lib.training.step import numerics
+
+log = logging.getLogger(__name__)
+
+
+class Groups(NamedTuple):
+    """Process groups beside that of all ranks."""
+
+    own: dist.ProcessGroup
+    """This rank alone."""
+
+    hosts: dist.ProcessGroup | None
+    """All ranks over gloo; None: the group of all ranks is over gloo itself."""
+
+
+def make_groups(timeout: float) -> Groups:
+    """Make the groups; every rank must call this, as each takes part in making every group."""
+    own = [dist.new_group([index]) for index in range(world_size())][rank()]
+    if current_device().type == "cpu":
+        return Groups(own, None)
+    return Groups(own, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
+
+
+def interleave(
+    cases: Sequence[Case], config: RanksTrainingConfig, groups: Groups, failed: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Method -> the figures of its training, the same on all ranks."""
+    trainings = Trainings(cases, config, groups, failed)
+    with numerics(tf32=config.tf32, deterministic=False):
+        rows = trainings.run()
+    trainings.held.clear()
+    free_memory()
+    if config.compile:
+        torch.compiler.reset()
+    return rows
+
+
+class Trainings:
+    """The trainings of one group on one rank, all in memory, or one at a time where few fit."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        config: RanksTrainingConfig,
+        groups: Groups,
+        failed: Path | None,
+    ) -> None:
+        self.cases = {method_of(case): case for case in cases}
+        self.config, self.groups, self.failed = config, groups, failed
+        self.device = current_device()
+        memory = device_memory(self.device) or math.inf
+        if self.device.type == "cpu":
+            memory /= world_size()
+        self.is_together = config.together and fits_together(cases, memory)
+        self.held: dict[str, Training] = {}
+        self.losses: dict[str, list[float]] = {}
+        self.memory: dict[str, dict[str, int]] = {}
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """The figures of each training, including those that were refused."""
+        launch = datetime.now(UTC).isoformat()
+        times: dict[str, list[float]] = {}
+        rows: dict[str, dict[str, Any]] = {}
+        # warm up
+        for name in self.cases:
+            log.info("warming up %s", name)
+            try:
+                with self.training(name):
+                    times[name] = []
+            except ValueError as error:
+                # raised on all ranks alike, before they wait for one another
+                free_memory(error)
+                rows[name] = {"status": "refused", "reason": str(error)}
+        # time: there and back, so that no training always follows the same other one
+        log.info("timing %d epochs of each", self.config.timed_epochs)
+        for turn in range(self.config.timed_epochs):
+            for name in times if turn % 2 == 0 else reversed(times):
+                with self.training(name) as training:
+                    times[name].append(training.timed_epoch())
+        # trace afterwards, so that the profiler disturbs no timed epoch
+        for name in times:
+            with self.training(name) as training:
+                traced = training.trace_communication(self.config.trace_steps, self.groups.hosts)
+            rows[name] = {"status": "ok", **self.figures(name, times[name])}
+            rows[name] |= communication_figures(traced, self.device)
+        return {
+            name: {
+                "launch": launch,
+                "parameters": num_parameters(shape_of(case)),
+                "predicted": predicted_bytes(predicted_memory(case)),
+                **rows[name],
+            }
+            for name, case in self.cases.items()
+        }
+
+    def figures(self, name: str, times: list[float]) -> dict[str, Any]:
+        """Time, memory and losses of one training."""
+        case, by_rank = self.cases[name], gather_objects(self.memory[name])
+        figures = time_figures(case, times)
+        return figures | {
+            "epoch_s": figures["median_ms"] * case.steps_per_epoch / 1e3,
+            # of each kind and moment the rank that has most
+            "measured": {key: max(memory[key] for memory in by_rank) for key in by_rank[0]},
+            "peak_memory_bytes": max(memory["peak"] for memory in by_rank),
+            "optimizer_state_by_rank": [memory["optimizer_state"] for memory in by_rank],
+            # up to the first that is not finite
+            "losses": list(itertools.takewhile(math.isfinite, self.losses[name])),
+            "is_together": self.is_together,
+        }
+
+    def warm_up(self, name: str) -> tuple[Training, dict[str, int]]:
+        """A training after its warm-up, and its memory."""
+        # each rank alone in `none`
+        group = self.groups.own if name == "none" else None
+        make = functools.partial(Training, self.cases[name], self.config, group)
+        training, memory = measure_memory(make, self.device)
+        training.finish_warm_up(self.config, 3)
+        return training, memory
+
+    @contextlib.contextmanager
+    def training(self, name: str) -> Iterator[Training]:
+        """A warm training: the one in memory, or where only one fits, one for this block."""
+        try:
+            training = self.held.get(name)
+            if training is None:
+                training, memory = self.warm_up(name)
+                self.memory.setdefault(name, memory)
+            if self.is_together:
+                self.held[name] = training
+            yield training
+            # the longest losses: a training may start anew for each epoch
+            self.losses[name] = max(self.losses.get(name, []), training.losses, key=len)
+            if not self.is_together:
+                # the caller's frame still holds the training itself
+                training.step = None
+                free_memory()
+        except (ValueError, CaseFailedError):
+            raise
+        except Exception as error:
+            fail(self.failed, self.cases[name], error)
+
+
+def fits_together(cases: Sequence[Case], memory: float) -> bool:
+    """Whether the trainings probably fit into `memory` bytes of a rank at once; one always counts.
+
+    Each holds its memory between steps. What its peak adds is needed by one training at a time, but
+    by all of them if their steps are recorded as CUDA graphs.
+    """
+    if len(cases) == 1:
+        return True
+    predicted = [predicted_memory(case) for case in cases]
+    held = sum(rank.between_steps for rank in predicted)
+    working = [rank.peak - rank.between_steps for rank in predicted]
+    return held + (sum(working) if cases[0].cuda_graph else max(working)) < 0.8 * memory
+
+
+def time_figures(case: Case, times: list[float]) -> dict[str, Any]:
+    """Time per step and tokens/s of all ranks, from this rank's milliseconds per step and epoch."""
+    # ranks differ where each trains alone
+    means = [fmean(epoch) for epoch in zip(*gather_objects(times))]
+    tokens = case.ranks * case.tr_batch_size * case.context_length
+    return {
+        "tokens_per_s": tokens / median(means) * 1e3,
+        "median_ms": median(means),
+        "iqr_ms": interquartile_range(means),
+        "samples": len(means),
+        "times_ms": means,
+    }
+
+
+def communication_figures(
+    traced: tuple[float, float, float] | None, device: torch.device
+) -> dict[str, Any]:
+    """The ranks' mean of what was traced; nothing if it is unknown on one of them."""
+    every = gather_objects(traced)
+    if None in every:
+        return {}
+    names = ("communication_ms", "exposed_communication_ms", "traced_step_ms")
+    means: dict[str, Any] = {key: fmean(values) for key, values in zip(names, zip(*every))}
+    return means | {"exposed_from": "kernels" if device.type == "cuda" else "operators"}
+
+
+def epoch_ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Times of the first over the second, epoch by epoch: above 1, the second is faster."""
+    return [a / b for a, b in zip(first, second)]
+
+
+def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
+    """The largest difference between losses of the same step; None where there are none."""
+    return max((abs(a - b) for a, b in zip(losses, reference)), default=None)

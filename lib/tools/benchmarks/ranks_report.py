@@ -1,0 +1,94 @@
+"""Shared by the reports on training with several ranks: settings in words, and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from lib.core.records import Record
+from lib.model.config import MODEL_PRESETS
+from lib.profiling.measurement import interquartile_range
+from lib.tools.benchmarks.interleaved import epoch_ratios
+from lib.tools.benchmarks.rank_training import LENGTH, SIZES
+from lib.tools.benchmarks.sections import failures, newest, to_frame, to_rows
+
+TOGETHER_NOTE = "The models did not fit into memory together: each was built anew for each epoch."
+GLOO_NOTE = """The ranks share the cores of one CPU, and memory is their network: times say nothing
+about GPUs, and gloo's own copies are in the bytes."""
+
+
+def training_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The newest record of each training, however long, with its setting in words."""
+    found = sorted(newest(records, LENGTH), key=lambda record: record["date"])
+    frame = to_frame(found)
+    frame["setting"] = [setting_title(row) for row in to_rows(frame)]
+    # what no record has yet, as where all failed
+    for name in ("median_ms", "measured", "reason", "peak_memory_bytes"):
+        frame[name] = frame.get(name)
+    return frame
+
+
+def setting_title(row: Mapping[str, Any]) -> str:
+    """The setting of a row in words."""
+    preset = MODEL_PRESETS.get(row["model"])
+    # the context length is in the batch's words
+    sizes = [name for name in SIZES if name != "context_length"]
+    other = [f"{name} {row[name]}" for name in sizes if row[name] != getattr(preset, name, None)]
+    precision = "TF32" if row["tf32"] and row["backend"] == "nccl" else "float32"
+    words = [precision if row["dtype"] == "float32" else row["dtype"]]
+    words += ["compiled" if row["compile"] else "eager"]
+    words += ["CUDA graph"] * row["cuda_graph"]
+    words += [f"{row['dtype']} parameters"] * row["low_precision_weights"]
+    words += [f"buckets of {row['bucket_size_mb']:g} MiB"] * (row["bucket_size_mb"] != 25)
+    batch = f"{row['ranks']} × {row['tr_batch_size']} × {row['context_length']} tokens"
+    return f"{', '.join([row['model'], *other])}: {', '.join(words)}; {batch}; {machine(row)}"
+
+
+def machine(row: Mapping[str, Any]) -> str:
+    """The hardware that the ranks ran on."""
+    if row["backend"] == "gloo":
+        return f"{row['ranks']} processes on one CPU"
+    return f"{row['ranks']} × {row['device']}"
+
+
+def notes(rows: pd.DataFrame, *names: str) -> list[str]:
+    """What to keep in mind about the rows of a setting, and why some failed."""
+    parts = [GLOO_NOTE] * bool((rows["backend"] == "gloo").any())
+    if "is_together" in rows and (rows["is_together"].map(str) == "False").any():
+        parts.append(TOGETHER_NOTE)
+    return [*parts, failures(rows, *names)]
+
+
+def time_ratio(
+    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None
+) -> tuple[float | None, float | None]:
+    """Median and interquartile range of the first's times over the second's, epoch by epoch.
+
+    None unless both ran in the same launch, where their epochs are pairs.
+    """
+    are_measured = all(row and row["status"] == "ok" for row in (first, second))
+    if not are_measured or first["launch"] != second["launch"]:
+        return None, None
+    ratios = epoch_ratios(first["times_ms"], second["times_ms"])
+    return median(ratios), interquartile_range(ratios)
+
+
+def ratios(
+    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], peers: Mapping[str, str], key: str
+) -> dict[str, Any]:
+    """Times of peers over those of a row where they ran together, and interquartile ranges.
+
+    Args:
+        rows: of the same setting.
+        peers: heading -> the peer's name in the field `key`. A heading that begins with `time /`
+            asks for the row's times over the peer's.
+    """
+    line: dict[str, Any] = {}
+    for heading, peer in peers.items():
+        found = next((other for other in rows if other[key] == peer), None)
+        pair = (row, found) if heading.startswith("time /") else (found, row)
+        line[heading], line[f"{heading}, IQR"] = time_ratio(*pair)
+    return line

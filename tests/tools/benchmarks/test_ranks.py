@@ -1,0 +1,383 @@
+"""Trainings on several ranks: what is interleaved, what is left when one fails, records."""
+
+import dataclasses
+import math
+import time
+import types
+
+import pytest
+import torch
+
+from lib.core.allocator import without_stderr
+from lib.core.records import read_records
+from lib.data.batches import BatchSampler
+from lib.ddp.launcher import launch
+from lib.ddp.process_group import barrier, rank
+from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
+from lib.model.transformer import TransformerLM
+from lib.sharded_optimizer import flat_slices
+from lib.tools.benchmarks import interleaved as module
+from lib.tools.benchmarks import ranks as on_ranks
+from lib.tools.benchmarks.harness import Case
+from lib.tools.benchmarks.interleaved import (
+    Trainings,
+    communication_figures,
+    fits_together,
+    loss_difference,
+    time_figures,
+)
+from lib.tools.benchmarks.lm_matrix import (
+    LmMatrixConfig,
+    benchmark_lm_matrix,
+    compare_with_none,
+)
+from lib.tools.benchmarks.rank_training import (
+    SHARDING_METHODS,
+    Training,
+    compared_steps,
+    shape_of,
+    skewed_tokens,
+    train_config,
+)
+from lib.tools.benchmarks.ranks import RanksBenchmark
+from lib.tools.benchmarks.sharding import ShardingConfig, sharding_groups
+from tests.tools.benchmarks.rank_benchmarks import SIZES, SMALL, cases_of
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+BOTH = pytest.mark.parametrize("config", [LmMatrixConfig, ShardingConfig])
+
+
+@BOTH
+def test_settings_that_do_not_fit_the_machine_are_refused(config):
+    with pytest.raises(ValueError, match="ranks must be None or the group's 2, got 4"):
+        cases_of(config, ranks=4)
+    with pytest.raises(ValueError, match="cuda_graph must be False on a CPU, got True"):
+        cases_of(config, cuda_graph=True)
+
+
+def test_given_settings_win_over_defaults():
+    [case, *_] = cases_of(LmMatrixConfig, on_gpu=True, tr_batch_size=5, dtype="float32")
+    assert (case.tr_batch_size, case.ranks, case.backend, case.model) == (5, 2, "nccl", "matrix")
+    assert cases_of(ShardingConfig, tr_batch_size=5)[0].tr_batch_size == 5
+    on_gpus = cases_of(ShardingConfig, on_gpu=True, dtype="float32")
+    assert {case.model for case in on_gpus} == {"large", "xl"}
+    assert {case.wrapper for case in cases_of(LmMatrixConfig)} == set(DDP_WRAPPERS)
+
+
+class Recorded(Trainings):
+    """Trainings that only write down what happens to them."""
+
+    def warm_up(self, name):
+        if name == "refused":
+            raise ValueError("not here")
+        self.events = [*getattr(self, "events", []), f"start {name}"]
+
+        def epoch() -> float:
+            self.events.append(name)
+            training.losses.append(float(len(self.events)))
+            return 2.0
+
+        training = types.SimpleNamespace(
+            timed_epoch=epoch, losses=[], step=object(), trace_communication=lambda *_: None
+        )
+        return training, f"memory of {name}"
+
+    def figures(self, name, times):
+        return {"memory": self.memory[name], "times_ms": times, "is_together": self.is_together}
+
+
+@pytest.fixture
+def interleaved(monkeypatch):
+    """Make `Recorded` trainings of one process, all in memory or one at a time."""
+    names = ("a", "refused", "b")
+    cases = [Case(**vars(cases_of(LmMatrixConfig)[0]) | {"method": name}) for name in names]
+
+    def make(*, fits: bool) -> Recorded:
+        monkeypatch.setattr(module, "fits_together", lambda *_: fits)
+        monkeypatch.setattr(module, "gather_objects", lambda value: [value])
+        config = LmMatrixConfig(timed_epochs=3, trace_steps=0)
+        return Recorded(cases, config, types.SimpleNamespace(hosts=None), None)
+
+    return make
+
+
+def test_epochs_are_interleaved_there_and_back_and_a_refused_training_is_left_out(interleaved):
+    trainings = interleaved(fits=True)
+    rows = trainings.run()
+    assert trainings.events == ["start a", "start b", "a", "b", "b", "a", "a", "b"]
+    assert list(rows) == ["a", "refused", "b"]
+    assert (rows["refused"]["status"], rows["refused"]["reason"]) == ("refused", "not here")
+    assert rows["a"]["times_ms"] == [2.0] * 3
+    assert (rows["a"]["status"], rows["a"]["memory"]) == ("ok", "memory of a")
+    assert rows["a"]["is_together"] is True
+    assert trainings.losses["a"] == [3.0, 6.0, 7.0]
+
+
+def test_models_that_do_not_fit_together_start_anew_for_each_epoch(interleaved):
+    trainings = interleaved(fits=False)
+    rows = trainings.run()
+    first_round = ["start a", "a", "start b", "b"]
+    assert trainings.events[:10] == [
+        "start a",
+        "start b",
+        *first_round,
+        *first_round[2:],
+        "start a",
+        "a",
+    ]
+    assert not trainings.held
+    assert rows["b"]["is_together"] is False
+    # the longest, not the last
+    assert len(trainings.losses["a"]) == 1
+
+
+def test_an_epochs_time_is_the_mean_of_the_ranks_and_tokens_are_those_of_all(monkeypatch):
+    monkeypatch.setattr(module, "gather_objects", lambda value: [value, [30.0, 50.0, 90.0]])
+    case = types.SimpleNamespace(ranks=2, tr_batch_size=4, context_length=8)
+    figures = time_figures(case, [10.0, 30.0, 50.0])
+    assert figures["times_ms"] == [20.0, 40.0, 70.0]
+    assert (figures["median_ms"], figures["iqr_ms"]) == (40.0, 25.0)
+    assert figures["tokens_per_s"] == pytest.approx(64 / 0.040)
+
+
+def test_communication_is_known_only_if_all_ranks_know_it(monkeypatch):
+    monkeypatch.setattr(module, "gather_objects", lambda value: [value, (3.0, 2.0, 9.0)])
+    found = communication_figures((1.0, 0.0, 7.0), torch.device("cpu"))
+    assert found["communication_ms"] == 2.0
+    assert found["exposed_communication_ms"] == 1.0
+    assert (found["traced_step_ms"], found["exposed_from"]) == (8.0, "operators")
+    assert communication_figures(None, torch.device("cpu")) == {}
+
+
+def test_losses_are_compared_step_by_step():
+    assert loss_difference([3.0, 2.0, 1.0], [3.0, 2.5]) == 0.5
+    assert loss_difference([3.0], []) is None
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "settings", "fits"),
+    [
+        (140, {"model": "large"}, True),
+        (75, {"model": "large"}, False),
+        (140, {"model": "xl"}, False),
+        (120, {"model": "medium", "tr_batch_size": 64}, True),
+        # graphs keep the memory that their steps work in
+        (120, {"model": "medium", "tr_batch_size": 64, "cuda_graph": True}, False),
+    ],
+)
+def test_models_are_held_together_only_where_they_fit(memory_gb, settings, fits):
+    settings = {"kernels": ("sdpa",), "dtype": "bfloat16"} | settings
+    assert fits_together(cases_of(LmMatrixConfig, on_gpu=True, **settings), memory_gb * 1e9) == fits
+
+
+def test_sharded_models_need_less_to_be_held_together():
+    several = ("flashddp", "zero1", "torch_ddp+torch_zero", "fsdp2")
+    for methods, memory, fits in (
+        (several, 150e9, True),
+        (several, 80e9, False),
+        (tuple(SHARDING_METHODS), 150e9, False),
+    ):
+        settings = {"models": ("xl",), "methods": methods, "dtype": "bfloat16"}
+        cases = cases_of(ShardingConfig, on_gpu=True, **settings)
+        assert fits_together(cases, memory) == fits
+
+
+def sweep_with_a_full_rank(*arguments):
+    """`sweep`, where memory is full on rank 1 for `flashddp`, while rank 0 waits for it."""
+    train = Training.train
+
+    def full(self: Training, steps: int) -> None:
+        if rank() == 1 and self.case.wrapper == "flashddp":
+            raise torch.OutOfMemoryError("CUDA out of memory: planted")
+        train(self, steps)
+
+    Training.train = full
+    return RanksBenchmark.sweep(*arguments)
+
+
+@pytest.mark.slow
+def test_memory_full_on_one_rank_ends_its_training_and_no_other(tmp_path, monkeypatch, caplog):
+    def launch_full(fn, *arguments, **options):
+        assert fn is RanksBenchmark.sweep
+        return launch(sweep_with_a_full_rank, *arguments, **options)
+
+    monkeypatch.setattr(on_ranks, "launch", launch_full)
+    config = LmMatrixConfig(
+        kernels=("sdpa",), wrappers=("flashddp", "flat"), output=tmp_path, **QUICK
+    )
+    records = benchmark_lm_matrix(config)
+    rows = {record["config"]["wrapper"]: record["figures"] for record in records}
+    assert rows["flashddp"]["status"] == "oom"
+    assert "planted" in rows["flashddp"]["reason"]
+    assert rows["flat"]["status"] == "ok"
+    # retried with one model at a time, then given up
+    assert sum("planted" in record.message for record in caplog.records) == 2
+    assert "- sdpa, flashddp: oom" in (tmp_path / "lm_matrix_report.md").read_text()
+    assert benchmark_lm_matrix(config) == records
+
+
+def test_settings_that_are_refused_leave_no_file(tmp_path):
+    settings = SMALL | {"d_model": 100, "num_heads": 3, "output": tmp_path / "new"}
+    with pytest.raises(ValueError, match="d_model"):
+        benchmark_lm_matrix(LmMatrixConfig(kernels=("sdpa",), **settings))
+    assert not (tmp_path / "new").exists()
+
+
+QUICK = SMALL | {"loss_steps": 0, "trace_steps": 0, "epochs": 2, "timed_epochs": 1}
+
+
+def run_some(folder) -> list[int]:
+    """On a rank: how many records calls return; the second resumes, the others measure anew."""
+    config = LmMatrixConfig(kernels=("sdpa",), wrappers=("none", "naive"), output=folder, **QUICK)
+    return [
+        len(benchmark_lm_matrix(dataclasses.replace(config, **changes)))
+        for changes in ({}, {}, {"restart": True})
+    ]
+
+
+def test_ranks_that_are_there_already_measure_and_rank_0_alone_keeps_records(tmp_path):
+    assert launch(run_some, 2, tmp_path, backend="gloo", timeout=60) == [[2, 2, 2], [0, 0, 0]]
+    records = read_records(tmp_path / "lm_matrix.jsonl")
+    assert [record["config"]["wrapper"] for record in records] == ["none", "naive"] * 2
+    assert (tmp_path / "lm_matrix_report.md").exists()
+
+
+@pytest.mark.slow
+def test_wrappers_train_as_one_process_on_the_batches_of_all_ranks(tmp_path):
+    refused, wrappers = "flash_attention_triton", ("none", "flashddp", "torch_ddp")
+    config = LmMatrixConfig(
+        kernels=(refused, "sdpa"), wrappers=wrappers, backend="gloo", output=tmp_path, **SMALL
+    )
+    found = {}
+    for record in benchmark_lm_matrix(config):
+        figures, wrapper = record["figures"], record["config"]["wrapper"]
+        if record["config"]["kernel"] == refused:
+            assert figures["status"] == "refused"
+            assert "cpu" in figures["reason"]
+        else:
+            found[wrapper] = figures
+    assert list(found) == list(wrappers)
+    state = 16 * found["none"]["parameters"]
+    for wrapper, figures in found.items():
+        assert len(figures["times_ms"]) == SMALL["timed_epochs"]
+        seconds = figures["median_ms"] / 1e3
+        assert figures["epoch_s"] == pytest.approx(seconds * SMALL["steps_per_epoch"])
+        assert state < figures["peak_memory_bytes"] < 6 * state
+        # only wrappers communicate
+        total, exposed = figures["communication_ms"], figures["exposed_communication_ms"]
+        assert (total > 0) == (wrapper != "none")
+        assert 0 <= exposed <= total <= figures["traced_step_ms"]
+        if wrapper == "none":
+            assert "reference_losses" not in figures
+            continue
+        reference = figures["reference_losses"]
+        assert len(reference) == SMALL["epochs"] * SMALL["steps_per_epoch"]
+        assert reference[0] == pytest.approx(math.log(SIZES["vocab_size"]), rel=0.1)
+        # the comparison says something only if the model learns
+        assert reference[-1] < reference[0] - 0.02
+        assert figures["losses"] == pytest.approx(reference, abs=1e-5)
+        assert figures["loss_difference"] < 1e-5
+
+
+def test_efficiency_and_overhead_compare_epoch_by_epoch_with_none():
+    rows = {
+        "none": {"times_ms": [10.0, 20.0, 40.0], "peak_memory_bytes": 1000},
+        "flat": {"times_ms": [20.0, 25.0, 40.0], "peak_memory_bytes": 1100},
+        "naive": {"status": "refused"},
+    }
+    rows = {name: {"status": "ok", **row} for name, row in rows.items()}
+    further = compare_with_none(rows)
+    assert further["flat"]["scaling_efficiency"] == 0.8
+    assert further["flat"]["iqr_scaling_efficiency"] == pytest.approx(0.25)
+    assert further["flat"]["memory_overhead"] == pytest.approx(0.1)
+    assert further["none"]["scaling_efficiency"] == 1
+    assert "naive" not in further
+    del rows["none"]
+    assert compare_with_none(rows)["flat"] == dict.fromkeys(further["flat"])
+
+
+@pytest.fixture
+def case() -> Case:
+    [case] = cases_of(LmMatrixConfig, **SMALL, kernels=("sdpa",), wrappers=("flat",))
+    return case
+
+
+def test_settings_reach_the_training(case):
+    changes = {"compile": True, "low_precision_weights": True, "bucket_size_mb": 3.0}
+    changed = Case(**vars(case) | {"cuda_graph": True} | changes)
+    settings = train_config(changed, log_interval=4, gradient_accumulation_steps=3)
+    assert settings.cuda_graph
+    assert {name: getattr(settings, name) for name in changes} == changes
+    assert (settings.ddp_wrapper, settings.model.attention_kernel) == ("flat", "sdpa")
+    assert {name: getattr(settings.model, name) for name in SIZES} == SIZES
+    assert (settings.batch_size, settings.gradient_accumulation_steps) == (2, 3)
+    for method, fields in SHARDING_METHODS.items():
+        [case] = cases_of(ShardingConfig, methods=(method,))
+        training = train_config(case)
+        assert all(getattr(training, name) == value for name, value in fields.items())
+        assert training.ddp_wrapper == fields.get("ddp_wrapper", method)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_buckets_left_out_are_those_of_training(short):
+    settings = {"models": ("large",), "low_precision_weights": short, "dtype": "bfloat16"}
+    [case, *_] = cases_of(ShardingConfig, on_gpu=True, **settings)
+    model = TransformerLM(shape_of(case), device="meta")
+    if short:
+        model.use_low_precision_weights(torch.bfloat16)
+    gradients = sum(param.nbytes for param in model.parameters())
+    assert case.bucket_size_mb == default_bucket_cap_mb(gradients) > 25
+
+
+def test_losses_are_compared_for_at_most_the_steps_that_there_are(case):
+    assert compared_steps(case) == SMALL["epochs"] * SMALL["steps_per_epoch"]
+    case.loss_steps = 4
+    assert compared_steps(case) == 4
+
+
+def test_an_epoch_is_one_pass_over_skewed_tokens(case):
+    tokens = skewed_tokens(case, seed=0)
+    length, batch_size = case.context_length, case.tr_batch_size
+    sampler = BatchSampler(len(tokens), length, batch_size, seed=0, world_size=case.ranks)
+    assert sampler.num_sequences == case.steps_per_epoch * sampler.sequences_per_step
+    assert tokens.min() >= 0
+    assert tokens.max() < case.vocab_size
+    # half of u⁴ lies below 1/16
+    assert (tokens < case.vocab_size / 16).mean() == pytest.approx(0.5, abs=0.15)
+
+
+def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
+    """Trace steps whose last all-gathers one rank starts late.
+
+    Returns whether these were over whenever a profiler stopped on this rank.
+    """
+    if rank() == 1:
+        gather = flat_slices.all_gather
+        flat_slices.all_gather = lambda *args, **kwargs: time.sleep(0.1) or gather(*args, **kwargs)
+    training = Training(case, config, None)
+    found, stop = [], torch.profiler.profile.stop_trace
+
+    def look_and_stop(profiler: torch.profiler.profile) -> None:
+        works = [bucket.gathering for bucket in training.step.optimizer.strategy.buckets]
+        found.append(all(work is None or work.is_completed() for work in works))
+        stop(profiler)
+
+    torch.profiler.profile.stop_trace = look_and_stop
+    training.trace_communication(1, None)
+    with without_stderr(), torch.profiler.profile():
+        training.train(1)
+        barrier()
+    training.read_losses()
+    return found
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_no_collective_is_under_way_when_a_profiler_stops():
+    # gloo's threads would write into a log that is freed, and the process might die
+    settings = {name: value for name, value in SMALL.items() if name not in SIZES}
+    config = ShardingConfig(models=("tiny",), methods=("zero1",), **settings)
+    [[case]] = sharding_groups(config, 2, "gloo")
+    assert (
+        launch(trace_with_a_late_rank, 2, case, config, backend="gloo", timeout=60)
+        == [[True] * 2] * 2
+    )
