@@ -45,19 +45,42 @@ make_environment() {
 pip() {
   "$python" -m pip --disable-pip-version-check "$@"
 }
-# A setting of pip, which uv does not read: pip config list has `global.find-links='a\nb'`
+# A setting of pip, which uv does not read: pip config list has `global.find-links='a\nb'`.
+# Like pip, without folders that are not there.
 setting() {
-  printf '%s\n' "$settings" | sed -n "s/^[^=]*[.]$1='\(.*\)'\$/\1/p" | head -n 1 | sed 's/\\n/ /g'
+  for place in $(printf '%s\n' "$settings" | sed -n "s/^[^=]*[.]$1='\(.*\)'\$/\1/p" | sed 's/\\n/ /g'); do
+    case $place in file://*) [ -e "${place#file://}" ] || continue ;; esac
+    printf '%s\n' "$place"
+  done | paste -s -d "$2" -
 }
-install_with_uv() {
-  pip install -c .ci/constraints.txt uv >"$tools/log" 2>&1 || return 1
+# Run an installer: everything on a terminal, in a log what takes long, and its end if it fails.
+follow() {
+  if [ -t 1 ]; then "$@"; return; fi
+  { "$@" 2>&1; echo $? >"$tools/code"; } | tee "$tools/log" | while read -r line; do
+    case $line in
+      *Downloading*G*B\) | *Downloading*[0-9][0-9][0-9].[0-9]*M*B\))
+        line=${line#*Downloading }
+        echo "  downloading ${line##*/}" ;;
+      "Installing collected packages:"*) echo "  unpacking packages" ;;
+    esac
+  done
+  read -r code <"$tools/code"
+  [ "$code" = 0 ] || tail -n 40 "$tools/log" >&2
+  return "$code"
+}
+install_with_uv() (
+  pip install -c .ci/constraints.txt uv >"$tools/log" 2>&1 || exit
   settings=$(pip config list)
-  index=$(setting index-url)
-  [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
-  UV_INDEX=$(setting extra-index-url) UV_FIND_LINKS=$(setting find-links | tr ' ' ,) \
-    UV_CONSTRAINT=$(setting constraint) UV_INDEX_STRATEGY=unsafe-best-match \
-    SSL_CERT_FILE=${SSL_CERT_FILE:-$PIP_CERT} "$python" -m uv pip install --python "$python" "$@"
-}
+  index=$(setting index-url ' ') more=$(setting extra-index-url ' ')
+  links=$(setting find-links ,) constraint=$(setting constraint ' ')
+  [ -z "$index" ] || export UV_DEFAULT_INDEX="${index%% *}"
+  [ -z "$more" ] || export UV_INDEX="$more"
+  [ -z "$links" ] || export UV_FIND_LINKS="$links"
+  [ -z "$constraint" ] || export UV_CONSTRAINT="$constraint"
+  [ -z "$PIP_CERT" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+  export UV_INDEX_STRATEGY=unsafe-best-match
+  follow "$python" -m uv pip install --python "$python" "$@"
+)
 
 if [ "$own" ]; then
   fits .venv/bin/python || make_environment
@@ -70,20 +93,24 @@ else
   }
 fi
 [ $# -gt 0 ] || exit 0
+"$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >"$tools/log" 2>&1 || {
+  cat "$tools/log" >&2
+  echo "error: $python has no pip, and cannot make it" >&2
+  exit 1
+}
 
 echo "Installing packages into $(dirname "$(dirname "$python")"), which takes minutes once"
-# everything on a terminal, and errors alone in a log
-[ -t 2 ] || quiet=--quiet
+started=$(date +%s)
 if [ ! "$own" ]; then
   kept='^(torch|torchvision|torchaudio|triton|numpy|numba|jax|jaxlib)=='
   pip list --format=freeze | grep -E "$kept" >"$tools/kept"
-  pip install --no-input $quiet -c "$tools/kept" "$@"
-  exit
+  follow pip install --no-input -c "$tools/kept" "$@" || exit
+else
+  install_with_uv -c .ci/constraints.txt "$@" ||
+    follow pip install --no-input --no-compile -c .ci/constraints.txt "$@" || exit
+  # of large packages whose modules are hardly loaded, Python compiles one when asked for it
+  rare='fontTools|google|jedi|mypy|mypyc|networkx|opentelemetry|prompt_toolkit|pydantic|setuptools|sympy/physics'
+  rare="$rare|torch/_inductor|torch/testing|wandb|wcwidth"
+  "$python" -m compileall -q -j 0 -x "/site-packages/((.*/)?tests?|$rare)/" .venv/lib >/dev/null 2>&1
 fi
-install_with_uv $quiet -c .ci/constraints.txt "$@" ||
-  pip install --no-input $quiet -c .ci/constraints.txt "$@" || exit
-# of large packages whose modules are hardly loaded, Python compiles one when asked for it
-rare='fontTools|google|jedi|mypy|mypyc|networkx|opentelemetry|prompt_toolkit|pydantic|setuptools|sympy/physics'
-rare="$rare|torch/_inductor|torch/testing|wandb|wcwidth"
-"$python" -m compileall -q -j 0 -x "/site-packages/((.*/)?tests?|$rare)/" .venv/lib >/dev/null 2>&1
-exit 0
+echo "  ready after $(($(date +%s) - started)) s"

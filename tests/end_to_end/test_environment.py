@@ -210,11 +210,11 @@ def test_uv_takes_the_tested_versions():
     ]
 
 
-def install(tmp_path, answer: str, *words: str) -> str:
-    """Run the installer with a Python that gives one `answer`; return what it was told to do."""
+def install(tmp_path, answer: str, *words: str) -> tuple[subprocess.CompletedProcess, str]:
+    """Run the installer with a Python that gives one `answer`; also return its commands."""
     fake(
         tmp_path / ".venv/bin/python",
-        f'''echo "$* $UV_DEFAULT_INDEX;$UV_INDEX;$UV_FIND_LINKS" >>"{tmp_path}/told"
+        f'''echo "$* $UV_DEFAULT_INDEX;$UV_INDEX;$UV_FIND_LINKS" >>"{tmp_path}/commands"
         case "$*" in
           *version_info*) ;;
           *"{answer} ;;
@@ -222,24 +222,67 @@ def install(tmp_path, answer: str, *words: str) -> str:
         esac''',
     )
     command = ["sh", ROOT / ".ci/install.sh", *words, "-r", "requirements.txt"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    return (tmp_path / "told").read_text()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    return done, (tmp_path / "commands").read_text()
 
 
 def test_a_given_environment_keeps_its_torch(tmp_path):
     answer = """list --format=freeze") printf 'six==1\\ntorch==2.1.0+cu121\\ntorchmetrics==1\\n'"""
     (tmp_path / ".venv").mkdir()
-    told = install(tmp_path, answer, str(tmp_path / ".venv/bin/python"))
-    assert "install --no-input --quiet -c" in told
+    done, commands = install(tmp_path, answer, str(tmp_path / ".venv/bin/python"))
+    assert "install --no-input -c" in commands
+    assert re.search(r"^  ready after \d+ s$", done.stdout, re.MULTILINE)
     assert (tmp_path / "pins").read_text() == "torch==2.1.0+cu121\n"
+
+
+LOG = """\
+  Downloading https://host/a/torch-2.9.0-cp311-linux.whl (899.8 MB)
+Downloading torch (858.1MiB)
+Downloading numpy (15.8MiB)
+Downloading nvidia_cublas-13.whl (1.2 GB)
+Installing collected packages: a, b, c
+Downloading six-1.17.0-py2.py3-none-any.whl (11 kB)
+Requirement already satisfied: six
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_log_names_only_what_takes_long_and_has_all_if_that_fails(tmp_path, code):
+    (tmp_path / "log").write_text(LOG)
+    (tmp_path / ".venv").mkdir()
+    answer = f'install --no-input"*) cat "{tmp_path}/log"; exit {code}'
+    done, _ = install(tmp_path, answer, str(tmp_path / ".venv/bin/python"))
+    _, *lines = done.stdout.splitlines()
+    assert lines[:4] == [
+        "  downloading torch-2.9.0-cp311-linux.whl (899.8 MB)",
+        "  downloading torch (858.1MiB)",
+        "  downloading nvidia_cublas-13.whl (1.2 GB)",
+        "  unpacking packages",
+    ]
+    assert (done.returncode, len(lines)) == (code, 4 if code else 5)
+    assert done.stderr == (LOG if code else "")
+
+
+def test_an_environment_without_pip_gets_it_or_is_named(tmp_path):
+    (tmp_path / ".venv").mkdir()
+    python = str(tmp_path / ".venv/bin/python")
+    done, commands = install(tmp_path, 'pip --version") exit 1', python)
+    assert done.returncode == 0
+    assert "\n-m ensurepip" in commands
+    done, _ = install(tmp_path, 'pip --version" | *ensurepip*) exit 1', python)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {python} has no pip, and cannot make it\n"
 
 
 def test_uv_looks_where_pip_does(tmp_path):
     settings = ":env:.cert='/a'", "global.find-links='/w\\nhttps://w.example'"
     settings += ("global.index-url='https://mirror.example/simple'",)
+    # pip passes over folders that are not there
+    settings += (f"global.extra-index-url='file:///nowhere file://{tmp_path}'",)
     (tmp_path / "settings").write_text("\n".join(settings))
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".ci").symlink_to(ROOT / ".ci")
-    told = install(tmp_path, f'config list") cat {tmp_path}/settings', "--own", "python3")
-    (line,) = [line for line in told.splitlines() if line.startswith("-m uv pip install")]
-    assert line.endswith(" https://mirror.example/simple;;/w,https://w.example")
+    _, commands = install(tmp_path, f'config list") cat {tmp_path}/settings', "--own", "python3")
+    (line,) = [line for line in commands.splitlines() if line.startswith("-m uv pip install")]
+    places = f" https://mirror.example/simple;file://{tmp_path};/w,https://w.example"
+    assert line.endswith(places)
