@@ -145,12 +145,14 @@ class StoryConfig:
     """The run's folder. May be given without its flag. None = the newest in `artifacts/runs`."""
 
     output: Path = Path("artifacts/local/tiny_stories")
-    """Folder for the model, new or empty or made so; `artifacts/tiny_stories` replaces the
-    committed one."""
+    """Folder for the model; `artifacts/tiny_stories` replaces the committed one."""
 
 
 def keep(config: StoryConfig) -> dict[str, Any]:
-    """Write the model of the run's newest checkpoint to `config.output`; return its record."""
+    """Write the model of the run's newest checkpoint; return its record.
+
+    The folder `config.output` is new or empty, one that this function made, or the committed one.
+    """
     import torch
 
     from lib.training.checkpoint import read_checkpoint, save_checkpoint
