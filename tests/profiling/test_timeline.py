@@ -51,15 +51,41 @@ def test_collectives_at_once_count_once():
     assert line_of(kernels, calls).communication == ((4, 5.5),)
 
 
-def test_on_a_cpu_operators_stand_for_kernels():
+def on_cpu(*communication):
     operators = (
-        Span("c10d::allreduce_", 3100, 3200, "main"),
-        Span("aten::mm", 3200, 4000, "main"),
-        Span("gloo:all_reduce", 3500, 5000, "gloo"),
+        Span("aten::addmm", 1000, 1500, "main"),
+        # what only looks at a tensor in another way
+        Span("aten::view", 1500, 2500, "main"),
+        Span("autograd::engine::evaluate_function: AddmmBackward0", 3000, 6000, "main"),
+        Span("c10d::allreduce_", 3050, 3060, "main"),
+        Span("aten::mm", 3100, 5900, "main"),
+        Span("aten::cat", 4100, 4300, "main"),
+        Span("aten::div_", 9500, 9600, "main"),
+        Span("aten::sub_", 10_100, 10_900, "main"),
+        *(Span("gloo:all_reduce", start, end, "gloo") for start, end in communication),
     )
-    line = step_timeline(Trace((), operators, (), RANGES, ()), "step")
-    assert dict(line.compute)["backward"] == ((2.2, 3),)
-    assert (line.communication, line.exposed) == (((2.5, 4),), ((3, 4),))
+    return step_timeline(Trace((), operators, (), RANGES, ()), "step")
+
+
+def test_on_a_cpu_operators_stand_for_kernels():
+    line = on_cpu()
+    assert line.step_ms == 10
+    assert line.communication == line.exposed == ()
+    compute = dict(line.compute)
+    assert compute["forward"] == ((0, 0.5),)
+    assert compute["backward"] == ((2.1, 4.9),)
+    assert line.backward == (2.1, 4.9)
+    assert compute["copies of the wrapper"] == ((3.1, 3.3), (8.5, 8.6))
+    assert compute["update"] == ((9.1, 9.9),)
+
+
+def test_on_a_cpu_operators_hide_communication_and_waiting_exposes_it():
+    # 1 ms under an operator; behind the last one of backward; then with a division in it
+    line = on_cpu((3500, 4500), (6500, 7000), (8000, 10_000))
+    assert line.communication_ms == pytest.approx(3.5)
+    assert line.exposed_ms == pytest.approx(0.5 + 2.0 - 0.1)
+    line = on_cpu((8000, 9000), (8500, 9200))
+    assert line.communication == ((7, pytest.approx(8.2)),)
 
 
 def test_a_missing_range_is_named():
