@@ -172,7 +172,7 @@ def summarize(trace: Trace) -> Summary:
         waiting = union(edges(call for call in trace.calls if WAITING.search(call.name)))
         steps = [span for span in trace.ranges if span.name == STEP]
         host = union(edges(steps or [*trace.operators, *trace.calls, *trace.ranges]))
-        dispatched = total(difference(host, waiting)) * to_ms
+        dispatched = total(difference(host, waiting)) / 1e3 * per_step
         launches = sum(bool(LAUNCHING.search(call.name)) for call in trace.calls) * per_step
     names = [(span.name, category) for span, category in zip(spans, categories)]
     sums = _sums(names, times, per_step).items()
@@ -185,7 +185,7 @@ def summarize(trace: Trace) -> Summary:
         busy_ms=total(busy) * to_ms,
         idle_ms=total(idle) * to_ms,
         dispatch_ms=dispatched,
-        wait_ms=total(waiting) * to_ms if on_gpu else None,
+        wait_ms=total(waiting) / 1e3 * per_step if on_gpu else None,
         kernels=int((works & counts).sum()) * per_step,
         launches=launches,
         communication_ms=total(communication) * to_ms,
