@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lib.core.hardware import freed_memory_kept, peak_flops
+from lib.core.hardware import keep_freed_memory, peak_flops
 from lib.core.settings import to_dict
 from lib.data.batches import read_sequences
 from lib.ddp.process_group import (
@@ -191,10 +191,11 @@ def _train(
     asked, taken = config.optimizer.warmup_steps, config.effective_warmup_steps
     if taken < asked and rank() == 0:
         log.info("warm-up takes %d of %d steps, not %d", taken, config.steps, asked)
+    if run.device.type == "cpu":
+        keep_freed_memory()
 
     # train, while nobody else writes into the folder
     with (
-        freed_memory_kept(run.device.type),
         numerics(tf32=config.tf32, deterministic=config.deterministic),
         hold_folder(run, patient) as checkpoint,
         stop_signals() as stop,
