@@ -36,7 +36,7 @@ from lib.tools.benchmarks.rank_training import (
 )
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, fail
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
-from lib.tools.benchmarks.sections import Chart, Report, Section, Table, to_rows
+from lib.tools.benchmarks.sections import Chart, Report, section, table, to_rows
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
@@ -201,7 +201,7 @@ def matrix_frame(records: list[dict[str, Any]]) -> pd.DataFrame:
     return frame
 
 
-def overview(frame: pd.DataFrame) -> list[Section]:
+def overview(frame: pd.DataFrame) -> list[str]:
     """How `flashddp` compares on GPUs: a row for each setting and kernel."""
     rows = to_rows(frame)
     lines = []
@@ -216,7 +216,7 @@ def overview(frame: pd.DataFrame) -> list[Section]:
         lines.append(line | {"recorded": row["recorded"]})
     note = """× is how many times as fast `flashddp` is as another wrapper in the same run, epoch by
 epoch; nothing where they did not run together."""
-    return [Section("How flashddp compares", [note, Table(lines)])] if lines else []
+    return [section("How flashddp compares", note, table(lines))] if lines else []
 
 
 def remarks(rows: pd.DataFrame) -> list[str]:

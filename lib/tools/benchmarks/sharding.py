@@ -35,7 +35,7 @@ from lib.tools.benchmarks.rank_training import (
 )
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark
 from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
-from lib.tools.benchmarks.sections import Chart, Report, Section, Table, failures, to_rows
+from lib.tools.benchmarks.sections import Chart, Report, failures, section, table, to_rows
 
 # The method that the others are compared with.
 BASE = "flashddp"
@@ -211,11 +211,11 @@ def sharding_frame(records: Sequence[Record]) -> pd.DataFrame:
     return frame.sort_values(order, kind="stable").drop(columns="place")
 
 
-def memory_tables(rows: pd.DataFrame) -> list[str | Table]:
+def memory_tables(rows: pd.DataFrame) -> list[str]:
     """The bytes of each method, measured and by formula, and what it saves."""
     done = [row for row in to_rows(rows) if row["status"] == "ok"]
     unit, size = _unit(max((row["measured"]["peak"] for row in done), default=0))
-    table = [
+    lines = [
         {
             "method": row["method"],
             f"bytes of a rank ({unit})": source,
@@ -224,7 +224,7 @@ def memory_tables(rows: pd.DataFrame) -> list[str | Table]:
         for row in done
         for source in ("measured", "predicted")
     ]
-    return [Table(table), *notes(rows, "method")]
+    return [table(lines), *notes(rows, "method")]
 
 
 def _unit(largest: float) -> tuple[str, float]:
@@ -256,11 +256,11 @@ def comparisons(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return lines
 
 
-def overview(frame: pd.DataFrame) -> list[Section]:
+def overview(frame: pd.DataFrame) -> list[str]:
     """How the sharded methods compare, and a rank's memory by formula."""
     compared = comparisons(frame)
-    sections = [Section("How the methods compare", [COMPARED, Table(compared)])] if compared else []
-    return [*sections, Section("By formula", [BY_FORMULA, Table(by_formula())])]
+    sections = [section("How the methods compare", COMPARED, table(compared))] if compared else []
+    return [*sections, section("By formula", BY_FORMULA, table(by_formula()))]
 
 
 def by_formula() -> list[dict[str, Any]]:
