@@ -264,6 +264,10 @@ def overview(frame: pd.DataFrame) -> list[str]:
 class AttentionReport(Report):
     """The report whose records hold several kernels."""
 
+    def was_measured(self, record: Record) -> bool:
+        """Whether one of the kernels was measured."""
+        return any(row["status"] == "ok" for row in attention_rows([record]))
+
     def line(self, record: Record) -> str:
         """The time of each kernel, or its status."""
         rows = attention_rows([record])

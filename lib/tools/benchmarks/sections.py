@@ -282,10 +282,14 @@ class Report:
         for chart in self.charts:
             chart.save(frame, output / chart.file)
 
+    def was_measured(self, record: Record) -> bool:
+        """Whether a record has figures of what was to be measured."""
+        return record["figures"].get("status", "ok") == "ok"
+
     def line(self, record: Record) -> str:
         """The figures of a record in one line, for the terminal."""
         figures = record["figures"]
-        if figures.get("status", "ok") != "ok":
+        if not self.was_measured(record):
             return ": ".join(filter(None, (figures["status"], figures.get("reason"))))
         names = [key for key in self.columns if figures.get(key) is not None]
         names = [key for key in names if key != "status" and key not in record["config"]]
