@@ -1,17 +1,16 @@
-"""Text that people wrote, and is on every machine; GPT-2's tokens, and tiktoken's ids."""
+"""Text that people wrote, and is on every machine; GPT-2's tokens and ids."""
 
 from __future__ import annotations
 
 import functools
+import json
 import lzma
 import re
 import sysconfig
-from collections.abc import Mapping
 from pathlib import Path
 
 from lib.core.files import ROOT
 from lib.tokenizer.bpe import count_pretokens, train_from_counts
-from lib.tokenizer.pretokenize import GPT2_PATTERN
 
 
 @functools.cache
@@ -64,11 +63,7 @@ def gpt2_ranks() -> dict[bytes, int]:
     return {token: token_id for token_id, token in enumerate(tokens)}
 
 
-def tiktoken_ids(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> list[int]:
-    """The ids that tiktoken gives `text` with GPT-2's pattern; it must be installed."""
-    import tiktoken
-
-    encoding = tiktoken.Encoding(
-        "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
-    )
-    return encoding.encode(text, allowed_special="all")
+def gpt2_ids() -> dict[str, list[int]]:
+    """Texts that GPT-2's merges were not learned on -> the ids that tiktoken gives them."""
+    path = ROOT / "artifacts/gpt2/ids.json"
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -26,9 +26,9 @@ from lib.lessons.tokenizer.exercises import (
     train_fast,
     training_seconds,
 )
-from lib.lessons.tokenizer.texts import gpt2_ranks, python_manual, tiktoken_ids
+from lib.lessons.tokenizer.texts import gpt2_ids, gpt2_ranks, python_manual
 from lib.tokenizer.bpe import count_pretokens, train_from_counts
-from lib.tokenizer.pretokenize import SEPARATOR, iter_chunks
+from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, iter_chunks
 
 
 def test_inputs_start_short_and_hold_an_empty_one():
@@ -96,6 +96,13 @@ def split_by_minbpe(text):
         r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+""",
         text,
     )
+
+
+def tiktoken_ids(text, ranks, special):
+    encoding = tiktoken.Encoding(
+        "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
+    )
+    return encoding.encode(text, allowed_special="all")
 
 
 def encode_by_tiktoken(text, ranks, special):
@@ -204,20 +211,14 @@ def test_the_manual_is_the_same_text_from_its_beginning():
     assert python_manual().count("import ") < 1000
 
 
-def test_gpt2s_ranks_give_the_ids_that_openai_published():
+def test_gpt2s_ranks_and_stored_ids_are_those_of_tiktoken():
     ranks, special = gpt2_ranks(), {SEPARATOR: 50256}
     assert len(ranks) == 256 + 50_000
-    # as the encoder that came with GPT-2 gives them
-    published = {
-        "Hello, world!": [15496, 11, 995, 0],
-        " world": [995],
-        f"a{SEPARATOR}": [64, 50256],
-        "  \n": [220, 220, 198],
-        "é": [2634],
-    }
-    for text, ids in published.items():
-        assert encode_ranked.solve(text, ranks, special) == ids
+    # two ids that anyone can look up
+    assert tiktoken_ids("Hello, world!", ranks, special) == [15496, 11, 995, 0]
+    for text, ids in gpt2_ids().items():
         assert tiktoken_ids(text, ranks, special) == ids
+        assert encode_ranked.solve(text, ranks, special) == ids
 
 
 def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
