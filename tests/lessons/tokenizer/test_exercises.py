@@ -12,7 +12,7 @@ import tiktoken_ext.openai_public
 
 from lib.core.files import ROOT
 from lib.lessons.exercise import Exercise, draw_inputs, verdict
-from lib.lessons.tokenizer import exercises
+from lib.lessons.tokenizer import exercises, figures
 from lib.lessons.tokenizer.exercises import (
     choose_tokens,
     encode_ranked,
@@ -232,3 +232,14 @@ def test_each_exercise_has_four_to_six_mistakes():
     for exercise in vars(exercises).values():
         if isinstance(exercise, Exercise):
             assert 4 <= len(exercise.mistake_table()) <= 6
+
+
+def test_recorded_speeds_have_a_row_for_each_encoder_with_the_fastest_first(capsys):
+    rows = figures.recorded_speeds("encode")
+    assert set(rows[0]) == {"encoder", *figures.TEXTS.values()}
+    assert {"lib, compiled", "lib, readable", "tiktoken, by document"} <= {
+        r["encoder"] for r in rows
+    }
+    speeds = [row["English dictionary"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "encode" in capsys.readouterr().out
