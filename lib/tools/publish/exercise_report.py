@@ -84,10 +84,10 @@ def report_exercises(
 
 @dataclass(frozen=True)
 class Check:
-    """A call `exercises.check_merge_pair(merge)` or `exercises.check(merge_pair)` in a notebook."""
+    """A call `exercises.check(merge)` or `exercises.check_merge(merge)` in a notebook."""
 
     name: str
-    """`check_merge_pair`; `check merge_pair` where one function checks all."""
+    """`check merge` where one function checks all; else `check_merge`."""
 
     exercise: str
     """`merge`, the function that the reader is asked for."""
