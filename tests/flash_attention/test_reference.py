@@ -9,9 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lib.flash_attention.reference import backward, flash_attention, forward
 from tests.flash_attention.cases import (
@@ -26,6 +23,7 @@ from tests.flash_attention.cases import (
     right_results,
     with_gradients,
 )
+from tests.operators import Operators
 
 ON_MASKS = pytest.mark.parametrize("is_causal", [False, True])
 
@@ -87,22 +85,6 @@ def test_low_precision_is_computed_in_float32_and_rounded_once(dtype, is_causal)
     assert all(a.equal(b.to(dtype)) for a, b in zip(gradients, wide))
 
 
-class Operators(TorchDispatchMode):
-    """Records the name of each operator and the size of the largest tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.overloadpacket.__name__)
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return out
-
-
 def operators_of(queries: int, keys: int, is_causal: bool, tile: int = 32) -> list[Operators]:
     """Operators of the forward and of the backward pass; one head, head_dim 16, float32."""
     generator = torch.Generator().manual_seed(0)
@@ -119,8 +101,8 @@ def operators_of(queries: int, keys: int, is_causal: bool, tile: int = 32) -> li
 def test_no_tensor_grows_faster_than_the_length(is_causal):
     for short, long in zip(operators_of(128, 128, is_causal), operators_of(512, 512, is_causal)):
         # q has 16 numbers a token, a tile of scores 32 x 32, and all scores would be 512²
-        assert short.largest == 128 * 16 * 4
-        assert long.largest == 512 * 16 * 4
+        assert max(short.made.values()) == short.made[torch.float32] == 128 * 16
+        assert max(long.made.values()) == long.made[torch.float32] == 512 * 16
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,7 @@ def test_another_process_that_saves_is_waited_for(tmp_path, processes):
         partial.mkdir()
         process = processes.Process(target=save_steps, args=(tmp_path, 1))
         process.start()
-        process.join(1)
+        process.join(0.3)
         assert process.is_alive()
         assert partial.exists()
     process.join(60)

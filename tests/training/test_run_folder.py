@@ -89,12 +89,6 @@ def test_bad_settings_are_one_line_before_any_work(config, changes, message, tmp
     assert message in refusal(config, changes, tmp_path, capsys)
 
 
-def test_compiling_without_a_compiler_is_refused(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    message = refusal(config, {"compile": True}, tmp_path, capsys)
-    assert "compile True needs a C++ compiler on a CPU" in message
-
-
 def test_tensorboard_without_its_package_is_refused(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     message = refusal(config, {"tensorboard": True}, tmp_path, capsys)
