@@ -665,14 +665,14 @@ def test_a_pretoken_in_pieces_has_the_ids_of_the_whole(monkeypatch, letters, siz
 
 @pytest.mark.parametrize(
     "piece",
-    # each is one pre-token of 400 kB, or as good as one
+    # each is one pre-token of 160 kB, or as good as one
     [" \n  \n", " ", "\n", "  \n", "\t ", "a", "ab", "!", "'", "日", "\u3000 ", f"{SEPARATOR} "],
 )
 def test_no_text_takes_longer_than_words_that_are_all_different(trained, monkeypatch, piece):
     # as where Numba is missing
     monkeypatch.setattr(implementation_choice, "numba_installed", lambda: False)
     draw = random.Random(0)
-    words = " ".join("".join(draw.choices("abcdefgh", k=7)) for _ in range(50_000))
+    words = " ".join("".join(draw.choices("abcdefgh", k=7)) for _ in range(20_000))
 
     def seconds(text):
         tokenizer = Tokenizer(*trained, SPECIAL)
