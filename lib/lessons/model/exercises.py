@@ -86,6 +86,47 @@ torch.arange(len(targets)) => :
 """
 
 
+# The bigram's gradient
+
+
+def draw_pairs(generator: random.Random, size: int) -> tuple:
+    vocab_size, num_pairs = generator.randint(2, 4 + size // 3), generator.randint(2, 4 + size)
+    ids = [[generator.randrange(vocab_size) for _ in range(num_pairs)] for _ in range(2)]
+    return draw_tensor(generator, vocab_size, vocab_size), *map(torch.tensor, ids)
+
+
+def without_autograd(attempt: Callable, weight: Tensor, *pairs: Tensor) -> Any:
+    with torch.no_grad():
+        return attempt(weight, *pairs)
+
+
+@exercise("core", draw_pairs, harness=without_autograd, trials=80)
+def bigram_gradient(weight: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = weight[inputs]  # (pairs, vocab)
+    rows = torch.arange(len(inputs))
+    loss = -logits.log_softmax(-1)[rows, targets].mean()
+    d_logits = logits.softmax(-1)
+    d_logits[rows, targets] -= 1
+    d_weight = torch.zeros_like(weight)
+    d_weight.index_add_(0, inputs, d_logits / len(inputs))
+    return loss, d_weight
+
+
+bigram_gradient.mistakes = """
+d_logits[rows, targets] -= 1 => pass
+    | the one-hot of the target is missing; the gradient is softmax - one-hot
+d_logits[rows, targets] -= 1 => d_logits[rows, inputs] -= 1
+    | 1 is subtracted at the token that was seen; subtract it at the one that came next
+index_add_ => index_copy_
+    | a token that is seen several times keeps one gradient; add up all of them, with index_add_
+d_logits / len(inputs) => d_logits
+    | the gradient is that of the summed loss; divide it by the number of pairs
+logits.softmax(-1) => logits.softmax(0) | softmax runs over the pairs; each row sums to 1 by itself
+d_logits / len(inputs) => -d_logits / len(inputs)
+    | the sign of the gradient is wrong; it is softmax - one-hot, and not the reverse
+"""
+
+
 # The loss in chunks, with its gradients
 
 

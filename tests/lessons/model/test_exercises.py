@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.model.exercises import (
     attention,
+    bigram_gradient,
     bill,
     cross_entropy_loss,
     frequencies_of,
@@ -36,6 +37,13 @@ def loss_by_autograd(hidden, weight, targets, chunk_tokens):
         loss.backward()
         total += loss.item()
     return total, hidden.grad, weight.grad
+
+
+def bigram_by_autograd(weight, inputs, targets):
+    with torch.enable_grad():
+        weight = weight.clone().requires_grad_()
+        loss = F.cross_entropy(F.embedding(inputs, weight), targets)
+        return loss.detach(), *torch.autograd.grad(loss, weight)
 
 
 def attention_of_pytorch(x, w_q, w_k, w_v, w_out, num_heads):
@@ -94,6 +102,7 @@ def as_head(size, rotation):
     [
         (cross_entropy_loss, lambda x, y: F.nll_loss(x.log_softmax(-1), y)),
         (cross_entropy_loss, lambda x, y: F.nll_loss(x.double().log_softmax(-1), y).numpy()),
+        (bigram_gradient, bigram_by_autograd),
         (loss_in_chunks, loss_by_autograd),
         (attention, attention_of_pytorch),
         (rotate, rotate_by_lib),
