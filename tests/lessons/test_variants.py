@@ -182,12 +182,13 @@ WRONG = {
         "model",
         "verdict(attention, f)",
         """
-def f(x, w_q, w_k, w_v, w_out, num_heads):
+def f(x, w_q, w_k, w_v, w_out, num_heads, rope):
     batch, length, _ = x.shape
     head_dim = len(w_q) // num_heads
     q, k, v = (
         (x @ w.T).view(batch, length, -1, head_dim).transpose(1, 2) for w in (w_q, w_k, w_v)
     )
+    q, k = rope(q), rope(k)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(-2) @ w_out.T""",
         "scaled_dot_product_attention does all of it; write it out",
