@@ -157,6 +157,26 @@ WRONG = {
         "",
         ", of type float; expected tensor(",
     ),
+    "model: the loss without a gradient": (
+        "model",
+        "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).detach())",
+        "",
+        "autograd can't follow it",
+    ),
+    "model: attention through NumPy": (
+        "model",
+        "verdict(attention, f)",
+        """
+def f(x, *given):
+    return attention.solve(torch.tensor(x.detach().numpy()), *given)""",
+        "autograd can't follow it",
+    ),
+    "model: the rotation of a copy": (
+        "model",
+        "verdict(rotate, lambda x, *given: rotate.solve(x.detach(), *given))",
+        "",
+        "autograd can't follow it",
+    ),
     "model: the loss by one call of PyTorch's": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: F.cross_entropy(*given))",

@@ -43,6 +43,22 @@ class Without(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def watched(x: Tensor) -> Tensor:
+    """A copy of `x` as a model has it: autograd follows it, and it may be changed in place."""
+    return x.clone().requires_grad_() * 1
+
+
+def followed(result: Any) -> Any:
+    """Return `result`, through which a model must be able to learn.
+
+    Raises:
+        ValueError: autograd has not followed how it was computed.
+    """
+    if isinstance(result, Tensor) and not result.requires_grad:
+        raise ValueError("autograd can't follow it; compute it from the tensors that are given")
+    return result
+
+
 # The loss
 
 
@@ -58,7 +74,7 @@ def draw_logits(generator: random.Random, size: int) -> tuple:
 
 def loss_by_hand(attempt: Callable, logits: Tensor, targets: Tensor) -> Any:
     with Without(F.cross_entropy):
-        return attempt(logits, targets)
+        return followed(attempt(watched(logits), targets))
 
 
 @exercise("warm-up", draw_logits, harness=loss_by_hand)
@@ -382,9 +398,9 @@ def by_position(x: Tensor) -> Tensor:
     return x * (1 + torch.arange(length)[:, None] * torch.arange(1, 1 + head_dim) / head_dim)
 
 
-def attention_by_hand(attempt: Callable, *given: Any) -> Any:
+def attention_by_hand(attempt: Callable, x: Tensor, *given: Any) -> Any:
     with Without(F.scaled_dot_product_attention, F.multi_head_attention_forward):
-        return attempt(*given)
+        return followed(attempt(watched(x), *given))
 
 
 @exercise("core", draw_attention, harness=attention_by_hand, trials=80)
@@ -445,7 +461,11 @@ def draw_positions(generator: random.Random, size: int) -> tuple:
     return x, generator.choice([10.0, 100.0, 10_000.0]), generator.choice(["pairs", "halves"])
 
 
-@exercise("core", draw_positions, trials=100)
+def rotation_by_hand(attempt: Callable, x: Tensor, theta: float, layout: str) -> Any:
+    return followed(attempt(watched(x), theta, layout))
+
+
+@exercise("core", draw_positions, harness=rotation_by_hand, trials=100)
 def rotate(x: Tensor, theta: float, layout: str) -> Tensor:
     length, head_dim = x.shape[-2:]
     frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,)
