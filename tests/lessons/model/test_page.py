@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lib.core.files import ROOT
 from lib.model.config import model_preset
 from lib.model.costs import flops_per_token
+from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from tests.lessons.model import test_exercises as others
 
@@ -83,6 +84,19 @@ def test_heads_cost_no_flops_and_a_tied_matrix_starts_as_small_as_a_head():
     for is_tied, expected in ((True, std), (False, 1)):
         model = TransformerLM(dataclasses.replace(shape, tied_embeddings=is_tied))
         assert model.token_embeddings.weight.std().item() == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "survives", "fails"),
+    [(torch.float16, 8, 12), (torch.bfloat16, 80, 90), (torch.float32, 80, 90)],
+)
+def test_a_naive_softmax_fails_far_from_0_and_libs_does_not(dtype, survives, fails):
+    right = torch.tensor([2.0, 1.0, 0.0]).softmax(-1)
+    for shift, is_right in ((survives, True), (fails, False), (-130, False)):
+        x = torch.tensor([2.0, 1.0, 0.0], dtype=dtype) + shift
+        naive = x.exp() / x.exp().sum(-1, keepdim=True)
+        assert torch.allclose(naive.float(), right, rtol=0.1) == is_right
+        assert torch.allclose(softmax(x), x.float().softmax(-1))
 
 
 def test_extra_sections_come_last_and_say_so():
