@@ -13,9 +13,9 @@ from lib.flash_attention import reference
 from lib.flash_attention.cuda import attention as cuda
 from lib.model.attention import attention
 
-NAIVE = ("scaled_dot_prod_attention", "vectorized_torch", "sdpa")
+MASKED = ("scaled_dot_prod_attention", "vectorized_torch", "sdpa", "flash_attention_torch")
 DOORS: dict[str, Callable[..., Tensor]] = {
-    **{kernel: partial(attention, kernel=kernel) for kernel in (*NAIVE, "flash_attention_torch")},
+    **{kernel: partial(attention, kernel=kernel) for kernel in MASKED},
     "reference": reference.flash_attention,
     "cuda": cuda.flash_attention,
 }
@@ -59,10 +59,10 @@ REFUSED = [
     (("triton",), {"precision": "tf16"}, "precision must be tf32x3, ieee, tf32, got 'tf16'"),
     (("reference",), {"query_tile": 0}, "query_tile must be at least 1, got 0"),
     (("reference",), {"key_tile": -1}, "key_tile must be at least 1, got -1"),
-    (NAIVE, mask(5, 5) | {"is_causal": True}, "is_causal must be False where a mask is given"),
-    (NAIVE, mask(5, 5, dtype=torch.float32), "mask must be bool, True where a query sees a key"),
+    (MASKED, mask(5, 5) | {"is_causal": True}, "is_causal must be False where a mask is given"),
+    (MASKED, mask(5, 5, dtype=torch.float32), "mask must be bool, True where a query sees a key"),
     *(
-        (NAIVE, mask(*shape), f"mask must broadcast to .*, got {shape} for (2, 4, 5, 5)")
+        (MASKED, mask(*shape), f"mask must broadcast to .*, got {shape} for (2, 4, 5, 5)")
         for shape in [(4, 5), (1, 1, 1, 5, 5), (3, 1, 5, 5), (2, 5), (1, 3, 5, 5)]
     ),
 ]

@@ -71,8 +71,7 @@ def one_process(config, folder):
 
 @pytest.fixture(scope="module")
 def three_ranks(config, folder):
-    """Three ranks begin runs."""
-    launch(workers.three_ranks, 3, config, folder, **GLOO)
+    return launch(workers.three_ranks, 3, config, folder, **GLOO)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +125,12 @@ def test_two_ranks_learn_what_one_process_learns_and_stay_alike_to_the_bit(ranks
         assert abs(states[0] - states[1]) / sum(states) < limit
     else:
         assert states == [2 * total] * 2
+
+
+@pytest.mark.parametrize("name", ["parameters", "torch_zero"])
+def test_three_ranks_learn_what_one_process_learns(three_ranks, name):
+    for found in three_ranks:
+        assert_learned(result_of(found[name]), workers.steps_of_one_process(3))
 
 
 @pytest.mark.parametrize(("setting", "name"), workers.SETTING_CASES)
