@@ -21,6 +21,7 @@ from lib.core.records import (
     new_record,
     provenance,
     read_records,
+    records,
     remaining,
     to_csv,
     to_markdown,
@@ -31,10 +32,10 @@ from lib.data.prepare import TokenizeConfig
 def test_records_come_back_in_the_order_written(tmp_path):
     path = tmp_path / "new" / "records.jsonl"
     assert read_records(path) == []
-    records = [new_record({"ms": 1.5, "note": "é"}, seed=i) for i in range(3)]
-    for record in records:
+    made = [new_record({"ms": 1.5, "note": "é"}, seed=i) for i in range(3)]
+    for record in made:
         append_record(path, record)
-    assert read_records(path) == records
+    assert read_records(path) == made
 
 
 def test_every_record_has_the_keys_of_its_provenance():
@@ -133,6 +134,21 @@ def test_markdown_table_is_aligned_with_numbers_to_the_right():
 )
 def test_values_are_shown_with_three_digits(value, text):
     assert format_value(value) == text
+
+
+def test_records_in_a_frame_are_those_with_the_values_asked_for(tmp_path):
+    path = tmp_path / "r.jsonl"
+    for size, kernel in ((1, "a"), (2, "a"), (1, "b")):
+        append_record(path, new_record({"ms": 1.5 * size}, config={"size": size, "kernel": kernel}))
+    assert list(records(path)["ms"]) == [1.5, 3.0, 1.5]
+    assert list(records(path, size=1, kernel="b")["kernel"]) == ["b"]
+    assert list(records(path, kernel=["b", "c"], ms=1.5)["size"]) == [1]
+    with pytest.raises(
+        ValueError, match=r"r\.jsonl must have 'sise' in a record, got size"
+    ):
+        records(path, sise=1)
+    # by name, those of the repository
+    assert set(records("sharding_benchmark", backend="nccl", ranks=4)["ranks"]) == {4}
 
 
 def test_pandas_is_loaded_for_tables_only():

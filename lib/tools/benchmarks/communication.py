@@ -18,7 +18,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from lib.core.allocator import Function
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, check, require, settings
 from lib.ddp.process_group import (
     all_gather,
@@ -33,7 +33,7 @@ from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predict
 from lib.profiling.measurement import interquartile_range
 from lib.tools.benchmarks.harness import Case, grid
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig
-from lib.tools.benchmarks.sections import Chart, Report, newest, table, to_frame
+from lib.tools.benchmarks.sections import Chart, Report, newest, table
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.

@@ -25,12 +25,10 @@ from matplotlib.axes import Axes
 from lib.core import charts
 from lib.core.figures import COLORS, MARKERS, house_figure, save_figure
 from lib.core.files import write_atomically
-from lib.core.records import Record, flatten, format_value, to_csv, to_markdown
+from lib.core.records import Record, flatten, format_value, to_csv, to_frame, to_markdown
 
 # Fields of a config that say how long was measured, not what.
 SAMPLING = ("warmup", "samples", "max_seconds")
-# Fields of a record that a row of `to_frame` keeps, beside its config and figures.
-PROVENANCE = ("device", "cpu", "cores", "seed", "commit", "date")
 
 
 def section(title: str, *parts: str, level: int = 2) -> str:
@@ -72,28 +70,6 @@ def newest(records: Iterable[Record], ignore: Sequence[str] = SAMPLING) -> list[
 def _identity(record: Record, ignore: Sequence[str]) -> str:
     config = {key: value for key, value in record["config"].items() if key not in ignore}
     return json.dumps([record["device"], config], sort_keys=True)
-
-
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """A row for each record: the fields of its config, its figures and its provenance.
-
-    A figure hides a field of the config that has its name. Dicts and lists among the figures stay
-    as they are, and what a record lacks is None. `recorded` is the date and the commit in words.
-    """
-    rows = [
-        {**record["config"], **provenance_of(record), **record["figures"]} for record in records
-    ]
-    # as objects, integers with gaps between them stay integers
-    frame = pd.DataFrame(rows, dtype=object)
-    return frame.where(frame.notna(), None)
-
-
-def provenance_of(record: Record) -> dict[str, Any]:
-    """Where and when a record was made, as fields of a row."""
-    found = {key: record.get(key) for key in PROVENANCE}
-    found["torch"] = record.get("versions", {}).get("torch")
-    words = (f"{record['date']:.10}", f"{record.get('commit') or '':.7}")
-    return found | {"recorded": ", ".join(filter(None, words))}
 
 
 def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 
 from lib.core.allocator import Function, count_launches
 from lib.core.hardware import device_name, peak, peak_flops, pick_dtype
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, settings
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.model.costs import activation_bytes, flops_per_token, num_parameters, parameters_by_part
@@ -24,7 +24,7 @@ from lib.model.loss import CHUNK_BYTES, CHUNK_PART
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
-from lib.tools.benchmarks.sections import Chart, Report, newest, to_frame
+from lib.tools.benchmarks.sections import Chart, Report, newest
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
 

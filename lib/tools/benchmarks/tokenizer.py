@@ -18,7 +18,7 @@ import pandas as pd
 from annotated_types import Gt
 
 from lib.core.hardware import available_cpus
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
 from lib.tools.benchmarks.harness import (
@@ -29,7 +29,7 @@ from lib.tools.benchmarks.harness import (
     grid,
     run_sweep,
 )
-from lib.tools.benchmarks.sections import Chart, Report, to_frame
+from lib.tools.benchmarks.sections import Chart, Report
 from lib.tools.benchmarks.tokenizer_candidates import (
     DOCUMENT_CHARACTERS,
     MEGABYTE,

@@ -5,6 +5,7 @@ import dataclasses
 
 import pandas as pd
 
+from lib.core.records import to_frame
 from lib.tools.benchmarks.sections import (
     Chart,
     Report,
@@ -13,7 +14,6 @@ from lib.tools.benchmarks.sections import (
     section,
     settings_of,
     table,
-    to_frame,
     to_rows,
     write_csv,
 )
