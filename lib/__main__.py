@@ -41,9 +41,10 @@ class Command(NamedTuple):
     """`module:name`; an int that it returns is the exit code."""
 
     prints: str = ""
-    """Printed if the function returned something true; may contain {config} and {result}."""
+    """Printed if the function returned something true; may contain {config} and {result}. A
+    benchmark prints where its report is."""
 
-    interrupted: str = "the same command starts over"
+    interrupted: str = ""
     """Printed after Ctrl-C: how to go on."""
 
     on_ranks: bool = False
@@ -53,6 +54,7 @@ class Command(NamedTuple):
     """The field that a word without a flag sets."""
 
 
+STARTS_OVER = "the same command starts over"
 RESUMES = "what was measured is kept, and the same command continues from there"
 CONTINUES = "what was done and saved is kept, and the same command continues from there"
 
@@ -162,20 +164,14 @@ COMMANDS: dict[str, Command] = {
     "benchmark training": Command(
         "Measure training steps on a GPU against a peer.",
         "lib.tools.benchmarks.training:benchmark_training",
-        prints="{config.output}/training_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
         "lib.tools.benchmarks.step:benchmark_step",
-        prints="{config.output}/step_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
-        "lib.tools.benchmarks.attention:benchmark_and_summarize",
-        prints="{config.output}/attention_sweep_report.md",
-        interrupted=RESUMES,
+        "lib.tools.benchmarks.attention:benchmark_attention",
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
@@ -184,20 +180,14 @@ COMMANDS: dict[str, Command] = {
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
         "lib.tools.benchmarks.communication:benchmark_communication",
-        prints="{config.output}/communication_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark lm-matrix": Command(
         "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
         "lib.tools.benchmarks.lm_matrix:benchmark_lm_matrix",
-        prints="{config.output}/lm_matrix_report.md",
-        interrupted=RESUMES,
     ),
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
-        prints="{config.output}/sharding_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
@@ -352,17 +342,22 @@ def find_command(arguments: list[str]) -> tuple[str, list[str]]:
 def run_command(name: str, flags: list[str]) -> int:
     """Parse the flags of a command, run it, print where its results are; return the exit code."""
     command = COMMANDS[name]
+    report = None
     try:
         function = load(command.function)
+        # of a benchmark
+        report = getattr(function, "report", None)
         cls = config_of(function)
         config = parse(cls or NoConfig, name, flags)
         result = function(config) if cls else function()
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print(f"\nstopped; {command.interrupted}", file=sys.stderr, flush=True)
+            how = command.interrupted or (RESUMES if report else STARTS_OVER)
+            print(f"\nstopped; {how}", file=sys.stderr, flush=True)
         raise
-    if command.prints and result:
-        results = command.prints.format(config=config, result=result)
+    prints = f"{{config.output}}/{report.name}" if report else command.prints
+    if prints and result:
+        results = prints.format(config=config, result=result)
         print(results)
         # what is on record beside it, if the repository has a file of that name
         if (PRESETS.parents[1] / "artifacts" / Path(results).name).is_file():

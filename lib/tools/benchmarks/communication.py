@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lib.core.allocator import Function
 from lib.core.records import Record, to_frame
-from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, check, require, settings
+from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, require, settings
 from lib.ddp.process_group import (
     all_gather,
     barrier,
@@ -32,7 +32,7 @@ from lib.ddp.process_group import (
 from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
 from lib.profiling.measurement import interquartile_range
 from lib.tools.benchmarks.harness import Case, grid
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Chart, Report, newest, table
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
@@ -118,9 +118,7 @@ def communication_groups(
         ValueError: there are fewer than two ranks, or a size has no element for each of them.
     """
     require(ranks >= 2, f"ranks must be at least 2, got a group of {ranks}")
-    for field, actual in (("ranks", ranks), ("backend", backend)):
-        is_right = getattr(config, field) in (None, actual)
-        check(config, field, is_right, f"None or the group's {actual!r}")
+    check_group(config, ranks, backend)
     largest = LARGEST_BYTES[backend]
     steps = range(int(math.log(largest // SMALLEST_BYTES, 4)) + 1)
     sizes = [size * 2**20 for size in config.sizes_mb] or [SMALLEST_BYTES * 4**i for i in steps]

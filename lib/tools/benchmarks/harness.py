@@ -120,6 +120,9 @@ class Benchmark:
     expect: Callable[[Case, torch.device], Mapping[str, Any]] | None = None
     """(case, device) -> figures known beforehand, which a case that runs out of memory has too."""
 
+    summary: Callable[[list[Record]], str] | None = None
+    """Records -> what is printed at the end."""
+
     def __call__(self, config: Any) -> list[Record]:
         """Measure the cases of `config` without a record; write tables and figures.
 
@@ -158,7 +161,10 @@ class Benchmark:
             device=device,
             restart=config.restart,
         )
-        return finish(self.report, records, config.output)
+        finish(self.report, records, config.output)
+        if self.summary:
+            print(self.summary(records))
+        return records
 
 
 def or_out_of_memory(

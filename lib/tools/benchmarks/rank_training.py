@@ -29,7 +29,7 @@ from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
 from lib.profiling.trace import read_trace
 from lib.profiling.trace_summary import summarize
 from lib.tools.benchmarks.harness import Case
-from lib.tools.benchmarks.ranks import RanksConfig
+from lib.tools.benchmarks.ranks import RanksConfig, check_group
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep
 
@@ -124,9 +124,7 @@ def training_case(
         ValueError: the config asks for another number of ranks or another backend than there are,
             or for something that only GPUs have.
     """
-    for field, actual in (("ranks", ranks), ("backend", backend)):
-        is_right = getattr(config, field) in (None, actual)
-        check(config, field, is_right, f"None or the group's {actual!r}")
+    check_group(config, ranks, backend)
     on_gpu = backend == "nccl"
     check(config, "cuda_graph", on_gpu or not config.cuda_graph, "False on a CPU")
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -243,6 +243,11 @@ class Report:
     table: str = ".csv"
     """The endings of the file names of report and table."""
 
+    @property
+    def name(self) -> str:
+        """The file of the report."""
+        return f"{self.stem}{self.text}"
+
     def write(self, records: Sequence[Record], output: Path) -> None:
         """Write the report, the table of all its rows, and the charts, from the newest records."""
         frame = self.rows(records)
@@ -253,7 +258,7 @@ class Report:
             figures = table(rows, columns) if self.columns else ""
             further = self.further(rows) if self.further else ()
             sections.append(section(title or "Results", f"{measured_on(rows)}.", figures, *further))
-        write_atomically(output / f"{self.stem}{self.text}", "\n".join(sections))
+        write_atomically(output / self.name, "\n".join(sections))
         write_csv(output / f"{self.stem}{self.table}", to_rows(frame))
         for chart in self.charts:
             chart.save(frame, output / chart.file)
