@@ -6,7 +6,6 @@ import math
 import re
 import socket
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor
 
-from lib.core.allocator import Function
+from lib.core.allocator import Function, synchronize
 from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, require, settings
 from lib.ddp.process_group import (
@@ -30,7 +29,7 @@ from lib.ddp.process_group import (
     reduce_scatter,
 )
 from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
-from lib.profiling.measurement import interquartile_range
+from lib.profiling.measurement import interquartile_range, start_sample
 from lib.tools.benchmarks.harness import Case, grid
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
 from lib.tools.benchmarks.sections import Chart, Report, newest, table
@@ -237,18 +236,10 @@ def _slowest_times(call: Function, case: Case) -> tuple[list[float], int]:
 def _sample(call: Function, calls: int) -> float:
     """Milliseconds per call on this rank, of `calls` that all ranks start together."""
     barrier()
-    if current_device().type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / calls
-    start_ns = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - start_ns) / 1e6 / calls
+    device = current_device()
+    read_ms = start_sample(call, calls, device)
+    synchronize(device)
+    return read_ms()
 
 
 def _slowest(times: list[float]) -> list[float]:

@@ -23,6 +23,7 @@ from lib.model.costs import activation_bytes, flops_per_token, num_parameters, p
 from lib.model.loss import CHUNK_BYTES, CHUNK_PART
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
+from lib.profiling.memory_timeline import held_blocks
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.sections import Chart, Report, newest
 from lib.training.config import TrainConfig
@@ -208,10 +209,8 @@ def _function(step: TrainStep, case: Case, seed: int) -> Function:
 
 def state_bytes(step: TrainStep) -> int:
     """Bytes that stay allocated between steps: weights, buffers and optimizer state."""
-    states = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
-    return sum(
-        tensor.nbytes for tensor in (*step.model.parameters(), *step.model.buffers(), *states)
-    )
+    held = held_blocks(step.model, step.optimizer)
+    return sum(sum(blocks.values()) for kind, blocks in held.items() if kind != "gradients")
 
 
 def _flops_per_token(case: Case) -> float:
