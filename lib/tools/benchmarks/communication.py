@@ -32,7 +32,7 @@ from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predict
 from lib.profiling.measurement import interquartile_range, start_sample
 from lib.tools.benchmarks.harness import Case, grid
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
-from lib.tools.benchmarks.sections import Chart, Report, newest, table
+from lib.tools.benchmarks.sections import Report, newest, table
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
@@ -335,16 +335,5 @@ REPORT = Report(
     by=("group",),
     rows=communication_frame,
     further=link_table,
-    charts=[
-        Chart(
-            "communication_benchmark.png",
-            "lines",
-            x="num_bytes",
-            y="bus_bandwidth_gbs",
-            series="collective",
-            panels=("group",),
-            labels=("bytes of the whole tensor", "bus bandwidth (GB/s)"),
-        )
-    ],
 )
 benchmark_communication = RanksBenchmark(REPORT, communication_groups, measure_group)

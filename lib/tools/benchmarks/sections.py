@@ -4,8 +4,7 @@
 it, and every row names the date and the commit of its own record:
 
     COLUMNS = {"mode": "mode", "median_ms": "median (ms)", "mfu": "MFU"}
-    TIME = Chart("step_benchmark.png", "bars", x="mode", y="median_ms", series="model")
-    REPORT = Report("step_benchmark", "Training steps", COLUMNS, by=("model",), charts=(TIME,))
+    REPORT = Report("step_benchmark", "Training steps", COLUMNS, by=("model",))
     REPORT.write(read_records(output / "step_benchmark.jsonl"), output)
 """
 
@@ -111,7 +110,7 @@ class Chart:
     x: str
     y: str
     series: str
-    """The field that has a color for each value; bars without series have `x` here."""
+    """The field that has a color for each value."""
 
     panels: tuple[str, ...] = ()
     labels: tuple[str, str] = ("", "")
@@ -165,8 +164,6 @@ class Chart:
         values: dict[Any, Any] = {}
         for row in to_rows(rows):
             values.setdefault(row[self.x], {})[row[self.series]] = row[self.y]
-        if self.x == self.series:
-            values = {name: value[name] for name, value in values.items()}
         texts = "{:,.0f}" if rows[self.y].max() >= 1000 else "{:.3g}"
         names = {"xlabel": self.labels[1], "ylabel": self.labels[0], "title": ""}
         charts.bars(values, axes=axes, texts=texts, styles=styles, legend="none", **names)

@@ -25,7 +25,7 @@ from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
 from lib.profiling.memory_timeline import held_blocks
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
-from lib.tools.benchmarks.sections import Chart, Report, newest
+from lib.tools.benchmarks.sections import Report, newest
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
 
@@ -293,34 +293,12 @@ def step_frame(records: Sequence[Record]) -> pd.DataFrame:
     return frame
 
 
-VARIANT = ("precision", "compile", "attention_kernel")
 REPORT = Report(
     "step_benchmark",
     "Training steps",
     COLUMNS,
     note=NOTE,
-    by=("model", "batch_size", *VARIANT),
+    by=("model", "batch_size", "precision", "compile", "attention_kernel"),
     rows=step_frame,
-    charts=[
-        Chart(
-            "step_benchmark.png",
-            "lines",
-            x="seq_len",
-            y="median_ms",
-            series="model",
-            panels=("mode", *VARIANT, "batch_size"),
-            labels=("context length (tokens)", "time per step (ms)"),
-            log=True,
-        ),
-        Chart(
-            "step_benchmark_memory.png",
-            "lines",
-            x="seq_len",
-            y="peak_memory_gb",
-            series="model",
-            panels=("mode", *VARIANT, "batch_size"),
-            labels=("context length (tokens)", "peak memory (GB)"),
-        ),
-    ],
 )
 benchmark_step = Benchmark(REPORT, step_cases, measure_step, expect_step)

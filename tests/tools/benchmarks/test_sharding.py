@@ -200,9 +200,6 @@ def test_a_report_tells_what_failed_and_compares_only_within_a_launch(tmp_path):
         1.25,
         1,
     )
-    sharding.REPORT.write(read_records(path), tmp_path)
-    for name in ("sharding_time.png", "sharding_memory.png"):
-        assert (tmp_path / name).stat().st_size > 10_000
 
 
 def test_who_needs_every_training_is_told_which_failed_and_why():
