@@ -175,7 +175,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        "lib.tools.benchmarks.tune_attention:print_tuned",
+        "lib.tools.benchmarks.tune_attention:tune",
     ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
