@@ -41,8 +41,8 @@ class Command(NamedTuple):
     """`module:name`; an int that it returns is the exit code."""
 
     prints: str = ""
-    """Printed if the function returned something true; may contain {config} and {result}. A
-    benchmark prints where its report is."""
+    """Printed if the function returned something true; may contain {config} and {result}. By
+    default a path that it returned, and where a benchmark's report is."""
 
     interrupted: str = ""
     """Printed after Ctrl-C: how to go on."""
@@ -126,33 +126,27 @@ COMMANDS: dict[str, Command] = {
     "lessons broken-runs": Command(
         "Train the broken runs that notebook 03 shows, and record them.",
         "lib.lessons.training.broken:record_broken_runs",
-        prints="{result}",
     ),
     "lessons ablation": Command(
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",
-        prints="{result}",
         interrupted=RESUMES,
     ),
     "lessons llama": Command(
         "Record logits of `transformers` for notebook 02.",
         "lib.lessons.model.llama_record:save_logits",
-        prints="{result}",
     ),
     "lessons race": Command(
         "Run the recipes of notebook 10 to their target, three seeds each, for its leaderboard.",
         "lib.lessons.speedrun.record:measure_race",
-        prints="{result}",
     ),
     "lessons ladder": Command(
         "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
         "lib.lessons.flash_attention.ladder_triton:measure_ladder",
-        prints="{result}",
     ),
     "lessons gpu-steps": Command(
         "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 07.",
         "lib.lessons.ddp.gpu_steps:record_steps",
-        prints="{result}",
         on_ranks=True,
     ),
     "benchmark tokenizer": Command(
@@ -205,7 +199,6 @@ COMMANDS: dict[str, Command] = {
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
         "lib.tools.publish.kaggle:build",
-        prints="{result}",
     ),
     "kaggle push": Command(
         "Upload the folder that `kaggle build` made, with Kaggle's own client.",
@@ -355,7 +348,9 @@ def run_command(name: str, flags: list[str]) -> int:
             how = command.interrupted or (RESUMES if report else STARTS_OVER)
             print(f"\nstopped; {how}", file=sys.stderr, flush=True)
         raise
-    prints = f"{{config.output}}/{report.name}" if report else command.prints
+    prints = command.prints or ("{result}" if isinstance(result, Path) else "")
+    if report:
+        prints = f"{{config.output}}/{report.name}"
     if prints and result:
         results = prints.format(config=config, result=result)
         print(results)
