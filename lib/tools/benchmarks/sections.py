@@ -140,11 +140,8 @@ class Chart:
         styles = {}
         for index, name in enumerate(dict.fromkeys(frame[self.series])):
             again = index >= len(COLORS)
-            styles[name] = {"color": COLORS[index % len(COLORS)]} | (
-                {"hatch": "///" * again, "edgecolor": "white", "linewidth": 0}
-                if is_bars
-                else {"linestyle": "--" if again else "-", "marker": MARKERS[index % len(MARKERS)]}
-            )
+            style = {"linestyle": "--" if again else "-", "marker": MARKERS[index % len(MARKERS)]}
+            styles[name] = {"color": COLORS[index % len(COLORS)]} | ({} if is_bars else style)
         with house_figure(**shape, **size) as (figure, grid):
             handles: dict[str, Any] = {}
             for axes, (title, rows) in zip(grid.flat, panels):
