@@ -32,7 +32,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -327,15 +326,11 @@ def code_version(module: str, root: Path = ROOT) -> str:
     """Hash a module of `lib` and every module of `lib` that it imports, also inside functions.
 
     Args:
-        module: such as `lib.tools.benchmarks.step`, or `__main__` for what `python -m` runs. One
-            outside `lib` gets the hash of all of `lib`.
+        module: such as `lib.tools.benchmarks.step`. One outside `lib` gets the hash of all of it.
 
     Returns:
         Twelve hex digits, which change when one of these files does.
     """
-    if module == "__main__":
-        spec = sys.modules[module].__spec__
-        module = spec.name if spec else module
     paths = set((root / "lib").rglob("*.py"))
     if module.startswith("lib."):
         # with this search path it finds modules of `lib` only
