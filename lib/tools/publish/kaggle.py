@@ -64,8 +64,8 @@ from lib.lessons.notebook import small
 
 # Sizes for this machine, except in a quick test.
 if not small():"""
-# The kernel that times attention: a notebook beside this file.
-ATTENTION = "attention_on_t4"
+# The kernel that times attention.
+ATTENTION = "lib/tools/publish/templates/attention_on_t4.ipynb"
 
 
 @settings
@@ -144,17 +144,14 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
                 shutil.rmtree(part)
         commit = output_of([*GIT, str(root), "rev-parse", "HEAD"])
         write_dataset(output / "dataset", committed, commit)
+        if config.attention:
+            jobs.append(Job(committed / ATTENTION, {}, ()))
         for job in jobs:
             write_kernel(output / "kernels" / job.name, job, config)
-    names = [job.name for job in jobs]
-    if config.attention:
-        names.append(ATTENTION)
-        job = Job(TEMPLATES / f"{ATTENTION}.ipynb", {}, ())
-        write_kernel(output / "kernels" / ATTENTION, job, config)
     if config.verify:
-        for name in names:
-            print(f"running {name} from the bundle", flush=True)
-            print(f"{name} runs: {run_kernel(output, name, config.dataset):.0f} s")
+        for job in jobs:
+            print(f"running {job.name} from the bundle", flush=True)
+            print(f"{job.name} runs: {run_kernel(output, job.name, config.dataset):.0f} s")
     # last, since `push` takes no bundle without it
     describe_dataset(output / "dataset", config)
     return output
@@ -218,13 +215,6 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
     if job.parameters:
         lines = (f"    {name} = {value!r}" for name, value in job.parameters.items())
         insert_parameters(content, "\n".join((SIZES, *lines)))
-    write_notebook(folder, job.name, content, config)
-
-
-def write_notebook(
-    folder: Path, name: str, content: nbformat.NotebookNode, config: KaggleBuildConfig
-) -> None:
-    """Write the notebook `name`, and Kaggle's metadata for it."""
     has_gpu = bool(config.accelerator)
     # for uploading the file in the browser
     content.metadata["kaggle"] = {
@@ -235,13 +225,13 @@ def write_notebook(
         "sourceType": "notebook",
     }
     folder.mkdir(parents=True)
-    nbformat.write(content, folder / f"{name}.ipynb")
-    title = f"Workbook {name.replace('_', ' ')}"
+    nbformat.write(content, folder / f"{job.name}.ipynb")
+    title = f"Workbook {job.name.replace('_', ' ')}"
     owner = config.user or NOBODY
     about = {
         "id": f"{owner}/{title.lower().replace(' ', '-')}",
         "title": title,
-        "code_file": f"{name}.ipynb",
+        "code_file": f"{job.name}.ipynb",
         "language": "python",
         "kernel_type": "notebook",
         "is_private": True,

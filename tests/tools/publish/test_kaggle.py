@@ -17,6 +17,7 @@ from lib.tools.publish import kaggle
 from lib.tools.publish.cells import FIRST_CELL
 from lib.tools.publish.kaggle import KaggleBuildConfig, KagglePushConfig, build, push
 
+ATTENTION = Path(kaggle.ATTENTION).stem
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -81,8 +82,11 @@ def metadata_of(bundle, kernel="10_try"):
 
 
 def test_each_kernel_asks_for_two_t4_the_dataset_and_no_network(plain):
-    assert {path.name for path in (plain / "kernels").iterdir()} == {"10_try", kaggle.ATTENTION}
-    for name in ("10_try", kaggle.ATTENTION):
+    assert {path.name for path in (plain / "kernels").iterdir()} == {
+        "10_try",
+        ATTENTION,
+    }
+    for name in ("10_try", ATTENTION):
         dataset, kernel = metadata_of(plain, name)
         assert kernel["machine_shape"] == "NvidiaTeslaT4"
         flags = ("enable_gpu", "enable_internet", "is_private")
@@ -137,7 +141,7 @@ def test_nothing_leaves_that_is_not_committed_and_no_target_of_a_link(workbook, 
 
 
 def test_notebooks_go_without_outputs_and_with_a_first_cell_of_their_own(plain):
-    for name in ("10_try", kaggle.ATTENTION):
+    for name in ("10_try", ATTENTION):
         notebook = nbformat.read(plain / f"kernels/{name}/{name}.ipynb", as_version=4)
         assert "very long" not in nbformat.writes(notebook)
         first, *cells = (cell.source for cell in notebook.cells if cell.cell_type == "code")
@@ -291,7 +295,7 @@ def client(tmp_path, monkeypatch):
 
 def test_push_makes_a_new_dataset_and_waits_for_it(copied, client):
     bundle = copied
-    shutil.rmtree(bundle / f"kernels/{kaggle.ATTENTION}")
+    shutil.rmtree(bundle / f"kernels/{ATTENTION}")
     calls = client("", "pending", "ready")
     push(KagglePushConfig(folder=bundle, user="ada", timeout=20))
     status = ["datasets status"]
