@@ -129,7 +129,7 @@ def run_as(monkeypatch):
         monkeypatch.setattr("lib.tools.publish.run_notebooks.run_cells", run_cells)
         monkeypatch.setattr("lib.tools.publish.run_notebooks.read_notebook", lambda path: {})
         monkeypatch.setattr("lib.tools.publish.run_notebooks._published", published)
-        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
+        return [(found.name, found.status) for found in run_all(jobs, Run(Path(), ""), 2)]
 
     return results
 
@@ -201,7 +201,7 @@ def test_ctrl_c_finishes_the_page_being_written_and_starts_nothing_else(run_as, 
         return Result(job.name, "done"), {}
 
     def published(result, *_):
-        # main waits for this thread
+        # main waits for this thread, or is about to
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
         written.append(result.name)
