@@ -46,7 +46,7 @@ from lib.ddp.flat import (
     checked_cap,
     fill_buckets,
     has_average,
-    require_finished,
+    not_finished,
     start_all_reduce,
 )
 from lib.ddp.process_group import agree, broadcast_module, world_size
@@ -100,7 +100,8 @@ class DataParallel(InOrder, Wrapper):
             RuntimeError: the gradients of the last backward pass were not synchronized.
         """
         if self.arrived:
-            require_finished(must_finish=not self.is_in_backward)
+            if not self.is_in_backward:
+                raise not_finished()
             # an exception ended that backward pass, perhaps at different points on different
             # ranks; once all have sent everything, they are in step again
             self.finish_gradient_synchronization()

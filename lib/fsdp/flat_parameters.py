@@ -36,7 +36,7 @@ from lib.ddp.process_group import (
     reduce_scatter,
     world_size,
 )
-from lib.fsdp.stand_ins import WholeParameter, with_gradients_of
+from lib.fsdp.stand_ins import WholeParameter, WithGradients
 
 # The number that grows when a tensor is changed in place.
 VERSION = operator.attrgetter("_version")
@@ -92,10 +92,9 @@ class FlatParameters(Bucket):
         self.own = [found.get(id(param), Part(param, 0, 0, 0)) for param in self.shards]
         self.at = [slice(own.offset, own.offset + own.stop - own.start) for own in self.own]
 
-        # parameters while they are gathered, and the all-gather under way
+        # parameters while they are gathered
         self.flat_at: dict[int, FlatParameters] = {}
         self.gathered: list[Tensor] = []
-        self.gathering: Any = None
 
         # each parameter becomes its part of this rank's slice, which the optimizer updates
         whole = [param.detach().reshape(-1) for param in self.shards]
@@ -208,16 +207,17 @@ class FlatParameters(Bucket):
         # what is sent lives until it has arrived
         self.gathering = work, sent
 
-    def wait(self) -> None:
-        """Wait for the all-gather; on a GPU only its stream waits."""
-        if self.gathering is not None:
-            self.gathering[0].wait()
-            self.gathering = None
-
     def show(self) -> None:
-        """Let the model read the gathered parameters."""
+        """Let the model read the gathered parameters, for which backward gives `whole` gradients."""
         if not self.gathered:
-            self.gathered = with_gradients_of(self.whole, self.views(self.buffer.detach()))
+            self.gathered = self.views(self.buffer.detach())
+            trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
+            if trained:
+                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                    given = [self.gathered[index] for index in trained]
+                    given = WithGradients.apply(given, *(self.whole[index] for index in trained))
+                for index, param in zip(trained, given):
+                    self.gathered[index] = param
             self.gathered_version = self.buffer._version
             self.flat_at[self.buffer.untyped_storage()._cdata] = self
             self.put(self.gathered)
@@ -236,30 +236,13 @@ class FlatParameters(Bucket):
         Their memory lives on if the caller has kept a weight.
         """
         # prefetched, but not used
-        if self.gathering is not None:
-            self.wait()
+        self.wait()
         is_changed = False
         if self.gathered:
             is_changed = self.buffer._version != self.gathered_version
             del self.flat_at[self.buffer.untyped_storage()._cdata]
         self.buffer, self.gathered = self.nothing, []
         return is_changed
-
-    def gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
-        """The view of the present buffer for one that autograd saved of an earlier buffer.
-
-        Args:
-            version: of the shards when they were gathered in the forward pass.
-            layout: the view's storage offset, shape and stride.
-        """
-        self.before_backward()
-        if sum(map(VERSION, self.shards)) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: one of {', '.join(self.names)} is not as in the forward pass"
-            )
-        # the same view of the new memory
-        return self.buffer.new_empty(0, dtype=dtype).set_(self.buffer.untyped_storage(), *layout)
 
     # Gradients: reduce-scattered when backward has passed the block
 
@@ -288,12 +271,22 @@ class FlatParameters(Bucket):
             views = [views[index] for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
 
-        # reduce-scatter; in no_sync they wait
-        if send:
-            self.send(self.added)
-            self.added = None
-        elif self.added is not None:
-            self._show_unsent(self.added)
+        # in no_sync they wait
+        if not send:
+            if self.added is not None:
+                self._show_unsent(self.added)
+            return
+        # reduce-scatter; what is sent lives until it has arrived
+        flat: Any
+        flat, self.added = self.added, None  # (ranks · slice_length,)
+        mean = self.mean = flat.new_empty(self.slice_length)
+        self.sent, self.means = [flat], [mean]
+        if self.ranks == 1:
+            mean.copy_(flat)
+            return
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        with annotate("reduce-scatter"):
+            self.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
 
     def _show_unsent(self, added: Tensor) -> None:
         """Set the shards' `.grad` to this rank's own gradient, so that clearing it is noticed."""
@@ -333,18 +326,6 @@ class FlatParameters(Bucket):
         for index in changed:
             views[index].zero_()
 
-    def send(self, flat: Any) -> None:
-        """Start the reduce-scatter of whole gradients, (ranks · slice_length,)."""
-        mean = self.mean = flat.new_empty(self.slice_length)
-        # what is sent lives until it has arrived
-        self.sent, self.means = [flat], [mean]
-        if self.ranks == 1:
-            mean.copy_(flat)
-            return
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        with annotate("reduce-scatter"):
-            self.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
-
     def add_mean(self) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
         # the sum over the ranks becomes their mean
@@ -361,13 +342,6 @@ class FlatParameters(Bucket):
             if is_first and index not in self.seen:
                 self.from_others.add(index)
             shard.grad = part if is_first else shard.grad + part
-
-    def has_gradients(self) -> list[bool]:
-        """Which parameters have a gradient of this rank's, or a mean of before."""
-        return [
-            i in self.seen or (shard.grad is not None and i not in self.from_others)
-            for i, shard in enumerate(self.shards)
-        ]
 
     def drop_gradients(self) -> None:
         """Forget whole gradients that were not sent."""

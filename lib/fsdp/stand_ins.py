@@ -52,7 +52,7 @@ def _gathered(whole: WholeParameter) -> Tensor:
     return whole.flat.gathered[whole.number]
 
 
-class _WithGradients(torch.autograd.Function):
+class WithGradients(torch.autograd.Function):
     """Gathered parameters, whose gradients are those of the whole parameters."""
 
     @staticmethod
@@ -65,15 +65,3 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.before_backward()
         return None, *grads
-
-
-def with_gradients_of(whole: list[WholeParameter], gathered: list[Tensor]) -> list[Tensor]:
-    """Return the tensors `gathered` as parameters, for which backward gives `whole` gradients."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        trained = [i for i, param in enumerate(whole) if param.requires_grad]
-        if trained:
-            given = [gathered[i] for i in trained]
-            given = _WithGradients.apply(given, *(whole[i] for i in trained))
-            for i, tensor in zip(trained, given):
-                gathered[i] = tensor
-    return gathered

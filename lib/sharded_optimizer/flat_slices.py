@@ -58,14 +58,6 @@ class FlatBucket(Bucket):
         self.shards: list[Shard] = []
         # the mean gradient of the slice, once it has arrived
         self.mean: Tensor | None = None
-        # the all-gather under way
-        self.gathering: Any = None
-
-    def wait(self) -> None:
-        """Wait for the all-gather under way; on a GPU only its stream waits."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
 
 
 class FlatSlices(InOrder, ShardingStrategy):
@@ -243,9 +235,8 @@ class FlatSlices(InOrder, ShardingStrategy):
         with annotate("all-gather"):
             # forward needs first what backward finished last
             for bucket in reversed(order):
-                bucket.gathering = all_gather(
-                    bucket.buffer, bucket.mine, group=self.group, async_op=True
-                )
+                work = all_gather(bucket.buffer, bucket.mine, group=self.group, async_op=True)
+                bucket.gathering = work, bucket.mine
             for bucket in order:
                 if bucket not in self.awaited_in_forward:
                     bucket.wait()
