@@ -208,7 +208,7 @@ class FlatParameters(Bucket):
         self.gathering = work, sent
 
     def show(self) -> None:
-        """Let the model read the gathered parameters, for which backward gives `whole` gradients."""
+        """Let the model read the gathered parameters, whose gradients `whole` gets."""
         if not self.gathered:
             self.gathered = self.views(self.buffer.detach())
             trained = [index for index, is_trained in enumerate(self.trains) if is_trained]

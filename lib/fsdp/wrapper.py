@@ -514,18 +514,19 @@ def _read_saved(saved: Any) -> Tensor:
     if isinstance(saved, functools.partial):
         return saved()
     owner, version, *view = saved
-    if isinstance(owner, Tensor):
-        is_changed, what = owner._version != version, f"a tensor of shape {tuple(owner.shape)}"
-    else:
+    changed = ""
+    if view:
         owner.before_backward()
-        is_changed = sum(map(VERSION, owner.shards)) != version
-        what = f"one of {', '.join(owner.names)} is not as in the forward pass"
-    if is_changed:
+        if sum(map(VERSION, owner.shards)) != version:
+            changed = f"one of {', '.join(owner.names)} is not as in the forward pass"
+    elif owner._version != version:
+        changed = f"a tensor of shape {tuple(owner.shape)}"
+    if changed:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {what}"
+            f"operation: {changed}"
         )
-    if isinstance(owner, Tensor):
+    if not view:
         return owner
     # the same view of the memory into which it was gathered again
     dtype, layout = view
