@@ -370,7 +370,7 @@ def mean_over_ranks(value: float | Tensor, group: dist.ProcessGroup | None = Non
     """
     if world_size(group) == 1:
         return value
-    total = torch.as_tensor(value).to(current_device(group), torch.float64, copy=True)
+    total = torch.as_tensor(value, dtype=torch.float64).to(current_device(group), copy=True)
     dist.all_reduce(total, group=group)
     total /= world_size(group)
     return total.to(value.device, value.dtype) if isinstance(value, Tensor) else total.item()
