@@ -13,7 +13,8 @@ copied after an all-gather. Each all-gather allocates a new buffer. Autograd kee
 forward to backward (`gathered_again`), but a weight that the caller keeps stays whole and right.
 
 The module's own parameters become the **shards**, this rank's part of each. Only they hold state:
-each pass gathers the whole from them, and frees it.
+each pass gathers the whole from them, and frees it. In a pass the module has **whole parameters**
+in their place: reading one gathers its block.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ from lib.ddp.process_group import (
     reduce_scatter,
     world_size,
 )
-from lib.fsdp.stand_ins import WholeParameter, WithGradients
 
 # The number that grows when a tensor is changed in place.
 VERSION = operator.attrgetter("_version")
 # A parameter's places in the model: tied ones have several.
 Places = list[tuple[nn.Module, str]]
+# Properties and methods of a whole parameter that gather nothing.
+PROPERTIES = ("dtype", "device", "shape", "ndim", "is_cuda", "requires_grad", "layout", "grad")
+PROPERTIES += ("is_leaf", "retains_grad")
+METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
+METHODS += ("untyped_storage",)
+DESCRIPTIONS = {getattr(torch.Tensor, name) for name in METHODS}
+DESCRIPTIONS |= {getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
+DESCRIPTIONS |= {torch.Tensor.grad.__set__, torch.Tensor.__repr__}  # type: ignore[attr-defined]
 
 
 class Unsent(NamedTuple):
@@ -360,3 +368,56 @@ def _hold_anew(module: nn.RNNBase) -> None:
     """Let a recurrent module, which holds its weights twice, have those that were put there."""
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
     module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
+
+
+# What the model has, and what autograd sees, in place of the shards
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter with a shape and a gradient, but no memory; reading it gathers its block."""
+
+    flat: Any
+    number: int
+
+    def __new__(cls, flat: Any, index: int) -> WholeParameter:
+        """Make it for parameter `index` of `flat`."""
+        shard, shape = flat.shards[index], flat.shapes[index]
+        empty = shard.detach().new_empty((), dtype=flat.gathered_dtype).expand(shape)
+        whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
+        whole.flat, whole.number = flat, index
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        args, kwargs = torch.utils._pytree.tree_map_only(WholeParameter, _gathered, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
+
+
+def _gathered(whole: WholeParameter) -> Tensor:
+    if not whole.flat.gathered:
+        whole.flat.before_forward()
+    return whole.flat.gathered[whole.number]
+
+
+class WithGradients(torch.autograd.Function):
+    """Gathered parameters, whose gradients are those of the whole parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: list[Tensor], *whole: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.before_backward = whole[0].flat.before_backward
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.before_backward()
+        return None, *grads
