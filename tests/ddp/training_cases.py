@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp import process_group, wrappers
+from lib.ddp.process_group import current_device
 from lib.optimizer.adamw import AdamW
+from lib.optimizer.schedule import clip_grad_norm
 
 STEPS, BATCH = 5, 4
+WIDTH = 6
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "naive": wrappers.NaiveDDP,
     "flat": wrappers.FlatDDP,
@@ -28,30 +31,43 @@ def not_packed(model: wrappers.BucketedDDP) -> wrappers.BucketedDDP:
     return model
 
 
-class Toy(nn.Module):
-    """Tied, frozen and unused parameters, one that only some passes use, and odd sizes."""
+class Part(nn.Module):
+    """A block: a matrix, one that only some passes use, a frozen one, a bias."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+        self.sometimes = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.fixed = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        y = self.b(torch.tanh(self.a(x))) + self.fixed(x)
+        return x + (torch.tanh(self.sometimes(y)) if uses_all else y)
+
+
+class Net(nn.Module):
+    """Tied embedding and head, blocks, a norm, a buffer, a matrix that is never used."""
+
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.embedding = nn.Embedding(11, 6)
-        self.first = nn.Linear(6, 7)
-        self.sometimes = nn.Linear(7, 7)
-        self.frozen = nn.Linear(7, 6)
-        self.never = nn.Linear(3, 3)
-        self.head = nn.Linear(6, 11)
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Part() for _ in range(3))
+        self.norm, self.never = nn.LayerNorm(WIDTH), nn.Linear(3, 3)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.zeros(1))
         for tensor in [*self.parameters(), self.scale]:
             nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
-        self.frozen.requires_grad_(False)
-        self.to(process_group.current_device())
+        self.around: Callable[..., Tensor] | None = None
+        self.to(current_device())
 
     def forward(self, tokens: Tensor, uses_all: bool) -> Tensor:
-        x = torch.tanh(self.first(self.embedding(tokens)))
-        if uses_all:
-            x = x + torch.tanh(self.sometimes(x))
-        return self.head(self.frozen(x) * self.scale)
+        x = self.embedding(tokens)
+        for index, layer in enumerate(self.layers):
+            run = self.around or (lambda index, layer, *args: layer(*args))
+            x = run(index, layer, x, uses_all)
+        return self.head(self.norm(x) * self.scale)
 
 
 def part(step: int, micro: int, rank: int) -> tuple[Tensor, bool]:
@@ -74,19 +90,26 @@ def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def reference(optimizer_name: str, micros: int, world_size: int) -> list[list[Tensor]]:
-    """Parameters after each step of one process on the union of all parts."""
-    module = Toy(seed=0)
+def reference(
+    optimizer_name: str, micros: int, max_norm: float | None = None
+) -> Iterator[tuple[float, list[Tensor]]]:
+    """Norm and parameters after each step of one process, which adds up the ranks' means."""
+    module, ranks = Net(), process_group.world_size()
     optimizer = make_optimizer(optimizer_name, module)
-    steps = []
     for step in range(STEPS):
-        for micro in range(micros):
-            for rank in range(world_size):
-                (loss_of(module, *part(step, micro, rank)) / (micros * world_size)).backward()
+        grads: dict[str, list[Tensor]] = {}
+        for number in range(ranks):
+            for micro in range(micros):
+                (loss_of(module, *part(step, micro, number)) / micros).backward()
+            for name, param in module.named_parameters():
+                grads.setdefault(name, []).extend([] if param.grad is None else [param.grad])
+            module.zero_grad()
+        for name, param in module.named_parameters():
+            param.grad = sum(grads[name]) / ranks if grads[name] else None
+        norm = clip_grad_norm(module.parameters(), 1e9 if max_norm is None else max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append([param.detach().clone() for param in module.parameters()])
-    return steps
+        yield norm.item(), [param.detach().clone() for param in module.parameters()]
 
 
 def train(
@@ -94,7 +117,7 @@ def train(
 ) -> Iterator[nn.Module]:
     """Train from other weights on each rank; yields the module after each step."""
     rank = process_group.rank()
-    module = Toy(seed=rank)
+    module = Net(seed=rank)
     model = make(module)
     optimizer = make_optimizer(optimizer_name, module)
     for step in range(STEPS):
@@ -133,7 +156,7 @@ def equality(world_size: int) -> dict:
     for way in ways_to_train(world_size):
         name, *how = way
         error = 0.0
-        for expected, module in zip(reference(*how, world_size), train(WRAPPERS[name], *how)):
+        for (_, expected), module in zip(reference(*how), train(WRAPPERS[name], *how)):
             error = max(error, difference(module, expected))
         results[way] = error, digest(module)
     return results | {"subgroup": subgroup() if world_size == 3 else None}

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,74 +25,10 @@ from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.cases import Raise
-from tests.ddp.training_cases import STEPS, loss_of, make_optimizer, part
+from tests.ddp.training_cases import Net, loss_of, make_optimizer, part, reference
 from tests.ddp.workers import message_of, recorded_collectives
 from tests.lessons.network_cases import scaled
 from tests.sharded_optimizer.cases import update
-
-WIDTH = 6
-
-
-class Part(nn.Module):
-    """A block: a matrix, one that only some passes use, a frozen one, a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
-        self.sometimes = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.fixed = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-
-    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
-        y = self.b(torch.tanh(self.a(x))) + self.fixed(x)
-        return x + (torch.tanh(self.sometimes(y)) if uses_all else y)
-
-
-class Net(nn.Module):
-    """Tied embedding and head, blocks, a norm, a buffer, a matrix that is never used."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(Part() for _ in range(3))
-        self.norm, self.never = nn.LayerNorm(WIDTH), nn.Linear(3, 3)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.zeros(1))
-        for tensor in [*self.parameters(), self.scale]:
-            nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
-        self.around: Callable[..., Tensor] | None = None
-        self.to(current_device())
-
-    def forward(self, tokens: Tensor, uses_all: bool) -> Tensor:
-        x = self.embedding(tokens)
-        for index, layer in enumerate(self.layers):
-            run = self.around or (lambda index, layer, *args: layer(*args))
-            x = run(index, layer, x, uses_all)
-        return self.head(self.norm(x) * self.scale)
-
-
-def reference(
-    optimizer_name: str, micros: int, max_norm: float
-) -> Iterator[tuple[float, nn.Module]]:
-    """Norm and module after each step of one process, which adds up the ranks' means."""
-    module, ranks = Net(), world_size()
-    optimizer = make_optimizer(optimizer_name, module)
-    for step in range(STEPS):
-        grads: dict[str, list[Tensor]] = {}
-        for number in range(ranks):
-            for micro in range(micros):
-                (loss_of(module, *part(step, micro, number)) / micros).backward()
-            for name, param in module.named_parameters():
-                grads.setdefault(name, []).extend([] if param.grad is None else [param.grad])
-            module.zero_grad()
-        for name, param in module.named_parameters():
-            param.grad = sum(grads[name]) / ranks if grads[name] else None
-        norm = clip_grad_norm(module.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield norm.item(), module
-
 
 MODES: dict[str, tuple[dict[str, Any], str, int]] = {
     "default": ({}, "sgd", 1),
@@ -120,6 +56,7 @@ def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
     error = norm_error = 0.0
     # without clipping, whose norm is summed in another order, all bits are equal
     max_norm = 1e9 if mode == "default" else 0.1
+    names = [name for name, _ in Net().named_parameters()]
     for step, (norm, expected) in enumerate(reference(optimizer_name, micros, max_norm)):
         for micro in range(micros):
             is_last = micro == micros - 1
@@ -133,7 +70,7 @@ def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
         optimizer.step()
         optimizer.zero_grad()
         full = model.full_parameters()
-        errors = [(full[n] - p).abs().max().item() for n, p in expected.named_parameters()]
+        errors = [(full[n] - p).abs().max().item() for n, p in zip(names, expected)]
         error = max(error, *errors)
     digest = gather_objects(torch.cat([t.flatten() for t in full.values()]).sum().item(), group)
     return error, norm_error, is_alike and len(set(digest)) == 1
