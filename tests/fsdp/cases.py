@@ -1,7 +1,7 @@
 """Properties of FSDP, each a function that all ranks of a group run."""
 
-import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.cases import Raise
-from tests.ddp.training_cases import Net, loss_of, make_optimizer, part, reference
+from tests.ddp.training_cases import Net, Trained, loss_of, part, train
 from tests.ddp.workers import message_of, recorded_collectives
 from tests.lessons.network_cases import scaled
 from tests.sharded_optimizer.cases import update
@@ -43,44 +43,25 @@ MODES: dict[str, tuple[dict[str, Any], str, int]] = {
 }
 
 
-def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
-    """Largest difference of weights and norms from one process, and whether missing ones agree."""
-    options, optimizer_name, micros = MODES[mode]
-    net = Net(seed=rank())
-    net.around = options.get("around")
-    options = {name: value for name, value in options.items() if name != "around"}
+def divided(net: Net, mode: str, group: Any = None) -> FSDP:
+    options = dict(MODES[mode][0])
+    net.around = options.pop("around", None)
     if callable(options.get("blocks")):
         options["blocks"] = options["blocks"](net)
-    model = FSDP(net, group=group, **options)
-    optimizer = make_optimizer(optimizer_name, model)
-    error = norm_error = 0.0
-    # without clipping, whose norm is summed in another order, all bits are equal
-    max_norm = 1e9 if mode == "default" else 0.1
-    names = [name for name, _ in Net().named_parameters()]
-    for step, (norm, expected) in enumerate(reference(optimizer_name, micros, max_norm)):
-        for micro in range(micros):
-            is_last = micro == micros - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                (loss_of(model, *part(step, micro, rank())) / micros).backward()
-        model.finish_gradient_synchronization()
-        norm_error = max(norm_error, abs(model.clip_grad_norm(max_norm).item() - norm))
-        is_alike = net.never.weight.grad is None and net.layers[0].fixed.weight.grad is None
-        is_used = any(part(step, 0, number)[1] for number in range(world_size()))
-        is_alike &= (net.layers[1].sometimes.weight.grad is not None) == is_used
-        optimizer.step()
-        optimizer.zero_grad()
-        full = model.full_parameters()
-        errors = [(full[n] - p).abs().max().item() for n, p in zip(names, expected)]
-        error = max(error, *errors)
-    digest = gather_objects(torch.cat([t.flatten() for t in full.values()]).sum().item(), group)
-    return error, norm_error, is_alike and len(set(digest)) == 1
+    return FSDP(net, group=group, **options)
 
 
-def trained() -> dict[str, tuple[float, float, bool]]:
+def trained() -> dict[str, Trained]:
     """Each mode of training, and one over a simulated network."""
-    found = {mode: train(mode) for mode in MODES}
+    found = {}
+    for mode, (_, *how) in MODES.items():
+        # without clipping, whose norm is summed in another order, all bits are equal
+        max_norm = 1e9 if mode == "default" else 0.1
+        found[mode] = train(functools.partial(divided, mode=mode), *how, max_norm)
     if current_device().type == "cpu":
-        found["simulated network"] = train("default", simulated_group(scaled("PCIe")))
+        group = simulated_group(scaled("PCIe"))
+        make = functools.partial(divided, mode="default", group=group)
+        found["simulated network"] = train(make, *MODES["default"][1:])
     return found
 
 

@@ -174,12 +174,12 @@ def compare(name: str, way: Way, group: dist.ProcessGroup | None, expected: list
 
     error = norm_error = 0.0
     for (params, norm, _), own_norm in zip(expected, train(module, made, backward)):
-        error = max(error, difference(module, params))
+        error = max(error, difference(module.parameters(), params))
         norm_error = max(norm_error, abs(own_norm / norm - 1))
     return {
         "error": error,
         "norm error": norm_error,
-        "digest": digest(module),
+        "digest": digest(module.parameters()),
         "elements": state_elements(made.inner),
         "whole elements": expected[-1][2],
     }
@@ -213,13 +213,13 @@ def resumed(folder: Path) -> dict[Any, float]:
                 module.load_state_dict(weights)
                 load_checkpoint(place, optimizer=made)
                 run(range(5, STEPS))
-                errors[saved, size, loaded] = difference(module, expected)
+                errors[saved, size, loaded] = difference(module.parameters(), expected)
         module = Net(seed=0)
         module.load_state_dict(weights)
         made = adamw.AdamW(groups_of(module), lr=0.5)
         load_checkpoint(place, optimizer=made)
         run_parts(module, made, module, range(PARTS), range(5, STEPS))
-        errors[saved, 1, "unsharded"] = difference(module, expected)
+        errors[saved, 1, "unsharded"] = difference(module.parameters(), expected)
     return errors
 
 
