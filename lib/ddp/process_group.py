@@ -446,7 +446,10 @@ def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) ->
 
     The order counts too: what ranks do with parameters goes by their positions.
     """
-    facts_of_ranks = gather_objects(facts, group)
+    _compare(gather_objects(facts, group))
+
+
+def _compare(facts_of_ranks: list[dict[str, str]]) -> None:
     for other, theirs in enumerate(facts_of_ranks):
         for name in [*facts_of_ranks[0], *theirs]:
             first, found = (given.get(name, "missing") for given in (facts_of_ranks[0], theirs))
@@ -473,9 +476,9 @@ def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None =
         facts: checks, and returns what must be the same.
 
     Raises:
-        Exception: as `on_each_rank`, if `facts` raised, and else as `check_same`.
+        Exception: as `gather_results`, if `facts` raised, and else as `check_same`.
     """
-    check_same(on_each_rank(facts, group), group)
+    _compare(gather_results(facts, group))
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -504,38 +507,46 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     return found
 
 
-def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return what `call()` returns on this rank, once it has returned on all.
+def gather_results(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `call()` returns on each rank, which can be pickled, on all ranks.
 
     Raises:
         Exception: from the first rank on which `call` raised: the exception itself there, and one
             of the same kind and text on the other ranks.
     """
     if world_size(group) == 1:
-        return call()
+        return [call()]
     result = error = None
     try:
         result = call()
     except Exception as caught:
         error = caught
     failure = _kind_and_text(error, rank(group)) if error else None
-    failures = gather_objects(failure, group)
+    failures, results = zip(*gather_objects((failure, result), group))
     first = next((other for other, failure in enumerate(failures) if failure), None)
     if first is None:
-        return result
+        return list(results)
     raise mark_collective(error if first == rank(group) else _exception(*failures[first]))
+
+
+def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return what `call()` returns on this rank, once it has returned on all.
+
+    Raises:
+        Exception: as `gather_results`.
+    """
+    result: list[T] = []
+    gather_results(lambda: result.append(call()), group)
+    return result[0]
 
 
 def on_first_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call on rank 0 alone, and return the result, which can be pickled, on all ranks.
 
     Raises:
-        Exception: as `on_each_rank`.
+        Exception: as `gather_results`.
     """
-    if world_size(group) == 1:
-        return call()
-    results = [on_each_rank(lambda: call() if rank(group) == 0 else None, group)]
-    dist.broadcast_object_list(results, global_rank(0, group), group=group)
+    results: list[Any] = gather_results(lambda: call() if rank(group) == 0 else None, group)
     return results[0]
 
 
