@@ -377,22 +377,32 @@ def mean_over_ranks(value: float | Tensor, group: dist.ProcessGroup | None = Non
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_module(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    facts: Callable[[], dict[str, str]] = dict,
+) -> None:
     """Give all ranks the parameters and buffers of the group's rank 0; tied ones are sent once.
 
+    Args:
+        facts: what else the ranks must `agree` on before.
+
     Raises:
+        Exception: as `agree`.
         ValueError: a parameter or buffer differs between ranks in shape, dtype, kind of device or
             `requires_grad`, has no shape or no memory of its own yet, is sparse, or is divided
             among the ranks.
     """
     if world_size(group) == 1:
+        facts()
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def checked() -> dict[str, str]:
+        others = facts()
         for name, tensor in tensors.items():
             _check_can_be_sent(name, tensor)
-        return {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+        return {name: describe_tensor(tensor) for name, tensor in tensors.items()} | others
 
     agree(checked, group)
     for tensor in tensors.values():

@@ -80,10 +80,9 @@ class DataParallel(InOrder, Wrapper):
         self.module = module
         self.start(group)
         self.note_parameters()
-        agree(self._facts, group)
+        # all start with rank 0's weights
+        broadcast_module(module, group, self._facts)
         if self.ranks > 1:
-            # all start with rank 0's weights
-            broadcast_module(module, group)
             # tied parameters once
             named = inner_module(module).named_parameters()
             self.watch((name, param) for name, param in named if param.requires_grad)

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.ddp.flat import GradientSync, has_average, not_finished
-from lib.ddp.process_group import agree, broadcast_module, world_size
+from lib.ddp.process_group import broadcast_module, world_size
 from lib.ddp.wrapper_base import Structure
 from lib.fsdp.blocks import (
     Block,
@@ -110,8 +110,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             kept.extend(listed("full_precision", full_precision))
             return checked_facts(module, chosen, kept, options)
 
-        agree(checked, group)
-        broadcast_module(module, group)
+        broadcast_module(module, group, checked)
 
         # divide the parameters; the last block holds what is outside of all others
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
