@@ -163,8 +163,9 @@ class FlatSlices(InOrder, ShardingStrategy):
                         "passes first"
                     )
             return
-        # parameters of the step before, if nothing has waited for them since
-        self.wait_for_parameters()
+        # parameters of the step before, if no forward pass has waited for them since
+        if self.awaited_in_forward:
+            self.wait_for_parameters()
         if not self.reduces_gradients:
             # a wrapper has averaged them: take this rank's part
             self.check_parameters()
@@ -231,10 +232,8 @@ class FlatSlices(InOrder, ShardingStrategy):
         if self.must_gather:
             self.gather_parameters()
         # their buckets, whose all-gathers are under way
-        buckets: Iterable[Any] = self.buckets
-        if params is not None:
-            buckets = [self.bucket_of.get(id(param)) for param in params]
-        for bucket in buckets:
+        found: Any = [self.bucket_of.get(id(param)) for param in params or ()]
+        for bucket in self.buckets if params is None else found:
             if bucket is not None and bucket.gathering is not None:
                 bucket.wait()
 

@@ -74,7 +74,7 @@ class ShardingStrategy:
     """
 
     # gradients that have arrived to be averaged, and whether others would be too late
-    arrived: dict[int, None] = {}  # noqa: RUF012  # a strategy that averages has its own
+    arrived: Any = ()
     is_closed = False
     # whether forward passes start `gather_parameters`, in a CUDA graph, and whether one must still
     starts_in_forward = must_gather = False
