@@ -1,4 +1,4 @@
-"""Data parallelism: `flat.py` sends buckets of gradients in order, `wrappers.py` averages them.
+"""Data parallelism: `wrappers.py` says what is sent when, `flat.py` sends it and takes the mean.
 
 `launcher.py` starts the processes.
 """

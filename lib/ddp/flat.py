@@ -122,7 +122,7 @@ class Bucket:
             for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
 
-    def receive(self, divisor: int) -> None:
+    def receive_mean(self, divisor: int) -> None:
         """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
         for work in self.works:
             work.wait()
@@ -219,7 +219,7 @@ class InOrder(GradientSync):
     # raises a RuntimeError if there are other parameters than those that are watched
     check_parameters: Callable[[], None]
 
-    def start(self, group: dist.ProcessGroup | None) -> None:
+    def set_up(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
         self.params: list[Tensor] = []
@@ -323,7 +323,7 @@ class InOrder(GradientSync):
                 self.send_complete()
             # wait for all
             for bucket in self.order:
-                bucket.receive(self.divisor)
+                bucket.receive_mean(self.divisor)
 
         # a parameter that no rank has used has no gradient, as in one process
         self.unused = []

@@ -78,7 +78,7 @@ class DataParallel(InOrder, Wrapper):
     def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.module = module
-        self.start(group)
+        self.set_up(group)
         self.note_parameters()
         # all start with rank 0's weights
         broadcast_module(module, group, self._facts)
@@ -149,7 +149,7 @@ class NaiveDDP(DataParallel):
     def send(self, bucket: Bucket, presence: Tensor | None) -> None:
         """Average a parameter's gradient, and wait for it."""
         super().send(bucket, presence)
-        bucket.receive(self.divisor)
+        bucket.receive_mean(self.divisor)
 
 
 class FlatDDP(DataParallel):

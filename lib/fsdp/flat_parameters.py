@@ -13,8 +13,8 @@ copied after an all-gather. Each all-gather allocates a new buffer. Autograd kee
 forward to backward (`gathered_again`), but a weight that the caller keeps stays whole and right.
 
 The module's own parameters become the **shards**, this rank's part of each. Only they hold state:
-each pass gathers the whole from them, and frees it. In a pass the module has **whole parameters**
-in their place: reading one gathers its block.
+each pass gathers the whole from them, and frees it. In a pass the module has **placeholders** in
+their place: reading one gathers its block.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FlatParameters(Bucket):
 
     Attributes:
         shards: this rank's part of each parameter, 1-dim, a view of `mine`; has the mean gradient.
-        whole: what stands for each parameter while nothing is gathered; gets the whole gradient.
+        placeholders: stand for the parameters while nothing is gathered; get the whole gradients.
         gathered: each parameter as a view of `buffer`, while the model may read it.
         before_forward: called when a parameter is read that is not gathered.
         before_backward: called when backward needs a parameter, or has a gradient of one.
@@ -105,11 +105,11 @@ class FlatParameters(Bucket):
         self.gathered: list[Tensor] = []
 
         # each parameter becomes its part of this rank's slice, which the optimizer updates
-        whole = [param.detach().reshape(-1) for param in self.shards]
-        self._fill_slice([flat[own.start : own.stop] for flat, own in zip(whole, self.own)])
+        flattened = [param.detach().reshape(-1) for param in self.shards]
+        self._fill_slice([flat[own.start : own.stop] for flat, own in zip(flattened, self.own)])
         for param in self.shards:
             mark_sharded(param)
-        self._make_whole()
+        self._make_placeholders()
 
         # whole gradients that were added up without being sent
         self.added: Tensor | None = None
@@ -129,14 +129,14 @@ class FlatParameters(Bucket):
             shard.data = self.mine[at]
         self.addresses = [shard.data_ptr() for shard in self.shards]
 
-    def _make_whole(self) -> None:
-        """Make the whole parameters, which have a shape and no memory."""
+    def _make_placeholders(self) -> None:
+        """Make the placeholders of the parameters, which have a shape and no memory."""
         own = self.mine.dtype
         self.gathered_dtype = self.compute_dtype or own if own.is_floating_point else own
         # gradients are sums: in float32, or in the parameter's dtype if that has more digits
         is_narrow = own.is_floating_point and own.itemsize < 4
         self.grad_dtype = torch.float32 if is_narrow else own
-        self.whole = [WholeParameter(self, i) for i in range(len(self.shards))]
+        self.placeholders = [Placeholder(self, i) for i in range(len(self.shards))]
         self.trains = [shard.requires_grad for shard in self.shards]
         self.is_trained = any(self.trains)
         self.averages = has_average(self.mine, self.group)
@@ -160,8 +160,8 @@ class FlatParameters(Bucket):
         if trains != self.trains:
             self.is_trained, self.trains = any(trains), trains
             with torch._C.DisableTorchFunctionSubclass():
-                for whole, is_trained in zip(self.whole, trains):
-                    whole.requires_grad_(is_trained)
+                for placeholder, is_trained in zip(self.placeholders, trains):
+                    placeholder.requires_grad_(is_trained)
 
     def check_places(self) -> None:
         """Raise a `RuntimeError` if a shard was replaced in the module."""
@@ -188,7 +188,7 @@ class FlatParameters(Bucket):
         before = self.mine
         self._fill_slice([shard.detach() for shard in self.shards])
         if (before.dtype, before.device) != (self.mine.dtype, self.mine.device):
-            self._make_whole()
+            self._make_placeholders()
 
     def copies(self) -> list[Tensor]:
         """Gather copies of the whole parameters, in their own dtype; all ranks call it."""
@@ -216,22 +216,26 @@ class FlatParameters(Bucket):
         self.gathering = work, sent
 
     def show(self) -> None:
-        """Let the model read the gathered parameters, whose gradients `whole` gets."""
+        """Let the model read the gathered parameters, whose gradients the placeholders get."""
         if not self.gathered:
             self.gathered = self.views(self.buffer.detach())
+            # to autograd the gathered tensors come from the placeholders, so that these get the
+            # gradients, and outlive what is gathered
             trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
             if trained:
+                gathered = [self.gathered[index] for index in trained]
+                placeholders = [self.placeholders[index] for index in trained]
                 with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                    given = [self.gathered[index] for index in trained]
-                    given = WithGradients.apply(given, *(self.whole[index] for index in trained))
-                for index, param in zip(trained, given):
+                    connected = WithGradients.apply(gathered, *placeholders)
+                for index, param in zip(trained, connected):
                     self.gathered[index] = param
+            # a forward pass must not change them, and a saved weight is found by its memory
             self.gathered_version = self.buffer._version
             self.flat_at[self.buffer.untyped_storage()._cdata] = self
             self.put(self.gathered)
 
     def put(self, params: list[Any]) -> None:
-        """Make `params` (shards, whole or gathered parameters) the modules' parameters."""
+        """Make `params` (shards, placeholders or gathered parameters) the modules' parameters."""
         for param, found in zip(params, self.places):
             for module, name in found:
                 module._parameters[name] = param
@@ -256,12 +260,12 @@ class FlatParameters(Bucket):
 
     def take_gradients(self, *, send: bool) -> None:
         """Move the whole gradients into one flat tensor, and send it or keep it for later."""
-        # take them off the whole parameters
+        # take them off the placeholders
         grads: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            for index, whole in enumerate(self.whole):
-                if whole.grad is not None:
-                    grads[index], whole.grad = whole.grad, None
+            for index, placeholder in enumerate(self.placeholders):
+                if placeholder.grad is not None:
+                    grads[index], placeholder.grad = placeholder.grad, None
         if self.unsent:
             self._forget_cleared()
         for index, grad in grads.items():
@@ -272,7 +276,7 @@ class FlatParameters(Bucket):
         # pack them, or add them to those that wait; zeros for parameters without a gradient
         add = self.added is not None
         if self.added is None and (grads or send):
-            make = torch.empty if len(grads) == len(self.whole) else torch.zeros
+            make = torch.empty if len(grads) == len(self.placeholders) else torch.zeros
             self.added = make(self.length, dtype=self.grad_dtype, device=self.mine.device)
         if grads:
             views = self.views(self.added)  # type: ignore[arg-type]  # made above
@@ -337,7 +341,7 @@ class FlatParameters(Bucket):
     def add_mean(self) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
         # the sum over the ranks becomes their mean
-        self.receive(1 if self.averages else self.ranks)
+        self.receive_mean(1 if self.averages else self.ranks)
         mean, self.mean = self.mean, None  # (slice_length,)
         # each shard gets its part of the slice
         for index, (shard, at) in enumerate(zip(self.shards, self.at)):
@@ -360,8 +364,8 @@ class FlatParameters(Bucket):
         self.unsent.clear()
         self.seen.clear()
         self.from_others.clear()
-        for whole in self.whole:
-            whole.grad = None
+        for placeholder in self.placeholders:
+            placeholder.grad = None
 
 
 def _hold_anew(module: nn.RNNBase) -> None:
@@ -373,19 +377,19 @@ def _hold_anew(module: nn.RNNBase) -> None:
 # What the model has, and what autograd sees, in place of the shards
 
 
-class WholeParameter(nn.Parameter):
+class Placeholder(nn.Parameter):
     """A parameter with a shape and a gradient, but no memory; reading it gathers its block."""
 
     flat: Any
     number: int
 
-    def __new__(cls, flat: Any, index: int) -> WholeParameter:
+    def __new__(cls, flat: Any, index: int) -> Placeholder:
         """Make it for parameter `index` of `flat`."""
         shard, shape = flat.shards[index], flat.shapes[index]
         empty = shard.detach().new_empty((), dtype=flat.gathered_dtype).expand(shape)
-        whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
-        whole.flat, whole.number = flat, index
-        return whole
+        placeholder = super().__new__(cls, empty, requires_grad=shard.requires_grad)
+        placeholder.flat, placeholder.number = flat, index
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -395,26 +399,26 @@ class WholeParameter(nn.Parameter):
         if function in DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        args, kwargs = torch.utils._pytree.tree_map_only(WholeParameter, _gathered, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map_only(Placeholder, _gathered, (args, kwargs))
         return function(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
 
 
-def _gathered(whole: WholeParameter) -> Tensor:
-    if not whole.flat.gathered:
-        whole.flat.before_forward()
-    return whole.flat.gathered[whole.number]
+def _gathered(placeholder: Placeholder) -> Tensor:
+    if not placeholder.flat.gathered:
+        placeholder.flat.before_forward()
+    return placeholder.flat.gathered[placeholder.number]
 
 
 class WithGradients(torch.autograd.Function):
-    """Gathered parameters, whose gradients are those of the whole parameters."""
+    """Gathered parameters, whose gradients are those of the placeholders."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: list[Tensor], *whole: Any) -> Any:
+    def forward(ctx: Any, gathered: list[Tensor], *placeholders: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.before_backward = whole[0].flat.before_backward
+        ctx.before_backward = placeholders[0].flat.before_backward
         return tuple(gathered)
 
     @staticmethod

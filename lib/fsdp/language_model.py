@@ -56,11 +56,13 @@ class FSDPShards(ShardingStrategy):
     def __init__(self, fsdp: FSDP) -> None:
         super().__init__(fsdp.group)
         self.fsdp = fsdp
-        self.place_of = {id(w): (flat, i) for flat in fsdp.flats for i, w in enumerate(flat.whole)}
+        self.place_of = {
+            id(w): (flat, i) for flat in fsdp.flats for i, w in enumerate(flat.placeholders)
+        }
 
     def whole_parameters(self) -> list[nn.Parameter]:
         """Parameters in their whole shapes, in the module's order."""
-        whole = {n: w for flat in self.fsdp.flats for n, w in zip(flat.names, flat.whole)}
+        whole = {n: w for flat in self.fsdp.flats for n, w in zip(flat.names, flat.placeholders)}
         return [whole.get(name, p) for name, p in self.fsdp.module.named_parameters()]
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:

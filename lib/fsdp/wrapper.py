@@ -174,7 +174,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self.follow_shards()
             self.is_in_forward = True
             for flat in self.flats:
-                flat.put(flat.whole)
+                flat.put(flat.placeholders)
             self.before_forward(self)
 
             # run; what is gathered at the end waits for backward
@@ -195,7 +195,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if before is not None and before is not block:
                 if before.is_shown:
                     for flat in before.flats:
-                        flat.put(flat.whole)
+                        flat.put(flat.placeholders)
                 self.drop(before)
             # prefetch
             after = block.index + step
@@ -225,10 +225,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if not one.is_started:
                 continue
             one.is_started = one.is_shown = False
-            for flat in [flat for flat in one.flats if flat.drop()]:
+            changed = [flat for flat in one.flats if flat.drop()]
+            if changed:
                 raise RuntimeError(
-                    f"a forward pass changed one of {', '.join(flat.names)} in place, in memory "
-                    "that is gathered for the pass alone; change parameters between steps"
+                    f"a forward pass changed one of {', '.join(changed[0].names)} in place, in "
+                    "memory that is gathered for the pass alone; change parameters between steps"
                 )
 
     # Hooks; torch.compile must not trace into them
@@ -274,7 +275,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self.is_in_backward = True
             self.passed.clear()
             for flat in self.flats:
-                flat.put(flat.gathered or flat.whole)
+                flat.put(flat.gathered or flat.placeholders)
             self.gather(self.unblocked)
             # not called if an exception ends the backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -366,7 +367,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for block in reversed(self.all_blocks):
             # gradients may also come after backward has left a block
             with torch._C.DisableTorchFunctionSubclass():
-                is_late = any(w.grad is not None for flat in block.flats for w in flat.whole)
+                is_late = any(w.grad is not None for flat in block.flats for w in flat.placeholders)
             if is_late or block not in self.passed:
                 self.after_backward(block)
         # then all gradients of matrices are where `zero_grad` finds them

@@ -81,7 +81,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         overlap: bool,
     ) -> None:
         super().__init__(group)
-        self.start(group)
+        self.set_up(group)
         self.reduces_gradients, self.overlaps = reduces_gradients, overlap
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
@@ -129,7 +129,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         """Start the reduce-scatter of a bucket's gradients, which parameters no longer hold."""
         # wait for the last but one: later gradients need the memory of earlier ones
         if self.num_sent >= 2:
-            self.order[self.num_sent - 2].receive(self.divisor)
+            self.order[self.num_sent - 2].receive_mean(self.divisor)
         # pack the gradients, and free them
         flat = bucket.pack([param.grad for param in bucket.params])  # (ranks · slice_length,)
         for param in bucket.params:
@@ -205,9 +205,9 @@ class FlatSlices(InOrder, ShardingStrategy):
 
     def _check_not_wrapped(self, params: Iterable[Tensor]) -> None:
         """Raise a `ValueError` if a wrapper averages the gradients, too."""
-        for wrapper in map(wrapper_of, params) if self.reduces_gradients else ():
+        for wrapper in map(wrapper_of, params):
             require(
-                not wrapper,
+                not (wrapper and self.reduces_gradients),
                 "reduces_gradients must be False for the parameters of a wrapper, which averages "
                 f"the same gradients, got True with {wrapper}; use the module without it",
             )

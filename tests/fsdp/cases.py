@@ -96,7 +96,7 @@ def check_two_blocks_are_gathered_at_most_and_none_between_steps() -> None:
         # the next one is on its way; the last stays for backward
         assert seen == [[0, 1], [1, 2], [2], [1, 2], [0, 1], [0]], seen
         assert [flat.buffer.untyped_storage().nbytes() for flat in model.flats] == [0] * 7
-        assert all(whole.grad is None for flat in model.flats for whole in flat.whole)
+        assert all(whole.grad is None for flat in model.flats for whole in flat.placeholders)
     with torch.no_grad():
         model(*part(0, 0, 0)[:1], True)
     assert gathered_blocks(model) == []
