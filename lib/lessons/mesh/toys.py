@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +24,24 @@ HIDDEN = (SEQUENCES, CONFIG.context_length, CONFIG.d_model)
 def language_model() -> TransformerLM:
     """The whole model."""
     return TransformerLM(CONFIG, generator=torch.Generator().manual_seed(0))
+
+
+class Stage(nn.Module):
+    """An equal share of the blocks; the first stage embeds, the last one has norm and head."""
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__()
+        model, share = language_model(), CONFIG.num_layers // count
+        self.embedding = model.token_embeddings if number == 0 else nn.Identity()
+        self.blocks = model.layers[number * share : (number + 1) * share]
+        last = [model.ln_final, model.lm_head] if number == count - 1 else []
+        self.last, self.rope = nn.Sequential(*last), model.rope
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, self.rope)
+        return self.last(x)
 
 
 def micro_batch(number: int) -> tuple[Tensor, Tensor]:
@@ -45,6 +66,42 @@ def gradients_alone(micro_batches: int) -> list[Tensor]:
     return [param.grad for param in model.parameters()]  # type: ignore[misc]
 
 
+class Enter(torch.autograd.Function):
+    """Notebook 09's, with a group: the same input on its ranks; gradients of copies add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return add_up(grad, ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """Notebook 09's, with a group: the sum of its ranks' outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
+        return add_up(y, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def add_up(tensor: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks of a group."""
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# Widths of a block, and the rows of a rank in a step.
+WIDTH, INNER, ROWS = 8, 24, 5
+
+
 class Block(nn.Module):
     """x + W2 relu(W1 x), (rows, WIDTH) -> the same; `up` is W1 and `down` W2."""
 
@@ -58,10 +115,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).relu())
-
-
-# Widths of a block, and the rows of a rank in a step.
-WIDTH, INNER, ROWS = 8, 24, 5
 
 
 def rows_of(step: int, first: int, last: int) -> Tensor:
