@@ -73,14 +73,14 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    stage: int = 0
+    zero: int = 0
     micro_batches: int = 1
     checkpoints: bool = False
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
         words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        words.append(STAGES[self.stage] if self.dp * self.cp > 1 else "")
+        words.append(STAGES[self.zero] if self.dp * self.cp > 1 else "")
         words.append(f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
         words.append("checkpoints" if self.checkpoints else "")
         return ", ".join(filter(None, words))
@@ -155,7 +155,7 @@ def _seconds(config: ModelConfig, machine: Machine, layout: Layout, rows: int) -
     # data: stage 3 gathers for each pass, the others send gradients once
     weights, _ = _weights(config, layout)
     shards, gathered, reduced = dp * cp, 0.0, 0.0
-    if layout.stage == 3:
+    if layout.zero == 3:
         gather = _time(machine, "all_gather", 2 * weights, shards, tp)
         scatter = _time(machine, "reduce_scatter", 4 * weights, shards, tp)
         # the first all-gather and the last reduce-scatter of a pass have nothing to hide behind
@@ -195,13 +195,13 @@ def _bytes(config: ModelConfig, layout: Layout, rows: int) -> float:
     shards, m = layout.dp * layout.cp, layout.micro_batches
     weights, block = _weights(config, layout)
     blocks = _blocks(config, layout)
-    kept = 4 * weights / (shards if layout.stage == 3 else 1)
-    kept += 8 * weights / (shards if layout.stage else 1)
+    kept = 4 * weights / (shards if layout.zero == 3 else 1)
+    kept += 8 * weights / (shards if layout.zero else 1)
     # stage 1 scatters gradients as they come, unless they first add up over micro-batches
-    scattered = layout.stage == 3 or (layout.stage == 1 and m == 1)
+    scattered = layout.zero == 3 or (layout.zero == 1 and m == 1)
     gradients = 4 * weights / (shards if scattered else 1)
     # in bfloat16: two gathered blocks beside embedding or head, or autocast's copies of all
-    if layout.stage == 3:
+    if layout.zero == 3:
         copies = 2 * 2 * block + 4 * (weights - blocks * block) / (2 if layout.pp == 1 else 1)
     else:
         copies = 2 * blocks * block
@@ -246,10 +246,10 @@ def layouts(config: ModelConfig, machine: Machine, sequences: int) -> Iterator[L
         if config.num_heads % tp or config.ff_width % tp or pp > config.num_layers:
             continue
         if 1 <= dp <= sequences:
-            for m, stage, checkpoints in itertools.product(
+            for m, zero, checkpoints in itertools.product(
                 micro_batch_counts(sequences, dp), STAGES, (False, True)
             ):
-                yield Layout(dp, tp, pp, cp, stage, m, checkpoints)
+                yield Layout(dp, tp, pp, cp, zero, m, checkpoints)
 
 
 def micro_batch_counts(sequences: int, dp: int) -> list[int]:

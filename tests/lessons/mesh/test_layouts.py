@@ -33,7 +33,7 @@ def test_data_parallel_memory_is_that_of_rank_memory(model, length, checkpoints,
     wrapper = "none" if stage == 1 else "flashddp"
     settings = {"stage": stage, "checkpoints": checkpoints, "ddp_wrapper": wrapper}
     expected = rank_memory(config, ranks=8, **settings).peak + RESERVED_BYTES
-    found = cost(config, ONE_HOST, Layout(dp=8, stage=stage, checkpoints=checkpoints), 8).num_bytes
+    found = cost(config, ONE_HOST, Layout(dp=8, zero=stage, checkpoints=checkpoints), 8).num_bytes
     assert found == pytest.approx(expected, rel=0.06)
 
 
@@ -54,11 +54,21 @@ def test_a_pipelines_bubble_is_that_of_the_formula(m):
     assert share == pytest.approx(7 / (m + 7), rel=0.03)
 
 
-def test_more_micro_batches_of_the_same_size_need_no_more_memory():
-    sizes = {
-        cost(XL, FAST, Layout(dp=8, pp=8, micro_batches=m), 8 * m).num_bytes for m in (8, 16, 64)
-    }
-    assert len(sizes) == 1
+def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_and_no_more():
+    two, eight, sixteen, many = (
+        cost(XL, FAST, Layout(dp=8, pp=8, micro_batches=m), 8 * m).num_bytes for m in (2, 8, 16, 64)
+    )
+    assert two < eight == sixteen == many
+
+
+def test_fsdp_hides_its_messages_from_the_tokens_on_that_notebook_09_derives():
+    link = FAST.link(size=64, stride=1)
+    enough = 1.5 * 63 / 64 * FAST.flops_per_s / (link.bandwidth_gbs * 1e9)
+    assert XL.context_length < enough < 2 * XL.context_length
+    shows = [
+        cost(XL, FAST, Layout(dp=64, zero=3), 64 * rows).parts["data"] / rows for rows in (1, 2)
+    ]
+    assert shows[0] > 5 * shows[1]
 
 
 def test_a_group_inside_a_host_has_its_link_and_groups_that_leave_it_share_the_network():
