@@ -181,9 +181,14 @@ def fault(yours: Any, expected: Any) -> str:
     return first_difference(yours, expected) or ""
 
 
+def few_or_many(generator: random.Random, size: int) -> int:
+    """A number of micro-batches, now and then fewer than a warm-up has."""
+    return generator.choice([1, 2, generator.randint(1, 2 + size)])
+
+
 @exercise(
     "core",
-    lambda generator, size: (generator.randint(2, 2 + size // 5), generator.randint(1, 2 + size)),
+    {"ranks": ints(2, 5), "micro_batches": few_or_many},
     harness=scheduled,
     describe=fault,
     trials=40,
