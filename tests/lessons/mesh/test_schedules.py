@@ -2,6 +2,7 @@
 
 import pytest
 
+from lib.lessons.exercise import edited, verdict
 from lib.lessons.mesh.exercises import (
     gpipe_orders,
     interleaved,
@@ -80,3 +81,10 @@ def test_interleaved_chunks_divide_the_bubble_and_hold_less_than_all_forward_fir
     assert found.ms == pytest.approx(all_first.ms) == pytest.approx(3 * (v * m + p - 1) / v)
     assert max(found.held) <= max(all_first.held) == v * m
     assert (p, m) == (2, 2) or max(found.held) < v * m
+
+
+def test_where_messages_take_no_time_interleaved_stages_can_hold_less_than_megatrons_order():
+    fewer = edited(interleaved.solve, "2 * (ranks - 1 - rank)", "(ranks - 1 - rank)")
+    assert (
+        verdict(interleaved, fewer).splitlines()[1].startswith("  yours 4 micro-batches,")
+    )
