@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,20 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.lessons import exercise as lessons_exercise
 from lib.lessons.differences import AtMost, Named, first_difference
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints
 from lib.lessons.mesh.schedules import Event, Played, play
 from lib.lessons.ranks import Threads
 
-check = check_of(__name__)
-
-
-def check_and_keep(attempt: Callable) -> Callable:
-    """Check a function against the exercise of its name; return it if it is right, or else the
-    solution, with which the lesson goes on."""
-    return lessons_exercise.check(vars(sys.modules[__name__])[attempt.__name__], attempt)
+check, take = check_of(__name__), check_of(__name__, returns=True)
 
 
 def gpipe(micro_batches: int) -> list[Event]:
