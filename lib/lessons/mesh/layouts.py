@@ -254,7 +254,7 @@ def layouts(config: ModelConfig, machine: Machine, sequences: int) -> Iterator[L
 
 def micro_batch_counts(sequences: int, dp: int) -> list[int]:
     """The numbers of equal micro-batches, powers of two, that a rank's sequences make."""
-    return [2**k for k in range((sequences // dp).bit_length())]
+    return [2**k for k in range((sequences // dp).bit_length())] if dp else []
 
 
 def fastest(config: ModelConfig, machine: Machine, sequences: int) -> Layout | None:

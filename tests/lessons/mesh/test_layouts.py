@@ -117,3 +117,4 @@ def test_nothing_is_fastest_where_nothing_fits():
 
 def test_micro_batches_are_powers_of_two_up_to_one_sequence_each():
     assert micro_batch_counts(64, 8) == [1, 2, 4, 8]
+    assert micro_batch_counts(4, 8) == micro_batch_counts(4, 0) == []
