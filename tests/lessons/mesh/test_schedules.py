@@ -85,6 +85,4 @@ def test_interleaved_chunks_divide_the_bubble_and_hold_less_than_all_forward_fir
 
 def test_where_messages_take_no_time_interleaved_stages_can_hold_less_than_megatrons_order():
     fewer = edited(interleaved.solve, "2 * (ranks - 1 - rank)", "(ranks - 1 - rank)")
-    assert (
-        verdict(interleaved, fewer).splitlines()[1].startswith("  yours 4 micro-batches,")
-    )
+    assert verdict(interleaved, fewer).splitlines()[1].startswith("  yours 4 micro-batches,")
