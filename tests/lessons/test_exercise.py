@@ -57,6 +57,7 @@ def exercise_cells():
             if "exercise" in cell.metadata.get("tags", []):
                 following = cells[number + 1].source
                 lesson = path.stem.split("_", 1)[1].removesuffix("_here")
+                lesson = lesson.removeprefix("pipeline_context_")
                 if lesson not in TOPICS:
                     continue
                 yield pytest.param(cell.source, following, lesson, id=f"{path.stem}-{number + 1}")

@@ -1,0 +1,180 @@
+"""A reader's `run_stage` on real ranks, by the virtual clock of a simulated network."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.ddp.launcher import launch
+from lib.lessons.mesh.schedules import Event
+from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
+from lib.lessons.ranks import Processes
+from lib.lessons.sending import function_of, parcel_of
+from lib.lessons.simulated_network import BACKEND, Network
+from lib.profiling.collectives import Link
+
+# Messages take no time: a bubble is what is left.
+INSTANT = Network(Link(0.0, 1e9), clock="virtual")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step of one stage."""
+
+    gradients: list[Tensor]
+    """Of its parameters."""
+
+    spans: list[tuple[int, str, int, float, float]]
+    """(stage, kind, micro-batch, start, end) of each event, in milliseconds by the clock."""
+
+    held_bytes: int
+    """The most bytes that autograd held for backward."""
+
+    bytes_of_one: int
+    """What it held between the first event and the second, which is one micro-batch."""
+
+
+def run_on_ranks(
+    run_stage: Callable,
+    orders: Sequence[Sequence[Event]],
+    micro_batches: int,
+    *,
+    forward_ms: float = 1.0,
+    backward_ms: float = 2.0,
+    network: Network = INSTANT,
+    sends_wait: bool = False,
+    timeout: float = 300.0,
+) -> list[Ran]:
+    """Run a step of the toy language model, of which each rank has a stage; return what each did.
+
+    Args:
+        run_stage: as in exercise 1.
+        orders: the events of each stage.
+        sends_wait: whether `ranks.send` waits until the tensor is received, as NCCL's does.
+        timeout: seconds that a rank waits for another.
+
+    Raises:
+        WorkerError: a rank failed, or waited for longer than the timeout.
+    """
+    times = {"forward": forward_ms / 1e3, "backward": backward_ms / 1e3}
+    job = (parcel_of(run_stage), [list(events) for events in orders], micro_batches, times)
+    options: dict[str, Any] = {"backend": BACKEND, "options": network, "timeout": timeout}
+    return launch(_run, len(orders), *job, sends_wait, **options)
+
+
+def _run(
+    parcel: bytes,
+    orders: Sequence[Sequence[Event]],
+    micro_batches: int,
+    times: dict[str, float],
+    sends_wait: bool,
+) -> Ran:
+    ranks = Waiting() if sends_wait else Processes()
+    me = ranks.number
+    stage, spans, saved = Stage(me, ranks.count), [], SavedBytes()
+    data = []
+    for number in range(micro_batches):
+        inputs, targets = micro_batch(number)
+        # later stages get the shape of what they receive
+        data.append((inputs if me == 0 else torch.empty(HIDDEN), targets))
+
+    def timed(x: Tensor) -> Tensor:
+        saved.note()
+        return Busy.apply(stage(x), times, spans, saved)
+
+    def noted_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(logits, targets)
+        saved.note()
+        return loss
+
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        saved.ignore(stage.parameters())
+        function_of(parcel)(list(orders[me]), timed, noted_loss, data, ranks)
+    ranks.wait_for_messages()
+    named = [(me, *event, *span) for event, span in zip(orders[me], spans)]
+    gradients = [param.grad for param in stage.parameters()]
+    return Ran(gradients, named, saved.most, saved.first)  # type: ignore[arg-type]
+
+
+class Waiting(Processes):
+    """Ranks whose `send` waits until the tensor is received."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to rank `to`, and wait until it is received."""
+        dist.send(tensor.detach(), to)
+
+
+class Busy(torch.autograd.Function):
+    """The identity, which moves the clock on, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, times: dict, spans: list, saved: SavedBytes) -> Tensor:
+        ctx.times, ctx.spans, ctx.saved = times, spans, saved
+        _compute("forward", times, spans)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.saved.note()
+        _compute("backward", ctx.times, ctx.spans)
+        return grad, None, None, None
+
+
+def _compute(kind: str, times: dict[str, float], spans: list) -> None:
+    group: Any = dist.group.WORLD
+    start = group.clock.now()
+    group.compute(times[kind])
+    spans.append((1e3 * start, 1e3 * group.clock.now()))
+
+
+class SavedBytes:
+    """Counts the bytes that autograd holds for backward, but for parameters."""
+
+    def __init__(self) -> None:
+        # address of a tensor's memory -> its bytes, and how many saved tensors are in it
+        self.held: dict[int, list[int]] = {}
+        self.ignored: set[int] = set()
+        self.most = self.first = 0
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave out what is held anyway."""
+        self.ignored |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def note(self) -> None:
+        """Note what is held between two events."""
+        now = sum(num_bytes for num_bytes, _ in self.held.values())
+        self.first = self.first or now
+        self.most = max(self.most, now)
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """What autograd saves in a tensor's place."""
+        saved, memory = Saved(tensor), tensor.untyped_storage()
+        address = memory.data_ptr()
+        if address not in self.ignored:
+            self.held.setdefault(address, [memory.nbytes(), 0])[1] += 1
+            weakref.finalize(saved, self.release, address)
+        return saved
+
+    def release(self, address: int) -> None:
+        """Forget a saved tensor."""
+        self.held[address][1] -= 1
+        if not self.held[address][1]:
+            del self.held[address]
+
+    @staticmethod
+    def unpack(saved: Saved) -> Tensor:
+        """The tensor itself."""
+        return saved.tensor
+
+
+class Saved:
+    """A tensor that autograd holds."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
