@@ -1,0 +1,197 @@
+"""One sequence on several ranks: ring attention, zigzag, sequence parallelism, experts.
+
+`ranks` is a rank of several as exercises have it (`lib.lessons.ranks`): `number` of `count`, with
+`send(tensor, to)`, which doesn't wait, `receive(source, like)`, and collectives of flat tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# Context parallelism
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The attention of queries to some of their keys, and the log-sum-exp of each row of scores.
+
+    Args:
+        q: (..., queries, head_dim).
+        k, v: (..., keys, head_dim).
+        visible: (queries, keys), whether a query sees a key; all by default.
+
+    Returns:
+        out: like q; 0 where a query sees none of the keys.
+        lse: (..., queries, 1); -inf where a query sees none of the keys.
+    """
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (..., queries, keys)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    # in rows that see nothing -inf - -inf is nan
+    weights = torch.exp(scores - lse).nan_to_num(0.0)
+    return weights @ v, lse
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention to two sets of keys, from the attention to each and its log-sum-exp.
+
+    Every query sees at least one key of the first set.
+    """
+    total = torch.logaddexp(lse, new_lse)  # (..., queries, 1)
+    return torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out, total
+
+
+def pass_on(tensor: Tensor, ranks: Any) -> Tensor:
+    """Send a tensor to the next rank of the ring; return that of the rank before."""
+    ranks.send(tensor, (ranks.number + 1) % ranks.count)
+    return ranks.receive((ranks.number - 1) % ranks.count, like=tensor)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Tensor], ranks: Any
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries to the keys of all ranks, and its log-sum-exps.
+
+    Args:
+        q, k, v: (..., tokens / ranks, head_dim), of this rank's tokens.
+        shares: the numbers of the tokens of each rank.
+    """
+    n, me = ranks.count, ranks.number
+    out, lse = attend(q, k, v, shares[me][:, None] >= shares[me])
+    for step in range(1, n):
+        k, v = pass_on(k, ranks), pass_on(v, ranks)
+        visible = shares[me][:, None] >= shares[(me - step) % n]
+        out, lse = merge(out, lse, *attend(q, k, v, visible))
+    return out, lse
+
+
+def zigzag(tokens: int, ranks: int) -> list[Tensor]:
+    """The numbers of the tokens that each rank holds: one chunk from each end of the sequence.
+
+    `tokens` is a multiple of 2 · `ranks`.
+    """
+    chunks = torch.arange(tokens).chunk(2 * ranks)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
+
+
+def visible_pairs(shares: Sequence[Tensor]) -> list[list[int]]:
+    """The pairs of a query and a key it sees, for each step of the ring and in it each rank.
+
+    In step s rank r has the keys that began on rank r - s. `shares`: each rank's tokens.
+    """
+    n = len(shares)
+    return [
+        [int((shares[r][:, None] >= shares[(r - step) % n]).sum()) for r in range(n)]
+        for step in range(n)
+    ]
+
+
+# Sequence parallelism
+
+
+def sequence_parallel_mlp(
+    x: Tensor, w1: Tensor, w2: Tensor, ranks: Any
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    """relu(x W1ᵀ) W2ᵀ of this rank's tokens, with a share of the hidden units on each rank.
+
+    Args:
+        x: (tokens / ranks, d_model), this rank's tokens.
+        w1: (d_ff / ranks, d_model), this rank's rows: column-parallel.
+        w2: (d_model, d_ff / ranks), this rank's columns: row-parallel.
+
+    Returns:
+        y: like x; and backward(grad_y) -> the gradients of x, w1 and w2, each of this rank's part.
+    """
+    d_model = x.shape[1]
+
+    def gather(rows):
+        return ranks.all_gather(rows.flatten()).view(-1, d_model)
+
+    def scatter(rows):
+        return ranks.reduce_scatter(rows.flatten()).view(-1, d_model)
+
+    # forward
+    x = gather(x)  # (tokens, d_model)
+    h = x @ w1.T  # (tokens, d_ff / ranks)
+    y = scatter(h.relu() @ w2.T)
+
+    def backward(grad_y):
+        grad_y = gather(grad_y)
+        grad_h = (grad_y @ w2) * (h > 0)
+        return scatter(grad_h @ w1), grad_h.T @ x, grad_y.T @ h.relu()
+
+    return y, backward
+
+
+# Experts
+
+
+def all_to_all(parts: Sequence[Tensor], ranks: Any) -> list[Tensor]:
+    """Send `parts[r]` to each rank r; return what each rank sent to this one, in order.
+
+    `parts`: one for each rank, (rows, d_model), whose rows may differ.
+    """
+    others = [rank for rank in range(ranks.count) if rank != ranks.number]
+    for rank in others:
+        ranks.send(torch.tensor([len(parts[rank])]), rank)
+        ranks.send(parts[rank], rank)
+    received = list(parts)  # its own stays
+    for rank in others:
+        rows = ranks.receive(rank, like=torch.tensor([0])).item()
+        like = parts[rank].new_empty(rows, parts[rank].shape[1])
+        received[rank] = ranks.receive(rank, like=like)
+    return received
+
+
+# Figures
+
+
+def draw_ring_steps(
+    axes: Axes, spans: Sequence[Sequence[tuple[float, float]]], *, title: str, end: float
+) -> None:
+    """When each rank computes in each step of a ring; a box is a step.
+
+    Args:
+        spans: of each rank the start and end of each step.
+        end: where the time axis ends, so that several can be compared.
+    """
+    from lib.core.figures import BLUE, ORANGE, PAPER
+
+    for number, steps in enumerate(spans):
+        for step, (start, stop) in enumerate(steps):
+            if stop - start < 1e-3 * end:
+                continue
+            color = ORANGE if step == 0 else BLUE
+            axes.barh(number, stop - start, left=start, color=color, edgecolor=PAPER, height=0.8)
+            axes.text((start + stop) / 2, number, step, color=PAPER, ha="center", va="center")
+    axes.set_yticks(range(len(spans)), [f"rank {number}" for number in range(len(spans))])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.01 * end))
+    axes.grid(visible=False, axis="y")
+    axes.set_title(title, fontsize=11)
+
+
+def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
+    """The tokens of each expert under several routings, beside an equal share."""
+    from lib.core.figures import INK
+
+    width = 0.8 / len(loads)
+    for place, (name, tokens) in enumerate(loads.items()):
+        left = torch.arange(len(tokens)) + (place - (len(loads) - 1) / 2) * width
+        axes.bar(left, tokens, width, label=name)
+    equal = float(next(iter(loads.values())).float().mean())
+    axes.axhline(equal, color=INK, linestyle=":", marker="")
+    axes.text(len(tokens) - 0.4, equal, " equal share", va="center")
+    axes.set(xlabel="expert", ylabel="tokens", xticks=range(len(tokens)))
+    axes.legend(fontsize=9)
