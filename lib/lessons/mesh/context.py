@@ -11,7 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lib.ddp import process_group
+from lib.lessons.ranks import Threads, run_on_threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +25,7 @@ if TYPE_CHECKING:
 # Context parallelism
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The attention of queries to some of their keys, and the log-sum-exp of each row of scores.
 
     Args:
@@ -97,6 +100,40 @@ def visible_pairs(shares: Sequence[Tensor]) -> list[list[int]]:
     ]
 
 
+def on_a_ring(
+    forward: Callable, backward: Callable, inputs: Sequence[Tensor], shares: Sequence[Tensor]
+) -> tuple[list[Tensor], tuple[int, int]]:
+    """Run ring attention on threads as ranks.
+
+    Args:
+        forward: as `ring_attention`.
+        backward: (q, k, v, out, lse, grad_out, shares, ranks) -> gradients of this rank's q, k, v.
+        inputs: q, k, v and the gradient of the output, (heads, tokens, head_dim) each.
+
+    Returns:
+        the output and the gradients of q, k and v, in the order of the tokens; and the elements
+        that a rank sends forward and backward.
+    """
+
+    def run(ranks: Threads) -> tuple:
+        q, k, v, grad_out = (x[:, shares[ranks.number]] for x in inputs)
+        out, lse = forward(q, k, v, shares, ranks)
+        sent = ranks.elements_sent
+        grads = backward(q, k, v, out, lse, grad_out, shares, ranks)
+        return out, *grads, (sent, ranks.elements_sent - sent)
+
+    *parts, sent = zip(*run_on_threads(run, len(shares)))
+    order = torch.cat([*shares]).argsort()
+    return [torch.cat(part, 1)[:, order] for part in parts], sent[0]
+
+
+def in_one_process(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> list[Tensor]:
+    """PyTorch's causal attention of a whole sequence, and the gradients of q, k and v."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = scaled_dot_product_attention(*leaves, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
 # Sequence parallelism
 
 
@@ -134,6 +171,78 @@ def sequence_parallel_mlp(
     return y, backward
 
 
+# What collectives this rank has called: a name, and the elements of the whole tensor.
+calls: list[tuple[str, int]] = []
+
+
+def same(x: Tensor) -> Tensor:
+    """A view of x, as a function of autograd must return it."""
+    return x.view_as(x)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum over the ranks."""
+    calls.append(("all_reduce", x.numel()))
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """The rows of all ranks, (ranks · n, d) of (n, d)."""
+    whole = x.new_empty(process_group.world_size() * len(x), x.shape[1])
+    process_group.all_gather(whole, x.contiguous())
+    calls.append(("all_gather", whole.numel()))
+    return whole
+
+
+def reduce_scatter(x: Tensor) -> Tensor:
+    """This rank's rows of the sum over the ranks, (n, d) of (ranks · n, d)."""
+    calls.append(("reduce_scatter", x.numel()))
+    own = x.new_empty(len(x) // process_group.world_size(), x.shape[1])
+    process_group.reduce_scatter(own, x.contiguous())
+    return own
+
+
+def operator(forward: Callable, backward: Callable) -> Callable[[Tensor], Tensor]:
+    """A function of one tensor for autograd, whose gradient is `backward` of the output's."""
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return run(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return backward_of(grad)
+
+    run, backward_of = forward, backward
+    return Operator.apply
+
+
+def block_inputs(tokens: int = 12, d_model: int = 16, d_ff: int = 24) -> list[Tensor]:
+    """x, and a Transformer block's weights: gain, wq, wk, wv, wo, gain, w1, w2; float64."""
+    generator = torch.Generator().manual_seed(0)
+    square, gain = (d_model, d_model), (d_model,)
+    shapes = [(tokens, d_model), gain, *[square] * 4, gain, (d_ff, d_model), (d_model, d_ff)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) / 3 for shape in shapes]
+
+
+def cut(weights: Sequence[Tensor], rank: int, ranks: int) -> list[Tensor]:
+    """A rank's part of a block's weights: rows of column-parallel matrices, columns of others."""
+    dims = (None, 0, 0, 0, 1, None, 0, 1)
+    return [
+        weight.clone() if dim is None else weight.chunk(ranks, dim)[rank].clone()
+        for weight, dim in zip(weights, dims)
+    ]
+
+
+def heads_attend(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, head_dim: int = 4) -> Tensor:
+    """Causal attention of the heads whose rows the matrices have, (tokens, heads · head_dim)."""
+    q, k, v = ((x @ w.T).unflatten(-1, (-1, head_dim)).transpose(0, 1) for w in (wq, wk, wv))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
 # Experts
 
 
@@ -166,7 +275,7 @@ def draw_ring_steps(
         spans: of each rank the start and end of each step.
         end: where the time axis ends, so that several can be compared.
     """
-    from lib.core.figures import BLUE, ORANGE, PAPER
+    from lib.core.figures import BLUE, INK, ORANGE, PAPER
 
     for number, steps in enumerate(spans):
         for step, (start, stop) in enumerate(steps):
@@ -174,7 +283,9 @@ def draw_ring_steps(
                 continue
             color = ORANGE if step == 0 else BLUE
             axes.barh(number, stop - start, left=start, color=color, edgecolor=PAPER, height=0.8)
-            axes.text((start + stop) / 2, number, step, color=PAPER, ha="center", va="center")
+            # numbers on the dark ones are light
+            words = {"color": INK if step == 0 else PAPER, "ha": "center", "va": "center"}
+            axes.text((start + stop) / 2, number, step, **words)
     axes.set_yticks(range(len(spans)), [f"rank {number}" for number in range(len(spans))])
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.01 * end))

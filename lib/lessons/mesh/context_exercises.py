@@ -180,7 +180,8 @@ return ranks.reduce_scatter(rows.flatten()).view(-1, d_model) =>
     | the sum over the ranks is divided by their number; it is a sum, not a mean
 (grad_y @ w2) * (h > 0) => grad_y @ w2
     | the ReLU is missing in backward: where h was not above 0, no gradient passes
-grad_h.T @ x, => ranks.reduce_scatter(torch.cat([grad_h.T @ x] * ranks.count).flatten()).view_as(w1),
+grad_h.T @ x, =>
+    ranks.reduce_scatter((grad_h.T @ x).flatten().repeat(ranks.count)).view_as(w1),
     | the gradients of w1 are added up over the ranks; other ranks have other hidden units
 x = gather(x) => && grad_y = gather(grad_y) => && scatter(h.relu() @ w2.T) => h.relu() @ w2.T
     && scatter(grad_h @ w1) => grad_h @ w1
@@ -219,7 +220,7 @@ ranks.send(parts[rank], rank) => ranks.send(parts[ranks.number], rank)
     | every rank gets the same part, which is your own; rank r gets `parts[r]`
 received = list(parts) => received = [part[:0] for part in parts]
     | your own part is missing; it stays on this rank, and belongs in the result
-received[rank] = ranks.receive(rank, like=like) => received[rank] = parts[rank]; ranks.receive(rank, like=like)
+received[rank] = ranks.receive(rank, like=like) => ranks.receive(rank, like=like)
     | what arrives is not kept
 return received => return [received[ranks.number]] + [received[rank] for rank in others]
     | your own part comes first; order the parts by the rank that sent them
