@@ -41,8 +41,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tu
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     lse = scores.logsumexp(-1, keepdim=True)
-    # in rows that see nothing -inf - -inf is nan
-    weights = torch.exp(scores - lse).nan_to_num(0.0)
+    # nan in rows that see nothing
+    weights = scores.softmax(-1).nan_to_num(0.0)
     return weights @ v, lse
 
 
@@ -303,6 +303,8 @@ def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
         axes.bar(left, tokens, width, label=name)
     equal = float(next(iter(loads.values())).float().mean())
     axes.axhline(equal, color=INK, linestyle=":", marker="")
-    axes.text(len(tokens) - 0.4, equal, " equal share", va="center")
+    axes.text(1.01, equal, "equal share", va="center", transform=axes.get_yaxis_transform())
     axes.set(xlabel="expert", ylabel="tokens", xticks=range(len(tokens)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(visible=False, axis="x")
     axes.legend(fontsize=9)
