@@ -91,7 +91,7 @@ def test_zigzag_gives_all_ranks_the_same_work_in_every_step(ranks, chunk):
 def test_parts_of_the_keys_merge_to_the_whole_however_large_the_scores(dtype):
     q, k, v, _ = random_inputs(2, 24, 8, scale=8.0).to(dtype)
     whole = attend(q, k, v)
-    assert whole[1].max() > 300
+    assert whole[1].max() > 100
     parts = [attend(q, k[:, i : i + 5], v[:, i : i + 5]) for i in range(0, 24, 5)]
     joined = parts[0]
     for part in parts[1:]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def cells():
     """Stub, and the hint and solution below it, of each exercise, in order."""
     for path in NOTEBOOKS.glob("11_*.ipynb"):
         every = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        for cell, below in zip(every, every[1:]):
+        for cell, below in pairwise(every):
             stub, help_text = ("".join(one["source"]) for one in (cell, below))
             name = re.match(r"def (\w+)\(", stub)
             if name and name[1] in EXERCISES and "exercise" in cell["metadata"].get("tags", []):
