@@ -108,7 +108,7 @@ def on_a_ring(
     Args:
         forward: as `ring_attention`.
         backward: (q, k, v, out, lse, grad_out, shares, ranks) -> gradients of this rank's q, k, v.
-        inputs: q, k, v and the gradient of the output, (heads, tokens, head_dim) each.
+        inputs: q, k, v and the gradient of the output, (..., tokens, head_dim) each.
 
     Returns:
         the output and the gradients of q, k and v, in the order of the tokens; and the elements
@@ -116,7 +116,7 @@ def on_a_ring(
     """
 
     def run(ranks: Threads) -> tuple:
-        q, k, v, grad_out = (x[:, shares[ranks.number]] for x in inputs)
+        q, k, v, grad_out = (x[..., shares[ranks.number], :] for x in inputs)
         out, lse = forward(q, k, v, shares, ranks)
         sent = ranks.elements_sent
         grads = backward(q, k, v, out, lse, grad_out, shares, ranks)
@@ -124,7 +124,7 @@ def on_a_ring(
 
     *parts, sent = zip(*run_on_threads(run, len(shares)))
     order = torch.cat([*shares]).argsort()
-    return [torch.cat(part, 1)[:, order] for part in parts], sent[0]
+    return [torch.cat(part, -2)[..., order, :] for part in parts], sent[0]
 
 
 def in_one_process(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> list[Tensor]:
@@ -241,6 +241,22 @@ def heads_attend(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, head_dim: int = 
     """Causal attention of the heads whose rows the matrices have, (tokens, heads · head_dim)."""
     q, k, v = ((x @ w.T).unflatten(-1, (-1, head_dim)).transpose(0, 1) for w in (wq, wk, wv))
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def largest_difference(alone: tuple, on_ranks: Sequence[tuple]) -> float:
+    """How much a block with shared norms differs from one process.
+
+    Args:
+        alone: in one process, the output, the gradients of x and of the weights, and more.
+        on_ranks: of each rank those of its tokens and its part of the weights.
+    """
+    n, (y, grad_x, grads, *_) = len(on_ranks), alone
+    found = []
+    for rank, (own_y, own_grad_x, own_grads, *_) in enumerate(on_ranks):
+        pairs = [(own_y, y.chunk(n)[rank]), (own_grad_x, grad_x.chunk(n)[rank])]
+        pairs += zip(own_grads, cut(grads, rank, n))
+        found += [(mine - whole).abs().max().item() for mine, whole in pairs]
+    return max(found)
 
 
 # Experts
