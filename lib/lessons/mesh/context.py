@@ -129,9 +129,9 @@ def on_a_ring(
 
 def in_one_process(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> list[Tensor]:
     """PyTorch's causal attention of a whole sequence, and the gradients of q, k and v."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = scaled_dot_product_attention(*leaves, is_causal=True)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
 # Sequence parallelism
@@ -315,8 +315,8 @@ def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
 
     width = 0.8 / len(loads)
     for place, (name, tokens) in enumerate(loads.items()):
-        left = torch.arange(len(tokens)) + (place - (len(loads) - 1) / 2) * width
-        axes.bar(left, tokens, width, label=name)
+        shift = (place - (len(loads) - 1) / 2) * width
+        axes.bar([n + shift for n in range(len(tokens))], tokens.tolist(), width, label=name)
     equal = float(next(iter(loads.values())).float().mean())
     axes.axhline(equal, color=INK, linestyle=":", marker="")
     axes.text(1.01, equal, "equal share", va="center", transform=axes.get_yaxis_transform())
