@@ -68,7 +68,10 @@ def around_the_ring(ring: Callable, tokens: int, head_dim: int, ranks: Threads) 
     order = torch.tensor(generator.sample(range(tokens), tokens))
     shares = [share.sort().values for share in order.chunk(ranks.count)]
     mine = shares[ranks.number]
-    out, lse = ring(q[mine], k[mine], v[mine], shares, ranks)
+    result = ring(q[mine], k[mine], v[mine], shares, ranks)
+    if isinstance(result, Tensor):
+        raise TypeError("return two tensors, the output and the log-sum-exps, got one")
+    out, lse = result
     found = Named(out=out, lse=lse)
     sent_to = {rank for direction, rank in ranks.messages if direction == "to"}
     found["ranks that it sends to"] = AtMost(len(sent_to))
@@ -109,8 +112,10 @@ n, me = ranks.count, ranks.number =>
 
 def balance(zigzag: Callable, chunk: int, ranks: int) -> Named:
     """Who has to compute how much; any tokens that are as balanced in each step are as good."""
-    shares = zigzag(2 * ranks * chunk, ranks)
-    shares = [torch.as_tensor(share, dtype=torch.int64).flatten() for share in shares]
+    shares = [*zigzag(2 * ranks * chunk, ranks)]
+    for share in shares:
+        if not isinstance(share, Tensor):
+            raise TypeError(f"a rank's share must be a tensor of tokens' numbers, got {share!r}")
     pairs = context.visible_pairs([share.sort().values for share in shares])
     return Named(
         {
@@ -151,7 +156,6 @@ def mlp_on_shares(mlp: Callable, rows: int, d_model: int, units: int, ranks: Thr
     w1 = whole_numbers(generator, n * units, d_model)
     w2 = whole_numbers(generator, d_model, n * units)
     y, backward = mlp(x.chunk(n)[me], w1.chunk(n)[me], w2.chunk(n, dim=1)[me], ranks)
-    # by then the caller has used the memory again
     grad_x, grad_w1, grad_w2 = backward(grad_y.chunk(n)[me])
     return Named(y=y, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
 
