@@ -171,37 +171,40 @@ def sequence_parallel_mlp(
     return y, backward
 
 
-# What collectives this rank has called: a name, and the elements of the whole tensor.
-calls: list[tuple[str, int]] = []
-
-
 def same(x: Tensor) -> Tensor:
     """A view of x, as a function of autograd must return it."""
     return x.view_as(x)
 
 
-def all_reduce(x: Tensor) -> Tensor:
-    """The sum over the ranks."""
-    calls.append(("all_reduce", x.numel()))
-    total = x.clone()
-    dist.all_reduce(total)
-    return total
+class Collectives:
+    """Collectives of matrices between the processes of a job, counted.
 
+    `calls` has a name and the elements of the whole tensor for each.
+    """
 
-def all_gather(x: Tensor) -> Tensor:
-    """The rows of all ranks, (ranks · n, d) of (n, d)."""
-    whole = x.new_empty(process_group.world_size() * len(x), x.shape[1])
-    process_group.all_gather(whole, x.contiguous())
-    calls.append(("all_gather", whole.numel()))
-    return whole
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        self.calls.append(("all_reduce", x.numel()))
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
 
-def reduce_scatter(x: Tensor) -> Tensor:
-    """This rank's rows of the sum over the ranks, (n, d) of (ranks · n, d)."""
-    calls.append(("reduce_scatter", x.numel()))
-    own = x.new_empty(len(x) // process_group.world_size(), x.shape[1])
-    process_group.reduce_scatter(own, x.contiguous())
-    return own
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, (ranks · n, d) of (n, d)."""
+        whole = x.new_empty(process_group.world_size() * len(x), x.shape[1])
+        process_group.all_gather(whole, x.contiguous())
+        self.calls.append(("all_gather", whole.numel()))
+        return whole
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over the ranks, (n, d) of (ranks · n, d)."""
+        self.calls.append(("reduce_scatter", x.numel()))
+        own = x.new_empty(len(x) // process_group.world_size(), x.shape[1])
+        process_group.reduce_scatter(own, x.contiguous())
+        return own
 
 
 def operator(forward: Callable, backward: Callable) -> Callable[[Tensor], Tensor]:
@@ -277,6 +280,16 @@ def all_to_all(parts: Sequence[Tensor], ranks: Any) -> list[Tensor]:
         like = parts[rank].new_empty(rows, parts[rank].shape[1])
         received[rank] = ranks.receive(rank, like=like)
     return received
+
+
+def toy_experts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """64 tokens, a router of four experts, and the two matrices of each; float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (64, 16), (4, 16), (4, 24, 16), (4, 16, 24)
+    x, router, w1, w2 = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    return x, router, w1, w2
 
 
 # Figures
