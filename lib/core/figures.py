@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lib.core.files import write_atomically
+from lib.core.png import in_palette
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK = "#E69F00", "#56B4E9", "#222222"
@@ -109,7 +110,8 @@ def save_figure(figure: Figure, path: str | os.PathLike, *, alt: str | None = No
     image = io.BytesIO()
     with plt.rc_context(STYLE):
         figure.savefig(image, format=path.suffix[1:], metadata=metadata)
-    write_atomically(path, image.getvalue())
+    content = image.getvalue()
+    write_atomically(path, in_palette(content) if path.suffix == ".png" else content)
     return path
 
 

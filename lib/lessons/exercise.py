@@ -213,35 +213,24 @@ def check(exercise: Exercise, attempt: Callable, *, seed: int | None = None) -> 
     return attempt if result_of(text) == "passed" else exercise.solve
 
 
-def check_of(module: str) -> Callable[..., None]:
-    """The function `check(attempt)` of a module's exercises, which finds them by their names."""
+def check_of(module: str, *, returns: bool = False) -> Callable[..., Any]:
+    """The function `check(attempt)` of a module's exercises, which finds them by their names.
 
-    def check_by_name(attempt: Callable, name: str = "") -> None:
+    With `returns`, it returns the attempt if that is right, or else the solution.
+    """
+
+    def check_by_name(attempt: Callable, name: str = "") -> Any:
         """Check a function against the exercise of its name, or of another `name`."""
         values = vars(sys.modules[module]).items()
         found = {key: value for key, value in values if isinstance(value, Exercise)}
         wanted = name or name_of(attempt)
-        if wanted in found:
-            check(found[wanted], attempt)
-        else:
-            report(f"not yet: no exercise is called {wanted}, but {', '.join(found)}", wanted, "")
+        if wanted not in found:
+            text = f"not yet: no exercise is called {wanted}, but {', '.join(found)}"
+            return report(text, wanted, "")
+        right = check(found[wanted], attempt)
+        return right if returns else None
 
     return check_by_name
-
-
-def check_on_processes(exercise: Exercise, played: Callable, *job: Any, **options: Any) -> None:
-    """Check an attempt on threads, and a right one on processes, too; print the verdict.
-
-    Args:
-        played: runs the attempt on threads, and wraps it, as `functools.wraps` does.
-        job, options: the arguments of `tried_on_processes` after the attempt.
-    """
-    from lib.lessons.ranks import tried_on_processes
-
-    text, attempt = verdict(exercise, played), played.__wrapped__  # type: ignore[attr-defined]
-    if result_of(text) == "passed":
-        text = tried_on_processes(text, attempt, *job, **options)
-    report(text, name_of(attempt), exercise.tier)
 
 
 def report(text: str, name: str, tier: str) -> None:

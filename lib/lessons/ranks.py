@@ -28,8 +28,6 @@ PROCESSES_GET = (
     "The processes get this function, and what it uses of the notebook, as it is now; what they "
     "change there, other processes do not see."
 )
-# The largest difference of right weights from those trained in one process.
-MOST_OFF = 1e-5
 
 
 class Board:
@@ -379,17 +377,6 @@ def whole_numbers(generator: random.Random, *shape: int) -> Tensor:
 
 # From what the ranks return, whether that is right, and a phrase about it.
 Judge = Callable[[list[Any]], tuple[bool, str]]
-
-
-def compared_with(alone: Callable[[], Tensor], where: str) -> Judge:
-    """A judge of the weights of all ranks by those that `alone` trains in one process."""
-
-    def judge(found: list[Tensor]) -> tuple[bool, str]:
-        expected = alone()
-        off = max((weights - expected).abs().max().item() for weights in found)
-        return off < MOST_OFF, f"{where}: off by {off:.1g} from one process"
-
-    return judge
 
 
 def tried_on_processes(

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import http.server
 import json
-import os
 import re
 import threading
 import tracemalloc
@@ -204,12 +203,6 @@ def test_a_text_in_another_encoding_is_refused_with_its_path(tmp_path, encoding)
         prepare_corpus(str(path), tmp_path / "data")
 
 
-def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
-    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
-    path.write_text("Once upon a time.\n" * 99)
-    assert prepare_corpus(str(path), tmp_path / "data").train.read_text().startswith("Once")
-
-
 @pytest.mark.parametrize("block_bytes", [1, 5, 64])
 def test_block_size_does_not_change_the_parts(tmp_path, monkeypatch, block_bytes):
     text = SEPARATOR.join(["One <|endof", "text|> ", "\n", "Zwölf.\n\nMehr.\n"]) + "<|endoftext|"
@@ -218,13 +211,6 @@ def test_block_size_does_not_change_the_parts(tmp_path, monkeypatch, block_bytes
     whole = prepare(path, tmp_path, validation_fraction=0.4)
     monkeypatch.setattr(corpus_module, "BLOCK_BYTES", block_bytes)
     assert whole == prepare(path, tmp_path / "again", validation_fraction=0.4)
-
-
-def test_clean_text_gives_no_warning(tmp_path, recwarn):
-    path = tmp_path / "good.txt"
-    path.write_text("Grüße.\n\n\ufffd\n", encoding="utf-8")
-    prepare(path, tmp_path)
-    assert not recwarn.list
 
 
 @pytest.mark.parametrize("separator", ["", SEPARATOR])

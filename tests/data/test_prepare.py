@@ -36,16 +36,6 @@ def test_arrays_decode_to_the_corpus_and_the_table_adds_up(config, tmp_path):
         assert rows[part]["bytes_per_token"] == rows[part]["bytes"] / rows[part]["tokens"]
 
 
-def test_a_second_run_does_nothing(config, tmp_path):
-    def times():
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-
-    tokenize(config)
-    before = times()
-    assert steps_made(tokenize(config)) == []
-    assert times() == before
-
-
 def test_another_vocabulary_or_corpus_makes_everything_again(config, tmp_path):
     tokenize(config)
     rows = tokenize(config, vocab_size=290)
@@ -97,14 +87,6 @@ def test_an_array_that_a_crash_left_without_its_manifest_is_made_again(config, t
     manifest.rename(tmp_path / "out/train.npy.partial.json")
     assert steps_made(tokenize(config)) == ["train"]
     assert manifest.exists()
-
-
-def test_a_folder_with_the_tokenizers_older_file_name_is_up_to_date(config, tmp_path):
-    tokenize(config)
-    for path in (tmp_path / "out").glob("bpe.*"):
-        path.rename(path.with_name(path.name.replace("bpe", "tokenizer")))
-    assert steps_made(tokenize(config)) == []
-    assert not (tmp_path / "out" / "bpe.json").exists()
 
 
 def test_another_tokenizer_under_the_same_name_is_noticed(config, tmp_path):

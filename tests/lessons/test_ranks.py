@@ -15,7 +15,6 @@ from lib.ddp.launcher import launch
 from lib.lessons.calls import TimeLimitError, time_limit
 from lib.lessons.ranks import (
     Processes,
-    compared_with,
     run_on_threads,
     tried_on_processes,
 )
@@ -164,9 +163,9 @@ def test_ranks_that_never_end_are_stopped_and_take_no_more_time(job):
     started = time.monotonic()
     with pytest.raises(TimeLimitError), time_limit(0.1):
         run_on_threads(job, 2)
-    time.sleep(0.5)
+    time.sleep(0.2)
     before = time.process_time()
-    time.sleep(0.3)
+    time.sleep(0.2)
     assert time.process_time() - before < 0.1
     # and what comes next works
     assert run_on_threads(lambda ranks: ranks.number, 2) == [0, 1]
@@ -258,12 +257,3 @@ def test_what_processes_find_decides():
     failed = verdict(4, fails_on_processes)
     assert failed.startswith("not yet: as expected; on processes rank")
     assert "The processes get this function, and what it uses of the notebook" in failed
-
-
-def test_weights_of_any_rank_that_are_off_are_not_right():
-    judge = compared_with(lambda: torch.ones(2), "here")
-    assert judge([torch.ones(2), torch.ones(2) + 1e-6])[0]
-    assert judge([torch.ones(2), torch.tensor([1, 1.5])]) == (
-        False,
-        "here: off by 0.5 from one process",
-    )

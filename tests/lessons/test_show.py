@@ -4,29 +4,23 @@ import base64
 import html
 import re
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 
 from lib.core.files import ROOT
 from lib.lessons.show import (
-    BACKGROUNDS,
-    BOX,
     WrappedText,
     merge_stepper,
     merge_steps,
     show_encoding,
-    show_growing,
     show_source,
     show_svg,
-    show_tokens,
     visible,
 )
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import SEPARATOR
 from lib.tools.publish.cells import WIDGET_VIEW
-from tests.core.contrast import contrast
 from tests.lessons.stored import stored_outputs
 from tests.texts import tricky_text
 
@@ -114,19 +108,6 @@ def test_boxes_escape_what_html_would_read(tokenizer, text):
     assert markup.count("<span") == len(tokenizer.encode(text))
 
 
-def test_the_same_token_has_the_same_color_and_may_carry_a_title():
-    markup = show_tokens([b"a", b"b", b"a"], ["id 97", 'id "98"', "id 97"]).data
-    first, second, third = re.findall(r"<span[^>]*>", markup)
-    assert first == third != second
-    assert 'title="id &quot;98&quot;"' in second
-
-
-def test_boxes_have_dark_letters_on_an_opaque_light_ground():
-    """Readable on a light and on a dark page: contrast 7 or more (WCAG 2, level AAA)."""
-    letters = re.search(r"[^-]color:(#\w{6})", BOX)[1]
-    assert min(contrast(letters, background) for background in BACKGROUNDS) >= 7
-
-
 def example(numbers):
     """A docstring."""
     total = 0
@@ -158,22 +139,6 @@ def test_a_wrapped_text_is_the_same_text_in_html_and_in_print():
     shown = WrappedText(text)
     assert repr(shown) == text
     assert f">{html.escape(text)}</div>" in shown._repr_html_()
-
-
-def test_a_growing_text_is_shown_with_each_piece(monkeypatch):
-    shown = []
-    handle = SimpleNamespace(update=lambda text: shown.append(repr(text)))
-
-    def display(text, *, display_id):
-        assert display_id
-        shown.append(repr(text))
-        return handle
-
-    monkeypatch.setattr("IPython.display.display", display)
-    add = show_growing("Once")
-    for piece in (" upon", " a"):
-        add(0, piece)
-    assert shown == ["Once", "Once upon", "Once upon a"]
 
 
 def test_a_drawing_is_an_image_with_words():

@@ -90,9 +90,9 @@ def test_it_can_be_the_network_of_a_whole_job():
     found = launch(cases.on_a_simulated_job, 2, backend="simulated", options=PCIE)
     assert found == [("simulated", 2.0, True)] * 2
     lost = dataclasses.replace(PCIE, lost_rank=LostRank(1))
-    words = r"^rank 0 of 2 raised TimeoutError: rank 1 did not call all_reduce .* within 2 s$"
+    words = r"^rank 0 of 2 raised TimeoutError: rank 1 did not call all_reduce .* within 0.5 s$"
     with pytest.raises(WorkerError, match=re.compile(words, re.MULTILINE)):
-        launcher.launch(cases.on_a_simulated_job, 2, backend="simulated", options=lost, timeout=2)
+        launcher.launch(cases.on_a_simulated_job, 2, backend="simulated", options=lost, timeout=0.5)
 
 
 def test_a_miniature_waits_for_the_same_part_of_its_step():

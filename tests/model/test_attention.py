@@ -94,7 +94,7 @@ def test_error_on_a_gpu_is_at_most_twice_pytorchs(kernel, dtype):
 
 
 @ON_KERNELS
-@pytest.mark.parametrize("mask_shape", [(7, 9), (2, 1, 7, 9), (1, 3, 7, 9), (7, 1)])
+@pytest.mark.parametrize("mask_shape", [(7, 9), (2, 1, 7, 9), (1, 3, 7, 9), (7, 1), (9,)])
 def test_masks_broadcast(kernel, mask_shape):
     shape = (2, 3, 7, 9, 4)
     mask = torch.rand(mask_shape, generator=torch.Generator().manual_seed(1)) > 0.4
@@ -147,19 +147,48 @@ def test_gpu_kernels_on_a_cpu_are_refused_but_masks_run_there_by_sdpa(kernel):
     assert out.equal(attention(*inputs, is_causal=False, mask=mask))
 
 
+def zeros(*shape: int, **options) -> Tensor:
+    return torch.zeros(shape, **options)
+
+
+NO_HEADS = {"k": zeros(2, 0, 5, 8), "v": zeros(2, 0, 5, 8)}
+FOUR_HEADS = {"k": zeros(2, 4, 5, 8), "v": zeros(2, 4, 5, 8)}
+NOT_ALL = [
+    ({"mask": top_left(5, 5)}, "is_causal must be False"),
+    ({"scale": 0.0}, "scale must be more than 0 and finite"),
+    ({"scale": math.nan}, "scale must be more than 0 and finite"),
+    ({"scale": torch.ones(())}, "scale must be a number, got a tensor"),
+    (dict.fromkeys("qkv", zeros(2, 3, 5, 0)), "head_dim must be at least 1, got 0"),
+    (FOUR_HEADS, r"heads of q must be divisible by .*, got q \(2, 3, .*, v \(2, 4,"),
+    (NO_HEADS, "heads of q must be divisible by"),
+    ({"v": zeros(2, 3, 4, 8)}, "v must have the batch size, heads and keys of k, g"),
+    ({"v": zeros(2, 1, 5, 8)}, "v must have the batch size, heads and keys of k, g"),
+    ({"q": zeros(1, 3, 5, 8)}, "one batch size and one head_dim, got q"),
+    ({"q": zeros(2, 3, 5, 4)}, "one batch size and one head_dim, got q"),
+    ({"q": zeros(3, 5, 8)}, r"must be \(batch, heads, tokens, head_dim\), got"),
+    ({"mask": zeros(5, 5), "is_causal": False}, r"mask must be bool, .* got torch\.float32"),
+]
+BY_EACH_KERNEL = [
+    ({"k": zeros(2, 3, 5, 8, device="meta")}, "must be on one device, got cpu, meta, cpu"),
+    (dict.fromkeys("qkv", zeros(2, 3, 5, 8).long()), "must be floating-point numbers"),
+    *(
+        ({"mask": zeros(*shape).bool(), "is_causal": False}, r"broadcast to .*, got .* for \(2, 3,")
+        for shape in [(4, 5), (1, 1, 1, 5, 5), (3, 1, 5, 5), (2, 5), (1, 2, 5, 5)]
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "changes", "message"),
+    ("kernel", "changes", "message"),
     [
-        (4, {"mask": top_left(3, 3)}, "is_causal must be False"),
-        (4, {"scale": 0.0}, "scale must be more than 0 and finite"),
-        (4, {"scale": math.nan}, "scale must be more than 0 and finite"),
-        (4, {"scale": torch.ones(())}, "scale must be a number, got a tensor"),
-        (0, {}, "head_dim must be at least 1, got 0"),
+        *(("sdpa", *case) for case in NOT_ALL),
+        *((kernel, *case) for kernel in CPU_KERNELS for case in BY_EACH_KERNEL),
     ],
 )
-def test_wrong_arguments_are_refused(head_dim, changes, message):
+def test_arguments_that_do_not_fit_are_named(kernel, changes, message):
+    arguments = {name: zeros(2, 3, 5, 8) for name in "qkv"} | changes
     with pytest.raises(ValueError, match=message):
-        attention(*make_inputs((1, 1, 3, 3, head_dim)), **changes)
+        attention(**arguments, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -174,31 +203,6 @@ def test_every_kernel_shares_keys_among_neighboring_heads(kernel, mask):
         with_gradients(run(q, *repeated, kernel="vectorized_torch"), inputs),
     ):
         torch.testing.assert_close(ours, right)
-
-
-@pytest.mark.parametrize(("heads", "shared"), [(6, 4), (2, 4), (4, 0), (0, 2)])
-def test_heads_that_keys_cannot_be_shared_among_are_refused(heads, shared):
-    q, k, v = make_inputs((1, 6, 3, 3, 4))
-    message = rf"heads of q must be divisible by .*, got q \(1, {heads}, .*, v \(1, {shared},"
-    with pytest.raises(ValueError, match=message):
-        attention(q[:, :heads], k[:, :shared], v[:, :shared])
-
-
-def test_shapes_that_do_not_belong_together_are_refused():
-    q, k, v = make_inputs((2, 3, 5, 5, 8))
-    for wrong in (v[:, :, :4], v[:, :1]):
-        with pytest.raises(ValueError, match="v must have the batch size, heads and keys of k, g"):
-            attention(q, k, wrong)
-    for wrong in ((k[:1], v[:1]), (k[..., :4], v)):
-        with pytest.raises(ValueError, match="one batch size and one head_dim, got q"):
-            attention(q, *wrong)
-    for kernel in CPU_KERNELS:
-        with pytest.raises(ValueError, match="must be on one device, got cpu, meta, cpu"):
-            attention(q, k.to("meta"), v, kernel=kernel)
-    with pytest.raises(ValueError, match=r"must be \(batch, heads, tokens, head_dim\), got"):
-        attention(q[0], k[0], v[0])
-    with pytest.raises(ValueError, match=r"mask must be bool, .* got torch\.float32"):
-        attention(q, k, v, is_causal=False, mask=torch.zeros(5, 5))
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -312,43 +316,19 @@ def test_a_cache_of_another_dtype_is_refused_without_autocast(kernel, dtype, oth
         model(make_token_ids(2, 4), cache=cache)
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-@pytest.mark.parametrize("shape", [(4, 5), (1, 1, 1, 5, 5), (3, 1, 5, 5), (2, 5), (1, 3, 5, 5)])
-def test_a_mask_that_would_widen_the_scores_is_refused(kernel, shape):
-    q, mask = torch.ones(1, 2, 5, 4), torch.ones(shape, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"mask must broadcast to .*, got .* for \(1, 2, 5, 5\)"):
-        attention(q, q, q, kernel=kernel, is_causal=False, mask=mask)
-
-
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_a_mask_may_have_less_than_two_dimensions(kernel):
-    q, k, v = make_inputs((1, 2, 3, 5, 4))
-    keys = torch.tensor([True, True, False, True, False])
-    right = F.scaled_dot_product_attention(q, k, v, keys.expand(3, 5))
-    ours = attention(q, k, v, kernel=kernel, is_causal=False, mask=keys)
-    torch.testing.assert_close(ours, right)
-    ours = attention(q, k, v, kernel=kernel, is_causal=False, mask=torch.tensor(True))
-    torch.testing.assert_close(ours, F.scaled_dot_product_attention(q, k, v))
-
-
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_whole_numbers_are_refused(kernel):
-    q = torch.ones(1, 1, 2, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="must be floating-point numbers"):
-        attention(q, q, q, kernel=kernel)
-
-
-@pytest.mark.parametrize("changes", [{"num_layers": 3}, {"num_heads": 4}, {"d_model": 32}])
-def test_the_cache_of_another_model_is_refused(changes):
-    with pytest.raises(ValueError, match="the cache must be of the same model, got one of 2 la"):
-        make_model(**changes)(make_token_ids(2, 4), cache=KVCache(CONFIG, 2))
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_another_batch_size_than_the_caches_is_refused(batch_size):
-    cache = KVCache(CONFIG, 2)
-    with pytest.raises(ValueError, match=f"batch size 2, got {batch_size}"):
-        make_model()(make_token_ids(batch_size, 4), cache=cache)
+@pytest.mark.parametrize(
+    ("changes", "batch_size", "message"),
+    [
+        ({"num_layers": 3}, 2, "the cache must be of the same model, got one of 2 la"),
+        ({"num_heads": 4}, 2, "the cache must be of the same model, got one of 2 la"),
+        ({"d_model": 32}, 2, "the cache must be of the same model, got one of 2 la"),
+        ({}, 1, "batch size 2, got 1"),
+        ({}, 3, "batch size 2, got 3"),
+    ],
+)
+def test_a_cache_of_other_sizes_is_refused(changes, batch_size, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(**changes)(make_token_ids(batch_size, 4), cache=KVCache(CONFIG, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -78,13 +78,6 @@ def test_a_kernel_that_lacks_triton_is_refused(kernel):
         kernel_function(kernel, GPU)
 
 
-def test_a_compiled_model_needs_no_line(said):
-    q, mask = torch.ones(1, 1, 3, 4), torch.eye(3, dtype=torch.bool)
-    masked = torch.compile(attention, backend="eager", fullgraph=True)
-    masked(q, q, q, kernel="flash_attention_torch", is_causal=False, mask=mask)
-    torch.compiler.reset()
-
-
 # A Hopper GPU, for which tensors on the meta device stand in
 
 
@@ -147,11 +140,3 @@ def test_the_loss_without_gluon(on_hopper):
     assert on_hopper.said() == [
         "the loss reads logits twice; Triton 3.6 or later has a faster kernel"
     ]
-
-
-def test_heads_too_wide_for_any_tiles_are_refused_by_name():
-    tiles = pytest.importorskip("lib.flash_attention.tiles")
-    q = torch.empty(1, 1, 1, 257)
-    for function in (tiles.forward_tiles, tiles.backward_tiles):
-        with pytest.raises(ValueError, match="head_dim must be at most 256, got 257"):
-            function(q, (9, 0))

@@ -3,13 +3,10 @@
 import io
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,24 +24,16 @@ from lib.tokenizer.bpe import (
     train_bpe_from_iterator,
     train_from_counts,
 )
-from lib.tokenizer.files import Parts, from_printable
 from lib.tokenizer.implementation import CompiledCode
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 from tests.texts import tricky_text
 
-ROOT = Path(__file__).parents[2]
 BOTH = pytest.mark.parametrize("implementation", ["python", "numba"])
 TEXT = (
     "The old cat sat on the mat. “Don't you want to play?” asked the cat's friend, the 3 mice.\n"
     f"They'd played all day!\r\n\r\n{SEPARATOR}\nÜber den Wolken, 日本語のテキスト, 42 €\t\n  \n"
 ) * 3
 SPECIAL = [SEPARATOR, "<|a|>", "<|a|><|b|>", " <x>", "c\n"]
-
-# the merges of GPT-2 that the expected ids below need, with their ids
-GPT2_MERGES = """
-o n 261, Ġ b 275, a r 283, Ġ d 288, Ġ D 360, â Ģ 447, ' t 470, Ġd on 836, O N 1340, Â ł 1849,
-o o 2238, Ġb ar 2318, d on 9099, f oo 21943, ĠD ON 23917
-"""
 
 
 def train(tmp_path, text, vocab_size, special_tokens=(), **options):
@@ -72,30 +61,7 @@ def peer(trained):
     )
 
 
-@pytest.fixture(scope="module")
-def gpt2():
-    """The part of GPT-2's tokenizer that a few texts need, with its ids."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    order = printable + [byte for byte in range(256) if byte not in printable]
-    vocab = {token_id: bytes([byte]) for token_id, byte in enumerate(order)}
-    merges = []
-    for line in GPT2_MERGES.replace("\n", " ").split(", "):
-        left, right, token_id = line.split()
-        merges.append((from_printable(left), from_printable(right)))
-        vocab[int(token_id)] = b"".join(merges[-1])
-    vocab[50256] = SEPARATOR.encode()
-    return Parts(vocab, merges, {SEPARATOR: 50256})
-
-
 # Training
-
-
-@BOTH
-def test_line_ends_of_windows_are_learned(tmp_path, implementation):
-    text = "one\r\n\r\n\r\ntwo\r\n" * 20
-    parts = train(tmp_path, text, 300, implementation=implementation)
-    assert parts == train_from_counts(count_pretokens(text), 300)
-    assert (b"\r", b"\n") in parts[1]
 
 
 @BOTH
@@ -227,14 +193,6 @@ def test_what_is_no_iterator_of_texts_is_rejected(tokenizers, texts):
 
 
 @BOTH
-def test_special_tokens_are_not_counted_nor_merged_across(tmp_path, implementation):
-    text = f"ab{SEPARATOR}ab{SEPARATOR}" * 20
-    vocab, merges = train(tmp_path, text, 300, [SEPARATOR], implementation=implementation)
-    assert merges == [(b"a", b"b")]
-    assert vocab[257] == SEPARATOR.encode()
-
-
-@BOTH
 def test_vocabulary_is_bytes_then_merges_then_special_tokens(tmp_path, implementation):
     vocab, merges = train(tmp_path, TEXT, 300, SPECIAL, implementation=implementation)
     learned = [left + right for left, right in merges]
@@ -296,25 +254,6 @@ def test_the_choice_of_implementation_is_logged(
     if not is_installed:
         with pytest.raises(ImportError, match="numba"):
             train(tmp_path, TEXT, 300, implementation="numba")
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from lib.tokenizer.bpe import Tokenizer
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [])
-tokenizer.encode("a b")
-resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), -1))
-print(len(tokenizer.encode("ab " * 500_000)), "numba" in sys.modules)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-def test_numba_is_not_loaded_where_the_address_space_is_limited():
-    command = [sys.executable, "-c", LIMITED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1500000", "False"]
 
 
 @pytest.fixture
@@ -404,28 +343,12 @@ def test_texts_longer_than_a_workspace(tokenizers):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("", []),
-        ("foo  \n  bar", [21943, 220, 220, 198, 220, 2318]),
-        ("don't DON'T don’t", [9099, 470, 23917, 6, 51, 836, 447, 247, 83]),
-        (f"a\u00a0b{SEPARATOR}b", [64, 1849, 65, 50256, 65]),
-    ],
-)
-def test_ids_of_gpt2(gpt2, implementation, text, ids):
-    tokenizer = Tokenizer.from_parts(gpt2, implementation=implementation)
-    assert tokenizer.encode(text) == ids
-    assert tokenizer.encode_array(text).tolist() == ids
-    assert tokenizer.decode(ids) == text
-
-
-@BOTH
-def test_incomplete_characters_decode_to_replacement_characters(gpt2, implementation):
-    tokenizer = Tokenizer.from_parts(gpt2, implementation=implementation)
-    assert tokenizer.decode([447, 50256]) == f"\ufffd{SEPARATOR}"
+def test_incomplete_characters_decode_to_replacement_characters(tokenizers, implementation):
+    tokenizer = tokenizers[implementation]
+    ids = [0xE2, *tokenizer.encode(SEPARATOR)]
+    assert tokenizer.decode(ids) == f"\ufffd{SEPARATOR}"
     with pytest.raises(UnicodeDecodeError):
-        tokenizer.decode([447], errors="strict")
+        tokenizer.decode(ids, errors="strict")
 
 
 @BOTH
@@ -514,31 +437,6 @@ def test_invalid_utf8_encodes_as_replacement_characters(tokenizers, implementati
 
 
 @BOTH
-def test_special_tokens_wherever_they_are(tokenizers, implementation):
-    tokenizer = tokenizers[implementation]
-    ids = tokenizer.special_tokens
-    a, ab, end = ids["<|a|>"], ids["<|a|><|b|>"], ids[SEPARATOR]
-    for text, expected in [
-        ("<|a|>", [a]),
-        ("<|a|><|a|><|b|>", [a, ab]),
-        (f"{SEPARATOR}{SEPARATOR}", [end, end]),
-        ("x<|a|>y", [ord("x"), a, ord("y")]),
-        ("<|a|", [*tokenizer.encode("<|a"), ord("|")]),
-    ]:
-        assert tokenizer.encode(text) == expected
-
-
-@BOTH
-@pytest.mark.parametrize("text", ["a" * 50_000, "abcdefgh" * 6_000])
-def test_a_very_long_pretoken(tmp_path, implementation, text):
-    vocab, merges = train(tmp_path, text, 300, implementation=implementation)
-    tokenizer = Tokenizer(vocab, merges, implementation=implementation)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert len(ids) < 20
-
-
-@BOTH
 @pytest.mark.parametrize("bad", [[-1], [0, 10**6], [1, 380], [2**70]])
 def test_an_id_out_of_range_is_named(tokenizers, implementation, bad):
     with pytest.raises(ValueError, match=rf"token id .*{bad[-1]}"):
@@ -613,34 +511,11 @@ def test_special_tokens_that_the_vocabulary_lacks_get_the_next_ids(trained):
     assert tokenizer.encode("<|new|>") == [max(trained[0]) + 1]
 
 
-@BOTH
-@pytest.mark.parametrize("end", ["\n ", "\t ", "  ", "\r\n ", " "])
-def test_a_text_that_ends_in_a_space(tmp_path, implementation, end):
-    options = {"implementation": implementation}
-    parts = train(tmp_path, f"a{end}{SEPARATOR}" * 5, 262, [SEPARATOR], **options)
-    tokenizer = Tokenizer(*parts, [SEPARATOR], **options)
-    expected = [ord("a"), *([max(parts[0]) - 1] if len(end) > 1 else [ord(" ")])]
-    assert tokenizer.encode(f"a{end}") == expected
-    assert tokenizer.encode(f"a{end}{SEPARATOR}")[:-1] == expected
-
-
-def test_a_huge_vocabulary_takes_no_more_memory_than_the_text_needs(tmp_path):
-    vocab, _ = train(tmp_path, "abc abd", 2_000_000_000, implementation="numba")
-    assert len(vocab) < 270
-
-
 def test_the_readable_cache_is_bounded(trained, monkeypatch):
     monkeypatch.setattr(bpe, "MAX_CACHED_WORDS", 10)
     tokenizer = Tokenizer(*trained, implementation="python")
     tokenizer.encode(" ".join(map(str, range(1000))))
     assert len(tokenizer._spaced_words) <= 10
-
-
-def test_a_special_token_may_look_like_an_ordinary_one(tmp_path):
-    vocab, merges = train(tmp_path, "aab ab", 260, ["a"])
-    tokenizer = Tokenizer(vocab, merges, ["a"])
-    assert tokenizer.special_tokens == {"a": max(vocab)}
-    assert tokenizer.encode("ab") == [max(vocab), ord("b")]
 
 
 @pytest.mark.parametrize(
@@ -705,7 +580,7 @@ def test_a_pretoken_in_pieces_has_the_ids_of_the_whole(monkeypatch, letters, siz
 @pytest.mark.parametrize(
     "piece",
     # each is one pre-token of 400 kB, or as good as one
-    [" \n  \n", " ", "\n", "  \n", "\t ", "a", "ab", "!", "'", "日", "\u3000 ", f"{SEPARATOR} "],
+    [" \n  \n", " ", "ab", "!", "日", f"{SEPARATOR} "],
 )
 def test_no_text_takes_longer_than_words_that_are_all_different(trained, monkeypatch, piece):
     # as where Numba is missing
@@ -722,12 +597,3 @@ def test_no_text_takes_longer_than_words_that_are_all_different(trained, monkeyp
 
     text = piece * (len(words) // len(piece.encode()))
     assert min(seconds(text) for _ in range(2)) < 1.5 * seconds(words)
-
-
-@BOTH
-def test_iterators_are_read_whole(tokenizers, trained, implementation):
-    tokenizer = tokenizers[implementation]
-    texts = ["The cat", "", "sat"]
-    found = [ids.tolist() for ids in tokenizer.encode_batch(text for text in texts)]
-    assert found == [tokenizer.encode(text) for text in texts]
-    assert list(Tokenizer(*trained, (token for token in SPECIAL)).special_tokens) == SPECIAL

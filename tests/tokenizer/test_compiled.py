@@ -26,7 +26,6 @@ from lib.tokenizer.compiled_merges import Learner, learn_merges, new_learner
 from lib.tokenizer.compiled_scan import (
     PADDING,
     WINDOW,
-    ascii_letters_end,
     class_table,
     is_valid_utf8,
     new_special,
@@ -249,16 +248,6 @@ def test_a_cache_that_overflows_or_grows_does_not_change_the_ids(trained, monkey
         assert (array.base[len(array) :] == 7).all()
 
 
-def test_a_cache_keeps_as_many_pretokens_as_fill_four_fifths_of_its_table(trained, monkeypatch):
-    """Cleared at one half, it would never have what a text of that many comes back to."""
-    rows, words = 1 << 10, 800
-    cache = use_cache(monkeypatch, rows)
-    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    tokenizer.encode("".join(f" {n}" for n in range(words)))
-    # and the "a" that an encoder begins with
-    assert cache.used[0] == words + 1
-
-
 @pytest.mark.parametrize("last_id", [300, 70_000])
 def test_words_of_every_length_have_the_ids_of_the_python_code(last_id):
     """Lengths around those where another way begins, with ids of 16 and of 32 bits."""
@@ -275,31 +264,11 @@ def test_words_of_every_length_have_the_ids_of_the_python_code(last_id):
     assert compiled.dtype.itemsize == (2 if last_id < 1 << 16 else 4)
 
 
-def test_a_letter_run_is_not_followed_beyond_the_end_of_its_text():
-    """Else many short texts of letters take time that grows with the square of their number."""
-    letters = padded(b"a" * 1000)
-    assert 10 <= ascii_letters_end(letters, 0, 10) < 20
-    assert ascii_letters_end(letters, 0, 1000) == 1000
-
-
 def test_a_copy_of_a_tokenizer_that_was_used_encodes(trained):
     tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
     expected = tokenizer.encode(trained[0])
     for made in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
         assert made.encode(trained[0]) == expected
-
-
-def test_what_is_true_or_false_allows_special_tokens(trained):
-    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    for yes, no in ((np.True_, np.False_), (2, None)):
-        assert tokenizer.encode(SEPARATOR, allow_special=yes) == [tokenizer.vocab_size - 1]
-        assert len(tokenizer.encode(SEPARATOR, allow_special=no)) > 1
-
-
-def test_ids_in_any_byte_order_are_decoded(trained):
-    tokenizer = Tokenizer(*trained[1], [SEPARATOR], implementation="numba")
-    ids = tokenizer.encode_array("the cat")
-    assert tokenizer.decode(ids.astype(">i4")) == "the cat"
 
 
 def test_arrays_live_as_long_as_a_thread_may_read_them(trained):

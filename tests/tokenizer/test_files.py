@@ -12,7 +12,6 @@ from lib.tokenizer.bpe import Tokenizer, train_bpe
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
 from tests.texts import tricky_text
 
-DEEP = "[" * 100_000
 PARTS = {"format": "byte-level-bpe", "version": 1, "pattern": GPT2_PATTERN, "unicode": "16.0"}
 TEXT = "The cat's hat, the café and 42 日本 cats. " * 5 + SEPARATOR
 
@@ -88,15 +87,23 @@ def test_a_file_made_for_other_pretokens_is_rejected(tokenizer, path, key, value
 
 
 @pytest.mark.parametrize("load", [files.load, files.load_huggingface])
-@pytest.mark.parametrize("content", [DEEP, "[]", "7", "null", "{}", b"\xff", '{"model": 7}'])
+@pytest.mark.parametrize(
+    "content", ["[]", "7", "null", "{}", b"\xff", '{"model": 7}', '{"model": ']
+)
 def test_what_is_no_tokenizer_is_rejected(path, load, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load(path)
+
+
+def test_a_file_that_is_nested_too_deeply_is_rejected(path):
+    path.write_text("[" * 100_000)
     # at the limit of recursion, finalizers of other tests' objects would fail
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(ValueError, match=r"tokenizer\.json"):
-            load(path)
+            files.load(path)
     finally:
         gc.enable()
 
@@ -120,23 +127,6 @@ def test_malformed_parts_are_rejected(path, load, wrong):
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"tokenizer\.json.*: \w+Error\((?!.*pre_tokenizer)"):
         load(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "is not JSON"),
-        ('{"format": "byte-level-bpe", "vocab": {', "is not JSON"),
-        ("[]", "not a tokenizer of this library"),
-        ('{"format": "byte-level-bpe", "version": 2}', "version must be 1, got 2"),
-        ('{"format": "byte-level-bpe", "version": 1}', "pattern must be .*, got None"),
-        (json.dumps(PARTS), "is damaged: KeyError"),
-    ],
-)
-def test_other_files_are_rejected(path, content, message):
-    path.write_text(content)
-    with pytest.raises(ValueError, match=rf"tokenizer\.json.*{message}"):
-        Tokenizer.load(path)
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +206,6 @@ def test_tiktoken_gives_the_same_ids(tokenizer):
     peer = files.to_tiktoken(tokenizer.parts)
     assert peer.encode(TEXT, allowed_special="all") == tokenizer.encode(TEXT)
     assert peer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-def test_ids_out_of_order_are_rejected_for_tiktoken(plain):
-    swapped = {256: plain.vocab[257], 257: plain.vocab[256]}
-    parts = plain.parts._replace(vocab=plain.vocab | swapped)
-    with pytest.raises(ValueError, match="in the order of their merges"):
-        files.to_tiktoken(parts)
 
 
 def test_ids_that_a_file_cannot_tell_apart_are_rejected(tokenizer, path):

@@ -4,12 +4,10 @@ orders of a step, checkpoints.
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import operator
 import random
-import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,45 +16,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lessons.calls import call
-from lib.lessons.differences import is_array
-from lib.lessons.exercise import (
-    TIME_LIMIT,
-    Exercise,
-    check,
-    check_on_processes,
-    difference,
-    name_of,
-    report,
-    result_of,
-    verdict,
-)
+from lib.lessons.differences import Named, is_array
+from lib.lessons.exercise import check_of, exercise
 from lib.lessons.fsdp.orders import Costs, Event, play
-from lib.lessons.fsdp.ranks import mlp_alone, run_mlp_attempt, train_alone, train_attempt
-from lib.lessons.ranks import (
-    MOST_OFF,
-    Threads,
-    compared_with,
-    run_on_threads,
-    whole_numbers,
-)
+from lib.lessons.inputs import choices
+from lib.lessons.ranks import Threads, whole_numbers
+
+check, take = check_of(__name__), check_of(__name__, returns=True)
 
 
-def _returned(value: Any) -> Any:
-    if value is None:
-        raise TypeError("the result is None; is a `return` missing?")
-    return value
+# Slices of the mean gradient
 
 
-# Exercise 1
-
-
-def _draw_gradients(generator: random.Random, size: int) -> tuple:
+def draw_gradients(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 4)
     length = ranks * generator.randint(1, 2 + size // 3) + generator.choice([0, 0, 1])
     return ([whole_numbers(generator, length) for _ in range(ranks)],)
 
 
+@exercise("warm-up", draw_gradients)
 def reduce_scatter(gradients: Sequence[Tensor]) -> Tensor:
     ranks, count = len(gradients), len(gradients[0])
     length = -(-count // ranks)
@@ -65,165 +43,134 @@ def reduce_scatter(gradients: Sequence[Tensor]) -> Tensor:
     return padded.view(ranks, length)
 
 
-REDUCE_SCATTER = Exercise(
-    reduce_scatter,
-    _draw_gradients,
-    {
-        "a slice is the sum over the ranks; divide it by their number": (
-            "sum(gradients) / ranks",
-            "sum(gradients)",
-        ),
-        "each rank gets a slice of its own gradient; it is the mean over all ranks": (
-            "padded[:count] = sum(gradients) / ranks",
-            "padded[:count] = torch.cat(\n"
-            "        [gradients[r][r * length : (r + 1) * length] for r in range(ranks)]\n"
-            "    )",
-        ),
-        "elements are dealt to the ranks one by one; a slice is contiguous": (
-            "padded.view(ranks, length)",
-            "padded.view(length, ranks).T",
-        ),
-        "the last elements are cut off; pad to a multiple of the ranks": (
-            "-(-count // ranks)",
-            "count // ranks\n    count = ranks * length\n"
-            "    gradients = [gradient[:count] for gradient in gradients]",
-        ),
-        "the padding comes first; it belongs to the end": ("padded[:count]", "padded[-count:]"),
-        "every rank keeps the whole mean, as after an all-reduce; it keeps a slice": (
-            "padded.view(ranks, length)",
-            "padded[:count].repeat(ranks, 1)",
-        ),
-    },
-)
+reduce_scatter.mistakes = """
+sum(gradients) / ranks => sum(gradients)
+    | a slice is the sum over the ranks; divide it by their number
+sum(gradients) / ranks => torch.cat([g.chunk(ranks)[r] for r, g in enumerate(gradients)])
+    | each rank gets a slice of its own gradient; it is the mean over all ranks
+padded.view(ranks, length) => padded.view(length, ranks).T
+    | elements are dealt to the ranks one by one; a slice is contiguous
+return padded.view(ranks, length) => return padded[: count // ranks * ranks].view(ranks, -1)
+    | the last elements are cut off; pad to a multiple of the ranks
+padded[:count] => padded[-count:] | the padding comes first; it belongs to the end
+padded.view(ranks, length) => padded[:count].repeat(ranks, 1)
+    | every rank keeps the whole mean, as after an all-reduce; it keeps a slice
+"""
 
 
-# Exercise 2
+# An MLP whose weights are gathered twice
 
 
-def _draw_mlp(generator: random.Random, size: int) -> tuple:
+def draw_mlp(generator: random.Random, size: int) -> tuple:
     ranks, d_model = generator.randint(2, 4), 3
     d_ff = ranks * generator.randint(1, 2 if size > 4 else 1)
     # fewer than d_ff, so that only weights are as large as a matrix
     rows = generator.randint(1, min(2, d_ff - 1))
-    whole = whole_numbers(generator, 2 * d_model * d_ff)
-    x = whole_numbers(generator, ranks, rows, d_model)
-    return x, whole, whole_numbers(generator, ranks, rows, d_model), d_ff
+    x, grad_y = (whole_numbers(generator, ranks, rows, d_model) for _ in range(2))
+    return x, whole_numbers(generator, 2 * d_model * d_ff), grad_y, d_ff, ranks
 
 
-def on_threads(attempt: Callable) -> Callable[[Tensor, Tensor, Tensor, int], dict[str, Any]]:
-    """A function that runs `attempt` on ranks, and counts what they send.
-
-    What forward gathered is overwritten before backward begins, and must not be held until then.
-
-    Args:
-        attempt: `attempt(x, shard, d_ff, ranks)` -> output, backward.
-    """
-
-    @functools.wraps(attempt)
-    def played(x: Tensor, whole: Tensor, grad_y: Tensor, d_ff: int) -> dict[str, Any]:
-        def job(ranks: Threads) -> dict[str, Any]:
-            shard = whole.chunk(ranks.count)[ranks.number].clone()
-            own_x = x[ranks.number]
-            y, backward = _returned(attempt(own_x, shard, d_ff, ranks))
-            ranks.poison()
-            # or a copy: no other tensor is as large as one matrix or both
-            is_kept = ranks.forget_gathered() or any(
-                size in (len(whole) // 2, len(whole))
-                and place not in (shard.data_ptr(), own_x.data_ptr())
-                for size, place in _sizes_held(backward)
-            )
-            found = {"y": _listed(y.tolist()), "whole matrices held until backward": is_kept}
-            grad_x, grad_shard = _returned(_run_backward(backward, grad_y[ranks.number]))
-            found |= ranks.calls
-            found["grad_x"] = _listed(grad_x.tolist())
-            found["grad_shard"] = _listed(grad_shard.tolist())
-            return found
-
-        found = run_on_threads(job, len(x))
-        return {f"{key} of rank {r}": one[key] for r, one in enumerate(found) for key in one}
-
-    return played
-
-
-# What is counted on a rank -> a sentence about a wrong count.
-COUNTED = {
-    "whole matrices held until backward of rank (\\d+)": (
-        "rank {} still holds a whole matrix, or a copy of one, when backward begins"
-    ),
-    "matmuls are those of a part of rank (\\d+)": (
-        "rank {} computes with more than its parts of the matrices"
-    ),
-}
-
-
-def _words(yours: Any, expected: Any) -> str:
-    """The first wrong value, or a sentence about what a rank should not do."""
-    found = difference(yours, expected)
-    for pattern, sentence in COUNTED.items():
-        if match := re.match(f"'{pattern}'", found):
-            return sentence.format(match[1])
-    return found
-
-
-def _run_backward(backward: Callable, grad_y: Tensor) -> Any:
+def forward_and_backward(
+    mlp: Callable, x: Tensor, whole: Tensor, grad_y: Tensor, d_ff: int, ranks: Threads
+) -> Named:
+    """What a rank computes, and whether it still holds whole matrices when backward begins."""
+    shard, own_x = whole.chunk(ranks.count)[ranks.number].clone(), x[ranks.number]
+    y, backward = mlp(own_x, shard, d_ff, ranks)
+    found = Named(y=y.detach().clone())
+    # what forward gathered must not be used again
+    ranks.poison()
+    is_held = ranks.forget_gathered() or holds_a_copy(backward, len(whole), (shard, own_x))
+    found["still holds a whole matrix, or a copy of one, when backward begins"] = is_held
     try:
-        return backward(grad_y)
+        grad_x, grad_shard = backward(grad_y[ranks.number])
     except RuntimeError as error:
         # a saved tensor, or the views of one, that were overwritten
         if "modified" not in str(error) or "inplace" not in str(error):
             raise
-        told = "autograd kept forward's matrices, which are gone by now; gather them again"
-        raise RuntimeError(told) from error
+        said = "autograd kept forward's matrices, which are gone by now; gather them again"
+        raise RuntimeError(said) from error
+    return Named(found, grad_x=grad_x, grad_shard=grad_shard)
 
 
-def _sizes_held(value: Any, seen: set[int] | None = None) -> Iterator[tuple[int, Any]]:
-    """How many numbers each tensor, array or list has that a function or an object holds.
+def holds_a_copy(backward: Callable, elements: int, own: Sequence[Tensor]) -> bool:
+    """Whether `backward` holds as many numbers as one matrix or both have, apart from `own`."""
+    addresses = {tensor.data_ptr() for tensor in own}
+    return any(
+        size in (elements // 2, elements) and place not in addresses
+        for size, place in sizes_held(backward, set())
+    )
+
+
+def sizes_held(value: Any, seen: set[int]) -> Iterator[tuple[int, Any]]:
+    """How many numbers each tensor, array, text of bytes or list has that a function holds.
 
     With each its address, if it has one. Not what is global, as modules and classes are.
     """
-    seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, HELD_BY_ALL):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value.numel(), value.data_ptr()
-        return
-    if is_array(value):
+    elif is_array(value):
         yield value.size, value.__array_interface__["data"][0]
-        return
-    if isinstance(value, (bytes, bytearray)):
+    elif isinstance(value, (bytes, bytearray)):
         yield len(value) // 4, None
-        return
-    if isinstance(value, (list, tuple)):
-        yield _count(value), None
-    if isinstance(value, types.FunctionType):
-        # not its globals
-        inside = [*(value.__closure__ or ()), *(value.__defaults__ or ())]
     else:
-        inside = gc.get_referents(value)
-    for item in inside:
-        yield from _sizes_held(item, seen)
+        if isinstance(value, (list, tuple)):
+            yield numbers_in(value), None
+        # of a function, not its globals
+        is_function = isinstance(value, types.FunctionType)
+        parts = (value.__closure__, value.__defaults__) if is_function else gc.get_referents(value)
+        for part in parts:
+            yield from sizes_held(part, seen)
 
 
 # What many hold, and no attempt as its own.
 HELD_BY_ALL = (types.ModuleType, type, types.CodeType, types.BuiltinFunctionType, Threads)
 
 
-def _count(values: Any) -> int:
-    """The numbers in a list of lists."""
-    if isinstance(values, (list, tuple)):
-        return sum(map(_count, values))
-    return isinstance(values, (int, float))
+def numbers_in(value: Any) -> int:
+    """The numbers in lists of lists, and in tensors of one shape, such as a matrix's rows."""
+    if isinstance(value, (list, tuple)):
+        shapes = {part.shape for part in value if isinstance(part, Tensor)}
+        rows = [part.numel() for part in value if isinstance(part, Tensor) and len(shapes) == 1]
+        return sum(rows) + sum(map(numbers_in, value))
+    return isinstance(value, (int, float))
 
 
-def _listed(values: Any) -> Any:
-    """Lists in which thirds are equal however they were computed, and so is what is gone."""
-    if isinstance(values, list):
-        return [_listed(value) for value in values]
-    return "nan" if math.isnan(values) else round(values, 2)
+def three_steps(mlp: Callable, ranks: Any) -> Tensor:
+    """The whole weights after training on this rank's sequences."""
+    d_ff = 12
+    whole, parts = mlp_case(d_ff, ranks.count)
+    shard = whole.chunk(ranks.count)[ranks.number].clone()
+    x, target = (part.chunk(ranks.count)[ranks.number] for part in parts)
+    for _ in range(3):
+        # an attempt may compute the block again by autograd
+        y, backward = mlp(x, shard, d_ff, ranks)
+        _, gradient = backward(2 * (y.detach() - target) / y.numel())
+        with torch.no_grad():
+            shard -= 0.1 * gradient
+    return ranks.all_gather(shard.detach())
 
 
-@on_threads
+def mlp_case(d_ff: int, ranks: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Weights of an MLP, flat, and inputs and targets of all ranks, (4 · ranks, 6)."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2 * 6 * d_ff, generator=generator) / 3
+    x, target = torch.randn(2, 4 * ranks, 6, generator=generator)
+    return whole, (x, target)
+
+
+@exercise(
+    "core",
+    draw_mlp,
+    harness=forward_and_backward,
+    ranks=True,
+    collectives=("all_gather", "reduce_scatter"),
+    processes=2,
+    process_harness=three_steps,
+    trials=40,
+)
 def sharded_mlp(x: Tensor, shard: Tensor, d_ff: int, ranks: Threads) -> tuple[Tensor, Callable]:
     def matrices():
         w1, w2 = ranks.all_gather(shard).chunk(2)
@@ -236,7 +183,7 @@ def sharded_mlp(x: Tensor, shard: Tensor, d_ff: int, ranks: Threads) -> tuple[Te
     del w1, w2
 
     def backward(grad_y):
-        w1, w2 = matrices()
+        w1, w2 = matrices()  # again
         grad_h = (grad_y @ w2) * (h > 0)
         grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()
         whole = torch.cat([grad_w1.flatten(), grad_w2.flatten()])
@@ -245,85 +192,31 @@ def sharded_mlp(x: Tensor, shard: Tensor, d_ff: int, ranks: Threads) -> tuple[Te
     return y, backward
 
 
-SHARDED_MLP = Exercise(
-    sharded_mlp,
-    _draw_mlp,
-    {
-        "the gradient of the shard is a sum over the ranks; divide it by their number": (
-            "ranks.reduce_scatter(whole) / ranks.count",
-            "ranks.reduce_scatter(whole)",
-        ),
-        "the number of ranks is fixed at 2; it is `ranks.count`": (
-            "ranks.reduce_scatter(whole) / ranks.count",
-            "ranks.reduce_scatter(whole) / 2",
-        ),
-        "each matrix is scattered by itself; a shard is a slice of both, sent in one message": (
-            "ranks.reduce_scatter(whole) / ranks.count",
-            "torch.cat(\n"
-            "            [ranks.reduce_scatter(part) for part in whole.chunk(2)]\n"
-            "        ) / ranks.count",
-        ),
-        "the gradient of the shard is this rank's own; reduce-scatter it": (
-            "ranks.reduce_scatter(whole) / ranks.count",
-            "whole.chunk(ranks.count)[ranks.number]",
-        ),
-        "backward uses the matrices of forward, which are gone by then; gather them again": (
-            "    del w1, w2\n\n    def backward(grad_y):\n        w1, w2 = matrices()\n",
-            "\n    def backward(grad_y):\n",
-        ),
-        "backward gathers again, but holds forward's matrices until then; let no name keep them": (
-            "    del w1, w2\n\n    def backward(grad_y):\n",
-            "    held = w1, w2\n\n    def backward(grad_y):\n        len(held)\n",
-        ),
-        "backward keeps a copy of forward's matrices; a rank must not hold them in between": (
-            "    del w1, w2\n\n    def backward(grad_y):\n        w1, w2 = matrices()\n",
-            "    w1, w2 = w1.clone(), w2.clone()\n\n    def backward(grad_y):\n",
-        ),
-        "each matrix is gathered by itself; both are in one shard, and one message brings them": (
-            "    w1, w2 = matrices()\n    h = x @ w1.T\n    y = h.relu() @ w2.T\n    del w1, w2",
-            "    h = x @ matrices()[0].T\n    y = h.relu() @ matrices()[1].T",
-        ),
-        "the ReLU is missing in backward: where h was not above 0, no gradient passes": (
-            " * (h > 0)",
-            "",
-        ),
-        "the gradient of W2 takes h before its ReLU": ("grad_y.T @ h.relu()", "grad_y.T @ h"),
-        "the gradient of x leaves out the ReLU": ("return grad_h @ w1", "return grad_y @ w2 @ w1"),
-        "the gradient of x is divided by the number of ranks; each rank has its own x": (
-            "return grad_h @ w1",
-            "return grad_h @ w1 / ranks.count",
-        ),
-        "W1 is viewed as its transpose; its rows are hidden units": (
-            "w1.view(d_ff, -1)",
-            "w1.view(-1, d_ff).T",
-        ),
-        "W2 is viewed as its transpose; its columns are hidden units": (
-            "w2.view(-1, d_ff)",
-            "w2.view(d_ff, -1).T",
-        ),
-        "the gradient of W1 is transposed; it has the shape of W1": (
-            "grad_h.T @ x",
-            "x.T @ grad_h",
-        ),
-        "the gradient of W2 is transposed; it has the shape of W2": (
-            "grad_y.T @ h.relu()",
-            "h.relu().T @ grad_y",
-        ),
-        "the gradients are packed in the other order than the matrices": (
-            "[grad_w1.flatten(), grad_w2.flatten()]",
-            "[grad_w2.flatten(), grad_w1.flatten()]",
-        ),
-    },
-    tier="core",
-    trials=40,
-    describe=_words,
-)
+sharded_mlp.mistakes = """
+ranks.reduce_scatter(whole) / ranks.count => ranks.reduce_scatter(whole)
+    | the gradient of the shard is a sum over the ranks; divide it by their number
+ranks.reduce_scatter(whole) / ranks.count => whole.chunk(ranks.count)[ranks.number]
+    | the gradient of the shard is this rank's own; reduce-scatter it
+[grad_w1.flatten(), grad_w2.flatten()] => [grad_w2.flatten(), grad_w1.flatten()]
+    | the gradients are packed in the other order than the matrices
+w1, w2 = matrices()  # again => pass && del w1, w2 => pass
+    | backward uses the matrices of forward, which are gone by then; gather them again
+del w1, w2 => held = w1, w2 && (h > 0) => (h > len(held) - 2)
+    | backward gathers again, but holds forward's matrices until then; let no name keep them
+w1, w2 = matrices()  # again => pass && del w1, w2 => w1, w2 = w1.clone(), w2.clone()
+    | backward keeps a copy of forward's matrices; a rank must not hold them in between
+* (h > 0) => | the ReLU is missing in backward: where h was not above 0, no gradient passes
+grad_y.T @ h.relu() => grad_y.T @ h | the gradient of W2 takes h before its ReLU
+return grad_h @ w1 => return grad_h @ w1 / ranks.count
+    | the gradient of x is divided by the number of ranks; each rank has its own x
+w1.view(d_ff, -1) => w1.view(-1, d_ff).T | W1 is viewed as its transpose; its rows are hidden units
+"""
 
 
-# Exercise 3
+# Clipping by the norm of all shards
 
 
-def _draw_norm(generator: random.Random, size: int) -> tuple:
+def draw_norm(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 4)
     shards = whole_numbers(generator, ranks, 1 + size)
     shards[0, 0], shards[1, 0] = 3.0, 4.0
@@ -331,25 +224,18 @@ def _draw_norm(generator: random.Random, size: int) -> tuple:
     vector[0] = 5.0
     norm = (shards.square().sum() + vector.square().sum()).sqrt().item()
     # mostly clipped, now and then below the limit
-    return shards, vector, norm * generator.choice([0.25, 0.5, 0.9, 2.0])
+    return shards, vector, norm * generator.choice([0.25, 0.5, 0.9, 2.0]), ranks
 
 
-def clipping(attempt: Callable) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """A function that clips on ranks with `attempt(shard, vector, max_norm, ranks)`."""
-
-    @functools.wraps(attempt)
-    def played(shards: Tensor, vector: Tensor, max_norm: float) -> Tensor:
-        def job(ranks: Threads) -> Tensor:
-            own = shards[ranks.number].clone()
-            parts = _returned(attempt(own, vector.clone(), max_norm, ranks))
-            return torch.cat([torch.as_tensor(part).reshape(-1) for part in parts])
-
-        return torch.stack(run_on_threads(job, len(shards)))
-
-    return played
+def clip_here(
+    clip: Callable, shards: Tensor, vector: Tensor, max_norm: float, ranks: Threads
+) -> Named:
+    """The clipped shard of this rank, and the clipped vector."""
+    shard, vector = clip(shards[ranks.number].clone(), vector, max_norm, ranks)
+    return Named(shard=shard, vector=vector)
 
 
-@clipping
+@exercise("core", draw_norm, harness=clip_here, ranks=True, collectives=("all_reduce",), trials=60)
 def clip(shard: Tensor, vector: Tensor, max_norm: float, ranks: Threads) -> tuple[Tensor, Tensor]:
     square = ranks.all_reduce(shard.square().sum())
     norm = (square + vector.square().sum()).sqrt()
@@ -357,60 +243,27 @@ def clip(shard: Tensor, vector: Tensor, max_norm: float, ranks: Threads) -> tupl
     return factor * shard, factor * vector
 
 
-CLIP = Exercise(
-    clip,
-    _draw_norm,
-    {
-        "each rank takes the norm of its own shard; then they scale differently": (
-            "ranks.all_reduce(shard.square().sum())",
-            "shard.square().sum()",
-        ),
-        "norms are added up over the ranks; add their squares": (
-            "ranks.all_reduce(shard.square().sum())",
-            "ranks.all_reduce(shard.norm()).square()",
-        ),
-        "norms are added up; add their squares, and take the root": (
-            "    square = ranks.all_reduce(shard.square().sum())\n"
-            "    norm = (square + vector.square().sum()).sqrt()",
-            "    norm = ranks.all_reduce(shard.norm()) + vector.norm()",
-        ),
-        "the shards themselves are added up over the ranks; add their squares": (
-            "ranks.all_reduce(shard.square().sum())",
-            "ranks.all_reduce(shard).square().sum()",
-        ),
-        "shard and vector are each clipped by their own norm; take one norm of both": (
-            "    norm = (square + vector.square().sum()).sqrt()\n"
-            "    factor = min(1.0, max_norm / norm)\n"
-            "    return factor * shard, factor * vector",
-            "    own = min(1.0, max_norm / vector.norm())\n"
-            "    return min(1.0, max_norm / square.sqrt()) * shard, own * vector",
-        ),
-        "the squares are averaged over the ranks; they are parts of one sum": (
-            "ranks.all_reduce(shard.square().sum())",
-            "ranks.all_reduce(shard.square().sum()) / ranks.count",
-        ),
-        "the factor is norm / max_norm; it is max_norm / norm": (
-            "max_norm / norm",
-            "norm / max_norm",
-        ),
-        "the vector counts once for each rank; all have the same one": (
-            "ranks.all_reduce(shard.square().sum())\n    norm = (square + vector.square().sum())",
-            "ranks.all_reduce(shard.square().sum() + vector.square().sum())\n    norm = square",
-        ),
-        "the vector is left out of the norm": (" + vector.square().sum()", ""),
-        "the vector is not scaled": ("factor * vector", "vector"),
-        "the root is missing: the norm is the root of the sum of squares": (".sqrt()", ""),
-        "gradients below the limit are scaled up; leave them alone": ("min(1.0, ", "float("),
-    },
-    tier="core",
-    trials=60,
-)
+clip.mistakes = """
+ranks.all_reduce(shard.square().sum()) => shard.square().sum()
+    | each rank takes the norm of its own shard; then they scale differently
+ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.norm()).square()
+    | norms are added up over the ranks; add their squares
+ranks.all_reduce(shard.square().sum()) => ranks.all_reduce(shard.square().sum()) / ranks.count
+    | the squares are averaged over the ranks; they are parts of one sum
+max_norm / norm => norm / max_norm | the factor is norm / max_norm; it is max_norm / norm
+(square + vector.square().sum()) => (square + ranks.count * vector.square().sum())
+    | the vector counts once for each rank; all have the same one
++ vector.square().sum() => | the vector is left out of the norm
+factor * vector => vector | the vector is not scaled
+min(1.0, max_norm / norm) => max_norm / norm
+    | gradients below the limit are scaled up; leave them alone
+"""
 
 
-# Exercise 4
+# The order of a step
 
 
-def _draw_blocks(generator: random.Random, size: int) -> tuple:
+def draw_blocks(generator: random.Random, size: int) -> tuple:
     compute, network = generator.choice([2.0, 4.0]), generator.choice([0.5, 1.0, 2.0, 8.0])
     blocks = generator.randint(2, 3 + size // 4)
     # gradients in as many bytes as the parameters gathered, or in twice as many
@@ -420,32 +273,27 @@ def _draw_blocks(generator: random.Random, size: int) -> tuple:
     )
 
 
-def timed(attempt: Callable) -> Callable[[int, Costs], dict[str, Any]]:
-    """A function that plays the order given by `attempt(blocks)` on a clock.
-
-    An order that is as fast as the solution's and holds no more is as right.
-    """
-
-    @functools.wraps(attempt)
-    def played(blocks: int, costs: Costs) -> dict[str, Any]:
-        best, found = play(prefetching(blocks), costs), play(_returned(attempt(blocks)), costs)
-        return {
+def on_a_clock(order: Callable, blocks: int, costs: Costs) -> Named:
+    """The order, played; one as fast as the solution's that holds no more is as right."""
+    best, found = play(prefetching(blocks), costs), play(returned(order(blocks)), costs)
+    return Named(
+        {
             "what is wrong": found.fault,
             "blocks gathered at once": max(found.most, best.most),
-            "milliseconds": max(round(found.ms, 6), round(best.ms, 6)),
+            "milliseconds": max(found.ms, best.ms),
         }
-
-    return played
-
-
-def _fault(yours: Any, expected: Any) -> str:
-    """The fault of an order as a sentence; of a complete one, the first wrong value."""
-    if isinstance(yours, dict) and yours["what is wrong"] != "nothing":
-        return yours["what is wrong"]
-    return difference(yours, expected)
+    )
 
 
-def _just_in_time(blocks: int) -> list[Event]:
+def returned(value: Any) -> Any:
+    """`value`, which must not be None."""
+    if value is None:
+        raise TypeError("the result is None; is a `return` missing?")
+    return value
+
+
+def just_in_time(blocks: int) -> list[Event]:
+    """The order that gathers each block right before it runs."""
     events: list[Event] = []
     for block in range(blocks):
         events += [("gather", block), ("forward", block), ("free", block)]
@@ -454,130 +302,88 @@ def _just_in_time(blocks: int) -> list[Event]:
     return events
 
 
-@timed
+@exercise("core", draw_blocks, harness=on_a_clock, trials=40)
 def order(blocks: int) -> list[Event]:
     events = [("gather", 0)]
-    # forward
+    # forward: the next block is on its way while this one runs; the last one stays
     for block in range(blocks):
-        if block + 1 < blocks:
-            events.append(("gather", block + 1))
-        events.append(("forward", block))
-        if block + 1 < blocks:
-            events.append(("free", block))
+        ahead = [("gather", block + 1)] if block + 1 < blocks else []
+        events += [*ahead, ("forward", block)]
+        events += [("free", block)] if block + 1 < blocks else []
     # backward
     for block in reversed(range(blocks)):
-        if block > 0:
-            events.append(("gather", block - 1))
-        events += [("backward", block), ("reduce", block), ("free", block)]
+        ahead = [("gather", block - 1)] if block > 0 else []
+        events += [*ahead, ("backward", block), ("reduce", block), ("free", block)]
     return events
 
 
 # The order of `lib.fsdp.FSDP`.
-prefetching: Callable[[int], list[Event]] = order.__wrapped__  # type: ignore[attr-defined]
+prefetching: Callable[[int], list[Event]] = order.solve
 
-ORDER = Exercise(
-    order,
-    _draw_blocks,
-    {
-        "each block is gathered just before it runs, and waits for its message; gather the next "
-        "block before this one runs": timed(_just_in_time),
-        "in forward block b + 1 is gathered once block b has run; gather it before b runs": (
-            '            events.append(("gather", block + 1))\n        events.append(("forward", '
-            "block))\n",
-            '            pass\n        events.append(("forward", block))\n'
-            '        if block + 1 < blocks:\n            events.append(("gather", block + 1))\n',
-        ),
-        "in backward block b - 1 is gathered once block b has run; gather it before b runs": (
-            '            events.append(("gather", block - 1))\n        events += [("backward", '
-            'block), ("reduce", block), ("free", block)]',
-            '            pass\n        events += [("backward", block), ("reduce", block)]\n'
-            '        events += [("free", block)]\n'
-            '        if block > 0:\n            events.append(("gather", block - 1))',
-        ),
-        "in backward block b - 1 is gathered once block b has run, if before its gradient is sent; "
-        "gather it before b runs": (
-            '            events.append(("gather", block - 1))\n        events += [("backward", '
-            'block), ("reduce", block), ("free", block)]',
-            '            pass\n        events += [("backward", block)]\n'
-            '        events += [("gather", block - 1)] if block > 0 else []\n'
-            '        events += [("reduce", block), ("free", block)]',
-        ),
-        "nothing is freed in forward": (
-            '            events.append(("free", block))',
-            "            pass",
-        ),
-        "every block stays gathered until backward, which gathers none again; free each block but "
-        "the last once it has run forward": (
-            '            events.append(("free", block))\n    # backward\n'
-            "    for block in reversed(range(blocks)):\n        if block > 0:\n"
-            '            events.append(("gather", block - 1))\n',
-            "            pass\n    for block in reversed(range(blocks)):\n",
-        ),
-        "three blocks are gathered at once: one is gathered too early, or one is freed too late": (
-            '("forward", block))\n        if block + 1 < blocks:\n'
-            '            events.append(("free", block))',
-            '("forward", block))\n        if block > 0:\n'
-            '            events.append(("free", block - 1))',
-        ),
-        "gradients are sent only after the whole backward pass": (
-            '("reduce", block), ("free", block)]\n',
-            '("free", block)]\n    events += [("reduce", b) for b in range(blocks)]\n',
-        ),
-        "a gradient is sent only after the next block has run; send it at once": (
-            '("backward", block), ("reduce", block), ("free", block)]\n',
-            '("backward", block), ("free", block)]\n        if block + 1 < blocks:\n'
-            '            events.append(("reduce", block + 1))\n    events.append(("reduce", 0))\n',
-        ),
-        "backward runs from the first block to the last": (
-            "in reversed(range(blocks)):\n        if block > 0:",
-            "in range(blocks):\n        if block > 0:",
-        ),
-        "the last block is freed after forward, and needed again at once": (
-            '        if block + 1 < blocks:\n            events.append(("free", block))',
-            '        events.append(("free", block))\n        if block + 1 == blocks:\n'
-            '            events.append(("gather", block))',
-        ),
-    },
-    tier="core",
-    trials=40,
-    describe=_fault,
-)
+order.mistakes = """
+events = [("gather", 0)] => return just_in_time(blocks)
+    | each block is gathered just before it runs, and waits for its message; gather the next block
+    before this one runs
+[*ahead, ("forward", block)] => [("forward", block), *ahead]
+    | in forward block b + 1 is gathered once block b has run; gather it before b runs
+[*ahead, ("backward", block), ("reduce", block), ("free", block)] =>
+    [("backward", block), ("reduce", block), ("free", block), *ahead]
+    | in backward block b - 1 is gathered once block b has run; gather it before b runs
+[("free", block)] if block + 1 < blocks else [] => [] | nothing is freed in forward
+[("free", block)] if block + 1 < blocks else [] => [("free", block - 1)] if block > 0 else []
+    | three blocks are gathered at once: one is gathered too early, or one is freed too late
+("reduce", block), ("free", block)] => ("free", block)]
+    && return events => return events + [("reduce", block) for block in range(blocks)]
+    | gradients are sent only after the whole backward pass
+reversed(range(blocks)) => range(blocks) | backward runs from the first block to the last
+[("free", block)] if block + 1 < blocks else [] =>
+    [("free", block), ("gather", block)] if block + 1 == blocks else [("free", block)]
+    | the last block is freed after forward, and needed again at once
+"""
 
 
-# Exercise 5
+# A faster order, within a limit
 
 
-def _draw_uneven(generator: random.Random, size: int) -> tuple:
+def draw_uneven(generator: random.Random, size: int) -> tuple:
     blocks = 2 + generator.randint(1, 2 + size // 3)
     sizes = [generator.choice([1, 1, 2, 4]) for _ in range(blocks)]
     # may be too small for two neighbors
     return sizes, max(sizes) + generator.choice([0, 1, 2, 4])
 
 
-def _uneven_costs(sizes: Sequence[int]) -> Costs:
+def uneven_costs(sizes: Sequence[int]) -> Costs:
     # sending takes as long as the parameters of a block, computing 2 and 4
     gather = tuple(float(size) for size in sizes)
     return Costs(gather, (2.0,) * len(sizes), (4.0,) * len(sizes), gather)
 
 
-def limited(attempt: Callable) -> Callable[[Sequence[int], int], dict[str, Any]]:
-    """A function that plays the order of `attempt(sizes, limit)`: what is wrong, and the room."""
-
-    @functools.wraps(attempt)
-    def played(sizes: Sequence[int], limit: int) -> dict[str, Any]:
-        found = play(_returned(attempt(sizes, limit)), _uneven_costs(sizes), sizes)
-        return {"what is wrong": found.fault, "within the limit": found.most <= limit}
-
-    return played
+def within_a_limit(order: Callable, sizes: Sequence[int], limit: int) -> Named:
+    """What is wrong with the order, and whether it keeps to the limit."""
+    found = play(returned(order(sizes, limit)), uneven_costs(sizes), sizes)
+    return Named({"what is wrong": found.fault, "within the limit": found.most <= limit})
 
 
-@limited
+def milliseconds(order: Callable) -> float:
+    """The time of a fixed case, by the clock of `play`."""
+    sizes = [4, 1, 1, 2, 1, 1, 1, 4]
+    return play(order(list(sizes), 8), uneven_costs(sizes), sizes).ms
+
+
 def one_block_ahead(sizes: Sequence[int], limit: int) -> list[Event]:
     """The order of exercise 4, whatever the limit."""
     return prefetching(len(sizes))
 
 
-@limited
+@exercise(
+    "open",
+    draw_uneven,
+    harness=within_a_limit,
+    trials=40,
+    measure=milliseconds,
+    unit="ms",
+    baseline=one_block_ahead,
+)
 def fast_order(sizes: Sequence[int], limit: int) -> list[Event]:
     blocks = len(sizes)
     # the passes in the order in which blocks run: 0, 1, …, last, last, …, 1, 0
@@ -607,69 +413,38 @@ def fast_order(sizes: Sequence[int], limit: int) -> list[Event]:
     return events
 
 
-def _milliseconds(played: Callable) -> float:
-    """The time of a fixed case, by the clock of `play`."""
-    sizes = [4, 1, 1, 2, 1, 1, 1, 4]
-    return play(played.__wrapped__(list(sizes), 8), _uneven_costs(sizes), sizes).ms  # type: ignore[attr-defined]
+fast_order.mistakes = """
+blocks = len(sizes) => return one_block_ahead(sizes, limit)
+    | one block is gathered ahead whatever the limit; look whether there is room
+> limit => > limit + 10**6 | more is gathered at once than the limit allows
+if kind == "backward" or block < blocks - 1: => if False: | blocks are not freed once they have run
+events.append(("reduce", block)) => pass | gradients are never sent
+"""
 
 
-FAST_ORDER = Exercise(
-    fast_order,
-    _draw_uneven,
-    {
-        "one block is gathered ahead whatever the limit; look whether there is room": (
-            one_block_ahead
-        ),
-        "more is gathered at once than the limit allows": ("> limit", "> limit + 10**6"),
-        "blocks are not freed once they have run": (
-            '            events.append(("free", block))\n            held.discard(block)',
-            "            pass",
-        ),
-        "gradients are never sent": (
-            '            events.append(("reduce", block))',
-            "            pass",
-        ),
-    },
-    tier="open",
-    trials=40,
-    describe=_fault,
-    measure=_milliseconds,
-    unit="ms",
-    baseline=one_block_ahead,
+# How many layers to a checkpoint
+
+
+def bytes_kept(best_size: Callable, layers: int, boundary: int, inside: int) -> Named:
+    """Another size that keeps as little is as right."""
+    size = returned(best_size(layers, boundary, inside))
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise TypeError(f"the size must be an int, got {size!r}")
+    size = operator.index(size)
+    if not 1 <= size <= layers:
+        raise ValueError(f"the size must be between 1 and {layers}, got {size}")
+    return Named({"bytes kept": math.ceil(layers / size) * boundary + size * inside})
+
+
+@exercise(
+    "warm-up",
+    {"layers": lambda generator, size: generator.randint(2, 8 + size)}
+    | {"boundary": choices(1, 2, 3), "inside": choices(1, 2, 4, 12)},
+    harness=bytes_kept,
+    # as in a Transformer, whose blocks keep about 20 times their input
+    measure=lambda best_size: best_size(34, 1, 20),
+    unit="of 34 blocks in a checkpoint",
 )
-
-
-# Exercise 6
-
-
-def _draw_stack(generator: random.Random, size: int) -> tuple:
-    layers = generator.randint(2, 8 + size)
-    return layers, generator.choice([1, 2, 3]), generator.choice([1, 2, 4, 12])
-
-
-def weighing(attempt: Callable) -> Callable[[int, int, int], dict[str, Any]]:
-    """A function that weighs the size given by `attempt(layers, boundary, inside)`.
-
-    Another size that keeps as little is as right.
-    """
-
-    @functools.wraps(attempt)
-    def played(layers: int, boundary: int, inside: int) -> dict[str, Any]:
-        def kept(size: int) -> int:
-            return math.ceil(layers / size) * boundary + size * inside
-
-        size = _returned(attempt(layers, boundary, inside))
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise TypeError(f"the size must be an int, got {size!r}")
-        size = operator.index(size)
-        if not 1 <= size <= layers:
-            raise ValueError(f"the size must be between 1 and {layers}, got {size}")
-        return {"bytes kept": kept(size)}
-
-    return played
-
-
-@weighing
 def best_size(layers: int, boundary: int, inside: int) -> int:
     def kept(size):
         return -(-layers // size) * boundary + size * inside
@@ -677,60 +452,26 @@ def best_size(layers: int, boundary: int, inside: int) -> int:
     return min(range(1, layers + 1), key=kept)
 
 
-BEST_SIZE = Exercise(
-    best_size,
-    _draw_stack,
-    {
-        "the size is √L whatever a layer keeps; weigh a boundary against an inside": (
-            "min(range(1, layers + 1), key=kept)",
-            "min(layers, max(1, round(layers**0.5)))",
-        ),
-        "the last, shorter segment isn't counted as a whole one: there are ⌈L/k⌉": (
-            "-(-layers // size)",
-            "layers / size",
-        ),
-        "the last, shorter segment isn't counted at all; there are ⌈L/k⌉": (
-            "-(-layers // size)",
-            "layers // size",
-        ),
-        "the root of the formula is rounded down; weigh the whole numbers on both sides of it": (
-            "min(range(1, layers + 1), key=kept)",
-            "min(layers, max(1, int((layers * boundary / inside) ** 0.5)))",
-        ),
-        "one checkpoint around all layers is never tried; `range` stops before its end": (
-            "range(1, layers + 1)",
-            "range(1, layers)",
-        ),
-        "the bytes kept are returned, not the size that keeps the least": (
-            "min(range(1, layers + 1), key=kept)",
-            "min(map(kept, range(1, layers + 1)))",
-        ),
-        "the number of segments is returned, not the layers in one": (
-            "min(range(1, layers + 1), key=kept)",
-            "-(-layers // min(range(1, layers + 1), key=kept))",
-        ),
-        "boundary and inside are mixed up": (
-            "-(-layers // size) * boundary + size * inside",
-            "-(-layers // size) * inside + size * boundary",
-        ),
-        "only sizes that divide the layers are tried; the last segment may be shorter": (
-            "min(range(1, layers + 1), key=kept)",
-            "min((k for k in range(1, layers + 1) if layers % k == 0), key=kept)",
-        ),
-        "every layer is a checkpoint of its own": ("min(range(1, layers + 1), key=kept)", "1"),
-        "one checkpoint around everything keeps everything again in backward": (
-            "min(range(1, layers + 1), key=kept)",
-            "layers",
-        ),
-    },
-    describe=difference,
-)
+best_size.mistakes = """
+min(range(1, layers + 1), key=kept) => min(layers, max(1, round(layers**0.5)))
+    | the size is √L whatever a layer keeps; weigh a boundary against an inside
+-(-layers // size) => layers / size
+    | the last, shorter segment isn't counted as a whole one: there are ⌈L/k⌉
+range(1, layers + 1) => range(1, layers)
+    | one checkpoint around all layers is never tried; `range` stops before its end
+return min(range(1, layers + 1), key=kept) => return min(map(kept, range(1, layers + 1)))
+    | the bytes kept are returned, not the size that keeps the least
+-(-layers // size) * boundary + size * inside => -(-layers // size) * inside + size * boundary
+    | boundary and inside are mixed up
+range(1, layers + 1) => [size for size in range(1, layers + 1) if layers % size == 0]
+    | only sizes that divide the layers are tried; the last segment may be shorter
+"""
 
 
-# Exercise 7
+# Tensor parallelism of an MLP
 
 
-def _draw_whole_mlp(generator: random.Random, size: int) -> tuple:
+def draw_whole_mlp(generator: random.Random, size: int) -> tuple:
     ranks = generator.randint(2, 4)
     # a part of d_ff is never as long as d_model or a part of it, so that a wrong cut does not fit
     d_model, d_ff = ranks, ranks * (ranks + generator.randint(1, 2))
@@ -743,7 +484,7 @@ def _draw_whole_mlp(generator: random.Random, size: int) -> tuple:
 MOST_SHARES = 1.5
 
 
-class _Matmuls(TorchDispatchMode):
+class Matmuls(TorchDispatchMode):
     """Counts the multiply-adds of matmuls."""
 
     count = 0
@@ -756,36 +497,45 @@ class _Matmuls(TorchDispatchMode):
         return result
 
 
-def on_all_ranks(attempt: Callable) -> Callable[..., dict[str, Any]]:
-    """A function that runs `attempt` on ranks with the same input, and counts their all-reduces.
-
-    And it tells whether a rank computes with no more than its parts of the matrices.
-
-    Args:
-        attempt: `attempt(x, w1, w2, ranks)` -> output, backward.
-    """
-
-    @functools.wraps(attempt)
-    def played(x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, count: int) -> dict[str, Any]:
-        # forward has two matmuls, backward four
-        share = 6 * len(x) * w1.numel() / count
-
-        def job(ranks: Threads) -> dict[str, Any]:
-            with _Matmuls() as matmuls:
-                y, backward = _returned(attempt(x.clone(), w1.clone(), w2.clone(), ranks))
-                found = {"y": y.tolist(), "all-reduces in forward": ranks.calls["all-reduces"]}
-                grad_x, grad_w1, grad_w2 = _returned(backward(grad_y.clone()))
-            found["matmuls are those of a part"] = matmuls.count <= MOST_SHARES * share
-            found |= {"grad_x": grad_x.tolist(), "all-reduces in both": ranks.calls["all-reduces"]}
-            return found | {"grad_w1": grad_w1.tolist(), "grad_w2": grad_w2.tolist()}
-
-        found = run_on_threads(job, count)
-        return {f"{key} of rank {r}": one[key] for r, one in enumerate(found) for key in one}
-
-    return played
+def with_a_part(
+    mlp: Callable, x: Tensor, w1: Tensor, w2: Tensor, grad_y: Tensor, ranks: Any
+) -> Named:
+    """What a rank computes, and whether with no more than its parts of the matrices."""
+    # forward has two matmuls, backward four
+    share = 6 * len(x) * w1.numel() / ranks.count
+    with Matmuls() as matmuls:
+        y, backward = mlp(x, w1, w2, ranks)
+        found = Named(y=y.detach().clone())
+        found["all-reduces in forward"] = ranks.calls.get("all-reduces")
+        grad_x, grad_w1, grad_w2 = backward(grad_y)
+    found["computes with its parts of the matrices alone"] = matmuls.count <= MOST_SHARES * share
+    return Named(found, grad_x=grad_x, grad_w1=grad_w1, grad_w2=grad_w2)
 
 
-@on_all_ranks
+def one_pass(mlp: Callable, ranks: Any) -> Named:
+    """Forward and backward of 5 tokens of width 6, with 12 hidden units."""
+    y, backward = mlp(*tensor_parallel_case()[:3], ranks)
+    names = ("y", "grad_x", "grad_w1", "grad_w2")
+    return Named(zip(names, (y.detach(), *backward(tensor_parallel_case()[3]))))
+
+
+def tensor_parallel_case() -> list[Tensor]:
+    """Input, whole matrices, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 6), (12, 6), (6, 12), (5, 6)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@exercise(
+    "core",
+    draw_whole_mlp,
+    harness=with_a_part,
+    ranks=True,
+    collectives=("all_reduce",),
+    processes=2,
+    process_harness=one_pass,
+    trials=40,
+)
 def tensor_parallel_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads
 ) -> tuple[Tensor, Callable]:
@@ -805,10 +555,8 @@ def tensor_parallel_mlp(
     return y, backward
 
 
-@on_all_ranks
-def _compute_with_the_whole(
-    x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads
-) -> tuple[Tensor, Callable]:
+def with_the_whole(x: Tensor, w1: Tensor, w2: Tensor, ranks: Threads) -> tuple[Tensor, Callable]:
+    """A mistake: every rank computes all, and a share of the result is added up."""
     h = x @ w1.T
     y = ranks.all_reduce(h.relu() @ w2.T / ranks.count)
 
@@ -821,131 +569,24 @@ def _compute_with_the_whole(
     return y, backward
 
 
-TENSOR_PARALLEL_MLP = Exercise(
-    tensor_parallel_mlp,
-    _draw_whole_mlp,
-    {
-        "every rank computes with the whole matrices, and a share of the result is added up; a "
-        "rank has room for its own parts alone": _compute_with_the_whole,
-        "nothing is sent; y and the gradient of x are sums over the ranks": (
-            "    y = ranks.all_reduce(h.relu() @ w2.T)\n\n"
-            "    def backward(grad_y):\n"
-            "        grad_h = (grad_y @ w2) * (h > 0)\n"
-            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
-            "        return ranks.all_reduce(grad_h @ w1)",
-            "    y = h.relu() @ w2.T\n\n"
-            "    def backward(grad_y):\n"
-            "        grad_h = (grad_y @ w2) * (h > 0)\n"
-            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
-            "        return grad_h @ w1",
-        ),
-        "y is only what this rank's hidden units give; add it up over the ranks": (
-            "ranks.all_reduce(h.relu() @ w2.T)",
-            "h.relu() @ w2.T",
-        ),
-        "the gradient of x is only what this rank's hidden units give; add it up over the ranks": (
-            "ranks.all_reduce(grad_h @ w1)",
-            "grad_h @ w1",
-        ),
-        "y is divided by the number of ranks; it is their sum, not their mean": (
-            "ranks.all_reduce(h.relu() @ w2.T)",
-            "ranks.all_reduce(h.relu() @ w2.T) / ranks.count",
-        ),
-        "the gradient of x is divided by the number of ranks; it is their sum, not their mean": (
-            "ranks.all_reduce(grad_h @ w1)",
-            "ranks.all_reduce(grad_h @ w1) / ranks.count",
-        ),
-        "hidden units are added up, but each rank has other ones; add up what W2 makes of them": (
-            "    h = x @ w1.T  # (tokens, d_ff / ranks)\n    y = ranks.all_reduce(h.relu() @ w2.T)",
-            "    h = ranks.all_reduce(x @ w1.T)\n    y = h.relu() @ w2.T",
-        ),
-        "backward adds up grad_y, which every rank has whole; add up the gradient of x instead": (
-            "        grad_h = (grad_y @ w2) * (h > 0)\n"
-            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
-            "        return ranks.all_reduce(grad_h @ w1)",
-            "        grad_y = ranks.all_reduce(grad_y)\n"
-            "        grad_h = (grad_y @ w2) * (h > 0)\n"
-            "        grad_w1, grad_w2 = grad_h.T @ x, grad_y.T @ h.relu()\n"
-            "        return grad_h @ w1",
-        ),
-        "backward adds up grad_y too, which every rank has whole; add up the gradient of x only": (
-            "        grad_h = (grad_y @ w2) * (h > 0)",
-            "        grad_y = ranks.all_reduce(grad_y)\n        grad_h = (grad_y @ w2) * (h > 0)",
-        ),
-        "the gradients of the weights are added up; those of other ranks are of other weights": (
-            "grad_h.T @ x, grad_y.T @ h.relu()",
-            "(\n            ranks.all_reduce(grad_h.T @ x),\n"
-            "            ranks.all_reduce(grad_y.T @ h.relu()),\n        )",
-        ),
-        "W1 is cut by columns; a hidden unit is a row of it": ("dim=0", "dim=1"),
-        "W2 is cut by rows; a hidden unit is a column of it": ("dim=1", "dim=0"),
-        "the number of ranks is fixed at 2; it is `ranks.count`": (
-            "    w1 = w1.chunk(ranks.count, dim=0)[ranks.number]\n"
-            "    w2 = w2.chunk(ranks.count, dim=1)[ranks.number]",
-            "    w1, w2 = w1.chunk(2, dim=0)[ranks.number], w2.chunk(2, dim=1)[ranks.number]",
-        ),
-        "the ReLU is applied to the sum; it belongs between the two matrices": (
-            "ranks.all_reduce(h.relu() @ w2.T)",
-            "ranks.all_reduce(h @ w2.T).relu()",
-        ),
-        "the ReLU is missing in backward: where h was not above 0, no gradient passes": (
-            " * (h > 0)",
-            "",
-        ),
-        "the gradient of W2 takes h before its ReLU": ("grad_y.T @ h.relu()", "grad_y.T @ h"),
-    },
-    tier="core",
-    trials=40,
-    describe=_words,
-)
-
-
-def check_reduce_scatter(attempt: Callable) -> None:
-    """Check `reduce_scatter(gradients)` -> each rank's slice of the mean, (ranks, length)."""
-    check(REDUCE_SCATTER, attempt)
-
-
-def check_sharded_mlp(attempt: Callable) -> None:
-    """Check `sharded_mlp(x, shard, d_ff, ranks)`, and run a right one on two processes."""
-    judge = compared_with(
-        functools.partial(train_alone, 12, 2, 3), "on two processes, after 3 steps"
-    )
-    check_on_processes(SHARDED_MLP, on_threads(attempt), train_attempt, 2, 3, judge=judge)
-
-
-def check_clip(attempt: Callable) -> None:
-    """Check `clip(shard, vector, max_norm, ranks)` -> both, clipped by the norm of all."""
-    check(CLIP, clipping(attempt))
-
-
-def check_order(attempt: Callable) -> Callable[[int], list[Event]]:
-    """Check `order(blocks)` -> events of a step, played on a clock; return a right one."""
-    return check(ORDER, timed(attempt)).__wrapped__  # type: ignore[attr-defined]
-
-
-def check_best_size(attempt: Callable) -> None:
-    """Check `best_size(layers, boundary, inside)` -> layers in a checkpoint."""
-    text = verdict(BEST_SIZE, weighing(attempt))
-    if result_of(text) == "passed":
-        size = call(attempt, (34, 1, 20), TIME_LIMIT)
-        text += f"\n  34 blocks that keep 20 times their input each: {size} in a checkpoint"
-    report(text, name_of(attempt), BEST_SIZE.tier)
-
-
-def check_fast_order(attempt: Callable) -> None:
-    """Check `fast_order(sizes, limit)` -> events of a step, and time them."""
-    check(FAST_ORDER, limited(attempt))
-
-
-def check_tensor_parallel_mlp(attempt: Callable) -> None:
-    """Check `tensor_parallel_mlp(x, w1, w2, ranks)`, and run a right one on two processes."""
-
-    def judge(found: list[dict[str, Tensor]]) -> tuple[bool, str]:
-        off = dict.fromkeys(found[0], 0.0)
-        for number, one in enumerate(found):
-            for name, expected in mlp_alone(number, len(found)).items():
-                off[name] = max(off[name], (one[name] - expected).abs().max().item())
-        told = ", ".join(f"{name} {value:.1g}" for name, value in off.items())
-        return max(off.values()) < MOST_OFF, f"on two processes, off from one process by: {told}"
-
-    check_on_processes(TENSOR_PARALLEL_MLP, on_all_ranks(attempt), run_mlp_attempt, 2, judge=judge)
+tensor_parallel_mlp.mistakes = """
+w1 = w1.chunk(ranks.count, dim=0)[ranks.number] => return with_the_whole(x, w1, w2, ranks)
+    | every rank computes with the whole matrices, and a share of the result is added up; a rank has
+    room for its own parts alone
+ranks.all_reduce(h.relu() @ w2.T) => h.relu() @ w2.T
+    | y is only what this rank's hidden units give; add it up over the ranks
+ranks.all_reduce(grad_h @ w1) => grad_h @ w1
+    | the gradient of x is only what this rank's hidden units give; add it up over the ranks
+ranks.all_reduce(h.relu() @ w2.T) => ranks.all_reduce(h.relu() @ w2.T) / ranks.count
+    | y is divided by the number of ranks; it is their sum, not their mean
+x @ w1.T => ranks.all_reduce(x @ w1.T) && ranks.all_reduce(h.relu() @ w2.T) => h.relu() @ w2.T
+    | hidden units are added up, but each rank has other ones; add up what W2 makes of them
+(grad_y @ w2) => ((grad_y := ranks.all_reduce(grad_y)) @ w2)
+    && ranks.all_reduce(grad_h @ w1) => grad_h @ w1
+    | backward adds up grad_y, which every rank has whole; add up the gradient of x instead
+grad_h.T @ x, grad_y.T @ h.relu() => map(ranks.all_reduce, (grad_h.T @ x, grad_y.T @ h.relu()))
+    | the gradients of the weights are added up; those of other ranks are of other weights
+dim=0 => dim=1 | W1 is cut by columns; a hidden unit is a row of it
+dim=1 => dim=0 | W2 is cut by rows; a hidden unit is a column of it
+* (h > 0) => | the ReLU is missing in backward: where h was not above 0, no gradient passes
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import html
 import re
@@ -13,6 +14,7 @@ from nbformat import NotebookNode, from_dict
 from nbformat.v4 import new_output
 
 from lib.core.files import write_atomically
+from lib.core.png import in_palette
 
 # Where the workbook is published; [project.urls] in pyproject.toml has the same address.
 REPOSITORY = "https://github.com/OWNER/training-workbook"
@@ -58,7 +60,7 @@ def clean(notebook: NotebookNode) -> NotebookNode:
 
     Cells keep their tags, pictures their sizes; code tagged `folded` is shown folded. Pieces of one
     stream are joined, and of a line that was overwritten again and again (a progress bar) the last
-    state stays.
+    state stays. Pictures get a palette.
     """
     notebook = copy.deepcopy(notebook)
     notebook.metadata = from_dict(METADATA)
@@ -67,6 +69,9 @@ def clean(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = from_dict(cell_metadata(tags))
         if cell.cell_type == "code":
             cell.outputs = _joined_streams(cell.outputs)
+            for picture in (out.data for out in cell.outputs if "image/png" in out.get("data", {})):
+                png = in_palette(base64.b64decode(picture["image/png"]))
+                picture["image/png"] = base64.b64encode(png).decode()
     return notebook
 
 

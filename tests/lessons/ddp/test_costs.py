@@ -52,11 +52,6 @@ def test_hidden_messages_and_computing_beside_them_cost_what_interference_says()
     assert predict_scaling(8e6, **settings | {"ranks": 1}).slowed_ms == 0
 
 
-def test_without_overlap_all_communication_is_exposed():
-    found = predict_scaling(8e6, buckets=3, overlap=False, **SLOW)
-    assert found.exposed_ms == pytest.approx(found.communication_ms) == pytest.approx(8)
-
-
 def test_with_latency_there_can_be_too_many_buckets():
     slow = SLOW | {"latency_us": 500.0}
     exposed = [predict_scaling(8e6, buckets=n, **slow).exposed_ms for n in (1, 4, 64)]

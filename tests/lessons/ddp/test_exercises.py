@@ -84,12 +84,7 @@ def test_an_attempt_that_returns_nothing_is_told_so():
     assert "rank 0, sum: yours None, expected tensor" in verdict(ring, lambda *given: None)
 
 
-def test_a_wrapper_that_returns_nothing_is_told_what_to_return():
-    text = verdict(data_parallel, lambda *arguments: None)
-    assert "return the function that ends a step, not None" in text
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_buckets_are_those_of_the_wrapper(seed):
     generator = random.Random(seed)
     # the first bucket of the wrapper is 1 MiB
@@ -101,12 +96,6 @@ def test_buckets_are_those_of_the_wrapper(seed):
     assert numbers == assign_buckets.solve(sizes, 3 * 2**20, 2**20)
 
 
-def test_buckets_may_be_tuples():
-    assert verdict(assign_buckets, lambda *given: [*map(tuple, assign_buckets.solve(*given))]) == (
-        "right: as expected on 150 random inputs"
-    )
-
-
 def test_a_bucket_in_place_of_its_number_is_named():
     def attempt(params, buckets, start):
         params[0].register_post_accumulate_grad_hook(lambda param: start(buckets[0]))
@@ -115,7 +104,7 @@ def test_a_bucket_in_place_of_its_number_is_named():
     assert "start takes the number of a bucket, got [" in text
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_broken_function_of_the_notebook_is_first_told_who_waits_for_whom(seed):
     (stub,) = (
         cell.source
@@ -152,10 +141,3 @@ def test_the_solution_plans_the_best_of_all_cuts():
     assert sent_after(found) == pytest.approx(min(ways))
     # forward takes 1 ms a layer
     assert exercises.step_ms(plan.solve) == pytest.approx(len(order) + min(ways), rel=1e-3)
-
-
-def test_one_bucket_is_a_plan_too():
-    def attempt(sizes):
-        return [[*reversed(range(len(sizes)))]]
-
-    assert verdict(plan, attempt, seed=0).startswith("right")

@@ -1,16 +1,13 @@
 """The exercises of notebook 06 against independent answers; their mistakes: test_exercise.py."""
 
-import ast
 import functools
 import math
 import random
 import runpy
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 triton = pytest.importorskip("triton")
 
@@ -18,7 +15,6 @@ from lib.lessons.exercise import draw_inputs, edited, verdict  # noqa: E402
 from lib.lessons.flash_attention import (  # noqa: E402
     exercises,
     kernel_exercises,
-    kernel_task,
     ladder_triton,
     solutions_triton,
 )
@@ -73,19 +69,8 @@ def multiply_add(a, b, c):
     ],
     ids=[*CHECKED, "fragments"],
 )
-@pytest.mark.parametrize("seed", range(3))
-def test_an_independent_answer_is_right(exercise, independent, seed):
-    assert verdict(exercise, independent, seed=seed).startswith("right")
-
-
-@pytest.mark.parametrize("exercise", CHECKED.values(), ids=CHECKED)
-def test_expected_values_are_finite_and_the_first_inputs_small(exercise):
-    inputs = draw_inputs(exercise, 0)
-    for arguments in inputs[:5]:
-        tiles = arguments[0]
-        tensors = tiles.tensors if isinstance(tiles, exercises.Tiles) else arguments[:3]
-        assert all(tensor.numel() <= 16 for tensor in tensors)
-    assert all(exercise.solve(*arguments).isfinite().all() for arguments in inputs)
+def test_an_independent_answer_is_right(exercise, independent):
+    assert verdict(exercise, independent, seed=0).startswith("right")
 
 
 def test_a_tile_of_keys_is_never_all_that_a_row_sees():
@@ -108,12 +93,6 @@ def test_tiles_pass_by_once(change):
     assert all(is_copied) or all(tile.isnan().all() for tile in kept)
 
 
-def test_joined_tiles_are_refused_and_shown_by_their_scores():
-    text = verdict(ONLINE_SOFTMAX, lambda tiles: torch.cat(tiles), seed=0)
-    assert text.startswith("not yet: <lambda>(iter([tensor([")
-    assert "must be tuple of Tensors" in text
-
-
 def attempt_at(kernel):
     return lambda *tensors: CAUSAL_TASK.run(kernel, *tensors)
 
@@ -125,7 +104,6 @@ TASKS = {
     "BACKWARD_KEYS": kernel_exercises.KEYS_TASK,
 }
 ALL = tuple(TASKS)
-FORWARDS = ALL[:2]
 
 
 @functools.cache
@@ -144,54 +122,66 @@ def wrong(name, *texts):
     return verdict_on(name, lambda *given: TASKS[name].run(kernel, *given))
 
 
-# (kernels, old, new): one size in place of another
+# (kernel, old, new): one size in place of another
 MIXED_UP = {
-    "columns": (ALL, "tl.arange(0, D)", "tl.arange(0, BK)"),
-    "more columns": (ALL, "tl.arange(0, D)", "tl.arange(0, BQ)"),
-    "stride of k": (FORWARDS, "(head + key[:, None]) * D", "(head + key[:, None]) * BK"),
-    "stride of q": (FORWARDS, "(head + query[:, None]) * D", "(head + query[:, None]) * BQ"),
-    "output": (FORWARDS, "out = tl.zeros((BQ, D)", "out = tl.zeros((BQ, BK)"),
-    "not transposed": (ALL[:3], "tl.dot(q, tl.trans(k)", "tl.dot(q, k"),
-    "values not transposed": (("BACKWARD_QUERIES",), "tl.trans(v)", "v"),
-    "queries not transposed": (("BACKWARD_KEYS",), "tl.dot(k, tl.trans(q)", "tl.dot(k, q"),
-    "keys in a step": (FORWARDS, ", BK):", ", BQ):"),
-    "dQ": (("BACKWARD_QUERIES",), "tl.zeros((BQ, D)", "tl.zeros((BQ, BK)"),
-    "dV": (("BACKWARD_KEYS",), "tl.float32), tl.zeros((BK, D)", "tl.float32), tl.zeros((BK, BQ)"),
+    "columns": ("FORWARD", "tl.arange(0, D)", "tl.arange(0, BK)"),
+    "more columns": ("BACKWARD_KEYS", "tl.arange(0, D)", "tl.arange(0, BQ)"),
+    "stride of k": ("FORWARD", "(head + key[:, None]) * D", "(head + key[:, None]) * BK"),
+    "stride of q": ("CAUSAL", "(head + query[:, None]) * D", "(head + query[:, None]) * BQ"),
+    "output": ("FORWARD", "out = tl.zeros((BQ, D)", "out = tl.zeros((BQ, BK)"),
+    "keys not transposed": ("CAUSAL", "tl.dot(q, tl.trans(k)", "tl.dot(q, k"),
+    "values not transposed": ("BACKWARD_QUERIES", "tl.trans(v)", "v"),
+    "queries not transposed": ("BACKWARD_KEYS", "tl.dot(k, tl.trans(q)", "tl.dot(k, q"),
+    "keys in a step": ("CAUSAL", ", BK):", ", BQ):"),
+    "dQ": ("BACKWARD_QUERIES", "tl.zeros((BQ, D)", "tl.zeros((BQ, BK)"),
+    "dV": ("BACKWARD_KEYS", "tl.float32), tl.zeros((BK, D)", "tl.float32), tl.zeros((BK, BQ)"),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        pytest.param(name, old, new, id=f"{name}: {words}")
-        for words, (names, old, new) in MIXED_UP.items()
-        for name in names
-    ],
-)
+@pytest.mark.parametrize(("name", "old", "new"), MIXED_UP.values(), ids=MIXED_UP)
 def test_one_size_does_not_pass_for_another(name, old, new):
     assert wrong(name, old, new).startswith("not yet")
 
 
 STORE_OUT = "tl.store(out_ptr + q_rows, out / l[:, None], mask=query[:, None] < n)"
 STORE_LSE = "tl.store(lse_ptr + head + query, m + tl.log(l), mask=query < n)"
+FROM_THE_FIRST_KEY = ("first // BQ * BQ", "first")
+MASKED = "p = tl.where(key[:, None] <= query[None, :], p, 0.0)"
+NEW_OUT = "    out = tl.zeros((BQ, D), tl.float32)\n"
+# Two loops over the keys, the first of them for the maximum alone.
+TWICE = f"""{NEW_OUT}    for start in range(0, n, BK):
+        key = start + tl.arange(0, BK)
+        k_rows = (head + key[:, None]) * D + channel[None, :]
+        k = tl.load(k_ptr + k_rows, mask=key[:, None] < n, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(key[None, :] < n, scores, float("-inf"))
+        m = tl.maximum(m, tl.max(scores, 1))
+"""
+TWO_TILES = "program (0, 0) loads 2 tiles of k; only 1 has a pair"
 
 
 @pytest.mark.parametrize(
-    ("tensor", "old"),
-    [("out", STORE_OUT), ("lse", STORE_LSE), ("out", f"{STORE_OUT}\n    {STORE_LSE}")],
-    ids=["out", "lse", "both"],
+    ("name", "texts", "words"),
+    [
+        ("FORWARD", (STORE_OUT, "pass"), "nothing is stored in out"),
+        ("FORWARD", (STORE_LSE, "pass"), "nothing is stored in lse"),
+        ("FORWARD", (f"{STORE_OUT}\n    {STORE_LSE}", "pass"), "nothing is stored in out"),
+        ("FORWARD", (NEW_OUT, TWICE), "tiles of k; only 1 has a pair that is visible, to be load"),
+        # a maximum that starts at 0 is too large for scores far below
+        ("FORWARD", ('float("-inf"), tl.float32', "0.0, tl.float32"), ("yours nan", "yours -inf")),
+        # the first program skips nothing, and all others load nothing
+        ("CAUSAL", ("(0, end, BK)", "(0, n if tl.program_id(0) == 0 else 0, BK)"), TWO_TILES),
+        # a mask in a loop that starts with the first key
+        ("BACKWARD_KEYS", (*FROM_THE_FIRST_KEY, "<= query[N", ">= query[N"), "(keys, queries)"),
+        ("BACKWARD_KEYS", (*FROM_THE_FIRST_KEY, MASKED, "p = p"), "there is no mask"),
+    ],
+    ids=str,
 )
-def test_a_result_that_is_not_stored_is_named_and_no_mistake_is_guessed(tensor, old):
-    text = wrong("FORWARD", old, "pass")
-    assert f"nothing is stored in {tensor}" in text
-    assert "It looks as if" not in text
-
-
-def test_a_mask_is_named_also_in_a_loop_that_starts_with_the_first_key():
-    start = ("first // BQ * BQ", "first")
-    assert "(keys, queries)" in wrong("BACKWARD_KEYS", *start, "<= query[None", ">= query[None")
-    masked = "p = tl.where(key[:, None] <= query[None, :], p, 0.0)"
-    assert "there is no mask" in wrong("BACKWARD_KEYS", *start, masked, "p = p")
+def test_a_wrong_kernel_is_told_what_is_wrong(name, texts, words):
+    text = wrong(name, *texts)
+    assert text.startswith("not yet")
+    assert any(each in text for each in ([words] if isinstance(words, str) else words))
+    assert "nothing is stored" not in words or "It looks as if" not in text
 
 
 def test_gradients_that_pytorch_computes_are_not_those_of_the_kernels():
@@ -218,13 +208,6 @@ def test_a_backward_pass_launches_both_kernels_on_a_grid_with_programs():
     assert "grad_k, (1 heads" in wrong_launches("return grad_q, grad_k", "return grad_q, grad_q")
 
 
-@pytest.mark.parametrize("name", FORWARDS)
-def test_a_maximum_that_starts_at_0_is_too_large_for_scores_far_below(name):
-    text = wrong(name, 'float("-inf"), tl.float32', "0.0, tl.float32")
-    assert text.startswith("not yet")
-    assert "yours nan" in text or "yours -inf" in text
-
-
 def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
     assert verdict(CAUSAL, attempt_at(ladder_triton.mask_on_diagonal)).startswith("right")
     text = verdict(CAUSAL, attempt_at(ladder_triton.every_tile))
@@ -234,7 +217,7 @@ def test_a_kernel_with_two_loops_is_right_and_one_that_skips_nothing_is_not():
 
 
 @pytest.mark.parametrize("tiling", [Tiling(32, 16), Tiling(16, 32)], ids=str)
-@pytest.mark.parametrize("n", [1, 16, 17, 33, 40, 64])
+@pytest.mark.parametrize("n", [1, 17, 40, 64])
 @pytest.mark.parametrize("passing", ["k", "q"])
 def test_tiles_with_a_visible_pair_are_counted(passing, n, tiling):
     task = CAUSAL_TASK if passing == "k" else kernel_exercises.KEYS_TASK
@@ -245,37 +228,14 @@ def test_tiles_with_a_visible_pair_are_counted(passing, n, tiling):
     assert found == seen.sum(1 if passing == "k" else 0).tolist()
 
 
-def test_a_program_that_loads_too_many_tiles_is_named_even_if_all_together_load_too_few():
-    # the first skips nothing, and all others load nothing
-    text = wrong("CAUSAL", "range(0, end, BK)", "range(0, n if tl.program_id(0) == 0 else 0, BK)")
-    assert "program (0, 0) loads 2 tiles of k; only 1 has a pair" in text
-
-
-# Two loops over the keys, the first of them for the maximum alone.
-TWICE = """    out = tl.zeros((BQ, D), tl.float32)
-    for start in range(0, n, BK):
-        key = start + tl.arange(0, BK)
-        k_rows = (head + key[:, None]) * D + channel[None, :]
-        k = tl.load(k_ptr + k_rows, mask=key[:, None] < n, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(key[None, :] < n, scores, float("-inf"))
-        m = tl.maximum(m, tl.max(scores, 1))
-"""
-DESCRIBED = """    out = tl.zeros((BQ, D), tl.float32)
+DESCRIBED = f"""{NEW_OUT}
     keys = tl.make_tensor_descriptor(k_ptr + head * D, [n, D], [D, 1], [BK, D])
     values = tl.make_tensor_descriptor(v_ptr + head * D, [n, D], [D, 1], [BK, D])
 """
 
 
-def test_a_forward_pass_that_reads_the_keys_twice_is_refused():
-    start = TWICE.partition("\n")[0] + "\n"
-    text = wrong("FORWARD", start, TWICE)
-    assert "tiles of k; only 1 has a pair that is visible, to be loaded once" in text
-
-
 def test_tensor_descriptors_are_as_right_as_pointers():
-    start = DESCRIBED.partition("\n")[0] + "\n"
-    texts = [start, DESCRIBED]
+    texts = [NEW_OUT, DESCRIBED]
     for x, descriptor in (("k", "keys"), ("v", "values")):
         texts.append(f"{x} = tl.load({x}_ptr + k_rows, mask=key[:, None] < n, other=0.0)\n")
         texts.append(f"{x} = {descriptor}.load([start, 0])\n")
@@ -292,17 +252,6 @@ def test_a_check_gives_back_what_is_right_and_the_solution_in_place_of_what_is_n
     found = exercises.check_causal(wrong)
     assert found.fn is solutions_triton.causal_forward
     assert capsys.readouterr().out.startswith("not yet")
-
-
-def test_the_first_wrong_value_is_named_by_its_tensor():
-    task, expected = kernel_exercises.FORWARD_TASK, torch.zeros(1, 3, 32 + 1)
-    yours = expected.clone()
-    yours[0, 2, -1] = 1
-    assert "lse, (1 heads, 3 rows, 1): position (0, 2, 0): yours 1" in task.describe(
-        yours, expected
-    )
-    yours[0, 1, 4] = 2
-    assert "out, (1 heads, 3 rows, 32): position (0, 1, 4)" in task.describe(yours, expected)
 
 
 @pytest.mark.gpu
@@ -323,67 +272,6 @@ def test_another_good_schedule_is_right_and_says_how_long_tensor_cores_idle(caps
 
     exercises.check_schedule(best_schedule)
     assert capsys.readouterr().out.startswith("right: as expected\n  yours 11.1 % idle")
-
-
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/06_flash_attention.ipynb"
-
-
-def cell_with(words: str) -> int:
-    """The number of the one code cell with `words`."""
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    (found,) = [i for i, c in enumerate(cells) if c.cell_type == "code" and words in c.source]
-    return found
-
-
-def limits_of_the_notebook() -> dict[str, float]:
-    """The tolerances of the notebook's gradcheck for compiled kernels, which run in float32."""
-    cell = nbformat.read(NOTEBOOK, as_version=4).cells[cell_with("gradcheck(FlashAttention")]
-    nodes = ast.walk(ast.parse(cell.source))
-    found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Dict) and node.keys]
-    (limits,) = [ast.literal_eval(text) for text in found if "eps" in text]
-    return limits
-
-
-def spoil(number: int, change):
-    """Causal attention whose gradient of input `number` is `change` of the right one."""
-
-    class Spoiled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.save_for_backward(*inputs)
-            return kernel_task.attention_and_lse(*inputs, is_causal=True)[0]
-
-        @staticmethod
-        def backward(ctx, grad_out):
-            with torch.enable_grad():
-                found = list(kernel_exercises.gradients(*ctx.saved_tensors, grad_out))
-            found[number] = change(found[number])
-            return tuple(found)
-
-    return Spoiled.apply
-
-
-CHANGES = {
-    "5% too large": lambda x: 1.05 * x,
-    "a tile is missing": lambda x: torch.cat([x[:, :-3], torch.zeros_like(x[:, -3:])], 1),
-}
-
-
-@pytest.mark.parametrize("number", range(3), ids=["dQ", "dK", "dV"])
-@pytest.mark.filterwarnings("ignore:Input #:UserWarning")
-def test_gradcheck_refuses_wrong_gradients_in_float32_too(number):
-    generator = torch.Generator().manual_seed(1)
-    inputs = [x.requires_grad_() for x in torch.randn((3, 1, 5, 16), generator=generator).unbind()]
-    check = functools.partial(
-        gradcheck, inputs=inputs, raise_exception=False, **limits_of_the_notebook()
-    )
-    assert check(spoil(number, lambda x: x))
-    for name, change in CHANGES.items():
-        assert not check(spoil(number, change)), name
-
-
-def test_the_schedule_is_asked_for_before_the_pictures_that_show_one():
-    assert cell_with("check_schedule(") < cell_with("timeline_slider()")
 
 
 def kernel_in_a_file(folder: Path, name: str, old: str, new: str):
@@ -461,10 +349,3 @@ def test_a_kernel_that_does_not_compile_for_16_bits_is_not_right(
     assert "not yet: right in the interpreter, but for bfloat16 it does not" in words
     assert line in words
     assert cure in words
-
-
-def test_an_order_that_is_not_a_string_is_told_so_and_nothing_is_raised(capsys):
-    exercises.check_schedule(lambda: ["A.S0", "B.S0"])
-    words = capsys.readouterr().out
-    assert "the order must be one string, found list" in words
-    assert "expected" not in words

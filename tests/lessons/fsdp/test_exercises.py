@@ -8,32 +8,22 @@ from torch.nn import functional
 from lib.ddp.launcher import launch
 from lib.lessons.ddp.ranks import in_turn
 from lib.lessons.exercise import edited, verdict
+from lib.lessons.fsdp import exercises
 from lib.lessons.fsdp.exercises import (
-    CLIP,
-    FAST_ORDER,
-    ORDER,
-    REDUCE_SCATTER,
-    SHARDED_MLP,
-    TENSOR_PARALLEL_MLP,
-    best_size,
-    check_best_size,
-    check_fast_order,
-    check_order,
-    check_sharded_mlp,
-    check_tensor_parallel_mlp,
-    clipping,
+    clip,
     fast_order,
-    limited,
-    on_all_ranks,
-    on_threads,
+    mlp_case,
+    one_pass,
+    order,
     prefetching,
+    reduce_scatter,
     sharded_mlp,
-    timed,
+    tensor_parallel_case,
+    tensor_parallel_mlp,
+    three_steps,
 )
 from lib.lessons.fsdp.host import host_ms
-from lib.lessons.fsdp.ranks import mlp_alone, train_alone
 from lib.lessons.fsdp.stack import time_steps
-from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -42,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("quick_ranks")
 def test_the_reduce_scatter_of_the_exercise_is_that_of_ranks_with_padding():
     gradients = [torch.arange(6.0), torch.arange(6.0) ** 2, torch.ones(6)]
     slices = run_on_threads(lambda r: r.reduce_scatter(gradients[r.number]) / 3, 3)
-    assert torch.equal(REDUCE_SCATTER.solve(gradients), torch.stack(slices))
-    assert REDUCE_SCATTER.solve([torch.ones(4)] * 3).tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert torch.equal(reduce_scatter.solve(gradients), torch.stack(slices))
+    assert reduce_scatter.solve([torch.ones(4)] * 3).tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
 def test_clipping_on_ranks_is_that_of_pytorch():
@@ -52,21 +42,16 @@ def test_clipping_on_ranks_is_that_of_pytorch():
     for param, grad in zip(params, [*shards, vector]):
         param.grad = grad.clone()
     nn.utils.clip_grad_norm_(params, 1.0)
-    expected = torch.stack([torch.cat([p.grad, params[3].grad]) for p in params[:3]])
-    torch.testing.assert_close(CLIP.solve(shards, vector, 1.0), expected)
-
-
-def variant(old, new):
-    """The solution of exercise 2, edited."""
-    return edited(sharded_mlp, old, new)
-
-
-DROP = "    del w1, w2\n\n    def backward(grad_y):\n"
+    found = run_on_threads(lambda ranks: clip.solve(shards[ranks.number], vector, 1.0, ranks), 3)
+    for param, (shard, clipped) in zip(params, found):
+        torch.testing.assert_close([shard, clipped], [param.grad, params[3].grad])
 
 
 def holding(what):
     """The solution of exercise 2, whose backward refers to `what` from forward."""
-    return variant(DROP, f"    held = {what}\n\n    def backward(grad_y):\n        len(held)\n")
+    return edited(
+        sharded_mlp.solve, "del w1, w2", f"held = {what}", "* (h > 0)", "* (h > 0 * len(held))"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,11 +59,12 @@ def holding(what):
     [
         *("w1", "w1[:1]", "w1.clone()", "{'both': [torch.cat([w1.flatten(), w2.flatten()])]}"),
         *("w1.numpy().copy(),", "w2.tolist()", "w1.numpy().tobytes()", "[{'a': w1.T}]"),
+        "[row.clone() for row in w1]",
     ],
 )
 def test_a_rank_must_not_hold_whole_matrices_until_backward(what):
-    text = verdict(SHARDED_MLP, holding(what))
-    assert "rank 0 still holds a whole matrix, or a copy of one, when backward begins" in text
+    text = verdict(sharded_mlp, holding(what))
+    assert "rank 0, still holds a whole matrix, or a copy of one, when backward begins" in text
     assert "It looks as if backward gathers again, but holds" in text
 
 
@@ -95,59 +81,65 @@ def with_autograd(x, shard, d_ff, ranks):
 
 
 def test_a_rank_must_not_let_autograd_hold_them_either():
-    text = verdict(SHARDED_MLP, on_threads(with_autograd))
+    text = verdict(sharded_mlp, with_autograd)
     assert "raised RuntimeError: autograd kept forward's matrices" in text
 
 
 @pytest.mark.parametrize("what", ["[x, h, shard]", "{'y': y, 'both': torch.cat([h, h.relu()])}"])
 def test_a_rank_may_hold_what_is_no_whole_matrix(what):
-    assert verdict(SHARDED_MLP, holding(what)).startswith("right")
+    assert verdict(sharded_mlp, holding(what)).startswith("right")
 
 
 def test_the_lesson_goes_on_with_a_right_order_or_with_that_of_the_solution(capsys):
     def stub(blocks):
         raise NotImplementedError
 
-    assert check_order(stub)(3) == prefetching(3)
-    assert check_order(prefetching) is prefetching
+    assert exercises.take(stub, "order") is prefetching
+    mine = edited(prefetching, "# forward", "# mine")
+    assert exercises.take(mine, "order") is mine
     assert [line[:5] for line in capsys.readouterr().out.splitlines()] == ["not a", "right"]
 
 
-def test_a_right_order_of_exercise_5_is_shown_beside_that_of_the_lesson(capsys):
-    check_fast_order(fast_order.__wrapped__)
-    times = capsys.readouterr().out.splitlines()[1]
-    assert times == "  yours 56 ms, the solution 56 ms, `one_block_ahead` 60 ms"
-
-
-def test_the_best_size_for_transformer_blocks_is_shown(capsys):
-    check_best_size(best_size.__wrapped__)
-    told = capsys.readouterr().out.splitlines()[1]
-    assert told == "  34 blocks that keep 20 times their input each: 1 in a checkpoint"
-
-
-def test_what_is_wrong_with_an_order_is_a_sentence():
-    text = verdict(ORDER, timed(lambda blocks: [("gather", 0)]))
-    assert text.splitlines()[1] == "  forward of block 0 is missing"
-
-
 @pytest.mark.parametrize(
-    ("exercise", "around"),
+    ("exercise", "attempt", "said"),
     [
-        (SHARDED_MLP, on_threads),
-        (CLIP, clipping),
-        (ORDER, timed),
-        (FAST_ORDER, limited),
-        (TENSOR_PARALLEL_MLP, on_all_ranks),
+        (order, lambda blocks: [("gather", 0)], "what is wrong: yours 'forward of block 0 is mis"),
+        (sharded_mlp, lambda *_: None, "the result is None; is a `return` missing?"),
+        (clip, lambda *_: None, "the result is None; is a `return` missing?"),
+        (order, lambda *_: None, "the result is None; is a `return` missing?"),
+        (fast_order, lambda *_: None, "the result is None; is a `return` missing?"),
+        (tensor_parallel_mlp, lambda *_: None, "the result is None; is a `return` missing?"),
     ],
 )
-def test_a_missing_return_is_named(exercise, around):
-    text = verdict(exercise, around(lambda *_: None))
-    assert "the result is None; is a `return` missing?" in text.splitlines()[1]
-    assert "expected" not in text or exercise is CLIP
+def test_what_is_wrong_with_a_result_of_another_kind_is_said(exercise, attempt, said):
+    assert said in verdict(exercise, attempt).splitlines()[1]
 
 
-def test_the_steps_that_a_right_answer_trains_for_change_the_weights():
-    assert (train_alone(12, 2, 3) - train_alone(12, 2, 0)).abs().max() > 1e-2
+def test_what_ranks_train_together_is_what_one_process_trains():
+    first, (x, target) = mlp_case(12, 2)
+    whole = first.clone().requires_grad_()
+    for _ in range(3):
+        w1, w2 = whole.split(6 * 12)
+        y = (x @ w1.view(12, 6).T).relu() @ w2.view(6, 12).T
+        (gradient,) = torch.autograd.grad((y - target).square().mean(), whole)
+        with torch.no_grad():
+            whole -= 0.1 * gradient
+    assert (whole - first).abs().max() > 1e-2
+    for found in run_on_threads(lambda ranks: three_steps(sharded_mlp.solve, ranks), 2):
+        torch.testing.assert_close(found, whole.detach())
+
+
+def test_what_ranks_compute_of_their_parts_is_what_one_process_computes():
+    *inputs, grad_y = tensor_parallel_case()
+    x, w1, w2 = (tensor.requires_grad_() for tensor in inputs)
+    y = (x @ w1.T).relu() @ w2.T
+    grad_x, grad_w1, grad_w2 = torch.autograd.grad(y, (x, w1, w2), grad_y)
+    with torch.no_grad():
+        found = run_on_threads(lambda ranks: one_pass(tensor_parallel_mlp.solve, ranks), 2)
+    for number, one in enumerate(found):
+        torch.testing.assert_close([one["y"], one["grad_x"]], [y.detach(), grad_x])
+        parts = [grad_w1.chunk(2)[number], grad_w2.chunk(2, dim=1)[number]]
+        torch.testing.assert_close([one["grad_w1"], one["grad_w2"]], parts)
 
 
 def computing_again(x, shard, d_ff, ranks):
@@ -164,7 +156,7 @@ def computing_again(x, shard, d_ff, ranks):
 
 
 def test_backward_may_compute_the_block_again_by_autograd(capsys):
-    check_sharded_mlp(computing_again)
+    exercises.check(computing_again, "sharded_mlp")
     assert capsys.readouterr().out.startswith("right")
 
 
@@ -182,7 +174,7 @@ def by_autograd(x, w1, w2, ranks):
 
 
 def test_its_backward_may_be_that_of_autograd(capsys):
-    check_tensor_parallel_mlp(by_autograd)
+    exercises.check(by_autograd, "tensor_parallel_mlp")
     assert capsys.readouterr().out.startswith("right")
 
 
@@ -198,19 +190,11 @@ def gradient_off_on_processes(x, w1, w2, ranks):
 
 
 def test_a_tensor_parallel_mlp_that_is_off_on_processes_is_not_right(capsys):
-    check_tensor_parallel_mlp(gradient_off_on_processes)
+    exercises.check(gradient_off_on_processes, "tensor_parallel_mlp")
     text = capsys.readouterr().out
-    assert text.startswith("not yet: as expected on 40 random inputs; on two processes")
-    told = dict(map(str.split, text.split("off from one process by: ")[1].strip().split(", ")))
-    assert [name for name, off in told.items() if float(off) > 1e-4] == ["grad_w2"]
-
-
-def test_what_the_ranks_find_together_is_what_one_process_finds():
-    first, second = mlp_alone(0, 2), mlp_alone(1, 2)
-    whole = mlp_alone(0, 1)
-    assert torch.equal(torch.cat([first["grad_w1"], second["grad_w1"]]), whole["grad_w1"])
-    assert torch.equal(torch.cat([first["grad_w2"], second["grad_w2"]], dim=1), whole["grad_w2"])
-    assert torch.equal(first["y"], whole["y"])
+    assert text.startswith(
+        "not yet: as expected on 40 random inputs; on 2 processes, rank 0, grad_w2"
+    )
 
 
 def test_steps_of_the_stack_are_timed_and_their_messages_counted():
@@ -219,14 +203,6 @@ def test_steps_of_the_stack_are_timed_and_their_messages_counted():
         assert steps.gathers == steps.gathers_checkpointed == 2 * 3 - 1
         assert min(steps.computing_ms, steps.gather_ms, steps.prefetch_ms) > 0
         assert min(steps.just_in_time_ms, steps.instant_ms) > 0
-
-
-def test_ranks_have_sequences_of_their_own():
-    whole = batch(1, 0, 3)
-    assert torch.equal(torch.cat([batch(1, r, r + 1) for r in range(3)], dim=1), whole)
-    assert not torch.equal(batch(1, 0, 1), batch(1, 1, 2))
-    assert not torch.equal(batch(1, 0, 1), batch(2, 0, 1))
-    assert sum(param.numel() for param in mlp().parameters()) == 384
 
 
 def test_a_step_keeps_the_host_busy_in_every_wrapper():

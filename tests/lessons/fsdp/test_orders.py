@@ -65,6 +65,6 @@ def test_sizes_are_added_up_and_looking_further_ahead_is_faster():
     one_ahead = play(prefetching(8), uneven, sizes)
     # as the notebook says
     assert (one_ahead.ms, one_ahead.most) == (60.0, 5)
-    far = play(fast_order.__wrapped__(sizes, 8), uneven, sizes)
+    far = play(fast_order.solve(sizes, 8), uneven, sizes)
     assert far.ms < 60.0
     assert 5 < far.most <= 8

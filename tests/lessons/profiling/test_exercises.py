@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import re
 from collections import Counter
 
 import nbformat
@@ -27,7 +26,6 @@ from lib.lessons.profiling.exercises import (
     train,
     updated,
     watched,
-    with_tuples,
 )
 from lib.lessons.profiling.records import anonymous_traces
 from lib.lessons.profiling.simulated import ToyGPU, ToyTrainer
@@ -149,20 +147,6 @@ def test_the_queue_of_the_toy_runs_one_piece_after_the_other():
     assert gpu.clock() == 16
 
 
-def test_the_failing_call_shows_the_work_of_the_toy():
-    text = verdict(TIME_RUNS, lambda gpu, warmup, samples: -1.0, seed=0)
-    assert "ToyGPU(work_ms=[" in text
-
-
-def test_launches_after_the_last_step_may_wait():
-    def attempt(gpu, batches):
-        losses = [gpu.step(gpu.load(batch)) for batch in batches]
-        largest = max(loss.item() for loss in losses)
-        return (sum(losses) / len(losses)).item(), largest
-
-    assert verdict(TRAIN, watched(attempt), seed=0).startswith("right")
-
-
 def test_the_larger_loss_may_be_found_on_the_device():
     def attempt(gpu, batches):
         largest = total = None
@@ -191,13 +175,6 @@ def test_the_larger_of_a_loss_and_a_number_is_found_on_the_device(number):
 def test_a_loss_that_was_not_read_is_no_number():
     text = verdict(TRAIN, watched(lambda gpu, batches: (gpu.step(gpu.load(1)),) * 2), seed=0)
     assert "a loss that is still on the device" in text
-
-
-def test_lists_are_as_right_as_tuples():
-    def attempt(*arguments):
-        return {name: [*row] for name, row in backward_roofline(*arguments).items()}
-
-    assert verdict(BACKWARD_ROOFLINE, with_tuples(attempt), seed=0).startswith("right")
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -239,9 +216,8 @@ def own_every_second(blocks, x):
         (lambda blocks, x: OwnCheckpoint.apply(nn.Sequential(*blocks), x), "the whole stack is"),
     ],
 )
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_too_few_checkpoints_are_named_with_the_notebooks_own(attempt, mistake, seed):
-    text = verdict(REMEMBERED, judged(attempt), seed=seed)
+def test_too_few_checkpoints_are_named_with_the_notebooks_own(attempt, mistake):
+    text = verdict(REMEMBERED, judged(attempt), seed=0)
     assert "% of a plain loop's, at most 50% is allowed" in text
     assert f"It looks as if {mistake}" in text
 
@@ -329,13 +305,3 @@ def test_the_naive_update_is_right_and_the_one_of_the_notebook():
     assert any(
         "def naive_adamw" in cell.source and "\n".join(lines) in cell.source for cell in cells
     )
-
-
-def test_the_open_update_is_timed_beside_the_naive_one():
-    _, figures = verdict(ADAMW, updated(adamw), seed=0).splitlines()
-    assert re.fullmatch(r"  yours .+ ms, the solution .+ ms, `naive_adamw` .+ ms", figures)
-
-
-def test_an_update_that_returns_something_is_told_to_work_in_place():
-    text = verdict(ADAMW, updated(lambda p, g, m, v, lr: p), seed=0)
-    assert "must change p, m and v, and return None" in text

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lib.core.records import read_records
-from lib.data import get_batch
 from lib.lessons.exercise import NOT_ATTEMPTED, verdict
 from lib.lessons.speedrun import exercises, race
 from lib.lessons.speedrun.exercises import (
@@ -72,14 +71,6 @@ def test_the_target_is_read_off_a_straight_line(target, expected):
     assert TIME_TO_TARGET.solve(CURVE, target) == (expected and expected.seconds)
 
 
-def test_the_libs_reading_of_a_curve_passes_the_exercise():
-    def attempt(curve, target):
-        found = at_target(curve, target)
-        return found and found.seconds
-
-    assert verdict(TIME_TO_TARGET, attempt).startswith("right")
-
-
 def test_the_referee_stops_a_real_recipe_at_its_target(notebook):
     rules = toy_race()
     curve = referee(notebook["best"], rules, 1)
@@ -102,12 +93,6 @@ def test_a_referee_with_another_clock_is_told():
     assert "race.clock() was never read" in text
 
 
-def test_a_toy_race_says_what_its_numbers_are():
-    text = verdict(RUN_TO_TARGET, exercises.on_toys(lambda recipe, rules, seed: []))
-    assert "a toy race with target=" in text
-    assert "steps of (seconds, tokens, bits after it) [(" in text
-
-
 def test_a_recipe_that_ends_the_generator_is_reported_not_hung():
     def attempt(recipe, rules, seed):
         rules.clock()
@@ -123,16 +108,6 @@ def test_a_model_that_is_not_finite_is_not_judged(notebook):
         model.output_weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="the model is at nan bits per byte; try a lower rate"):
         toy_race().judge(model)
-
-
-def test_a_batch_is_of_the_training_tokens_and_counted():
-    rules = dataclasses.replace(toy_race(), handed_out=[])
-    x, y = rules.batch(2, 8, np.random.default_rng(0))
-    expected = get_batch(rules.train_tokens, 2, 8, "cpu", generator=np.random.default_rng(0))
-    assert torch.equal(x, expected[0])
-    assert torch.equal(y, expected[1])
-    rules.batch(3, 4, np.random.default_rng(0))
-    assert rules.handed_out == [16, 12]
 
 
 def test_the_judge_is_that_of_the_workbook(notebook):

@@ -33,12 +33,6 @@ from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, iter_chunks
 
 
-def test_inputs_start_short_and_hold_an_empty_one():
-    inputs = draw_inputs(MERGE_PAIR, 0)
-    assert max(len(repr(arguments)) for arguments in inputs[:5]) < 150
-    assert any(not arguments[0] for arguments in inputs)
-
-
 def merge_as_text(ids, pair, new_id):
     text = " ".join(map(str, ids)).replace("{} {}".format(*pair), str(new_id))
     return [int(token) for token in text.split()]
