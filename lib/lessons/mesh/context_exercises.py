@@ -103,7 +103,7 @@ k, v = pass_on(k, ranks), pass_on(v, ranks) => new_k, new_v = pass_on(k, ranks),
     | each rank sends its own keys again and again; pass on what has arrived
 n, me = ranks.count, ranks.number =>
     n, me = ranks.count, ranks.number; k = ranks.all_gather(k.flatten()).view(-1, k.shape[1])
-    | every rank gathers all keys and values; it has room for two shares
+    | every rank gathers all keys; it has room for those that pass, a share at a time
 """
 
 
