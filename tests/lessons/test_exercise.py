@@ -22,6 +22,7 @@ import torch
 from lib.lessons import exercise as lessons_exercise
 from lib.lessons.differences import Named
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
+from lib.lessons.mesh import context as mesh_context
 from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR, SPLIT_GPT4
 from lib.tokenizer.bpe import merge_pair
@@ -73,6 +74,8 @@ def run(code: str, lesson: str) -> None:
         names |= {"tl": importlib.import_module("triton.language")}
     if lesson == "speedrun":
         names |= notebook_with_toy_race()
+    if lesson == "mesh":
+        names |= {name: getattr(mesh_context, name) for name in ("attend", "merge", "pass_on")}
     # Triton reads the source of kernels
     file = f"<cell {hash(code)}>"
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)

@@ -9,19 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lib.lessons import exercise as lessons_exercise
 from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import exercise
 from lib.lessons.inputs import choices, ints
 from lib.lessons.mesh import context
 from lib.lessons.ranks import Threads, whole_numbers
-
-
-def check_and_keep(attempt: Callable) -> Callable:
-    """Check a function against the exercise of its name; return it if it is right, or else the
-    solution, with which the lesson goes on."""
-    return lessons_exercise.check(globals()[lessons_exercise.name_of(attempt)], attempt)
-
 
 # Merge two parts of a row
 

@@ -14,6 +14,13 @@ from torch import Tensor, nn
 from lib.lessons.differences import AtMost, Named, first_difference
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import choices, ints
+from lib.lessons.mesh.context_exercises import (  # noqa: F401  (found by name)
+    all_to_all,
+    merge,
+    ring_attention,
+    sequence_parallel_mlp,
+    zigzag,
+)
 from lib.lessons.mesh.schedules import Event, Played, play
 from lib.lessons.ranks import Threads
 
