@@ -30,7 +30,7 @@ FOUND := $(shell [ -x $(PY) ] && echo $(PY))
 
 # A stamp carries the checksum of everything that decides what gets installed.
 DEV := .ci/requirements-dev.txt
-KEY := $(shell cat requirements.txt $(DEV) .ci/constraints.txt .ci/environment.py | cksum | cut -d' ' -f1)
+KEY := $(shell cat requirements.txt $(DEV) .ci/constraints.txt .ci/install.sh | cksum | cut -d' ' -f1)
 RUN_READY := $(STATE)/.workbook-run-$(KEY)
 TEST_READY := $(STATE)/.workbook-test-$(KEY)
 
@@ -119,15 +119,17 @@ ifeq ($(OWN)$(FOUND),--own)
 .PHONY: $(RUN_READY) $(TEST_READY)
 endif
 
-$(RUN_READY):
-	@sh .ci/python.sh $(if $(OWN),--own "$(PYTHON)",$(PY))
-	@$(PY) .ci/environment.py $(OWN) --stamp "$@" requirements.txt
+INSTALL = @sh .ci/install.sh $(if $(OWN),--own "$(PYTHON)",$(PY)) -r requirements.txt
+STAMP = @rm -f $(STATE)/.workbook-run-* && touch $(RUN_READY)
 
-# What tests need has what notebooks need, too: at once, pip looks for all of it once.
+$(RUN_READY):
+	$(INSTALL)
+	$(STAMP)
+
+# What tests need has what notebooks need, too: at once, the packages are looked for once.
 $(TEST_READY):
-	@sh .ci/python.sh $(if $(OWN),--own "$(PYTHON)",$(PY))
-	@$(PY) .ci/environment.py $(OWN) --stamp "$@" requirements.txt $(DEV)
-	@touch $(RUN_READY)
+	$(INSTALL) -r $(DEV)
+	$(STAMP) && rm -f $(STATE)/.workbook-test-* && touch $@
 
 # the environment, and nothing else
 ready: $(TEST_READY)

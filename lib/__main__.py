@@ -1,14 +1,17 @@
 """`python -m lib COMMAND`: the command line.
 
-`COMMANDS`, below, names for each command the config whose fields become its flags, and the function
-that runs it. Both are imported only when the command is used, so that help comes at once.
+`COMMANDS` names for each command the function that runs it. It is imported only when the command is
+used, so that help comes at once; its argument `config`, if it has one, is a dataclass whose fields
+become the command's flags.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
+import json
 import logging
 import os
 import sys
@@ -29,6 +32,198 @@ HELP = ("-h", "--help")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+class Command(NamedTuple):
+    """A command: its line of help, and what is imported when it is used."""
+
+    help: str
+
+    function: str | Callable
+    """`module:name`; an int that it returns is the exit code."""
+
+    prints: str = ""
+    """Printed if the function returned something true; may contain {config} and {result}."""
+
+    interrupted: str = "the same command starts over"
+    """Printed after Ctrl-C: how to go on."""
+
+    on_ranks: bool = False
+    """Whether processes that `torchrun` started work together on it."""
+
+    word: str = ""
+    """The field that a word without a flag sets."""
+
+
+RESUMES = "what was measured is kept, and the same command continues from there"
+CONTINUES = "what was done and saved is kept, and the same command continues from there"
+
+COMMANDS: dict[str, Command] = {
+    "pipeline": Command(
+        "Corpus, tokenizer, token arrays, training and a sample, in one go.",
+        "lib.training.commands:pipeline",
+        interrupted=CONTINUES,
+        on_ranks=True,
+    ),
+    "tokenize": Command(
+        "Turn a corpus into a tokenizer and token arrays.",
+        "lib.training.commands:tokenize",
+        interrupted=CONTINUES,
+    ),
+    "train": Command(
+        "Train a model, or resume an interrupted run.",
+        "lib.training.commands:train",
+        interrupted=CONTINUES,
+        on_ranks=True,
+    ),
+    "generate": Command("Continue texts with a trained model.", "lib.training.commands:generate"),
+    "export": Command(
+        "Write a trained model as a folder that `transformers`, vLLM and llama.cpp read.",
+        "lib.training.commands:export",
+        prints="{result}; transformers.AutoModelForCausalLM.from_pretrained('{result}') loads it",
+        word="folder",
+    ),
+    "import": Command(
+        "Make a run from a Llama-like model that `transformers` saved.",
+        "lib.training.commands:import_",
+        prints="{result}; python -m lib generate --checkpoint {result} continues texts with it",
+        word="folder",
+    ),
+    "runs": Command(
+        "List the training runs that are kept, with their sizes and ages.",
+        "lib.training.runs:list_runs",
+    ),
+    "runs remove": Command(
+        "Remove runs by name, after asking.", "lib.training.runs:remove_runs", word="names"
+    ),
+    "run": Command(
+        "Run the notebooks and write the report.",
+        "lib.tools.publish.run_notebooks:run_notebooks",
+        interrupted="finished pages are in the report; the same command runs all notebooks again",
+    ),
+    "exercises": Command(
+        "Run the notebooks and list which exercises are solved.",
+        "lib.tools.publish.exercise_report:report_exercises",
+    ),
+    "notebooks copy": Command(
+        "Make your copies of the notebooks in work/, or bring them up to date.",
+        "lib.tools.publish.readers_copies:update_copies",
+    ),
+    "notebooks refresh": Command(
+        "Run notebooks and store their outputs in them, as they are committed.",
+        "lib.tools.publish.run_notebooks:refresh_notebooks",
+    ),
+    "notebooks clean": Command(
+        "Bring the notebooks' metadata into the form that is committed, without running them.",
+        "lib.tools.publish.run_notebooks:clean_notebooks",
+    ),
+    "lessons story": Command(
+        "Make a story model like the committed one from a training run.",
+        "lib.lessons.start.story:keep",
+        prints="{config.output}",
+        word="run",
+    ),
+    "lessons broken-runs": Command(
+        "Train the broken runs that notebook 03 shows, and record them.",
+        "lib.lessons.training.broken:record_broken_runs",
+        prints="{result}",
+    ),
+    "lessons ablation": Command(
+        "Train the variants of notebook 02's model, three seeds each, for its record.",
+        "lib.lessons.model.ablation:run_ablations",
+        prints="{result}",
+        interrupted=RESUMES,
+    ),
+    "lessons llama": Command(
+        "Record logits of `transformers` for notebook 02.",
+        "lib.lessons.model.llama_record:save_logits",
+        prints="{result}",
+    ),
+    "lessons race": Command(
+        "Run the recipes of notebook 10 to their target, three seeds each, for its leaderboard.",
+        "lib.lessons.speedrun.record:measure_race",
+        prints="{result}",
+    ),
+    "lessons ladder": Command(
+        "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
+        "lib.lessons.flash_attention.ladder_triton:measure_ladder",
+        prints="{result}",
+    ),
+    "lessons gpu-steps": Command(
+        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 07.",
+        "lib.lessons.ddp.gpu_steps:record_steps",
+        prints="{result}",
+        on_ranks=True,
+    ),
+    "benchmark tokenizer": Command(
+        "Measure the tokenizer against its peers.",
+        "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
+        prints="{config.output}/tokenizer_benchmark.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark training": Command(
+        "Measure training steps on a GPU against a peer.",
+        "lib.tools.benchmarks.training:benchmark_training",
+        prints="{config.output}/training_benchmark.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark step": Command(
+        "Measure time and memory of training steps, by model, context and precision.",
+        "lib.tools.benchmarks.step:benchmark_step",
+        prints="{config.output}/step_benchmark.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark attention": Command(
+        "Measure attention kernels against one another and PyTorch's.",
+        "lib.tools.benchmarks.attention:benchmark_and_summarize",
+        prints="{config.output}/attention_sweep_report.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark tune-attention": Command(
+        "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
+        "lib.tools.benchmarks.tune_attention:print_tuned",
+    ),
+    "benchmark communication": Command(
+        "Measure collectives between GPUs or processes, by size, against the cost formula.",
+        "lib.tools.benchmarks.communication:benchmark_communication",
+        prints="{config.output}/communication_benchmark.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark lm-matrix": Command(
+        "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
+        "lib.tools.benchmarks.lm_matrix:benchmark_lm_matrix",
+        prints="{config.output}/lm_matrix_report.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark sharding": Command(
+        "Measure memory and time of sharded optimizers, in training on several ranks.",
+        "lib.tools.benchmarks.sharding:benchmark_sharding",
+        prints="{config.output}/sharding_benchmark.md",
+        interrupted=RESUMES,
+    ),
+    "benchmark headline": Command(
+        "Fill the README's table of results from the records.",
+        "lib.tools.benchmarks.headline:fill_pages",
+    ),
+    "profile": Command(
+        "Profile training steps: time by kernel, idle gaps, memory by category.",
+        "lib.profiling.profiler:profile",
+    ),
+    "roofline": Command(
+        "Measure a GPU's limits and the operations of a block against them.",
+        "lib.profiling.roofline:write_records",
+        prints="{config.output}/roofline.jsonl",
+    ),
+    "kaggle build": Command(
+        "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
+        "lib.tools.publish.kaggle:build",
+        prints="{result}",
+    ),
+    "kaggle push": Command(
+        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
+        "lib.tools.publish.kaggle:push",
+    ),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command named by `arguments` (default: those of the process); return its exit code.
 
@@ -36,24 +231,24 @@ def main(arguments: list[str] | None = None) -> int:
     has gone (`| head`) 141. `--debug`, or WORKBOOK_DEBUG=1 in the environment, adds the traceback.
     """
     prepare_streams()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
     try:
         try:
-            return run_line(sys.argv[1:] if arguments is None else arguments)
+            return run_line([word for word in arguments if word != "--debug"], is_debug)
         finally:
             sys.stdout.flush()
     except OSError as error:
         is_gone = reader_is_gone()
         if not is_gone:
-            print_error(error, is_debug=False)
+            print_error(error, is_debug)
         # Python's last flush would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141 if is_gone else 2
 
 
-def run_line(arguments: list[str]) -> int:
-    """`main`, to a standard output that somebody reads."""
-    is_debug = "--debug" in arguments or os.environ.get("WORKBOOK_DEBUG", "0") not in ("", "0")
-    arguments = [argument for argument in arguments if argument != "--debug"]
+def run_line(arguments: list[str], is_debug: bool) -> int:
+    """`main`, to a standard output that takes what is printed."""
     logging.basicConfig(format="%(message)s", handlers=[LogAboveBars()])
     # other libraries only warn
     logging.getLogger("lib").setLevel(logging.INFO)
@@ -72,7 +267,7 @@ def run_line(arguments: list[str]) -> int:
         return 0
     try:
         name, flags = find_command(arguments)
-        if not COMMANDS[name].trains_on_ranks or "RANK" not in os.environ:
+        if not COMMANDS[name].on_ranks or "RANK" not in os.environ:
             return run_command(name, flags)
         from lib.ddp.launcher import run_as_rank
 
@@ -92,12 +287,12 @@ def run_line(arguments: list[str]) -> int:
         from lib.core.allocator import is_out_of_memory
         from lib.ddp.launcher import WorkerError
 
-        if isinstance(error, WorkerError) and not is_debug:
+        if is_debug or not (is_out_of_memory(error) or isinstance(error, WorkerError)):
+            raise
+        if isinstance(error, WorkerError):
             # its message contains the rank's own traceback
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
-        if is_debug or not is_out_of_memory(error):
-            raise
         print_error(error, is_debug)
         return 2
 
@@ -113,396 +308,6 @@ class LogAboveBars(logging.StreamHandler):
         from tqdm import tqdm
 
         tqdm.write(self.format(record), file=sys.stderr)
-
-
-# Commands that print more than the name of a file
-
-
-def tokenize(config: Any) -> int:
-    from lib.core.terminal import progress_bar
-    from lib.data.prepare import tokenize_corpus
-
-    print_corpus(tokenize_corpus(config, progress_bar=progress_bar))
-    return 0
-
-
-def pipeline(config: Any) -> int:
-    from lib.core.terminal import print_stories, progress_bar
-    from lib.training.pipeline import run_pipeline
-
-    rows, result, texts = run_pipeline(config, progress_bar=progress_bar)
-    if is_first_rank():
-        if rows:
-            print_corpus(rows)
-        print_training(result)
-        if texts:
-            print()
-            prompts = config.sample.prompts
-            stories = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts)]
-            print_stories(prompts, stories)
-    return exit_code(result)
-
-
-def train(config: Any) -> int:
-    from lib.training import loop
-
-    result = loop.train(config)
-    if is_first_rank():
-        print_training(result)
-    return exit_code(result)
-
-
-def generate(config: Any) -> int:
-    from lib.core.terminal import BOLD, StoryPrinter, print_stories
-    from lib.training.generation import generate_text, load_model, newest_run
-
-    model, tokenizer, _ = load_model(config.checkpoint or newest_run(), config.device)
-    prompts, options = config.sample.prompts, config.sample.options()
-    if len(prompts) == 1 and sys.stdout.isatty():
-        printer = StoryPrinter()
-        printer.write(prompts[0], style=BOLD)
-        show = lambda row, text: printer.write(text)  # noqa: E731
-        generate_text(model, tokenizer, prompts, on_text=show, **options)
-        printer.close()
-        return 0
-    print_stories(prompts, generate_text(model, tokenizer, prompts, **options))
-    return 0
-
-
-def tune_attention(config: Any) -> int:
-    from lib.core.records import to_markdown
-    from lib.tools.benchmarks.tune_attention import tune
-
-    print(to_markdown(tune(config.head_dims)))
-    return 0
-
-
-def benchmark_attention(config: Any) -> list[dict]:
-    from lib.tools.benchmarks.attention import benchmark_attention
-    from lib.tools.benchmarks.attention_report import summary
-
-    records = benchmark_attention(config)
-    print(summary(records))
-    return records
-
-
-def print_corpus(rows: list[dict]) -> None:
-    """Print the table of what was made of a corpus."""
-    from lib.core.records import to_markdown
-
-    names = {"bytes_per_token": "bytes/token", "MB_per_s": "MB/s"}
-    print(to_markdown(rows, {key: names.get(key, key) for key in rows[0]}), end="")
-
-
-def print_training(result: Any) -> None:
-    """Print how a training run ended, and its last evaluation."""
-    from lib.training.metrics import last_evaluation, read_metrics
-
-    print(f"{result.status} at step {result.step}: {result.output}")
-    last = last_evaluation(read_metrics(result.output / "metrics.jsonl"))
-    if last is not None:
-        print(
-            f"validation loss {last['validation_loss']:.4f}, "
-            f"perplexity {last['validation_perplexity']:.2f}, "
-            f"{last['validation_bits_per_byte']:.4f} bits per byte"
-        )
-    if result.status == "stopped":
-        print("the same command continues from here")
-    # what `wandb sync` has uploaded has a mark
-    stored = sorted((result.output / "wandb").glob("offline-run-*"))
-    waiting = [str(folder) for folder in stored if not any(folder.glob("*.synced"))]
-    if waiting:
-        print(f"upload to W&B: wandb sync {' '.join(waiting)}")
-    if (result.output / "tensorboard").exists():
-        print(f"look at it: tensorboard --logdir {result.output / 'tensorboard'}")
-
-
-def exit_code(result: Any) -> int:
-    """130, as after an interruption, if a training run was stopped.
-
-    Under `torchrun` 0: it would take anything else for a failure and restart it.
-    """
-    return 130 if result.status == "stopped" and "RANK" not in os.environ else 0
-
-
-def is_first_rank() -> bool:
-    """Whether this process is alone, or the first of those that `torchrun` started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-# The table of commands
-
-
-@dataclasses.dataclass(frozen=True)
-class NoConfig:
-    """There are no settings."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NotebooksConfig:
-    """Which notebooks."""
-
-    notebooks: tuple[str, ...] = ()
-    """Numbers (`01`) or names (`01_tokenizer`); none = all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StoryConfig:
-    """Which run's model is kept, and where."""
-
-    run: Path | None = None
-    """The run's folder. May be given without its flag. None = the newest in `artifacts/runs`."""
-
-    output: Path = Path("artifacts/local/tiny_stories")
-    """Folder for the model; `artifacts/tiny_stories` replaces the committed one."""
-
-
-class Command(NamedTuple):
-    """A command: its line of help, and what is imported when it is used."""
-
-    help: str
-
-    config: type | str
-    """The dataclass of its flags, or `module:name`."""
-
-    function: Callable | str
-    """Called with the config; an int that it returns is the exit code."""
-
-    prints: str = ""
-    """Printed if the function returned something true; may contain {config} and {result}."""
-
-    unpacks: bool = False
-    """Whether the function takes the config's fields as keyword arguments."""
-
-    interrupted: str = "the same command starts over"
-    """Printed after Ctrl-C: how to go on."""
-
-    trains_on_ranks: bool = False
-    """Whether processes that `torchrun` started work together on it."""
-
-    word: str = ""
-    """The field that a word without a flag sets."""
-
-
-RESUMES = "what was measured is kept, and the same command continues from there"
-CONTINUES = "what was done and saved is kept, and the same command continues from there"
-
-COMMANDS: dict[str, Command] = {
-    "pipeline": Command(
-        "Corpus, tokenizer, token arrays, training and a sample, in one go.",
-        "lib.training.config:PipelineConfig",
-        pipeline,
-        interrupted=CONTINUES,
-        trains_on_ranks=True,
-    ),
-    "tokenize": Command(
-        "Turn a corpus into a tokenizer and token arrays.",
-        "lib.data.prepare:TokenizeConfig",
-        tokenize,
-        interrupted=CONTINUES,
-    ),
-    "train": Command(
-        "Train a model, or resume an interrupted run.",
-        "lib.training.config:TrainConfig",
-        train,
-        interrupted=CONTINUES,
-        trains_on_ranks=True,
-    ),
-    "generate": Command(
-        "Continue texts with a trained model.",
-        "lib.training.config:GenerateConfig",
-        generate,
-    ),
-    "export": Command(
-        "Write a trained model as a folder that `transformers`, vLLM and llama.cpp read.",
-        "lib.training.config:ExportConfig",
-        "lib.training.interchange:export_run",
-        prints="{result}; transformers.AutoModelForCausalLM.from_pretrained('{result}') loads it",
-        word="folder",
-    ),
-    "import": Command(
-        "Make a run from a Llama-like model that `transformers` saved.",
-        "lib.training.config:ImportConfig",
-        "lib.training.interchange:import_model",
-        prints="{result}; python -m lib generate --checkpoint {result} continues texts with it",
-        word="folder",
-    ),
-    "runs": Command(
-        "List the training runs that are kept, with their sizes and ages.",
-        "lib.training.runs:RunsConfig",
-        "lib.training.runs:list_runs",
-    ),
-    "runs remove": Command(
-        "Remove runs by name, after asking.",
-        "lib.training.runs:RemoveRunsConfig",
-        "lib.training.runs:remove_runs",
-        word="names",
-    ),
-    "run": Command(
-        "Run the notebooks and write the report.",
-        "lib.tools.publish.run_notebooks:RunConfig",
-        "lib.tools.publish.run_notebooks:run_notebooks",
-        interrupted="finished pages are in the report; the same command runs all notebooks again",
-    ),
-    "exercises": Command(
-        "Run the notebooks and list which exercises are solved.",
-        NotebooksConfig,
-        "lib.tools.publish.exercise_report:report_exercises",
-        unpacks=True,
-    ),
-    "notebooks copy": Command(
-        "Make your copies of the notebooks in work/, or bring them up to date.",
-        NoConfig,
-        "lib.tools.publish.readers_copies:update_copies",
-        unpacks=True,
-    ),
-    "notebooks refresh": Command(
-        "Run notebooks and store their outputs in them, as they are committed.",
-        NotebooksConfig,
-        "lib.tools.publish.run_notebooks:refresh_notebooks",
-        unpacks=True,
-    ),
-    "lessons story": Command(
-        "Make a story model like the committed one from a training run.",
-        StoryConfig,
-        "lib.lessons.start.story:keep",
-        prints="{config.output}",
-        unpacks=True,
-        word="run",
-    ),
-    "lessons broken-runs": Command(
-        "Train the broken runs that notebook 03 shows, and record them.",
-        NoConfig,
-        "lib.lessons.training.broken:record_broken_runs",
-        prints="{result}",
-        unpacks=True,
-    ),
-    "lessons ablation": Command(
-        "Train the variants of notebook 02's model, three seeds each, for its record.",
-        NoConfig,
-        "lib.lessons.model.ablation:run_ablations",
-        prints="{result}",
-        unpacks=True,
-        interrupted=RESUMES,
-    ),
-    "lessons llama": Command(
-        "Record logits of `transformers` for notebook 02.",
-        NoConfig,
-        "lib.lessons.model.llama_record:save_logits",
-        prints="{result}",
-        unpacks=True,
-    ),
-    "lessons race": Command(
-        "Run the recipes of notebook 10 to their target, three seeds each, for its leaderboard.",
-        NoConfig,
-        "lib.lessons.speedrun.record:measure_race",
-        prints="{result}",
-        unpacks=True,
-    ),
-    "lessons ladder": Command(
-        "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
-        NoConfig,
-        "lib.lessons.flash_attention.ladder_triton:measure_ladder",
-        prints="{result}",
-        unpacks=True,
-    ),
-    "lessons gpu-steps": Command(
-        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 07.",
-        NoConfig,
-        "lib.lessons.ddp.gpu_steps:record_steps",
-        prints="{result}",
-        unpacks=True,
-        trains_on_ranks=True,
-    ),
-    "notebooks clean": Command(
-        "Bring the notebooks' metadata into the form that is committed, without running them.",
-        NoConfig,
-        "lib.tools.publish.run_notebooks:clean_notebooks",
-        unpacks=True,
-    ),
-    "benchmark tokenizer": Command(
-        "Measure the tokenizer against its peers.",
-        "lib.tools.benchmarks.tokenizer:TokenizerBenchmarkConfig",
-        "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",
-        prints="{config.output}/tokenizer_benchmark.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark training": Command(
-        "Measure training steps on a GPU against a peer.",
-        "lib.tools.benchmarks.training:TrainingBenchmarkConfig",
-        "lib.tools.benchmarks.training:benchmark_training",
-        prints="{config.output}/training_benchmark.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark step": Command(
-        "Measure time and memory of training steps, by model, context and precision.",
-        "lib.tools.benchmarks.step:StepBenchmarkConfig",
-        "lib.tools.benchmarks.step:benchmark_step",
-        prints="{config.output}/step_benchmark.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark attention": Command(
-        "Measure attention kernels against one another and PyTorch's.",
-        "lib.tools.benchmarks.attention:AttentionBenchmarkConfig",
-        benchmark_attention,
-        prints="{config.output}/attention_sweep_report.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark tune-attention": Command(
-        "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        "lib.tools.benchmarks.tune_attention:TuneConfig",
-        tune_attention,
-    ),
-    "benchmark communication": Command(
-        "Measure collectives between GPUs or processes, by size, against the cost formula.",
-        "lib.tools.benchmarks.communication:CommunicationBenchmarkConfig",
-        "lib.tools.benchmarks.communication:benchmark_communication",
-        prints="{config.output}/communication_benchmark.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark lm-matrix": Command(
-        "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
-        "lib.tools.benchmarks.lm_matrix:LmMatrixConfig",
-        "lib.tools.benchmarks.lm_matrix:benchmark_lm_matrix",
-        prints="{config.output}/lm_matrix_report.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark sharding": Command(
-        "Measure memory and time of sharded optimizers, in training on several ranks.",
-        "lib.tools.benchmarks.sharding:ShardingConfig",
-        "lib.tools.benchmarks.sharding:benchmark_sharding",
-        prints="{config.output}/sharding_benchmark.md",
-        interrupted=RESUMES,
-    ),
-    "benchmark headline": Command(
-        "Fill the README's table of results from the records.",
-        NoConfig,
-        "lib.tools.benchmarks.headline:fill_pages",
-        unpacks=True,
-    ),
-    "profile": Command(
-        "Profile training steps: time by kernel, idle gaps, memory by category.",
-        "lib.profiling.profiler:ProfileConfig",
-        "lib.profiling.profiler:profile",
-    ),
-    "roofline": Command(
-        "Measure a GPU's limits and the operations of a block against them.",
-        "lib.profiling.roofline:RooflineConfig",
-        "lib.profiling.roofline:write_records",
-        prints="{config.output}/roofline.jsonl",
-    ),
-    "kaggle build": Command(
-        "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
-        "lib.tools.publish.kaggle:KaggleBuildConfig",
-        "lib.tools.publish.kaggle:build",
-        prints="{result}",
-    ),
-    "kaggle push": Command(
-        "Upload the folder that `kaggle build` made, with Kaggle's own client.",
-        "lib.tools.publish.kaggle:KagglePushConfig",
-        "lib.tools.publish.kaggle:push",
-    ),
-}
 
 
 def groups() -> set[str]:
@@ -548,36 +353,47 @@ def run_command(name: str, flags: list[str]) -> int:
     """Parse the flags of a command, run it, print where its results are; return the exit code."""
     command = COMMANDS[name]
     try:
-        config = parse(load(command.config), name, flags)
         function = load(command.function)
-        result = function(**vars(config)) if command.unpacks else function(config)
+        cls = config_of(function)
+        config = parse(cls or NoConfig, name, flags)
+        result = function(config) if cls else function()
     except KeyboardInterrupt:
-        if is_first_rank():
+        if os.environ.get("RANK", "0") == "0":
             print(f"\nstopped; {command.interrupted}", file=sys.stderr, flush=True)
         raise
     if command.prints and result:
         results = command.prints.format(config=config, result=result)
         print(results)
-        print_committed(Path(results))
+        # what is on record beside it, if the repository has a file of that name
+        if (PRESETS.parents[1] / "artifacts" / Path(results).name).is_file():
+            from lib.tools.benchmarks.headline import on_record
+
+            print(on_record(Path(results)), end="")
     return result if isinstance(result, int) else 0
 
 
-def print_committed(results: Path) -> None:
-    """Print what is on record beside new `results`, if the repository has a file of that name."""
-    if (PRESETS.parents[1] / "artifacts" / results.name).is_file():
-        from lib.tools.benchmarks.headline import on_record
-
-        print(on_record(results), end="")
-
-
-def load(path: Any) -> Any:
-    """Import what `module:name` names; anything but a string is returned as it is."""
-    if not isinstance(path, str):
-        return path
+def load(function: str | Callable) -> Callable:
+    """Import what `module:name` names."""
+    if callable(function):
+        return function
     import importlib
 
-    module, name = path.split(":")
+    module, name = function.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def config_of(function: Callable) -> type | None:
+    """The class of a command's argument `config`; None if it has none."""
+    # a benchmark is an object whose cases are made from the config
+    function = getattr(function, "cases", getattr(function, "groups", function))
+    function = inspect.unwrap(function)
+    annotation = inspect.get_annotations(function).get("config")
+    return function.__globals__[annotation] if isinstance(annotation, str) else annotation
+
+
+@dataclasses.dataclass(frozen=True)
+class NoConfig:
+    """There are no settings."""
 
 
 # Flags
@@ -601,25 +417,20 @@ def parse_alone(cls: type[T], command: str, flags: list[str]) -> T:
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config")
     given, flags = before.parse_known_args(flags)
-    default = None
-    if given.config is not None:
-        default = read_config(cls, given.config)
     flags = name_word(flags, COMMANDS[command].word, takes_several=command == "runs remove")
-    flags = [full_flag(cls, flag, command) for flag in flags]
     presets = f" or a preset ({', '.join(preset_files())})" if cls.__name__ in PIPELINE else ""
     note = (
         f"--config FILE.json{presets} replaces the defaults below; flags come on top.\n"
         "A flag may omit everything before its last dot. --debug: tracebacks."
     )
-    start: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         cls,
         prog=f"python -m lib {command}",
         description=f"{COMMANDS[command].help}\n\n{note}",
-        args=flags,
+        args=[full_flag(cls, flag, command) for flag in flags],
+        default=cls() if given.config is None else read_config(cls, given.config),
         use_underscores=True,
         registry=number_flags(),
-        **start,
     )
 
 
@@ -640,13 +451,8 @@ def number_flags() -> Any:
                 return kind(words[0])
             return words[0]
 
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=kind.__name__.upper(),
-            instance_from_str=read,
-            is_instance=lambda value: isinstance(value, (kind, int)),
-            str_from_instance=lambda value: [str(value)],
-        )
+        is_one = lambda value: isinstance(value, (kind, int))  # noqa: E731
+        return PrimitiveConstructorSpec(1, kind.__name__.upper(), read, is_one, lambda v: [str(v)])
 
     return registry
 
@@ -669,24 +475,15 @@ def read_config(cls: type[T], name: str) -> T:
     if not path.exists():
         known = f", and the presets are: {', '.join(presets)}" if presets else ""
         raise FileNotFoundError(f"--config {path}: no such file{known}")
-    if cls.__name__ not in PIPELINE or not is_of_pipeline(path):
+    fields: Any = None
+    with contextlib.suppress(ValueError):
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
+    parts = [fields.get(part) for part in ("corpus", "train")] if isinstance(fields, dict) else []
+    if cls.__name__ not in PIPELINE or not any(isinstance(part, dict) for part in parts):
         return from_json(cls, path)
     from lib.training.config import PipelineConfig
 
     return from_json(PipelineConfig, path).part(cls)
-
-
-def is_of_pipeline(path: Path) -> bool:
-    """Whether the JSON file at `path` has the settings of a corpus or of training as a part."""
-    import json
-
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError:
-        return False
-    return isinstance(fields, dict) and any(
-        isinstance(fields.get(part), dict) for part in ("corpus", "train")
-    )
 
 
 def name_word(flags: list[str], field: str, *, takes_several: bool = False) -> list[str]:
@@ -747,7 +544,11 @@ def hint_for(name: str, found: dict[str, list[str]], cls: type) -> str:
     steps = [
         step for step in ("pipeline", "tokenize", "train", "generate") if cls.__name__ in PIPELINE
     ]
-    owners = [step for step in steps if name in field_paths(load(COMMANDS[step].config))]
+    owners = [
+        step
+        for step in steps
+        if name in field_paths(config_of(load(COMMANDS[step].function)) or NoConfig)
+    ]
     if owners:
         return f"{' and '.join(owners)} {'have' if len(owners) > 1 else 'has'} it"
     known = [*found, *(path for paths in found.values() for path in paths)]

@@ -1,9 +1,16 @@
 """What the documents for people say about files, lines and settings is so."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
+
+from lib.__main__ import Command, config_of, load
+from lib.core.settings import PositiveInt, settings
+from lib.tools.benchmarks import harness
+from lib.tools.benchmarks.sections import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "lib/README.md", "artifacts/README.md", ".github/CONTRIBUTING.md")
@@ -54,3 +61,15 @@ def test_modules_and_names_that_prose_cites_exist():
     assert len(cited) > 50
     assert [(name, file) for name, file in sorted(cited) if not is_there(name)] == []
     assert not is_there("lib.model.config.model_names")
+
+
+def test_the_benchmark_that_is_shown_is_a_command_as_it_is_added(monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", read(".github/CONTRIBUTING.md"), re.DOTALL)
+    (source,) = [block for block in blocks if "class SoftmaxConfig" in block]
+    (entry,) = [block for block in blocks if '"benchmark softmax": Command(' in block]
+    module = types.ModuleType("lib.tools.benchmarks.softmax")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(vars(harness), settings=settings, PositiveInt=PositiveInt, Report=Report)
+    exec(source, vars(module))
+    (command,) = eval(f"{{{entry}}}", {"Command": Command}).values()
+    assert config_of(load(command.function)) is module.SoftmaxConfig

@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 # Freed bytes that a process keeps with `keep_freed_memory`, and the largest size above which glibc
-# takes memory from the system for one tensor alone; by default it keeps twice that size.
+# takes memory from the system for one tensor alone.
 MOST_KEPT = 1 << 30
 LARGEST_OFF_HEAP = 32 << 20
-# Whether `keep_freed_memory` had an effect: the C library does not tell.
-_KEEPS: list[bool] = []
 # Kernels in Triton can be compiled; PyTorch for Windows and for CPUs comes without it.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # C++ compilers, one of which `torch.compile` calls for a CPU.
@@ -197,40 +195,13 @@ def keep_freed_memory() -> None:
     By default glibc returns it to the system, and every page of the next large tensor costs a page
     fault: a tenth of a training step on a CPU. Does nothing with another C library.
     """
-    _KEEPS.append(_set_thresholds(MOST_KEPT))
-
-
-@contextlib.contextmanager
-def freed_memory_kept(device: str) -> Iterator[None]:
-    """Keep it in the block alone, on a CPU, unless this process keeps it for good.
-
-    Afterwards glibc returns memory as it does by default once a tensor of 32 MiB was freed.
-    """
-    if device != "cpu" or any(_KEEPS) or not _set_thresholds(MOST_KEPT):
-        yield
-        return
-    try:
-        yield
-    finally:
-        _set_thresholds(2 * LARGEST_OFF_HEAP)
-
-
-def _set_thresholds(most_kept: int) -> bool:
-    """Set how many freed bytes glibc keeps; whether this process has that C library."""
     import ctypes
 
     trim_threshold, mmap_threshold = -1, -3
-    try:
-        libc = ctypes.CDLL(None)
-        mallopt, malloc_trim = libc.mallopt, libc.malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return False
-    mallopt(mmap_threshold, LARGEST_OFF_HEAP)
-    mallopt(trim_threshold, most_kept)
-    # what is above that by now
-    if most_kept < MOST_KEPT:
-        malloc_trim(0)
-    return True
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, LARGEST_OFF_HEAP)
+        mallopt(trim_threshold, MOST_KEPT)
 
 
 def device_name(device: torch.device | str | None = None) -> str:

@@ -63,7 +63,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def settings(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass that checks its fields, whoever makes it.
+    """Make `cls` a frozen dataclass that checks its fields whenever an instance is made.
 
     Where only one value can be meant, a field takes that one: a tuple for a list, a `Path` for
     text, a config for a dict, a float for a whole number, Python's number for NumPy's.

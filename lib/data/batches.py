@@ -59,6 +59,7 @@ def take_sequences(
     dataset: np.ndarray, starts: np.ndarray, context_length: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets of the sequences that begin at `starts`, like `get_batch`."""
+    _check_dataset(dataset)
     sequences = read_sequences(dataset, starts, context_length, device)
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
@@ -66,17 +67,20 @@ def take_sequences(
 def read_sequences(
     dataset: np.ndarray, starts: np.ndarray, context_length: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Return the sequences that begin at `starts`: (len(starts), context_length + 1) int64."""
+    """Return the sequences that begin at `starts`: (len(starts), context_length + 1) int64.
+
+    Raises:
+        ValueError: a sequence does not begin and end in `dataset`, or has an id beyond int64.
+    """
     import torch
 
-    _check_dataset(dataset)
-    _check_length(len(dataset), context_length)
     # NumPy would count a negative start from the end
     last = len(dataset) - context_length - 1
     starts = np.asarray(starts)
     if starts.dtype.kind not in "iu" or ((starts < 0) | (starts > last)).any():
         raise ValueError(f"starts must be whole numbers from 0 to {last}, got {starts}")
-    # (batch, context_length + 1)
+
+    # the tokens from each start on: (batch, context_length + 1)
     indices = starts.astype(np.int64)[:, None] + np.arange(context_length + 1)
     ids = dataset[indices]
     # no other dtype can hold such an id
@@ -149,6 +153,8 @@ class BatchSampler:
         self.num_tokens, self.context_length, self.seed = num_tokens, context_length, seed
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.windows_seen = 0
+        # sequences that all ranks together take in a step
+        self.sequences_per_step = batch_size * world_size
         # offsets of the next steps, (steps, batch_size)
         self._ahead = np.empty((0, batch_size), np.int64)
         if self.sequences_per_step > self.num_sequences:
@@ -157,11 +163,6 @@ class BatchSampler:
                 f"sequences per step, but {num_tokens:,} tokens give only {self.num_sequences:,} "
                 f"sequences of context_length {context_length}"
             )
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences that all ranks together take in a step."""
-        return self.batch_size * self.world_size
 
     @property
     def epoch(self) -> int:

@@ -1,9 +1,12 @@
 """Gradients in flat buckets, sent while backward computes others, in one order on all ranks.
 
+A gradient's way, in `InOrder`: autograd calls `gradient_arrived`; the gradient that completes a
+bucket has it sent (`send_complete`, `send`); `finish_gradient_synchronization` waits for all
+buckets. Subclasses say what `send` starts: an all-reduce in data parallelism (`wrappers.py`), a
+reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
+
 `Bucket` is the layout: parameters side by side in one buffer, which can be cut into a slice per
-rank. `InOrder` is the order: each bucket is sent as soon as its gradients are complete, and all
-ranks send the same bucket at the same time. What is sent is the subclass's to say: an all-reduce in
-data parallelism (`wrappers.py`), a reduce-scatter in ZeRO-1 (`sharded_optimizer/flat_slices.py`).
+rank. ZeRO-1 and FSDP (`fsdp/flat_parameters.py`) keep their parameters in it, too.
 
 One bucket of two parameters for two ranks, a slice being 4 elements:
 
@@ -18,7 +21,7 @@ import functools
 import itertools
 import numbers
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +72,7 @@ class Bucket:
         self.sizes = [shape.numel() for shape in self.shapes]
         # gradients that have not arrived in this backward pass
         self.missing = len(self.params)
-        # while it is sent: handles to wait for, what must live until then, and what will be means
+        # while it is sent: handles to wait for, what must live until then, and what become means
         self.works: list[Any] = []
         self.sent: list[Tensor] = []
         self.means: list[Tensor] = []
@@ -77,6 +80,7 @@ class Bucket:
 
     def lay_out(self, like: Tensor) -> None:
         """Compute where parameters start in a buffer of the dtype of `like`, in elements."""
+        # parameters, each from a multiple of 16 bytes to the next one's start
         self.dtype = like.dtype
         num_bytes = min(like.itemsize, (self.narrowest or like.dtype).itemsize)
         step = max(1, ALIGNMENT // num_bytes)
@@ -100,8 +104,8 @@ class Bucket:
         """
         if tensors[0].dtype != self.dtype:
             self.lay_out(tensors[0])
-        pieces = [tensor.reshape(-1) for tensor in tensors]
         # tensor, gap, tensor, gap, ..., last
+        pieces = [tensor.reshape(-1) for tensor in tensors]
         if self.gaps:
             pieces = [piece for pair in zip(pieces, self.gaps) for piece in pair]
         if last is not None:
@@ -115,6 +119,16 @@ class Bucket:
             (part[:size] if self.gaps else part).view(shape)
             for part, size, shape in zip(parts, self.sizes, self.shapes)
         ]
+
+    def receive(self, divisor: int) -> None:
+        """Wait for what was sent (on a GPU only its stream waits), and divide the sums."""
+        for work in self.works:
+            work.wait()
+        # sums become means, and what was sent is freed
+        if self.works and divisor > 1:
+            for tensor in self.means:
+                tensor.div_(divisor)
+        self.works, self.sent, self.means = [], [], []
 
     def parts(self, number: int) -> Iterator[Part]:
         """The parameters, or parts of them, in slice `number`."""
@@ -137,10 +151,11 @@ def fill_buckets(params: Iterable[Tensor], *, cap_bytes: float | None = None) ->
     full: list[list[Tensor]] = []
     filling: dict[Any, list[Tensor]] = {}
     for param in params:
+        # the bucket of this dtype and device that is being filled, and its size with the parameter
         bucket = filling.setdefault((param.dtype, param.device), [])
         size = sum(other.nbytes for other in bucket) + param.nbytes
         limit = cap_bytes if full else min(cap_bytes or 0, FIRST_BUCKET_BYTES)
-        # a parameter above the cap fills a bucket by itself
+        # begin a new one if it would be too large; a parameter above the cap gets its own
         if bucket and cap_bytes is not None and size > limit:
             full.append(bucket)
             bucket = filling[param.dtype, param.device] = []
@@ -176,15 +191,15 @@ class GradientSync:
 
 
 class InOrder(GradientSync):
-    """Averages the gradients of a group's ranks, a bucket at a time, in one order on all ranks.
+    """Averages gradients over a group's ranks, a bucket at a time, in one order on all ranks.
 
     The order is that in which gradients arrived on rank 0 in the first step. That step overlaps
-    nothing, so that every step of every run has the same order, and a resumed run the same bits. A
-    gradient that arrives early waits for those before it, so that ranks whose backward passes
-    differ do not mix up tensors.
+    nothing, so every step of every run has the same order, and a resumed run has the same bits. A
+    bucket that is complete early waits for those before it: otherwise ranks whose backward passes
+    differ would add up gradients of different parameters.
 
-    A parameter without a gradient here counts as zero. The last bucket also carries who has
-    gradients, so that one that no rank has used can be told from one whose mean is zero.
+    A parameter without a gradient on this rank counts as zero. With the last bucket the ranks also
+    average a 1 for each gradient that they have (`presence`): a mean of 0 means that no rank has.
     """
 
     # what `send` starts, for profilers and error messages
@@ -193,14 +208,14 @@ class InOrder(GradientSync):
     overlaps = True
     # whether gradients that arrive now would be too late
     is_closed = False
+    # raises a RuntimeError if there are other parameters than those that are watched
+    check_parameters: Callable[[], None]
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Begin without parameters; `watch` adds them."""
         self.group, self.ranks = group, world_size(group)
-        # what profilers show
-        self.range = annotate(self.collective)
         self.params: list[Tensor] = []
-        # by a parameter's id, which is quick: its name, its index, and the bucket that has it
+        # by a parameter's id, which is quicker than by the parameter: name, index, bucket
         self.names: dict[int, str] = {}
         self.number_of: dict[int, int] = {}
         self.bucket_of: dict[int, Bucket] = {}
@@ -210,12 +225,14 @@ class InOrder(GradientSync):
         # buckets in the order in which they are sent, empty until all ranks agree; how many were
         self.order: list[Bucket] = []
         self.num_sent = 0
-        # parameters without a gradient here, and the ranks' mean of who has one
+        # parameters without a gradient here, the ranks' mean of who has one, and those that no
+        # rank had a gradient of in the last step
         self.absent: list[Tensor] = []
         self.presence: Tensor | None = None
+        self.unused: list[Tensor] = []
 
     def watch(self, named: Iterable[tuple[str, Tensor]], *, hooks: bool = True) -> None:
-        """Average the gradients of further parameters; `hooks` tell when they arrive."""
+        """Add parameters whose gradients are averaged; with `hooks`, during backward."""
         for name, param in named:
             self.names[id(param)] = name
             self.number_of[id(param)] = len(self.params)
@@ -224,15 +241,11 @@ class InOrder(GradientSync):
                 add_hook(param, self)
 
     def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
-        """The buckets, in the order in which they become complete if `params` arrive in theirs."""
-        raise NotImplementedError
-
-    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
-        """Start to average the bucket's gradients, and `presence` (1-dim) with the last one."""
+        """The buckets, in the order in which they are complete if `params` arrive in this one."""
         raise NotImplementedError
 
     def gradient_arrived(self, param: Tensor) -> None:
-        """Called in backward when a gradient is complete: send what is full, in order."""
+        """Called by autograd when a gradient is complete; send the buckets that are, too."""
         key = id(param)
         if key in self.arrived or self.is_closed:
             raise RuntimeError(
@@ -245,90 +258,101 @@ class InOrder(GradientSync):
         # in no_sync, gradients only add up
         if not self.is_syncing:
             return
+
+        # if an exception ends the backward pass, `is_in_backward` stays on
         if not self.arrived and not self.is_in_backward:
             self.is_in_backward = True
-            # not called if an exception ends the backward pass
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        self.arrived[key] = None
+            on_end = functools.partial(setattr, self, "is_in_backward", False)
+            torch.autograd.Variable._execution_engine.queue_callback(on_end)
+
         # the first step only records the order
+        self.arrived[key] = None
         if self.overlaps and self.order:
-            self.bucket_of[key].missing -= 1
-            while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
-                with torch.no_grad(), self.range:
-                    self.send_next()
+            bucket = self.bucket_of[key]
+            bucket.missing -= 1
+            if not bucket.missing:
+                with torch.no_grad(), annotate(self.collective):
+                    self.send_complete()
 
-    def _on_backward_end(self) -> None:
-        self.is_in_backward = False
+    def send_complete(self) -> None:
+        """Send buckets in order, up to the first one that lacks a gradient."""
+        while self.num_sent < len(self.order) and not self.order[self.num_sent].missing:
+            bucket, presence = self.order[self.num_sent], None
+            if bucket is self.order[-1]:
+                # 1, or 0 where this rank has no gradient
+                presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
+                for param in self.absent:
+                    presence[self.number_of[id(param)]] = 0
+            self.send(bucket, presence)
+            self.num_sent += 1
 
-    def send_next(self) -> None:
-        """Send the next bucket; the last one also carries who has gradients."""
-        bucket, presence = self.order[self.num_sent], None
-        if bucket is self.order[-1]:
-            # 1, or 0 if this rank has no gradient; the mean is 0 if no rank has
-            presence = bucket.params[0].new_ones(len(self.params))  # (parameters,)
-            for param in self.absent:
-                presence[self.number_of[id(param)]] = 0
-        self.send(bucket, presence)
-        self.num_sent += 1
-
-    def receive(self, bucket: Bucket) -> None:
-        """Wait for a bucket (on a GPU only its stream waits), whose sums become means."""
-        for work in bucket.works:
-            work.wait()
-        if bucket.works and not self.averages:
-            for tensor in bucket.means:
-                tensor.div_(self.ranks)
-        bucket.works, bucket.sent = [], []
+    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
+        """Start to average the bucket's gradients, and `presence` (1-dim) with the last one."""
+        raise NotImplementedError
 
     @torch.no_grad()
-    def finish(self) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Send what backward did not, and wait for all; every rank calls it.
+    def finish_gradient_synchronization(self) -> None:
+        """Turn every gradient into its mean over the ranks; between backward and optimizer step.
 
-        Returns:
-            The means of each bucket of `order`, and the parameters that no rank has used. To find
-            those, the host waits for its device, but only where a gradient is missing here.
+        Every rank must call it, even if its backward pass reached no parameter. Where a gradient
+        is missing on this rank, the host waits for its device.
+
+        Raises:
+            RuntimeError: a parameter was added or replaced since it was watched, or was frozen
+                then and is trained now.
         """
-        # send what is left, in the first step all, and wait
-        with self.range:
+        self.check_parameters()
+        # none on a single rank
+        if not self.params:
+            return
+
+        with annotate(self.collective):
+            # send what backward did not, in the first step all
             if not self.order:
                 self._agree_on_order()
             if self.num_sent < len(self.order):
-                self._fill_in_absent()
-                while self.num_sent < len(self.order):
-                    self.send_next()
+                self._complete_buckets()
+                self.send_complete()
+            # wait for all
             for bucket in self.order:
-                self.receive(bucket)
+                bucket.receive(self.divisor)
 
-        # whose gradient is missing on all ranks, not here alone
-        unused = []
+        # a parameter that no rank has used has no gradient, as in one process
+        self.unused = []
         if self.absent:
             numbers = [self.number_of[id(param)] for param in self.absent]
             shares = self.presence[numbers].tolist()  # type: ignore[index]  # sent with the last
-            unused = [param for param, share in zip(self.absent, shares) if share == 0]
+            self.unused = [param for param, share in zip(self.absent, shares) if share == 0]
+        for param in self.unused:
+            param.grad = None
 
         # ready for the next step
-        means = [bucket.means for bucket in self.order]
         for bucket in self.order:
-            bucket.means, bucket.missing = [], len(bucket.params)
+            bucket.missing = len(bucket.params)
         self.arrived.clear()
         self.absent, self.presence = [], None
         self.num_sent, self.is_in_backward = 0, False
-        return means, unused
 
-    def _fill_in_absent(self) -> None:
-        """Give parameters without a gradient one of zeros, in buckets that were not sent."""
-        for bucket in self.order[self.num_sent :]:
+    def _complete_buckets(self) -> None:
+        """Complete the buckets that were not sent, with zeros where a gradient is missing."""
+        left = self.order[self.num_sent :]
+        for bucket in left:
             for param in bucket.params:
                 if param.grad is None:
                     self.absent.append(param)
                     param.grad = torch.zeros_like(param)
                 if param.grad.layout != torch.strided:
                     raise not_dense(self.names[id(param)], param.grad)
+        for bucket in left:
+            bucket.missing = 0
 
     def _agree_on_order(self) -> None:
-        """Make the buckets; where they overlap, in the order of rank 0's gradients."""
+        """Make the buckets; with overlap, in the order in which rank 0's gradients arrived."""
         params = self.params
+        # NCCL averages; with gloo, sums are divided by the number of ranks
         self.averages = has_average(params[0], self.group)
+        self.divisor = 1 if self.averages else self.ranks
+        # rank 0's order: gradients as they arrived, then parameters without one
         if self.overlaps:
             left = [id(param) for param in reversed(params) if id(param) not in self.arrived]
             order = [self.number_of[key] for key in (*self.arrived, *left)]
@@ -340,9 +364,9 @@ class InOrder(GradientSync):
 
 
 def add_hook(param: Tensor, owner: Any) -> None:
-    """Let backward call `owner.gradient_arrived(param)` whenever the gradient is complete.
+    """Have autograd call `owner.gradient_arrived(param)` whenever the gradient is complete.
 
-    A parameter can outlive its owner, with which the hook goes.
+    The hook is removed when `owner` is freed; the parameter may live longer.
     """
     hook = functools.partial(type(owner).gradient_arrived, weakref.proxy(owner))
     handle = param.register_post_accumulate_grad_hook(hook)

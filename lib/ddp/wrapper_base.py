@@ -14,7 +14,7 @@ from lib.ddp.process_group import world_size
 
 
 class Structure:
-    """The parts and parameters of a module, to see quickly in each step that they are the same."""
+    """The parts and parameters of a module, to check quickly in each step for changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parts = dict(module.named_modules())
@@ -53,15 +53,17 @@ class Wrapper(nn.Module):
     group: dist.ProcessGroup | None
 
     def note_parameters(self) -> None:
-        """Note which parameters are averaged, and where in the module they are."""
+        """Note the module's parameters and where they are, for `check_parameters`."""
         self.structure = Structure(inner_module(self.module))
         self.frozen = [param for param in self.module.parameters() if not param.requires_grad]
 
     def check_parameters(self) -> None:
-        """Raise a `RuntimeError` if there are other ones than when the module was wrapped."""
+        """Raise a `RuntimeError` if a parameter was added, replaced or unfrozen since wrapping."""
+        # quick, in each step
         are_frozen = not any(param.requires_grad for param in self.frozen)
         if are_frozen and self.structure.is_unchanged():
             return
+        # something changed: a parameter, or only parts without one
         known = self.structure.parameters()
         for part, key, name, param in known:
             if part._parameters.get(key) is not param:

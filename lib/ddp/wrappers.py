@@ -101,8 +101,8 @@ class DataParallel(InOrder, Wrapper):
         """
         if self.arrived:
             require_finished(must_finish=not self.is_in_backward)
-            # An exception ended that backward pass, perhaps at different points on different
-            # ranks. Once all have sent everything, they are in step again.
+            # an exception ended that backward pass, perhaps at different points on different
+            # ranks; once all have sent everything, they are in step again
             self.finish_gradient_synchronization()
         return self.module(*args, **kwargs)
 
@@ -112,46 +112,33 @@ class DataParallel(InOrder, Wrapper):
 
     def send(self, bucket: Bucket, presence: Tensor | None) -> None:
         """Start the all-reduce of a bucket's gradients, packed into one buffer or as they are."""
+        # the gradients that arrived
         grads = [param.grad for param in bucket.params]
         if any(grad.dtype != grads[0].dtype for grad in grads):
             raise RuntimeError(
                 "a part of the module was cast after it was wrapped; wrap the module again, since "
                 "the gradients of a bucket must have one dtype"
             )
+        # pack them, with `presence` behind them (`flat` sends it apart); they become views
         if self.packed and len(grads) > 1:
-            # who has gradients goes behind them; `flat` sends it apart
             last = presence if self.overlaps else None
             tensors = [bucket.pack(grads, last)]  # (length + len(last),)
             for param, view in zip(bucket.params, bucket.views(tensors[0])):
                 param.grad = view
+        # or send them as they are, but contiguous
         else:
-            # collectives need contiguous memory
             last, tensors = None, [grad.contiguous() for grad in grads]
             for param, grad, sent in zip(bucket.params, grads, tensors):
                 if sent is not grad:
                     param.grad = sent
+        # the ranks' mean of who has gradients is read in finish_gradient_synchronization
         if presence is not None:
             if last is None:
                 tensors.append(presence)
             self.presence = tensors[-1][-len(presence) :]  # (parameters,)
+        # don't wait: backward goes on
         bucket.means = tensors
         bucket.works = start_all_reduce(tensors, self.group, self.averages)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Turn every gradient into its mean over the ranks; between backward and optimizer step.
-
-        Every rank must call it, even if its backward pass reached no parameter.
-
-        Raises:
-            RuntimeError: a parameter was added or replaced since the module was wrapped, or was
-                frozen then and is trained now.
-        """
-        self.check_parameters()
-        # none on a single rank
-        if self.params:
-            _, unused = self.finish()
-            for param in unused:
-                param.grad = None
 
 
 class NaiveDDP(DataParallel):
@@ -162,7 +149,7 @@ class NaiveDDP(DataParallel):
     def send(self, bucket: Bucket, presence: Tensor | None) -> None:
         """Average a parameter's gradient, and wait for it."""
         super().send(bucket, presence)
-        self.receive(bucket)
+        bucket.receive(self.divisor)
 
 
 class FlatDDP(DataParallel):
@@ -191,10 +178,9 @@ class BucketedDDP(OverlappedDDP):
 
     NCCL takes all gradients of a bucket in one launch, and they stay where backward put them. Other
     backends take one tensor at a time. For them the gradients of a complete bucket are copied into
-    one buffer and become views of it. The buffer replaces them: beyond the
-    gradients themselves it takes one bucket's memory during the copy, and a few bytes per parameter
-    for alignment and for who has a gradient. `zero_grad()` frees it with them, and the next
-    backward pass makes another, so that the forward pass has the memory.
+    one buffer and become views of it. Beyond the gradients, that takes one bucket's memory during
+    the copy, and a few bytes per parameter for alignment and `presence`. `zero_grad()` frees the
+    buffer, and the next backward pass allocates another, so that the forward pass has the memory.
 
     Args:
         bucket_cap_mb: MiB (2²⁰ bytes) of gradients in a bucket; a larger parameter gets its own.

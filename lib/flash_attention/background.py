@@ -10,23 +10,23 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
-# Threads that work at a time: for what a call waits for, and for what a later one may need.
+# Threads at a time: for results that a call waits for, and for those that a later one may need.
 URGENT, SPARE = 8, 2
-# how many there are, of the spare ones by True
+# running threads: True has the number of those for later calls
 _running = {False: 0, True: 0}
 _changed = threading.Condition()
 
 
 class Once(Generic[Result]):
-    """A function that is computed once for each tuple of arguments, in a thread of its own.
+    """A function whose result is computed once for each tuple of arguments, in a thread.
 
-    A call waits for the result. What raised an error is computed again the next time.
+    A call waits for the result. After an error the next call computes it again.
     """
 
     def __init__(self, function: Callable[..., Result]):
         functools.update_wrapper(self, function)
         self.function = function
-        # the arguments -> the result, and whether it is a spare one
+        # the arguments -> the result, and whether no call needs it yet
         self.known: dict[tuple, tuple[Future, bool]] = {}
         self.lock = threading.Lock()
 
@@ -34,15 +34,15 @@ class Once(Generic[Result]):
         return self.start(*args).result()
 
     def start(self, *args: Any, is_spare: bool = False) -> Future:
-        """Start to compute the result, unless it is known or under way.
+        """Start to compute the result, unless it is known or being computed.
 
         Args:
-            is_spare: it may be needed later, and is computed while no call waits for another.
+            is_spare: only a later call may need it; it is computed when no call waits for another.
         """
         with self.lock:
             future, was_spare = self.known.get(args, (None, False))
             if future and was_spare and not is_spare:
-                # one that has not begun is needed now; this fails for the others
+                # now a call needs it: begin anew with the urgent ones, unless it has begun already
                 future.cancel()
             if not future or future.cancelled() or (future.done() and future.exception()):
                 future = Future()
@@ -52,7 +52,7 @@ class Once(Generic[Result]):
 
     def _compute(self, future: Future, args: tuple, is_spare: bool) -> None:
         with _turn(is_spare):
-            # Python waits for this thread, but nobody for its result, once the main one has ended
+            # once the main thread has ended, Python waits for this one, but nobody needs its result
             if not threading.main_thread().is_alive():
                 future.cancel()
             if not future.set_running_or_notify_cancel():
@@ -65,7 +65,7 @@ class Once(Generic[Result]):
 
 @contextlib.contextmanager
 def _turn(is_spare: bool) -> Iterator[None]:
-    """Wait until one more thread may work."""
+    """Wait until one more thread may run."""
 
     def may_begin() -> bool:
         if is_spare:

@@ -12,8 +12,7 @@ from lib.core.hardware import runs_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-# The versions of Triton that Hopper's kernels can be launched with: it is known how they pass
-# parameters.
+# Hopper's kernels run with these versions of Triton alone, whose way to pass parameters is known.
 HOPPER_TRITON = ("3.6", "3.7")
 
 
@@ -50,7 +49,7 @@ def check_is_no_tensor(scale: object) -> None:
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError on a device where Triton cannot run, or not on tensors of this dtype."""
+    """Raise ValueError unless Triton runs on `device` with tensors of `dtype`."""
     if not runs_triton(device):
         raise ValueError(f"q must be on a CUDA device, which Triton needs, got {device}")
     # Triton's interpreter keeps bfloat16 as integers, which a matmul then multiplies
@@ -69,7 +68,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, ndim: int = 4) -> None:
         k, v: (batch, key_heads, keys, head_dim); `key_heads` divides `heads`.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not fit together.
     """
     if not q.ndim == k.ndim == v.ndim == ndim:
         axes = {3: "batch, tokens, head_dim", 4: "batch, heads, tokens, head_dim"}
@@ -108,11 +107,12 @@ def check_kernel_inputs(
     instead: str = "",
     ndim: int = 4,
 ) -> None:
-    """`check_qkv`, and that a FlashAttention kernel supports q, k and v.
+    """Check as `check_qkv` does, and that a FlashAttention kernel supports q, k and v.
 
     Args:
-        dtypes: those that it takes, one for q, k and v; `max_head_dim`: the widest heads.
-        instead: the end of an error, such as which kernel takes more.
+        dtypes: those that the kernel supports; q, k and v share one.
+        max_head_dim: the widest heads that it supports.
+        instead: how an error ends, such as the name of a kernel that supports more.
 
     Raises:
         ValueError: they do not fit together, or are not supported.
@@ -171,7 +171,7 @@ def strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def empty_like_heads(x: Tensor) -> Tensor:
-    """An empty tensor like x, (batch, heads, tokens, head_dim), in memory tokens first if x is."""
+    """An empty tensor of the shape of x, (batch, heads, tokens, head_dim), and its memory order."""
     if x.is_contiguous():
         return torch.empty_like(x)
     batch, heads, tokens, head_dim = x.shape

@@ -341,7 +341,7 @@ def _portable_backward(
 
 
 def _uses_hopper(*heads: Tensor) -> bool:
-    """Whether Hopper's kernels take q, k, v and gradients; where they should, says once why not."""
+    """Whether Hopper's kernels take q, k, v and gradients; on a Hopper GPU logs once why not."""
     if hopper is not None and hopper.supports(*heads):
         return True
     q, k = heads[:2]

@@ -20,54 +20,22 @@ BlockOf = nn.Module | Sequence[nn.Module]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
+@dataclasses.dataclass(eq=False)
 class Block:
-    """Modules whose parameters are gathered together."""
+    """Modules whose parameters are gathered together, and how far that has come."""
 
-    def __init__(self, modules: list[nn.Module], flats: list[FlatParameters], index: int) -> None:
-        self.modules, self.flats, self.index = modules, flats, index
-        # whether the all-gathers were started, have arrived, and the model has the parameters
-        self.is_started = self.is_gathered = self.is_shown = False
+    modules: list[nn.Module]
 
-    def start_gathering(self) -> None:
-        """Start the all-gathers, unless the parameters are there or on their way."""
-        if not self.is_started:
-            self.is_started = True
-            for flat in self.flats:
-                flat.start_gathering()
+    flats: list[FlatParameters]
+    """Its parameters: one for each dtype, and for trained and frozen ones."""
 
-    def gather(self) -> None:
-        """Wait until all parameters are there."""
-        if not self.is_gathered:
-            self.start_gathering()
-            self.is_gathered = True
-            for flat in self.flats:
-                flat.wait()
+    index: int
 
-    def show(self) -> None:
-        """Let the model have the gathered parameters, for which backward has gradients."""
-        self.is_shown = True
-        for flat in self.flats:
-            flat.show()
+    is_started: bool = False
+    """Whether the all-gathers were started."""
 
-    def drop(self) -> None:
-        """Free all parameters.
-
-        Raises:
-            RuntimeError: some were changed in place, which would be lost.
-        """
-        if not self.is_started:
-            return
-        self.is_started = self.is_gathered = self.is_shown = False
-        for flat in [flat for flat in self.flats if flat.drop()]:
-            raise RuntimeError(
-                f"a forward pass changed one of {', '.join(flat.names)} in place, in memory "
-                "that is gathered for the pass alone; change parameters between steps"
-            )
-
-    def has_gradients(self) -> bool:
-        """Whether there are gradients that were not taken."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(whole.grad is not None for flat in self.flats for whole in flat.whole)
+    is_shown: bool = False
+    """Whether the model has the gathered parameters, for which backward has gradients."""
 
 
 def default_blocks(module: nn.Module) -> list[nn.Module]:

@@ -7,18 +7,18 @@ them out; `.` aligns starts to 16 bytes:
     rank 0       | a a a a a a . . b b b b b b b b |
     rank 1                                         | b b . . . . . . . . . . . . . . |
 
-all-gather: slices → whole, in the dtype of computation; reduce-scatter: whole gradients → mean of a
-slice. Parameters are views of the gathered buffer, so that nothing is copied after an all-gather.
-The buffer is new each time. Autograd keeps none of it from forward to backward (`saved`), but a
-weight that the caller has kept is whole and right as long as it is kept.
+An all-gather turns slices into the whole, in the dtype of computation; a reduce-scatter turns whole
+gradients into the mean of a slice. Gathered parameters are views of the buffer, so nothing is
+copied after an all-gather. Each all-gather allocates a new buffer. Autograd keeps none of them from
+forward to backward (`gathered_again`), but a weight that the caller keeps stays whole and right.
 
-The module's own parameters become the **shards**, this rank's part of each. They alone hold state:
-what is gathered is made from them anew in each pass, and freed.
+The module's own parameters become the **shards**, this rank's part of each. Only they hold state:
+each pass gathers the whole from them, and frees it.
 """
 
 from __future__ import annotations
 
-import functools
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,12 +38,14 @@ from lib.ddp.process_group import (
 )
 from lib.fsdp.stand_ins import WholeParameter, with_gradients_of
 
+# The number that grows when a tensor is changed in place.
+VERSION = operator.attrgetter("_version")
 # A parameter's places in the model: tied ones have several.
 Places = list[tuple[nn.Module, str]]
 
 
 class Unsent(NamedTuple):
-    """The gradient that a shard shows while whole gradients wait to be averaged."""
+    """A shard's `.grad` while whole gradients of `no_sync` wait to be averaged."""
 
     grad: Tensor
     version: int
@@ -52,15 +54,18 @@ class Unsent(NamedTuple):
     """Whether it is this rank's part of what waits, not a mean of before."""
 
 
-class FlatParameters:
-    """Parameters of one dtype that are gathered together.
+class FlatParameters(Bucket):
+    """A bucket of parameters, of which this rank keeps its slice, `mine`, and gathers the rest.
 
     Args:
-        named: parameters by name, of one device; they become this rank's shards.
+        named: parameters by name, of one dtype and device; they become this rank's shards.
         places: where each is found in the model.
         compute_dtype: of the gathered parameters, and so of what is sent; None: their own.
 
     Attributes:
+        shards: this rank's part of each parameter, 1-dim, a view of `mine`; has the mean gradient.
+        whole: what stands for each parameter while nothing is gathered; gets the whole gradient.
+        gathered: each parameter as a view of `buffer`, while the model may read it.
         before_forward: called when a parameter is read that is not gathered.
         before_backward: called when backward needs a parameter, or has a gradient of one.
         flat_at: which flat parameters are gathered where, by their storage; shared by all.
@@ -76,48 +81,51 @@ class FlatParameters:
         group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype | None,
     ) -> None:
-        self.flat_at: dict[int, FlatParameters] = {}
-        self.names, self.shards = list(named), list(named.values())
-        self.places, self.group, self.compute_dtype = places, group, compute_dtype
-        self.ranks = world_size(group)
+        # laid out so that a buffer of two bytes an element is aligned too
+        super().__init__(list(named.values()), world_size(group), torch.bfloat16)
+        self.names, self.shards, self.places = list(named), list(named.values()), places
+        self.group, self.compute_dtype = group, compute_dtype
+        self.recurrent = {m for at in places for m, _ in at if isinstance(m, nn.RNNBase)}
 
-        # layout, for buffers of two bytes an element too; `own` are this rank's parts
-        self.bucket = Bucket(self.shards, self.ranks, torch.bfloat16)
-        found = {id(part.param): part for part in self.bucket.parts(rank(group))}
+        # which elements of each parameter this rank has, and where they are in its slice
+        found = {id(part.param): part for part in self.parts(rank(group))}
         self.own = [found.get(id(param), Part(param, 0, 0, 0)) for param in self.shards]
+        self.at = [slice(own.offset, own.offset + own.stop - own.start) for own in self.own]
 
-        # this rank's slice; each parameter becomes its part of it, which the optimizer updates
+        # parameters while they are gathered, and the all-gather under way
+        self.flat_at: dict[int, FlatParameters] = {}
+        self.gathered: list[Tensor] = []
+        self.gathering: Any = None
+
+        # each parameter becomes its part of this rank's slice, which the optimizer updates
         whole = [param.detach().reshape(-1) for param in self.shards]
-        self._fill_slice([flat[part.start : part.stop] for flat, part in zip(whole, self.own)])
+        self._fill_slice([flat[own.start : own.stop] for flat, own in zip(whole, self.own)])
         for param in self.shards:
             mark_sharded(param)
         self._make_whole()
 
-        # whole gradients that were added up without being sent, and those that are being sent
+        # whole gradients that were added up without being sent
         self.added: Tensor | None = None
         self.unsent: dict[int, Unsent] = {}
-        self.reducing: Any = None
+        # the mean gradient of this rank's slice, once it has arrived
+        self.mean: Any = None
         # parameters with a gradient here since the last synchronization, and those whose shard got
         # one from other ranks alone
         self.seen: set[int] = set()
         self.from_others: set[int] = set()
 
-    def own_parts(self, mine: Tensor) -> list[Tensor]:
-        """The elements of each parameter in a tensor of this rank's slice."""
-        return [mine[part.offset : part.offset + part.stop - part.start] for part in self.own]
-
     def _fill_slice(self, parts: list[Tensor]) -> None:
-        """Put the shards' elements into a new slice, and make the shards views of it."""
-        self.mine = parts[0].new_zeros(self.bucket.slice_length)
-        for shard, part, own in zip(self.shards, parts, self.own_parts(self.mine)):
-            own.copy_(part)
-            shard.data = own
+        """Copy the shards' elements into a new slice, and make the shards views of it."""
+        self.mine = parts[0].new_zeros(self.slice_length)
+        for shard, part, at in zip(self.shards, parts, self.at):
+            self.mine[at].copy_(part)
+            shard.data = self.mine[at]
         self.addresses = [shard.data_ptr() for shard in self.shards]
 
     def _make_whole(self) -> None:
-        """Make the whole parameters, which have no memory."""
+        """Make the whole parameters, which have a shape and no memory."""
         own = self.mine.dtype
-        self.dtype = self.compute_dtype if own.is_floating_point and self.compute_dtype else own
+        self.gathered_dtype = self.compute_dtype or own if own.is_floating_point else own
         # gradients are sums: in float32, or in the parameter's dtype if that has more digits
         is_narrow = own.is_floating_point and own.itemsize < 4
         self.grad_dtype = torch.float32 if is_narrow else own
@@ -125,21 +133,16 @@ class FlatParameters:
         self.trains = [shard.requires_grad for shard in self.shards]
         self.is_trained = any(self.trains)
         self.averages = has_average(self.mine, self.group)
-        self._forget()
+        # what `buffer` is while nothing is gathered
+        self.nothing = self.buffer = self.mine.new_empty(0)
 
-    def _forget(self) -> None:
-        """Let go of gathered memory, which lives on if the caller has kept a weight."""
-        self.buffer = self.mine.new_empty(0)
-        self.gathered: list[Tensor] = []
-        self.gathering: Any = None
-
-    # Shards: what a caller may have done to them between passes
+    # Shards, which the caller may change between passes
 
     def follow_shards(self) -> None:
-        """Take over changes of the shards: new values, `.to(dtype)`, `param.data = …`, freezing.
+        """Follow changes of the shards: new values, `.to(dtype)`, `param.data = …`, freezing.
 
         Raises:
-            RuntimeError: one does not fit the others anymore.
+            RuntimeError: shards of one buffer have different dtypes, or one has another shape.
         """
         is_moved, trains = False, []
         for shard, address in zip(self.shards, self.addresses):
@@ -181,22 +184,22 @@ class FlatParameters:
             self._make_whole()
 
     def copies(self) -> list[Tensor]:
-        """Copies of the whole parameters, in their own dtype; on all ranks."""
+        """Gather copies of the whole parameters, in their own dtype; all ranks call it."""
         flat = self.mine
         if self.ranks > 1:
-            flat = self.mine.new_empty(self.bucket.length)
+            flat = self.mine.new_empty(self.length)
             all_gather(flat, self.mine, group=self.group)
-        return [view.clone() for view in self.bucket.views(flat)]
+        return [view.clone() for view in self.views(flat)]
 
     # Parameters: gathered before forward and backward, dropped after
 
     def start_gathering(self) -> None:
-        """Start the all-gather."""
-        self.version = self.shards_version()
+        """Start the all-gather of the ranks' slices into a new buffer."""
+        self.version = sum(map(VERSION, self.shards))
         with torch.inference_mode(False):
             # memory of its own each time: what else refers to the last one may go on
-            self.buffer = self.mine.new_empty(self.bucket.length, dtype=self.dtype)
-        sent = self.mine.to(self.dtype)
+            self.buffer = self.mine.new_empty(self.length, dtype=self.gathered_dtype)
+        sent = self.mine.to(self.gathered_dtype)
         if self.ranks == 1:
             self.buffer.copy_(sent)
             return
@@ -205,13 +208,6 @@ class FlatParameters:
         # what is sent lives until it has arrived
         self.gathering = work, sent
 
-    def shards_version(self) -> int:
-        """A number that grows when a shard is changed in place."""
-        total = 0
-        for shard in self.shards:
-            total += shard._version
-        return total
-
     def wait(self) -> None:
         """Wait for the all-gather; on a GPU only its stream waits."""
         if self.gathering is not None:
@@ -219,50 +215,57 @@ class FlatParameters:
             self.gathering = None
 
     def show(self) -> None:
-        """Let the model have the gathered parameters, in a pass forward."""
+        """Let the model read the gathered parameters."""
         if not self.gathered:
-            views = self.bucket.views(self.buffer.detach())
-            self.gathered = with_gradients_of(self.whole, views)
+            self.gathered = with_gradients_of(self.whole, self.views(self.buffer.detach()))
             self.gathered_version = self.buffer._version
             self.flat_at[self.buffer.untyped_storage()._cdata] = self
             self.put(self.gathered)
 
     def put(self, params: list[Any]) -> None:
-        """Put shards, whole or gathered parameters where modules find their own."""
+        """Make `params` (shards, whole or gathered parameters) the modules' parameters."""
         for param, found in zip(params, self.places):
             for module, name in found:
                 module._parameters[name] = param
-                if isinstance(module, nn.RNNBase):
-                    _hold_anew(module)
+        for module in self.recurrent:
+            _hold_anew(module)
 
     def drop(self) -> bool:
-        """Free the gathered parameters; return whether a forward pass had changed them in place."""
-        self.wait()
+        """Free the gathered parameters; return whether a forward pass had changed them in place.
+
+        Their memory lives on if the caller has kept a weight.
+        """
+        # prefetched, but not used
+        if self.gathering is not None:
+            self.wait()
         is_changed = False
         if self.gathered:
             is_changed = self.buffer._version != self.gathered_version
             del self.flat_at[self.buffer.untyped_storage()._cdata]
-        self._forget()
+        self.buffer, self.gathered = self.nothing, []
         return is_changed
 
-    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function that autograd saves instead of a gathered parameter: it gathers that again."""
-        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return functools.partial(self._gathered_again, self.version, tensor.dtype, *layout)
+    def gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
+        """What autograd saved as a view of an earlier buffer, as a view of the present one.
 
-    def _gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
+        Args:
+            version: of the shards when they were gathered in the forward pass.
+            layout: the view's storage offset, shape and stride.
+        """
         self.before_backward()
-        if self.shards_version() != version:
+        if sum(map(VERSION, self.shards)) != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: one of {', '.join(self.names)} is not as in the forward pass"
             )
+        # the same view of the new memory
         return self.buffer.new_empty(0, dtype=dtype).set_(self.buffer.untyped_storage(), *layout)
 
     # Gradients: reduce-scattered when backward has passed the block
 
     def take_gradients(self, *, send: bool) -> None:
         """Move the whole gradients into one flat tensor, and send it or keep it for later."""
+        # take them off the whole parameters
         grads: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for index, whole in enumerate(self.whole):
@@ -274,25 +277,28 @@ class FlatParameters:
             if grad.layout != torch.strided:
                 raise not_dense(self.names[index], grad)
         self.seen |= grads.keys()
+
+        # pack them, or add them to those that wait; zeros for parameters without a gradient
         add = self.added is not None
         if self.added is None and (grads or send):
-            # zeros for parameters without a gradient
             make = torch.empty if len(grads) == len(self.whole) else torch.zeros
-            self.added = make(self.bucket.length, dtype=self.grad_dtype, device=self.mine.device)
+            self.added = make(self.length, dtype=self.grad_dtype, device=self.mine.device)
         if grads:
-            views = self.bucket.views(self.added)  # type: ignore[arg-type]  # made above
+            views = self.views(self.added)  # type: ignore[arg-type]  # made above
             views = [views[index] for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
+
+        # reduce-scatter; in no_sync they wait
         if send:
-            self._start_reducing(self.added)
+            self.send(self.added)
             self.added = None
         elif self.added is not None:
             self._show_unsent(self.added)
 
     def _show_unsent(self, added: Tensor) -> None:
-        """Give shards this rank's own gradient, so that clearing it clears what waits."""
+        """Set the shards' `.grad` to this rank's own gradient, so that clearing it is noticed."""
         mine = added.view(self.ranks, -1)[rank(self.group)]  # (slice_length,)
-        for index, part in enumerate(self.own_parts(mine)):
+        for index, part in enumerate(mine[at] for at in self.at):
             if index not in self.seen:
                 continue
             shard, before = self.shards[index], self.unsent.get(index)
@@ -303,10 +309,10 @@ class FlatParameters:
             self.unsent[index] = Unsent(shard.grad, shard.grad._version, is_own)
 
     def _forget_cleared(self) -> None:
-        """Drop what waits for parameters whose gradient was cleared or replaced since.
+        """Zero the waiting gradients of shards whose `.grad` was cleared or replaced.
 
         Raises:
-            RuntimeError: one was changed in place.
+            RuntimeError: a `.grad` was changed in place.
         """
         changed = [
             index
@@ -323,34 +329,30 @@ class FlatParameters:
                     f"the gradient of {self.names[index]} was changed before it was averaged; call "
                     "finish_gradient_synchronization() first"
                 )
-        views = self.bucket.views(self.added) if changed else []  # type: ignore[arg-type]
+        views = self.views(self.added) if changed else []  # type: ignore[arg-type]
         for index in changed:
             views[index].zero_()
 
-    def _start_reducing(self, flat: Any) -> None:
-        mean = flat.new_empty(self.bucket.slice_length)
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        work = None
+    def send(self, flat: Any) -> None:
+        """Start the reduce-scatter of whole gradients, (ranks · slice_length,)."""
+        mean = self.mean = flat.new_empty(self.slice_length)
+        # what is sent lives until it has arrived
+        self.sent, self.means = [flat], [mean]
         if self.ranks == 1:
             mean.copy_(flat)
-        else:
-            with annotate("reduce-scatter"):
-                work = reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)
-        # what is sent lives until it has arrived
-        self.reducing = work, mean, flat
-
-    def finish_reducing(self) -> None:
-        """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
-        if self.reducing is None:
             return
-        work, mean, _ = self.reducing
-        if work is not None:
-            work.wait()
-            if not self.averages:
-                mean.div_(self.ranks)
-        self.reducing = None
-        for index, (shard, part) in enumerate(zip(self.shards, self.own_parts(mean))):
-            part = part.to(shard.dtype)
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        with annotate("reduce-scatter"):
+            self.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
+
+    def add_mean(self) -> None:
+        """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
+        # the sum over the ranks becomes their mean
+        self.receive(1 if self.averages else self.ranks)
+        mean, self.mean = self.mean, None  # (slice_length,)
+        # each shard gets its part of the slice
+        for index, (shard, at) in enumerate(zip(self.shards, self.at)):
+            part = mean[at].to(shard.dtype)
             if not part.numel():
                 # one that nobody clears must not keep the mean's memory
                 part = part.clone()

@@ -1,4 +1,4 @@
-"""Whole parameters, which are gathered when they are read."""
+"""Whole parameters: what a model has while nothing is gathered; reading one gathers its block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What may be asked of a whole parameter without gathering.
+# Properties and methods of a whole parameter that gather nothing.
 PROPERTIES = ("dtype", "device", "shape", "ndim", "is_cuda", "requires_grad", "layout", "grad")
 PROPERTIES += ("is_leaf", "retains_grad")
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
@@ -18,15 +18,15 @@ DESCRIPTIONS |= {torch.Tensor.grad.__set__, torch.Tensor.__repr__}  # type: igno
 
 
 class WholeParameter(nn.Parameter):
-    """A parameter without memory: has a shape, takes a gradient, and is gathered to be read."""
+    """A parameter with a shape and a gradient, but no memory; reading it gathers its block."""
 
     flat: Any
     number: int
 
     def __new__(cls, flat: Any, index: int) -> WholeParameter:
-        """Stand for parameter `index` of `flat`."""
-        shard, shape = flat.shards[index], flat.bucket.shapes[index]
-        empty = shard.detach().new_empty((), dtype=flat.dtype).expand(shape)
+        """Make it for parameter `index` of `flat`."""
+        shard, shape = flat.shards[index], flat.shapes[index]
+        empty = shard.detach().new_empty((), dtype=flat.gathered_dtype).expand(shape)
         whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
         whole.flat, whole.number = flat, index
         return whole

@@ -1,4 +1,4 @@
-"""The state of a divided module as a whole: parameters gathered, state dicts saved and loaded."""
+"""State of an FSDP in whole parameters: gathering them, saving and loading state dicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WholeState:
-    """A mixin of `FSDP`: what it holds, as if it were not divided. All ranks call its methods."""
+    """A mixin of `FSDP`: its state with whole parameters. All ranks call its methods."""
 
     module: nn.Module
     group: dist.ProcessGroup | None
@@ -115,7 +115,7 @@ class WholeState:
             if not isinstance(own.get(name), Tensor):
                 continue
             flat, index = place_of.get(id(own[name]), (None, 0))
-            shape = tuple(own[name].shape if flat is None else flat.bucket.shapes[index])
+            shape = tuple(own[name].shape if flat is None else flat.shapes[index])
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             require(found == shape, f"{name} must have shape {shape}, got {found}")
             if flat is not None:

@@ -113,7 +113,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         agree(checked, group)
         broadcast_module(module, group)
 
-        # Divide the parameters; the last block holds what is outside of all others.
+        # divide the parameters; the last block holds what is outside of all others
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
         self.unblocked = self.blocks.pop()
         # all, in the order of the forward pass
@@ -127,15 +127,16 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 flat.before_forward = functools.partial(self.before_forward, block)
                 flat.before_backward = functools.partial(self.before_backward, block)
 
-        # Where the model is: the block that runs, and whether this is a pass forward or backward.
+        # the block that runs, and whether this is a forward or a backward pass
         self.current: Block | None = None
         self.is_in_forward = self.is_in_backward = False
-        # in backward, the block that it has come to, those that it is done with, and the one whose
-        # gradients are on their way
+        # in backward: the block that it has reached, those that it has passed, and the flat
+        # parameters whose gradients are on their way
         self.reached: Block | None = None
         self.passed: set[Block] = set()
-        self.reducing: Block | None = None
-        # whether gradients may wait to be sent, and whether some were sent since the last finish
+        self.reducing: list[FlatParameters] = []
+        # whether gradients of no_sync wait to be sent, and whether some were sent since the last
+        # finish_gradient_synchronization
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
         self.saving: Any = None
@@ -158,13 +159,22 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         return self.run(self.module, *args, **kwargs)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward pass that is another function of the module, such as one of its methods."""
+        """Run `function` as the forward pass; it may be any function that uses the module."""
         self.saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with torch.autograd.graph.saved_tensors_hooks(self._save, _read_saved):
+            # a checkpoint around the whole module runs it again in backward
             if self.is_in_backward and torch._C._current_graph_task_id() >= 0:
-                # a checkpoint around the whole module computes it again
                 return function(*args, **kwargs)
-            self._begin_forward()
+
+            # after an optimizer step; what is outside of blocks is gathered for the whole step
+            self.settle()
+            require_finished(self.must_finish)
+            self.follow_shards()
+            self.is_in_forward = True
+            self._put_whole()
+            self.before_forward(self.unblocked)
+
+            # run; what is gathered at the end waits for backward
             try:
                 output = function(*args, **kwargs)
                 if not torch.is_grad_enabled():
@@ -173,46 +183,71 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self.drop()
                 raise
             finally:
-                # what stays gathered waits for backward
                 self._end_pass()
             return output
 
-    def gather(self, block: Block, step: int) -> None:
+    def gather(self, block: Block, step: int = 0) -> None:
         """Gather `block`, drop the one before, and prefetch the one that is `step` further."""
-        if block is self.unblocked:
-            block.gather()
-            return
-        before, self.current = self.current, block
-        if before is not None and before is not block:
-            if before.is_shown:
-                for flat in before.flats:
-                    flat.put(flat.whole)
-            before.drop()
-        block.start_gathering()
-        index = block.index + step
-        if self.prefetches and step and 0 <= index < len(self.blocks):
-            self.blocks[index].start_gathering()
-        block.gather()
+        # drop the block before, so that at most this one and the next are gathered
+        wanted = [block]
+        if block is not self.unblocked:
+            before, self.current = self.current, block
+            if before is not None and before is not block:
+                if before.is_shown:
+                    for flat in before.flats:
+                        flat.put(flat.whole)
+                self.drop(before)
+            # prefetch
+            after = block.index + step
+            if step and self.prefetches and 0 <= after < len(self.blocks):
+                wanted.append(self.blocks[after])
 
-    def drop(self) -> None:
-        """Free all that is gathered."""
-        self.current = None
-        for block in self.all_blocks:
-            block.drop()
+        # start the all-gathers, this block's first
+        for one in wanted:
+            if not one.is_started:
+                one.is_started = True
+                for flat in one.flats:
+                    flat.start_gathering()
+
+        # wait for this block
+        for flat in block.flats:
+            flat.wait()
+
+    def drop(self, block: Block | None = None) -> None:
+        """Free a block (default: all).
+
+        Raises:
+            RuntimeError: a parameter was changed in place, which would be lost.
+        """
+        if block is None:
+            self.current = None
+        for one in self.all_blocks if block is None else [block]:
+            if not one.is_started:
+                continue
+            one.is_started = one.is_shown = False
+            for flat in [flat for flat in one.flats if flat.drop()]:
+                raise RuntimeError(
+                    f"a forward pass changed one of {', '.join(flat.names)} in place, in memory "
+                    "that is gathered for the pass alone; change parameters between steps"
+                )
 
     # Hooks; torch.compile must not trace into them
 
     @torch.compiler.disable
     def before_forward(self, block: Block, *args: Any) -> None:
         """Gather a block, before its forward pass or before its weights are read."""
+        # a block of several modules is gathered for the first
         if not block.is_shown:
             self._check_pass()
             self.gather(block, step=0 if self.is_in_backward else 1)
-            block.show()
+            block.is_shown = True
+            for flat in block.flats:
+                flat.show()
 
     @torch.compiler.disable
     def after_forward(self, block: Block, module: Any, args: Any, output: Any) -> None:
-        """Let the block's outputs tell when backward comes to it."""
+        """Have autograd call `before_backward` when the gradient of an output is there."""
+        # the block itself is dropped when the next one is gathered
         if torch.is_grad_enabled() and not self.is_in_backward:
             for tensor in [output] if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -222,29 +257,36 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         """Gather a block when backward comes to it, and send the gradients of the one before."""
         if not self.is_in_backward:
             self._begin_backward()
+        # called for each output and each saved weight of a block
         before = self.reached
         if block is self.unblocked or (block is before and block is self.current):
             return
+        # the block before is done; the next one is that of the layer below
         self.reached = block
         if before is not None and before is not block:
             self.after_backward(before)
         self.gather(block, step=-1)
 
     def after_backward(self, block: Block) -> None:
-        """Reduce-scatter a block's gradients, or keep them in `no_sync`.
-
-        Whatever was sent before is waited for, so that the gradients of at most one block are held.
-        """
+        """Start the reduce-scatter of a block's gradients; in `no_sync` keep them."""
         self.passed.add(block)
-        self._finish_reducing()
-        for flat in block.flats:
-            if flat.is_trained:
-                flat.take_gradients(send=self.is_syncing)
+        # wait for what was sent before, so that at most one block's gradients are on their way
+        self.receive()
+        trained = [flat for flat in block.flats if flat.is_trained]
+        for flat in trained:
+            flat.take_gradients(send=self.is_syncing)
         if self.is_syncing:
-            self.reducing = block
+            self.reducing = trained
+
+    def receive(self) -> None:
+        """Wait for the gradients that were sent last, and add their means to the shards'."""
+        for flat in self.reducing:
+            flat.add_mean()
+        self.reducing = []
 
     @torch.compiler.disable
     def _check_pass(self, *args: Any) -> None:
+        """Refuse a call of the module itself, around the FSDP."""
         if not (self.is_in_forward or self.is_in_backward):
             raise RuntimeError(
                 "the module must be called through its FSDP, which gathers the weights: call the "
@@ -253,6 +295,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable
     def _check_saving(self, *args: Any) -> None:
+        """Refuse `state_dict` of the module itself, which holds shards."""
         if not self.is_saving:
             raise RuntimeError(
                 "state_dict must be that of the FSDP, not of the module inside, which holds this "
@@ -261,17 +304,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     # Passes
 
-    def _begin_forward(self) -> None:
-        if self.is_in_backward:
-            self.settle()
-        require_finished(self.must_finish)
-        self.follow_shards()
-        self.is_in_forward = True
-        self._put_whole()
-        self.before_forward(self.unblocked)
-
     def follow_shards(self) -> None:
-        """Take over what was done to the shards between passes; see `FlatParameters`."""
+        """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
         if not self.structure.is_unchanged():
             self._check_parameters()
         # what a pass without backward left
@@ -280,7 +314,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             flat.follow_shards()
 
     def _check_parameters(self) -> None:
-        """Raise a `RuntimeError` if there are other trained ones than when they were divided."""
+        """Raise a `RuntimeError` if a shard was replaced, or a trained parameter was added."""
         for flat in self.flats:
             flat.check_places()
         known = {id(shard) for flat in self.flats for shard in flat.shards}
@@ -293,12 +327,12 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 )
 
     def _put_whole(self) -> None:
-        """Let the model have whole parameters, which are gathered when they are read."""
+        """Put whole parameters into the model, which are gathered when they are read."""
         for flat in self.flats:
             flat.put(flat.gathered or flat.whole)
 
     def _end_pass(self) -> None:
-        """Let the model have the shards."""
+        """Put the shards back into the model."""
         self.is_in_forward = self.is_in_backward = False
         for flat in self.flats:
             flat.put(flat.shards)
@@ -312,7 +346,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self.is_in_backward = True
         self.passed.clear()
         self._put_whole()
-        self.unblocked.gather()
+        self.gather(self.unblocked)
         # not called if an exception ends the backward pass
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -321,25 +355,24 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         if torch._C._has_storage(tensor):
             flat = self.flat_at.get(tensor.untyped_storage()._cdata)
             if flat is not None and not (tensor.is_conj() or tensor.is_neg()):
-                return flat.saved(tensor)
+                layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+                again = flat.gathered_again
+                return functools.partial(again, flat.version, tensor.dtype, *layout)
         if self.saving is not None:
             pack, unpack = self.saving
             return functools.partial(unpack, pack(tensor))
         return tensor.detach(), tensor._version
 
-    def _finish_reducing(self) -> None:
-        """Wait for the gradients that were sent last."""
-        if self.reducing is not None:
-            for flat in self.reducing.flats:
-                flat.finish_reducing()
-            self.reducing = None
-
     def _end_backward(self) -> None:
+        # send what was not sent yet
         for block in reversed(self.all_blocks):
-            if block not in self.passed or block.has_gradients():
+            # gradients may also come after backward has left a block
+            with torch._C.DisableTorchFunctionSubclass():
+                is_late = any(w.grad is not None for flat in block.flats for w in flat.whole)
+            if is_late or block not in self.passed:
                 self.after_backward(block)
         # then all gradients of matrices are where `zero_grad` finds them
-        self._finish_reducing()
+        self.receive()
         self.reached = None
         self.drop()
         self._end_pass()
@@ -352,9 +385,9 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self.must_finish = any(is_trained)
 
     def settle(self) -> None:
-        """Forget a backward pass that an exception ended, on all ranks alike."""
+        """Forget a backward pass that an exception has ended; on all ranks."""
         if self.is_in_backward and torch._C._current_graph_task_id() < 0:
-            self._finish_reducing()
+            self.receive()
             for flat in self.flats:
                 flat.drop_gradients()
             self.reached = None
@@ -384,13 +417,15 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         Gradients of passes in `no_sync` are averaged too. Called again, it changes nothing.
         """
         self.settle()
+        # matrices: backward has sent their gradients, unless it ran in no_sync on all ranks
         if self.has_unsent:
-            # on all ranks alike: there was a forward pass whose gradients were not sent
             is_syncing, self.is_syncing = self.is_syncing, True
             for block in reversed(self.all_blocks):
                 self.after_backward(block)
-            self._finish_reducing()
+            self.receive()
             self.is_syncing, self.has_unsent = is_syncing, False
+
+        # vectors, and who has gradients: a parameter that no rank has used has none
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]
         has_grad = [param.grad is not None for param in vectors]
@@ -400,6 +435,8 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for param, has in zip([*vectors, *shards], has_grad):
             if not has:
                 param.grad = None
+
+        # ready for the next step
         for flat in flats:
             flat.seen.clear()
             flat.from_others.clear()
@@ -408,9 +445,14 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     def _average_vectors(
         self, vectors: list[nn.Parameter], flats: list[FlatParameters], has_grad: list[bool]
     ) -> list[bool]:
-        """Average the gradients of whole parameters; return who has gradients on any rank."""
+        """Average the gradients of vectors; return which parameters have one on any rank.
+
+        Args:
+            has_grad: for each vector, then each shard of `flats`, whether this rank has a gradient.
+        """
         if self.ranks == 1 or not has_grad:
             return has_grad
+        # zeros where this rank has no gradient
         for param in vectors:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -419,7 +461,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         for index, has in enumerate(has_grad):
             if not has:
                 presence[index] = 0
-        # all of a dtype in one message
+        # one all-reduce for each dtype
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
             average(joined, self.group)
@@ -440,6 +482,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 "the norm of gradients that were not averaged; call "
                 "finish_gradient_synchronization() after backward() and before this"
             )
+        # norm² of all matrices = sum of the ranks' norm²; vectors are the same on all ranks
         square = grad_norm(shard for flat in self.flats for shard in flat.shards).double().square()
         if self.ranks > 1:
             dist.all_reduce(square, group=self.group)

@@ -1,8 +1,8 @@
 """Attention: every kernel behind one door, two naive implementations, and the KV cache.
 
 All kernels compute softmax(scale · Q Kᵀ + mask) V (Vaswani et al. 2017, equation 1). They differ in
-how often they go through memory. The model calls `attend`, which splits and rotates q, k and v;
-`attention` runs a kernel on them; `kernel_function` is the only place that looks kernels up.
+how often they go through memory. `attention` checks q, k and v, and `attend` runs a kernel on them;
+`kernel_function` is the only place that looks kernels up.
 """
 
 from __future__ import annotations
@@ -11,76 +11,22 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.core.hardware import runs_triton
 from lib.core.ranges import annotate
 from lib.core.terminal import warn_once
 from lib.flash_attention.inputs import check_qkv, check_scale
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
-from lib.model.elementwise import takes_triton
 from lib.model.loss import softmax
 
 log = logging.getLogger(__name__)
 FLASH_KERNELS = ("flash_attention_torch", "flash_attention_triton", "flash_attention_cuda")
 
 
-def attend(
-    qkv: Tensor,
-    rope: Any = None,
-    *,
-    kernel: str,
-    positions: Tensor | None = None,
-    norms: tuple[nn.Module, nn.Module] | None = None,
-    cache: KVCache | None = None,
-    layer: int = 0,
-    use_kernels: bool = True,
-) -> Tensor:
-    """Causal self-attention from the projected queries, keys and values.
-
-    Args:
-        qkv: (batch, length, 3, heads, head_dim).
-        rope: a `RotaryEmbedding`, which rotates q and k; None: no positions.
-        kernel: one of `ATTENTION_KERNELS`.
-        positions: (length,) or (batch, length) int64; 0, 1, … when left out.
-        norms: RMSNorm of q and of k in each head, before the rotation.
-        cache: keys and values of earlier tokens, to which those of layer `layer` are appended.
-        use_kernels: on a CUDA GPU, split and rotate with a Triton kernel where there is one.
-
-    Returns:
-        (batch, length, heads, head_dim).
-    """
-    is_plain = rope is not None and positions is None and norms is None and cache is None
-    if use_kernels and is_plain and takes_triton(qkv):
-        from lib.model.elementwise_triton import rotated_attention, rotated_qkv
-
-        # FlashAttention's backward also undoes the rotation, and writes one gradient of `qkv`
-        if kernel == "flash_attention_triton":
-            return rotated_attention(qkv, rope.cos, rope.sin)
-        q, k, v = (part.transpose(1, 2) for part in rotated_qkv(qkv, rope.cos, rope.sin))
-    else:
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # (batch, heads, length, head_dim) each
-        if norms is not None:
-            q, k = norms[0](q), norms[1](k)
-        if rope is not None:
-            if positions is not None:
-                # the same in all heads
-                positions = positions.unsqueeze(-2)  # (1, length) or (batch, 1, length)
-            q, k = rope(q, positions), rope(k, positions)
-
-    if cache is None:
-        out = attention(q, k, v, kernel=kernel)
-    else:
-        k, v, mask = cache.append(layer, k, v)  # (batch, heads, cached + length, head_dim)
-        out = attention(q, k, v, kernel=kernel, is_causal=False, mask=mask)
-    return out.transpose(1, 2)
-
-
-@annotate("attention")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -115,28 +61,45 @@ def attention(
     scale = _check(q, k, v, is_causal, mask, scale)
     if mask is not None and mask.ndim < 2:
         mask = mask.expand(q.shape[-2], k.shape[-2])
-    if mask is not None and kernel in FLASH_KERNELS:
-        if not torch.compiler.is_compiling():
-            warn_once(log, f"{kernel} takes no mask but the causal one: sdpa runs instead")
-        kernel = "sdpa"
-    if kernel == "auto":
-        kernel = "sdpa"
-    if kernel == "sdpa" and not q.shape[1]:
+    if not q.shape[1] and kernel in ("sdpa", "auto"):
         # without heads, PyTorch's kernel ends the process on some versions (2.11)
         kernel = "vectorized_torch"
-    function = kernel_function(kernel, q.device)
-    if kernel in FLASH_KERNELS:
-        return function(q, k, v, is_causal=is_causal, scale=scale)
+    return attend(q, k, v, kernel=kernel, is_causal=is_causal, mask=mask, scale=scale)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str,
+    is_causal: bool = True,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`attention` without its checks, for the model, whose q, k and v fit together."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[1] // max(1, k.shape[1])
-    if kernel == "sdpa":
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": group > 1}
-        return function(q, k, v, mask, **options)
-    # the naive kernels see the causal mask as any other, and a key of its own for each head
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    if is_causal:
-        mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
-    return function(q, k, v, mask, scale)
+    with annotate("attention"):
+        # FlashAttention
+        if kernel in FLASH_KERNELS and mask is None:
+            function = kernel_function(kernel, q.device)
+            return function(q, k, v, is_causal=is_causal, scale=scale)
+        if kernel in FLASH_KERNELS and not torch.compiler.is_compiling():
+            warn_once(log, f"{kernel} takes no mask but the causal one: sdpa runs instead")
+
+        # PyTorch's own, which picks one of its kernels
+        if kernel in FLASH_KERNELS or kernel in ("sdpa", "auto"):
+            options: dict = {"is_causal": is_causal, "scale": scale, "enable_gqa": group > 1}
+            return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+        # the naive kernels see the causal mask as any other, and a key of its own for each head
+        function = kernel_function(kernel, q.device)
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        if is_causal:
+            mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
+        return function(q, k, v, mask, scale)
 
 
 def kernel_function(name: str, device: torch.device) -> Callable[..., Tensor]:
@@ -209,10 +172,13 @@ def head_by_head_attention(
 
     q, k and v are (batch, heads, tokens, head_dim).
     """
+    # nothing to stack
     if not q.numel():
         return scaled_dot_product_attention(q, k, v, mask, scale)
     if mask is not None:
         mask = mask.expand(*q.shape[:2], q.shape[-2], k.shape[-2])
+
+    # the scores of one head are freed before those of the next are made, unless autograd keeps them
     sequences = []
     for b in range(q.shape[0]):
         heads = [
@@ -293,6 +259,7 @@ class KVCache:
             ValueError: k has another batch size than the cache, or without autocast another dtype,
                 or is of another model, or does not fit behind its tokens; or v is not like k.
         """
+        # what does not fit would be written in part, or broadcast
         layers, batch_size, heads, _, head_dim = self.keys.shape
         end = self.length + k.shape[-2]
         if len(k) != batch_size:
@@ -309,8 +276,12 @@ class KVCache:
         if k.dtype != self.keys.dtype and not torch.is_autocast_enabled(k.device.type):
             raise ValueError(f"cache must have the dtype of keys {k.dtype}, got {self.keys.dtype}")
         self._check_length(end)
+
+        # write the new ones behind those of earlier tokens
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
+
+        # a new token sees all tokens up to its own
         positions = torch.arange(end, device=k.device)
         mask = positions[None, :] <= positions[self.length :, None]  # (new, length + new)
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end], mask
@@ -321,7 +292,7 @@ class KVCache:
         self.length += count
 
     def reset(self, length: int = 0) -> None:
-        """Forget all tokens but the first `length`, of those that there are."""
+        """Forget all tokens but the first `length`."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be from 0 to {self.length}, got {length}")
         self.length = length

@@ -157,10 +157,13 @@ def _norm_bytes(
     with `around_block`) keep input and result, e N d each, and the inverse RMS. Without norms only
     the matmuls' inputs are kept.
     """
+    # every norm's result is the input of a matmul
     d, num_norms = config.d_model, 2 * config.num_layers
     results = num_norms * tokens * d * element_bytes
     if config.norm == "none":
         return results
+
+    # what PyTorch's and Triton's norms keep besides
     inside = ((8 if cuda else 4) * d + 4) * tokens
     if config.norm == "post":
         # the last norm's result is not kept here, but the input of the first matmul is
@@ -182,9 +185,12 @@ def _attention_bytes(
     - `qk_norm`: 2 · (4 N d + 4 N num_heads), as in `_norm_bytes`; on CUDA also their inputs,
       2 · 4 N d, unless those are the projection itself, in float32
     """
+    # in units of one tensor of the width of the model, e N d
     width = tokens * config.d_model
     has_rope, copies_heads = config.positions == "rope", config.attention_kernel == COPIES_HEADS
     norms_keep_projection = cuda and config.qk_norm and element_bytes == 4
+
+    # the result; the projection; q and k after rotation or norm, or copies by head
     widths = 1
     if not copies_heads or norms_keep_projection:
         widths += 3
@@ -193,6 +199,8 @@ def _attention_bytes(
     elif has_rope or config.qk_norm:
         widths += 2
     num_bytes = widths * width * element_bytes
+
+    # what is float32 in any model: angles, and the insides of the norms of q and k
     if has_rope and (config.qk_norm or not cuda):
         num_bytes += 2 * 4 * length * config.head_dim
     if config.qk_norm:
@@ -214,6 +222,8 @@ def _score_bytes(config: ModelConfig, tokens: int, length: int, element_bytes: i
             f"attention_kernel must not be compiled, got {kernel}: what it keeps is up to the "
             "compiler"
         )
+
+    # fused: a number for each row of scores; naive: all scores
     if kernel not in NAIVE_KERNELS:
         return 4 * rows
     masks = length * length if kernel == COPIES_HEADS else rows * length

@@ -32,12 +32,11 @@ def rotated_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, 
         q, k, v: (batch, length, heads, head_dim) each; v is a view of `qkv`, if that is contiguous.
 
     Raises:
-        ValueError: shapes or dtypes are others, or there are more tokens than angles.
+        ValueError: a shape or dtype is not as above, or there are more tokens than angles.
     """
     return _RotatedQKV.apply(*_checked(qkv, cos, sin))
 
 
-@annotate("attention")
 def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Causal FlashAttention of `rotated_qkv`, scaled by 1 / sqrt(head_dim).
 
@@ -56,7 +55,8 @@ def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     qkv, cos, sin = _checked(qkv, cos, sin)
     check_kernel_inputs(*qkv.transpose(1, 3).unbind(2))  # (batch, heads, length, head_dim) each
-    return _rotated_attention.call(qkv, cos, sin)
+    with annotate("attention"):
+        return _rotated_attention.call(qkv, cos, sin)
 
 
 def _checked(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,6 +208,7 @@ def _split_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     angles = row % length * (HEAD_DIM // 2)
+    # q and k lie one after the other in a row of qkv
     x = tl.load(qkv_ptr + row * 3 * WIDTH + part * WIDTH + columns, inside)
     x = _rotate_pairs(x, cos_ptr + angles, sin_ptr + angles, 1.0, HEAD_DIM, BLOCK)
     if part == 0:
@@ -248,12 +249,16 @@ def _join_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     head, d = columns // HEAD_DIM, columns % HEAD_DIM
+
+    # read the gradient of q, k or v, each in its own layout
     if part == 0:
         x = tl.load(q_ptr + batch * q_batch + token * q_token + head * q_head + d, inside)
     elif part == 1:
         x = tl.load(k_ptr + batch * k_batch + token * k_token + head * k_head + d, inside)
     else:
         x = tl.load(v_ptr + batch * v_batch + token * v_token + head * v_head + d, inside)
+
+    # undo the rotation of q and k: the inverse of a rotation is that by the negative angle
     if part < 2:
         angles = token * (HEAD_DIM // 2)
         x = _rotate_pairs(x, cos_ptr + angles, sin_ptr + angles, -1.0, HEAD_DIM, BLOCK)
@@ -264,7 +269,7 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
     """silu(gate) ⊙ value: (..., 2 · d_ff), the gate first -> (..., d_ff).
 
     Raises:
-        ValueError: an odd number of columns, or another dtype than the kernels have.
+        ValueError: an odd number of columns, or a dtype that the kernels do not support.
     """
     _check_dtype("gate_and_value", gate_and_value)
     if gate_and_value.shape[-1] % 2:
@@ -318,9 +323,13 @@ def _swiglu_backward_kernel(x_ptr, grad_out_ptr, grad_ptr, D_FF: tl.constexpr, B
     gate = tl.load(x_ptr + row * 2 * D_FF + columns, inside).to(tl.float32)
     value = tl.load(x_ptr + row * 2 * D_FF + D_FF + columns, inside).to(tl.float32)
     grad_out = tl.load(grad_out_ptr + row * D_FF + columns, inside).to(tl.float32)
+
+    # the product rule, with SiLU's derivative for the gate
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     grad_gate = grad_out * value * (sigmoid + silu * (1 - sigmoid))
+
+    # both into one tensor, the gradient that the matmul before wants
     kind = grad_ptr.dtype.element_ty
     tl.store(grad_ptr + row * 2 * D_FF + columns, grad_gate.to(kind), inside)
     tl.store(grad_ptr + row * 2 * D_FF + D_FF + columns, (grad_out * silu).to(kind), inside)
@@ -330,8 +339,8 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple
     """x + branch, and its RMSNorm; x and branch are (..., d_model).
 
     Raises:
-        ValueError: they have unequal shapes, `weight` is not (d_model,), or the kernels do not
-            have a dtype.
+        ValueError: they have unequal shapes, `weight` is not (d_model,), or a dtype is not one that
+            the kernels support.
     """
     if branch.shape != x.shape:
         found = f"got {tuple(branch.shape)} and {tuple(x.shape)}"
@@ -345,7 +354,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMSNorm of x, (..., d_model).
 
     Raises:
-        ValueError: `weight` is not (d_model,), or the kernels do not have the dtype of x.
+        ValueError: `weight` is not (d_model,), or the kernels do not support the dtype of x.
     """
     _check_weight(x, weight)
     return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps)
@@ -466,12 +475,16 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
+
+    # the residual sum, kept for the next one and for backward
     total = tl.load(x_ptr + row * WIDTH + columns, inside, other=0.0)
     if HAS_BRANCH:
         branch = tl.load(branch_ptr + row * WIDTH + columns, inside, other=0.0)
         # rounded before the norm, as if the two were computed one after the other
         total = (total.to(tl.float32) + branch.to(tl.float32)).to(total.dtype)
         tl.store(total_ptr + row * WIDTH + columns, total, inside)
+
+    # its norm, while the row is still in registers
     total = total.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(total * total, 0) / WIDTH + eps)
     tl.store(inverse_rms_ptr + row, inverse_rms)
@@ -506,15 +519,20 @@ def _add_rms_norm_backward_kernel(
     inside = columns < WIDTH
     weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
     weight_grad = tl.zeros((BLOCK,), tl.float32)
+
     # software pipelining: the loads of three tiles are in flight at a time
     for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=3):
         rows = first + tl.arange(0, ROWS)
         offsets = rows[:, None] * WIDTH + columns[None, :]  # (ROWS, BLOCK)
         mask = (rows < num_rows)[:, None] & inside[None, :]
+
+        # x̂ again from the sum, which is cheaper than storing it
         inverse_rms = tl.load(inverse_rms_ptr + rows, rows < num_rows, other=0.0)[:, None]
         grad_normed = tl.load(grad_normed_ptr + offsets, mask, other=0.0).to(tl.float32)
         x = tl.load(total_ptr + offsets, mask, other=0.0).to(tl.float32) * inverse_rms
         weight_grad += tl.sum(grad_normed * x, 0)
+
+        # through the norm, and past it along the residual stream
         g = grad_normed * weight[None, :]
         grad = inverse_rms * (g - x * (tl.sum(g * x, 1)[:, None] / WIDTH))
         if HAS_TOTAL:

@@ -80,6 +80,8 @@ def to_llama(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     # those of a layer that `config` lacks would be lost
     others = sorted({*weights} ^ {*names})
     require(not others, f"weights must be those of config, which differ in {', '.join(others[:3])}")
+
+    # stacked matrices are cut into Llama's, and the rows of queries and keys reordered for its RoPE
     converted = {}
     for ours, theirs in names.items():
         for name, part in zip(theirs, weights[ours].chunk(len(theirs))):
@@ -104,6 +106,8 @@ def from_llama(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Ten
     """
     check_is_llama(config)
     names = _names(config)
+
+    # every weight of Llama is used, and none is missing
     known = {name for theirs in names.values() for name in theirs}
     unknown = sorted(
         name for name in {*weights} - known if name != "lm_head.weight" and "rotary_emb" not in name
@@ -111,6 +115,8 @@ def from_llama(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Ten
     missing = sorted(known - {*weights})
     require(not unknown, f"weights must be those of a Llama, got also {', '.join(unknown[:3])}")
     require(not missing, f"weights must have {', '.join(missing[:3])}, which is missing")
+
+    # Llama's matrices are reordered and stacked into ours
     converted = {}
     for ours, theirs in names.items():
         parts = [_our_part(name, weights[name], config) for name in theirs]
@@ -124,6 +130,7 @@ def from_llama(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Ten
 def _our_part(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
     """Bring one of Llama's weights into our layout, checked against `config`."""
     shape = _shape(name, config)
+    # fewer key heads than query heads: each is repeated for the queries that share it
     if name.endswith(("k_proj.weight", "v_proj.weight")) and len(weight) % config.head_dim == 0:
         heads = weight.unflatten(0, (-1, config.head_dim))  # (key heads, head_dim, d_model)
         repeats = max(config.num_heads // max(len(heads), 1), 1)
@@ -214,6 +221,8 @@ def from_llama_config(fields: dict[str, Any]) -> ModelConfig:
     require(isinstance(rope, dict), f"rope_parameters must be an object, got {rope!r}")
     shape["rope_theta"] = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     config = ModelConfig(**shape)
+
+    # what would be another function
     activation = fields.get("hidden_act", "silu")
     for name, value, expected in (
         ("model_type", fields.get("model_type"), "llama"),

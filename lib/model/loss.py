@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lib.flash_attention.inputs import autocast
 from lib.model.costs import CHUNK_BYTES
-from lib.model.elementwise import is_transformed, takes_triton
+from lib.model.elementwise import kernels_for
 
 # The most logits in memory at once on a GPU, as a fraction of its memory.
 CHUNK_PART = 1 / 32
@@ -24,6 +23,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     nothing but -inf gives zeros.
     """
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    # where the maximum is -inf, -inf less -inf would be no number
     highest = x.amax(dim, keepdim=True)
     exponentials = torch.exp(x - highest.masked_fill(highest == -torch.inf, 0))
     total = exponentials.sum(dim, keepdim=True)
@@ -48,6 +48,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         expected, shape = tuple(logits.shape[:-1]), tuple(targets.shape)
         raise ValueError(f"targets must have shape {expected} of the logits' rows, got {shape}")
     x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
     # the maximum is subtracted from the target's logit too: the difference of two large logits is
     # exact, that of a log-sum-exp and a logit is not. It has no gradient, as it cancels out.
     shifted = x - x.detach().amax(-1, keepdim=True)  # (..., vocab)
@@ -87,7 +88,7 @@ def linear_cross_entropy(
             is below 1, or `z_loss` is negative or NaN.
         NotImplementedError: under a transform of `torch.func`.
     """
-    if is_transformed():
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "linear_cross_entropy supports no transforms of torch.func; take "
             "cross_entropy(hidden @ weight.T, targets)"
@@ -99,21 +100,25 @@ def linear_cross_entropy(
             "targets must be (tokens,) and hidden (tokens, d_model) with at least one token, got "
             f"{tuple(targets.shape)} and {tuple(hidden.shape)}"
         )
-    hidden, weight = autocast(hidden, weight)
-    if chunk_tokens is None:
-        token_bytes = len(weight) * hidden.element_size()
-        chunk_tokens = max(1, int(_chunk_bytes(hidden.device)) // token_bytes)
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+    # under autocast, in its dtype, as any matmul; float64 stays
+    device = hidden.device
+    if not hidden.is_meta and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
+
+    # as many tokens as give logits of this size
+    if chunk_tokens is None:
+        chunk_bytes: float = CHUNK_BYTES
+        if device.type == "cuda":
+            chunk_bytes = CHUNK_PART * torch.cuda.get_device_properties(device).total_memory
+        chunk_tokens = max(1, int(chunk_bytes) // (len(weight) * hidden.element_size()))
+
     # decided here, since inside the autograd function inputs require gradients under no_grad too
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk_tokens, needs_grad)
-
-
-def _chunk_bytes(device: torch.device) -> float:
-    if device.type != "cuda":
-        return CHUNK_BYTES
-    return CHUNK_PART * torch.cuda.get_device_properties(device).total_memory
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -126,9 +131,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = torch.empty(num_tokens, dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = None
+
         # the loss is a mean, so each token's gradient counts 1 / num_tokens
         is_float16 = hidden.dtype == torch.float16
         factor = FLOAT16_GRAD_FACTOR if is_float16 else 1 / num_tokens
+
+        # chunk by chunk: logits, losses, and at once the gradients that need these logits
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = hidden[chunk] @ weight.T  # (chunk, vocab)
@@ -142,7 +150,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if num_tokens > chunk_tokens:
                     part = part.to(wide)
                 grad_weight = part if grad_weight is None else grad_weight.add_(part)
+            # freed before the next chunk's are made
             del logits
+
+        # for backward: tensors of the size of `hidden` and `weight`
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
             ctx.scale = 1 / (factor * num_tokens) if is_float16 else 1.0
@@ -156,8 +167,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("gradients of linear_cross_entropy can be taken only once")
         ctx.is_used = True
         grad_hidden, grad_weight = ctx.saved_tensors
+
+        # in place, by the chain rule
         scale = grad_loss * ctx.scale
-        if takes_triton(grad_hidden):
+        if kernels_for(grad_hidden) == "triton":
             # PyTorch takes four times as long for a bfloat16 tensor times a float32 scalar
             from lib.model.loss_triton import scale_
 
@@ -174,11 +187,12 @@ def _loss_and_grad(
     losses times that factor:
     d loss / d logits = softmax(logits) (1 + 2 z_loss lse) - one_hot(target).
     """
-    if takes_triton(logits):
+    if kernels_for(logits) == "triton":
         from lib.model.loss_triton import loss_and_grad
 
         return loss_and_grad(logits, targets, z_loss, grad_factor)
-    # in place, with one exponential per logit: each pass over the logits counts
+
+    # the log-sum-exp; in place, with one exponential per logit: each pass over the logits counts
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_logits = x.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (chunk,)
     highest = x.amax(-1)
@@ -186,11 +200,14 @@ def _loss_and_grad(
     total = exponentials.sum(-1)
     log_total = total.log()
     lse = highest + log_total
+
+    # the gradient: the probabilities, less 1 at the target
     if grad_factor is not None:
         weight = (1 + 2 * z_loss * lse) * grad_factor / total
         grad = exponentials.mul_(weight.unsqueeze(-1))
         grad.scatter_add_(-1, targets.unsqueeze(-1), grad.new_full((len(grad), 1), -grad_factor))
         if grad is not logits:
             logits.copy_(grad)
-    # not lse - target_logits: lse is rounded to a step of the largest logit
+
+    # the loss; not lse - target_logits: lse is rounded to a step of the largest logit
     return (highest - target_logits) + log_total + z_loss * lse**2

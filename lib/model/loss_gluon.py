@@ -29,8 +29,8 @@ def programs_per_multiprocessor(logits: Tensor) -> int:
     """The number of programs whose rows fit the shared memory of a multiprocessor together.
 
     0 where the kernel does not support the logits: it needs 16-bit numbers, on an NVIDIA GPU of
-    compute capability 8.0 or later, in rows of a multiple of 16 bytes. It is worth its while from 2
-    on, when copies and arithmetic of different programs overlap.
+    compute capability 8.0 or later, in rows of a multiple of 16 bytes. Use it where at
+    least 2 programs fit: then copies of one overlap with the arithmetic of another.
     """
     if not (
         logits.is_cuda

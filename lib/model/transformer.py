@@ -9,7 +9,6 @@ residual sum and the norm after it are one Triton kernel.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from lib.core.ranges import annotate
 from lib.model.attention import KVCache, attend
 from lib.model.config import ModelConfig
-from lib.model.elementwise import rms_norm, swiglu, takes_triton
+from lib.model.elementwise import kernels_for, rms_norm, swiglu
 from lib.model.loss import linear_cross_entropy
 
 
 @torch.no_grad()
 def truncated_normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill `weight` from N(0, std²), redrawing whatever lies beyond three standard deviations."""
+    """Fill `weight` from N(0, std²), redrawing values beyond three standard deviations."""
     nn.init.trunc_normal_(weight, 0.0, std, -3 * std, 3 * std, generator=generator)
 
 
@@ -84,6 +83,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
+        # a gain for each coordinate
         self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -101,14 +101,15 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, *, device=None, dtype=None) -> None:
         super().__init__()
+        # gate and value read the same input: one matmul
         self.w13 = Linear(d_model, 2 * d_ff, stacked=2, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
         self.uses_kernels = True
 
-    @annotate("feed-forward")
     def forward(self, x: Tensor) -> Tensor:
-        gate_and_value = self.w13(x)  # (..., 2 · d_ff)
-        return self.w2(swiglu(gate_and_value, use_kernels=self.uses_kernels))  # (..., d_model)
+        with annotate("feed-forward"):
+            gate_and_value = self.w13(x)  # (..., 2 · d_ff)
+            return self.w2(swiglu(gate_and_value, use_kernels=self.uses_kernels))  # (..., d_model)
 
 
 class SiLUFeedForward(nn.Module):
@@ -119,9 +120,9 @@ class SiLUFeedForward(nn.Module):
         self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
         self.w2 = Linear(d_ff, d_model, device=device, dtype=dtype)
 
-    @annotate("feed-forward")
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)))
+        with annotate("feed-forward"):
+            return self.w2(F.silu(self.w1(x)))
 
 
 class RotaryEmbedding(nn.Module):
@@ -180,6 +181,8 @@ class RotaryEmbedding(nn.Module):
                 f"x must be (..., length, {self.head_dim}) floating-point numbers, got {shape} "
                 f"{x.dtype}"
             )
+
+        # angles in at least float32, a row of the tables for each position
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = (self.cos, self.sin) if wide == torch.float32 else self._tables(wide, x.device)
         if positions is None:
@@ -194,20 +197,19 @@ class RotaryEmbedding(nn.Module):
             # as in an embedding, no position may be negative
             cos = F.embedding(positions, cos)  # (..., length, head_dim / 2)
             sin = F.embedding(positions, sin)
+
+        # a view in complex numbers needs pairs that lie side by side in memory
+        dtype, x = x.dtype, x.to(wide)
+        *strides, last = x.stride()
+        # torch.compile knows no offset into a storage
+        offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
+        if last != 1 or offset % 2 or any(stride % 2 for stride in strides):
+            x = x.clone(memory_format=torch.contiguous_format)
+
         # a pair is a complex number, and rotating it multiplies it by e^(i angle)
-        pairs = torch.view_as_complex(_in_pairs(x.to(wide)))  # (..., head_dim / 2)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # (..., head_dim / 2)
         rotated = pairs * torch.complex(cos, sin)
-        return torch.view_as_real(rotated).flatten(-2).to(x.dtype)  # (..., length, head_dim)
-
-
-def _in_pairs(x: Tensor) -> Tensor:
-    """x, (..., head_dim), as (..., head_dim / 2, 2); a copy unless its pairs lie side by side."""
-    *strides, last = x.stride()
-    # torch.compile knows no offset into a storage
-    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
-    if last != 1 or offset % 2 or any(stride % 2 for stride in strides):
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.unflatten(-1, (-1, 2))
+        return torch.view_as_real(rotated).flatten(-2).to(dtype)  # (..., length, head_dim)
 
 
 class CausalSelfAttention(nn.Module):
@@ -220,8 +222,10 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.kernel = config.num_heads, config.attention_kernel
         d_model = config.d_model
+        # queries, keys and values read the same input: one matmul
         self.qkv_proj = Linear(d_model, 3 * d_model, stacked=3, device=device, dtype=dtype)
         self.output_proj = Linear(d_model, d_model, device=device, dtype=dtype)
+        # shared by all heads
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device)
@@ -236,19 +240,45 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
+        """Let each token of x, (batch, length, d_model), attend to itself and those before it.
+
+        Args:
+            rope: rotates queries and keys by their positions; None: attention sees no positions.
+            positions: (length,) or (batch, length) int64; 0, 1, … when left out.
+            cache: keys and values of earlier tokens, to which those of `layer` are appended.
+        """
         # project to queries, keys and values: (batch, length, 3, heads, head_dim)
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1))
-        out = attend(
-            qkv,
-            rope,
-            kernel=self.kernel,
-            positions=positions,
-            norms=(self.q_norm, self.k_norm) if self.has_qk_norm else None,
-            cache=cache,
-            layer=layer,
-            use_kernels=self.uses_kernels,
-        )  # (batch, length, heads, head_dim)
-        return self.output_proj(out.flatten(-2))  # (batch, length, d_model)
+
+        # split into heads, and rotate by positions: (batch, heads, length, head_dim) each
+        is_plain = positions is None and cache is None and not self.has_qk_norm
+        if rope is not None and is_plain and self.uses_kernels and kernels_for(qkv) == "triton":
+            from lib.model.elementwise_triton import rotated_attention, rotated_qkv
+
+            # FlashAttention's backward also undoes the rotation, and writes one gradient of `qkv`
+            if self.kernel == "flash_attention_triton":
+                out = rotated_attention(qkv, rope.cos, rope.sin)  # (batch, length, heads, head_dim)
+                return self.output_proj(out.flatten(-2))
+            q, k, v = (part.transpose(1, 2) for part in rotated_qkv(qkv, rope.cos, rope.sin))
+        else:
+            q, k, v = qkv.transpose(1, 3).unbind(2)
+            if self.has_qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rope is not None:
+                if positions is not None:
+                    # the same in all heads
+                    positions = positions.unsqueeze(-2)  # (1, length) or (batch, 1, length)
+                q, k = rope(q, positions), rope(k, positions)
+
+        # attend; a cache has the keys and values of the tokens before these
+        if cache is None:
+            out = attend(q, k, v, kernel=self.kernel)
+        else:
+            k, v, mask = cache.append(layer, k, v)  # (batch, heads, cached + length, head_dim)
+            out = attend(q, k, v, kernel=self.kernel, is_causal=False, mask=mask)
+
+        # join the heads, and mix what they found
+        return self.output_proj(out.transpose(1, 2).flatten(-2))  # (batch, length, d_model)
 
 
 class TransformerBlock(nn.Module):
@@ -260,10 +290,12 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, *, device=None, dtype=None) -> None:
         super().__init__()
         self.norm = config.norm
+        # the two sublayers: tokens exchange information, then each is worked on alone
         self.attn = CausalSelfAttention(config, device=device, dtype=dtype)
         feed_forward = SwiGLU if config.feed_forward == "swiglu" else SiLUFeedForward
         self.ffn = feed_forward(config.d_model, config.ff_width, device=device, dtype=dtype)
         if config.norm != "none":
+            # one for each sublayer
             self.ln1 = RMSNorm(config.d_model, config.norm_eps, device=device)
             self.ln2 = RMSNorm(config.d_model, config.norm_eps, device=device)
 
@@ -275,12 +307,17 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
+        # pre-norm: the residual stream itself is never normalized, only what a sublayer reads
         if self.norm == "pre":
             x = x + self.attn(self.ln1(x), rope, positions, cache, layer)
             return x + self.ffn(self.ln2(x))
+
+        # post-norm, as in the first Transformer: each residual sum is normalized
         if self.norm == "post":
             x = self.ln1(x + self.attn(x, rope, positions, cache, layer))
             return self.ln2(x + self.ffn(x))
+
+        # without norms
         x = x + self.attn(x, rope, positions, cache, layer)
         return x + self.ffn(x)
 
@@ -291,7 +328,7 @@ class TransformerLM(nn.Module):
     Attributes:
         before_part: called with each part of the model (token embedding, block, final norm, head)
             just before its parameters are read, outside of compiled blocks. Where the norm after a
-            block is fused into it, that norm counts as a part too. None: nothing is called.
+            block is fused into it, that norm counts as a part too. By default it does nothing.
         around_block: runs a block, given its index, what computes it, and the arguments of that;
             such as `lib.fsdp.checkpoint_activations()`. None: the block just runs.
 
@@ -342,8 +379,9 @@ class TransformerLM(nn.Module):
         if draw:
             self.reset_parameters(generator)
 
-        self.before_part: Callable[[nn.Module], None] | None = None
+        self.before_part: Callable[[nn.Module], None] = do_nothing
         self.around_block: Callable[..., Any] | None = None
+        self._compiled_hidden: Callable[[Tensor], Tensor] | None = None
         self._fused_block: Callable[..., Any] = fused_block
         self._residual_block: Callable[..., Any] = residual_block
         self.uses_kernels = True
@@ -371,6 +409,10 @@ class TransformerLM(nn.Module):
             if hasattr(module, "uses_kernels"):
                 module.uses_kernels = enabled  # type: ignore[assignment]
 
+    def compile_whole(self) -> None:
+        """Let `torch.compile` fuse the whole model up to the head, for `loss` in training."""
+        self._compiled_hidden = torch.compile(self.hidden, dynamic=False)
+
     def compile_blocks(self) -> None:
         """Let `torch.compile` fuse each block by itself; all blocks share one compilation.
 
@@ -386,13 +428,15 @@ class TransformerLM(nn.Module):
     @property
     def head(self) -> Embedding | Linear:
         """The module that holds the language-model head: the embedding where the two are tied."""
-        return self.token_embeddings if self.lm_head is None else self.lm_head
+        if self.lm_head is None:
+            return self.token_embeddings
+        if getattr(self.lm_head, "bias", None) is not None:
+            raise ValueError("lm_head must have no bias, which the loss would leave out, got one")
+        return self.lm_head
 
     @property
     def output_weight(self) -> Tensor:
         """The weight of the language-model head, (vocab_size, d_model)."""
-        if getattr(self.head, "bias", None) is not None:
-            raise ValueError("lm_head must have no bias, which the loss would leave out, got one")
         return self.head.weight
 
     def load_state_dict(
@@ -419,14 +463,16 @@ class TransformerLM(nn.Module):
                 another shape.
         """
         hidden = self.hidden(token_ids, cache=cache)  # (batch, length, d_model)
-        self._announce(self.head)
-        return F.linear(hidden, self.output_weight)  # (batch, length, vocab_size)
+        head = self.head
+        self.before_part(head)
+        return F.linear(hidden, head.weight)  # (batch, length, vocab_size)
 
     def hidden(self, token_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Return the head's input, (batch, length, d_model); arguments as for `forward`."""
         if token_ids.dim() != 2:
             shape = tuple(token_ids.shape)
             raise ValueError(f"token_ids must be (batch, length), got shape {shape}")
+
         # new tokens follow those in the cache
         first = 0 if cache is None else cache.length
         length = token_ids.shape[1]
@@ -435,75 +481,62 @@ class TransformerLM(nn.Module):
                 f"token_ids must fit context_length {self.config.context_length}, got {first} "
                 f"cached + {length} new tokens"
             )
+        # by default RoPE counts from 0
         positions = None
         if first:
             positions = torch.arange(first, first + length, device=token_ids.device)  # (length,)
 
         # embed
-        self._announce(self.token_embeddings)
+        self.before_part(self.token_embeddings)
         x = self.token_embeddings(token_ids)  # (batch, length, d_model)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             # the residual stream in low precision too: half the bytes in every elementwise step
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
         # blocks and final norm: (batch, length, d_model) throughout
-        if self._is_fused(x) and self.around_block is not None:
-            x = self._residual_blocks(x, positions, cache)
-        elif self._is_fused(x):
+        is_fused = self.uses_kernels and self.config.norm == "pre" and kernels_for(x) == "triton"
+        if is_fused and self.around_block is None:
             x = self._fused_blocks(x, positions, cache)
         else:
-            x = self._blocks(x, positions, cache)
+            for index, layer in enumerate(self.layers):
+                # without a cache all blocks get the same arguments: they share one compilation
+                context = (self.rope, positions) + (() if cache is None else (cache, index))
+                self.before_part(layer)
+                with annotate(f"block {index}"):
+                    if self.around_block is None:
+                        x = layer(x, *context)
+                    elif is_fused:
+                        x = self.around_block(index, self._residual_block, layer, x, *context)
+                    else:
+                        x = self.around_block(index, layer, x, *context)
+
+            # the head reads a normalized stream too
+            if self.ln_final is not None:
+                self.before_part(self.ln_final)
+                x = _norm_kernel(self.ln_final, x) if is_fused else self.ln_final(x)
         if cache is not None:
             cache.advance(length)
         return x
 
-    def _is_fused(self, x: Tensor) -> bool:
-        return self.uses_kernels and self.config.norm == "pre" and takes_triton(x)
-
-    def _blocks(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            self._announce(layer)
-            with annotate(f"block {index}"):
-                x = self._run(index, layer, x, self.rope, positions, cache, index)
-        if self.ln_final is None:
-            return x
-        self._announce(self.ln_final)
-        return self.ln_final(x)
-
     def _fused_blocks(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tensor:
-        """`_blocks` for pre-norm on a GPU, with each residual sum and its norm in one kernel.
+        """All pre-norm blocks on a GPU, with each residual sum and its norm in one kernel.
 
         A sum and its norm straddle two blocks, so the loop carries both x and norm(x).
         """
         # the first norm has no sum before it
         norms: list[Any] = [layer.ln1 for layer in self.layers] + [self.ln_final]
-        self._announce(norms[0])
+        self.before_part(norms[0])
         normed = norms[0](x)
 
         # each block ends with the norm that the next one, or the head, begins with
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms[1:])):
             # without a cache all blocks get the same arguments, so that they share one compilation
             context = (self.rope, positions) + (() if cache is None else (cache, index))
-            self._announce(layer)
-            self._announce(next_norm)
+            self.before_part(layer)
+            self.before_part(next_norm)
             with annotate(f"block {index}"):
                 x, normed = self._fused_block(layer, next_norm, x, normed, *context)
         return normed
-
-    def _residual_blocks(
-        self, x: Tensor, positions: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        """`_fused_blocks` for a model with `around_block`: between blocks there is x alone.
-
-        A checkpoint keeps what its block is given. The norm costs less to compute again.
-        """
-        for index, layer in enumerate(self.layers):
-            context = (self.rope, positions) + (() if cache is None else (cache, index))
-            self._announce(layer)
-            with annotate(f"block {index}"):
-                x = self._run(index, self._residual_block, layer, x, *context)
-        self._announce(self.ln_final)
-        return _norm_kernel(self.ln_final, x)
 
     def loss(self, token_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
         """Return the mean cross-entropy in nats per token, a float32 scalar.
@@ -511,28 +544,26 @@ class TransformerLM(nn.Module):
         Args:
             token_ids, targets: (batch, length) int64.
             z_loss: as for `linear_cross_entropy`.
-        """
-        return self.loss_of_hidden(self.hidden(token_ids), targets, z_loss=z_loss)
 
-    def loss_of_hidden(self, hidden: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Tensor:
-        """`loss`, given what `hidden` returned, (batch, length, d_model)."""
-        if targets.shape != hidden.shape[:-1]:
-            expected, shape = tuple(hidden.shape[:-1]), tuple(targets.shape)
+        Raises:
+            ValueError: `targets` has another shape than `token_ids`, or see `forward`.
+        """
+        if targets.shape != token_ids.shape:
+            expected, shape = tuple(token_ids.shape), tuple(targets.shape)
             raise ValueError(f"targets must have shape {expected} of the ids, got {shape}")
-        self._announce(self.head)
+        # evaluation has other lengths, for each of which the compiler would work anew
+        is_compiled = self._compiled_hidden is not None and self.training
+        hidden = (self._compiled_hidden if is_compiled else self.hidden)(token_ids)
+        head = self.head
+        self.before_part(head)
         with annotate("loss"):
             return linear_cross_entropy(
-                hidden.flatten(0, 1), self.output_weight, targets.flatten(), z_loss=z_loss
+                hidden.flatten(0, 1), head.weight, targets.flatten(), z_loss=z_loss
             )
 
-    def _run(self, index: int, block: Callable[..., Any], *arguments: Any) -> Any:
-        if self.around_block is None:
-            return block(*arguments)
-        return self.around_block(index, block, *arguments)
 
-    def _announce(self, part: nn.Module) -> None:
-        if self.before_part is not None:
-            self.before_part(part)
+def do_nothing(part: nn.Module) -> None:
+    """The default `before_part`."""
 
 
 def fused_block(
@@ -556,6 +587,9 @@ def fused_block(
 
 def residual_block(block: TransformerBlock, x: Tensor, *context: Any) -> Tensor:
     """Run a pre-norm block from one residual stream, (batch, length, d_model), to the next.
+
+    For a model with `around_block`, where between blocks there is the residual stream alone: a
+    checkpoint keeps what its block is given, and the norm costs less to compute again.
 
     Args:
         context: further arguments of `CausalSelfAttention.forward`.
@@ -591,21 +625,9 @@ class MeanLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.device, self.dtype, self.z_loss = model, device, autocast, z_loss
-        self.hidden = model.hidden
-
-    def compile(self) -> None:
-        """Let `torch.compile` fuse the whole model up to the head, for this loss in training."""
-        self.hidden = torch.compile(self.model.hidden, dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over all tokens; inputs and targets are (batch, length) int64."""
-        # evaluation has other lengths, for each of which the compiler would work anew
-        hidden = self.hidden if self.training else self.model.hidden
         z_loss = self.z_loss if self.training else 0.0
-        with self.autocast():
-            return self.model.loss_of_hidden(hidden(inputs), targets, z_loss=z_loss)
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """Autocast to `dtype`, or a context that does nothing where it is None."""
-        is_short = self.dtype is not None
-        return torch.autocast(self.device.type, self.dtype, enabled=is_short)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            return self.model.loss(inputs, targets, z_loss=z_loss)

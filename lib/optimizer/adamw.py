@@ -78,6 +78,8 @@ def foreach_update(
     means = [state["exp_avg"] for state in states]
     squares = [state["exp_avg_sq"] for state in states]
     steps = [state["step"] for state in states]
+
+    # parameters may have joined at different steps
     torch._foreach_add_(steps, 1)
     steps = torch.stack(steps).tolist()
 
@@ -101,9 +103,10 @@ def foreach_update(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """`torch.optim.Optimizer`, for which PyTorch need not load its compiler: 1.6 s in each process.
+    """`torch.optim.Optimizer` without the wrappers of its methods.
 
-    It wraps these methods, to mark them at the first call as not to be compiled.
+    They keep the methods from being compiled; for that, the first call loads PyTorch's compiler,
+    which takes 1.6 s in each process.
     """
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
@@ -193,17 +196,21 @@ class AdamW(Optimizer):
             What `closure` returned.
 
         Raises:
-            ValueError: a gradient, parameter or scalar is of a kind without an update.
+            ValueError: a dtype, layout, shape or device is not supported.
             RuntimeError: a parameter's first step is inside a CUDA graph capture.
         """
+        # gradients, if the caller leaves them to a closure
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         # all are checked before any is updated
         batches = list(self._batches())
         for _, params, group in batches:
             _check_batch(params, lr=group["lr"], grad_scale=grad_scale, skip=skip)
+
+        # a batch at a time: one group, device and dtype
         for key, params, group in batches:
             self._update(key, params, group, grad_scale, skip)
         return loss
@@ -214,8 +221,9 @@ class AdamW(Optimizer):
         squares = []
         for key, params, _ in self._batches():
             if self._implementation_on(params[0].device) == "triton":
+                # with the table of addresses that the update uses, too
                 grads = [param.grad for param in params]
-                states = [self._state(param) for param in params]
+                states = self._states(params)
                 squares.append(self._fused_for(key).square_sum(params, grads, states))
             else:
                 squares.append(grad_norm(params).square())
@@ -271,7 +279,7 @@ class AdamW(Optimizer):
             return
 
         # what an update needs; the first step makes the state
-        states = [self._state(param) for param in params]
+        states = self._states(params)
         grads = [param.grad for param in params]
         settings = {name: group[name] for name in HYPERPARAMETERS}
 
@@ -283,29 +291,36 @@ class AdamW(Optimizer):
 
         # in float32, all parameters at once or one by one
         settings["lr"] = float(settings["lr"])
-        grads = _float32(grads)
+        if grads[0].dtype != torch.float32:
+            # all gradients of a batch have one dtype
+            copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            torch._foreach_copy_(copies, grads)
+            grads = copies
         if grad_scale is not None:
             grads = list(torch._foreach_mul(grads, grad_scale))
         if implementation == "foreach":
             foreach_update(params, grads, states, **settings)
             return
+
+        # the algorithm itself, one parameter after another
         for param, grad, state in zip(params, grads, states):
             reference_update(param, grad, state, **settings)
 
     def _implementation_on(self, device: torch.device) -> str:
         """Resolve `implementation` for parameters on `device`."""
-        has_triton = runs_triton(device)
+        if self.implementation in ("reference", "foreach"):
+            return self.implementation
+        if self.implementation == "auto" and device.type != "cuda":
+            return "foreach"
+        if runs_triton(device):
+            return "triton"
         if self.implementation == "auto":
-            if device.type == "cuda" and not has_triton:
-                warn_once(log, "Triton is not installed: AdamW takes foreach, which is slower")
-            return "triton" if device.type == "cuda" and has_triton else "foreach"
-        if self.implementation == "triton" and not has_triton:
-            where = f"{device}, where Triton is not installed" if device.type == "cuda" else device
-            raise ValueError(
-                f"implementation must be 'auto' or 'foreach' for parameters on {where}, got "
-                "'triton'"
-            )
-        return self.implementation
+            warn_once(log, "Triton is not installed: AdamW takes foreach, which is slower")
+            return "foreach"
+        where = f"{device}, where Triton is not installed" if device.type == "cuda" else device
+        raise ValueError(
+            f"implementation must be 'auto' or 'foreach' for parameters on {where}, got 'triton'"
+        )
 
     def _fused_for(self, key: tuple) -> Any:
         """The Triton update of one batch."""
@@ -315,25 +330,35 @@ class AdamW(Optimizer):
             self._fused[key] = FusedAdamW()
         return self._fused[key]
 
-    def _state(self, param: Tensor) -> dict[str, Tensor]:
-        """The state of `param`, made at its first step."""
-        state = self.state[param]
-        if param.dtype == torch.float32:
-            # made float32 after a step, as by `model.float()`, a parameter is its own master
-            state.pop("master", None)
-        names = ["step", "exp_avg", "exp_avg_sq"] + ["master"] * (param.dtype != torch.float32)
-        missing = [name for name in names if name not in state]
-        if missing and param.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the first step of a parameter of shape {tuple(param.shape)} is inside a CUDA "
-                "graph capture, whose replays would reset its state; step once before capturing"
-            )
-        for name in missing:
-            shape = () if name == "step" else param.shape
-            state[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
-            if name == "master":
-                state[name].copy_(param)
-        return state
+    def _states(self, params: list[Tensor]) -> list[dict[str, Tensor]]:
+        """The state of each of `params`, of one dtype, made at its first step."""
+        has_master = params[0].dtype != torch.float32
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states):
+            # also made anew: the master of a parameter whose dtype has changed
+            if "step" not in state or ("master" in state) != has_master:
+                _make_state(param, state)
+        return states
+
+
+def _make_state(param: Tensor, state: dict[str, Tensor]) -> None:
+    """Add what `state` lacks before the first step of `param`, or the first in its dtype."""
+    # made float32 after a step, as by `model.float()`, a parameter is its own master
+    state.pop("master", None)
+    if "step" in state and param.dtype == torch.float32:
+        return
+    if param.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the first step of a parameter of shape {tuple(param.shape)} is inside a CUDA "
+            "graph capture, whose replays would reset its state; step once before capturing"
+        )
+    if "step" not in state:
+        options: dict = {"dtype": torch.float32, "device": param.device}
+        state["step"] = torch.zeros((), **options)
+        state["exp_avg"] = torch.zeros(param.shape, **options)
+        state["exp_avg_sq"] = torch.zeros(param.shape, **options)
+    if param.dtype != torch.float32:
+        state["master"] = param.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -352,7 +377,7 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _check_saved_groups(groups: list[dict[str, Any]], own_lrs: list[Any]) -> None:
-    """Reject saved groups that are not AdamW's, or whose learning rates have no place."""
+    """Reject saved groups that are not AdamW's, or have several learning rates for one tensor."""
     loaded: dict[int, float] = {}
     for group, own in zip(groups, own_lrs):
         _check_group(group)
@@ -399,7 +424,7 @@ def _loaded_state(param: Tensor, number: int, saved: dict[str, Tensor]) -> dict[
 
 
 def _check_batch(params: list[Tensor], **scalars: Any) -> None:
-    """Reject parameters, gradients and scalars that AdamW has no update for."""
+    """Reject parameters, gradients and scalars that no implementation supports."""
     device, dtype = params[0].device, params[0].dtype
     if dtype not in PARAM_DTYPES:
         raise ValueError(f"parameters must be float32, bfloat16 or float16, got {dtype}")
@@ -411,12 +436,3 @@ def _check_batch(params: list[Tensor], **scalars: Any) -> None:
                 f"{name} must be a tensor of shape () on {device}, got shape "
                 f"{tuple(value.shape)} on {value.device}"
             )
-
-
-def _float32(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors themselves where they are float32, else copies; all have one dtype."""
-    if tensors[0].dtype == torch.float32:
-        return tensors
-    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies

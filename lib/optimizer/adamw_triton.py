@@ -32,7 +32,7 @@ BLOCK = 1024
 NUM_WARPS = 4
 # tensors that a program of `prepare_kernel` prepares
 TENSOR_BLOCK = 64
-# how many graphs may be captured between two steps that no graph captures
+# pinned tables in reserve: how many graphs can be captured between two eager steps
 SPARES = 8
 TRITON_DTYPE = {
     torch.float32: tl.float32,

@@ -27,10 +27,13 @@ def cosine_lr(
     require(in_order, f"cosine_steps must be at least {warmup_steps=}, got {cosine_steps}")
     require(0 <= min_lr <= max_lr, f"min_lr must be between 0 and {max_lr=}, got {min_lr}")
 
+    # warm-up: AdamW's moments are means of only a few gradients yet
     if step < warmup_steps:
         return step / warmup_steps * max_lr
     if step >= cosine_steps:
         return min_lr
+
+    # half a cosine, from 1 down to -1
     progress = (step - warmup_steps) / (cosine_steps - warmup_steps)
     return min_lr + (1 + math.cos(math.pi * progress)) / 2 * (max_lr - min_lr)
 
@@ -48,9 +51,12 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor
     Raises:
         ValueError: `max_norm` is negative.
     """
+    # one norm of all gradients together, so that clipping keeps their direction
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = grad_norm(params)
     coefficient = clip_coefficient(norm, max_norm)
+
+    # all of a device and dtype in a few kernels
     grads = [param.grad for param in params if param.grad is not None]
     for (device, _), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
         torch._foreach_mul_(batch, coefficient.to(device, non_blocking=True))
@@ -67,6 +73,8 @@ def grad_norm(params: Tensor | Iterable[Tensor]) -> Tensor:
     params = [params] if isinstance(params, Tensor) else list(params)
     grads = [param.grad for param in params if param.grad is not None]
     device = grads[0].device if grads else params[0].device if params else None
+
+    # the norm of each gradient
     norms = []
     for (_, dtype), batch in group_by(grads, lambda grad: (grad.device, grad.dtype)):
         # PyTorch refuses a norm in a narrower dtype than the gradient's
@@ -74,6 +82,8 @@ def grad_norm(params: Tensor | Iterable[Tensor]) -> Tensor:
         norms += torch._foreach_norm(batch, 2, dtype=norm_dtype)
     if not norms:
         return torch.zeros((), device=device)
+
+    # the norm of the norms is that of all numbers
     dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
     norms = [norm.to(device, dtype, non_blocking=True) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms))
@@ -87,13 +97,9 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     Raises:
         ValueError: `max_norm` is negative.
     """
-    check_max_norm(max_norm)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise a `ValueError` unless gradients can be clipped to this norm."""
-    require(max_norm >= 0, f"max_norm must be at least 0, got {max_norm}")
 
 
 def group_by(

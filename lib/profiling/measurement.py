@@ -72,29 +72,6 @@ class Measurement:
         return {name: getattr(self, name) for name in names} | {"times_ms": list(self.times_ms)}
 
 
-@dataclasses.dataclass(frozen=True)
-class PairMeasurement:
-    """Two functions measured interleaved."""
-
-    first: Measurement
-    second: Measurement
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """Time of the first over time of the second by pair; empty if one ran out of memory."""
-        return tuple(a / b for a, b in zip(self.first.times_ms, self.second.times_ms))
-
-    @property
-    def median_ratio(self) -> float | None:
-        """The median of `ratios`: above 1, the second is faster."""
-        return statistics.median(self.ratios) if self.ratios else None
-
-    @property
-    def iqr_ratio(self) -> float | None:
-        """The interquartile range of `ratios`."""
-        return interquartile_range(self.ratios)
-
-
 def interquartile_range(values: Sequence[float]) -> float | None:
     """Return the third quartile minus the first; None for no values."""
     return float(np.subtract(*np.percentile(values, [75, 25]))) if len(values) else None

@@ -177,117 +177,64 @@ def rank_memory(
     _check(ranks, batch_size, stage, dtype, ddp_wrapper, bucket_cap_mb)
     element_bytes = ELEMENT_BYTES[dtype]
     weight_bytes = element_bytes if low_precision_weights else 4
-    autocast = not low_precision_weights and (stage < 3 or ranks == 1)
-    one = _one_rank(config, batch_size, element_bytes, weight_bytes, autocast, cuda, checkpoints)
-    if ranks == 1:
-        return one
 
-    cap_mb = bucket_cap_mb or default_bucket_cap_mb(one.parameters)
-    bucket = min(int(cap_mb * 2**20), one.parameters)
-    divided = one if stage == 0 else _divide_state(one, config, ranks)
-    if stage < 2 and ddp_wrapper != "none":
-        return _average_with_wrapper(divided, ddp_wrapper, bucket, cuda)
-    # a rank keeps its slice of the gradients
-    divided = _divide_gradients(divided, ranks)
-    if stage == 3:
-        return _divide_weights(divided, config, ranks, element_bytes, weight_bytes, outer_stays)
-    packed = min((3 if cuda else 4) * bucket, 2 * one.parameters)
-    return dataclasses.replace(divided, communication=packed if stage == 1 else bucket)
+    # what the stage divides among the ranks
+    divides_state = ranks > 1 and stage >= 1
+    divides_gradients = ranks > 1 and (stage >= 2 or (stage == 1 and ddp_wrapper == "none"))
+    divides_weights = ranks > 1 and stage == 3
 
+    def share(number: int, is_divided: bool) -> int:
+        return -(-number // ranks) if is_divided else number
 
-def _one_rank(
-    config: ModelConfig,
-    batch_size: int,
-    element_bytes: int,
-    weight_bytes: int,
-    autocast: bool,
-    cuda: bool,
-    checkpoints: bool,
-) -> RankMemory:
-    """Bytes on a rank that shares nothing: matmuls in `element_bytes`, matrices in `weight_bytes`.
-
-    Args:
-        autocast: whether casts of weights are kept for backward.
-    """
+    # weights, gradients and state
     weights, state = _weight_and_state_bytes(config, weight_bytes)
+    parts = parameters_by_part(config)
+    block = (parts["attention"] + parts["feed_forward"]) // config.num_layers
+    # the head has given a tied embedding its gradient
+    late = block + (0 if config.tied_embeddings else parts["token_embeddings"])
+
+    # gradients on their way, and weights of other ranks
+    cap_mb = bucket_cap_mb or default_bucket_cap_mb(weights)
+    bucket = min(int(cap_mb * 2**20), weights)
+    communication = 0
+    if ranks > 1 and not divides_gradients:
+        # a wrapper averages whole gradients
+        communication = {"flat": weights, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
+    elif ranks > 1:
+        packed = min((3 if cuda else 4) * bucket, 2 * weights)
+        communication = {1: packed, 2: bucket, 3: block * element_bytes}[stage]
+    outer = [parts["token_embeddings"], parts["lm_head"]]
+    outer_bytes = (sum(outer) if outer_stays else max(outer)) * weight_bytes
+    gathered_blocks = divides_weights * min(2, config.num_layers) * block * element_bytes
+
+    # activations and temporaries
+    autocast = not (low_precision_weights or divides_weights)
     kept, recomputed, copies = _activation_bytes(
         config, batch_size, element_bytes, autocast=autocast, cuda=cuda, checkpoints=checkpoints
     )
     # a GPU's checkpointed blocks hold less beside the insides of a layer, forward and backward
     widths = (2, 0) if checkpoints and cuda and config.norm == "pre" else (4, 4)
-    working_forward, working = (
+    in_forward, working = (
         _working_bytes(config, batch_size, element_bytes, widths=n) for n in widths
     )
     is_cast = element_bytes < weight_bytes
     loss = _loss_bytes(config, batch_size, element_bytes, is_cast=is_cast, cuda=cuda)
     return RankMemory(
-        parameters=weights,
-        gradients=weights,
-        optimizer_state=state,
+        parameters=share(weights, divides_weights),
+        gradients=share(weights, divides_gradients),
+        optimizer_state=share(state, divides_state),
         activations=kept,
-        recomputed=recomputed,
-        late_gradients=_late_weights(config) * weight_bytes,
-        averaged_gradients=weights,
+        communication=communication,
+        averaged_gradients=share(weights, divides_gradients),
+        gathered=divides_weights * outer_bytes + gathered_blocks,
+        gathered_blocks=gathered_blocks,
         working=working,
-        forward=copies + max(working_forward, loss),
-        update=0 if cuda else 8 * num_parameters(config),
+        forward=copies + max(in_forward, loss),
+        update=0 if cuda else 8 * share(num_parameters(config), divides_state),
+        recomputed=recomputed,
+        late_gradients=share(late * weight_bytes, divides_gradients),
+        gradients_stay=ranks > 1 and not divides_gradients and ddp_wrapper == "torch_ddp",
     )
-
-
-def _average_with_wrapper(
-    memory: RankMemory, ddp_wrapper: str, bucket: int, cuda: bool
-) -> RankMemory:
-    """Stage 0 or 1 with a wrapper, which averages whole gradients."""
-    copied = {"flat": memory.gradients, "flashddp": 0 if cuda else bucket}.get(ddp_wrapper, 0)
-    stay = ddp_wrapper == "torch_ddp"
-    return dataclasses.replace(memory, communication=copied, gradients_stay=stay)
-
-
-def _divide_state(memory: RankMemory, config: ModelConfig, ranks: int) -> RankMemory:
-    """Stages 1 to 3: each rank has a part of the optimizer state, and updates its weights."""
-    return dataclasses.replace(
-        memory,
-        optimizer_state=_share(memory.optimizer_state, ranks),
-        update=8 * _share(num_parameters(config), ranks) if memory.update else 0,
-    )
-
-
-def _divide_gradients(memory: RankMemory, ranks: int) -> RankMemory:
-    """Stages 1 to 3 where no wrapper averages: each rank keeps a part of the gradients."""
-    return dataclasses.replace(
-        memory,
-        gradients=_share(memory.gradients, ranks),
-        averaged_gradients=_share(memory.averaged_gradients, ranks),
-        late_gradients=_share(memory.late_gradients, ranks),
-    )
-
-
-def _divide_weights(
-    memory: RankMemory,
-    config: ModelConfig,
-    ranks: int,
-    element_bytes: int,
-    weight_bytes: int,
-    outer_stays: bool,
-) -> RankMemory:
-    """Stage 3: each rank keeps a part of the weights, and gathers others when it needs them."""
-    parts = parameters_by_part(config)
-    block = element_bytes * (parts["attention"] + parts["feed_forward"]) // config.num_layers
-    blocks = min(2, config.num_layers) * block
-    outer = [parts["token_embeddings"], parts["lm_head"]]
-    outer_bytes = (sum(outer) if outer_stays else max(outer)) * weight_bytes
-    return dataclasses.replace(
-        memory,
-        parameters=_share(memory.parameters, ranks),
-        communication=block,
-        gathered=outer_bytes + blocks,
-        gathered_blocks=blocks,
-    )
-
-
-def _share(number: int, ranks: int) -> int:
-    """The part of one rank, rounded up."""
-    return -(-number // ranks)
 
 
 def largest_preset(
@@ -379,14 +326,6 @@ def _activation_bytes(
     return outside + inputs + recomputed, recomputed, all_parts["weight_copies"]
 
 
-def _late_weights(config: ModelConfig) -> int:
-    """The number of weights in the first block's matrices and in an embedding of its own."""
-    parts = parameters_by_part(config)
-    block = (parts["attention"] + parts["feed_forward"]) // config.num_layers
-    # the head has given a tied one its gradient
-    return block + (0 if config.tied_embeddings else parts["token_embeddings"])
-
-
 def _working_bytes(config: ModelConfig, batch_size: int, element_bytes: int, *, widths: int) -> int:
     """Bytes of temporaries in a feed-forward layer: inside, and `widths` as wide as the model."""
     tokens = batch_size * config.context_length
@@ -418,14 +357,14 @@ def _check(
     ddp_wrapper: str,
     bucket_cap_mb: float | None,
 ) -> None:
-    for name, value in {"ranks": ranks, "batch_size": batch_size}.items():
-        require(value >= 1, f"{name} must be at least 1, got {value}")
+    require(ranks >= 1, f"ranks must be at least 1, got {ranks}")
+    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     require(stage in range(4), f"stage must be 0, 1, 2 or 3, got {stage}")
-    known = ", ".join(ELEMENT_BYTES)
-    require(dtype in ELEMENT_BYTES, f"dtype must be one of {known}, got {dtype!r}")
-    known = ", ".join(DDP_WRAPPERS)
-    message = f"ddp_wrapper must be one of {known}, got {ddp_wrapper!r}"
-    require(ddp_wrapper in DDP_WRAPPERS, message)
+    for name, value, known in (
+        ("dtype", dtype, ELEMENT_BYTES),
+        ("ddp_wrapper", ddp_wrapper, DDP_WRAPPERS),
+    ):
+        require(value in known, f"{name} must be one of {', '.join(known)}, got {value!r}")
     averages = stage > 0 or ddp_wrapper != "none" or ranks == 1
     require(averages, f"ddp_wrapper must not be 'none' in stage 0 on {ranks} ranks; use flashddp")
     is_positive = bucket_cap_mb is None or bucket_cap_mb > 0

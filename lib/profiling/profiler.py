@@ -283,8 +283,8 @@ def figures_of(summary: Summary, memory: Mapping[str, int] | None = None) -> dic
         "ms_by_category": {row.category: row.ms for row in summary.by_category},
         "share_by_category": {row.category: row.share for row in summary.by_category},
         "calls_by_category": {row.category: row.calls for row in summary.by_category},
-        "ranges": [dataclasses.asdict(row) for row in summary.by_range],
-        "kernel_times": [dataclasses.asdict(row) for row in summary.by_kernel[:SHOWN_KERNELS]],
+        "ranges": [row._asdict() for row in summary.by_range],
+        "kernel_times": [row._asdict() for row in summary.by_kernel[:SHOWN_KERNELS]],
     }
     if memory is not None:
         figures["peak_memory_bytes"] = sum(memory.values())
@@ -296,18 +296,22 @@ def summary_markdown(summary: Summary, memory: Mapping[str, int] | None = None) 
     """Return the tables of a profile, all values per step; `memory` as in `figures_of`."""
     on_gpu = summary.device == "gpu"
     unit = "kernel" if on_gpu else "operator"
-    categories, kernels, named_ranges, gaps = [], [], [], []
-    for row in summary.by_category:
-        if row.calls:
-            shown = {"category": row.category, f"{unit}s": _count(row.calls)}
-            categories.append(shown | {"ms": row.ms, "%": row.share * 100})
-    for row in summary.by_kernel[:SHOWN_KERNELS]:
-        shown = {unit: short_kernel_name(row.name), "category": row.category}
-        kernels.append(shown | {"calls": _count(row.calls), "ms": row.ms, "%": row.share * 100})
-    for row in summary.by_range:
-        shown = {"range": row.name, "calls": _count(row.calls), "host (ms)": row.host_ms}
-        launched = {"kernels launched in it (ms)": row.device_ms} if on_gpu else {}
-        named_ranges.append(shown | launched)
+    categories: list[dict[str, Any]] = [
+        {"category": row.name, f"{unit}s": _count(row.calls), "ms": row.ms, "%": row.share * 100}
+        for row in summary.by_category
+        if row.calls
+    ]
+    kernels = [
+        {unit: short_kernel_name(row.name), "category": row.category, "calls": _count(row.calls)}
+        | {"ms": row.ms, "%": row.share * 100}
+        for row in summary.by_kernel[:SHOWN_KERNELS]
+    ]
+    named_ranges = [
+        {"range": row.name, "calls": _count(row.calls), "host (ms)": row.host_ms}
+        | ({"kernels launched in it (ms)": row.device_ms} if on_gpu else {})
+        for row in summary.by_range
+    ]
+    gaps = []
     for row in summary.gaps:
         is_last = row.longest_us == float("inf")
         end = "µs or more" if is_last else f"to {row.longest_us:,.0f} µs"

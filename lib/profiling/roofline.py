@@ -132,24 +132,8 @@ def block_costs(
     scores of a head, and fused, which skips those that the causal mask hides and computes
     T (T + 1) / 2.
     """
-    d, f, length, e = config.d_model, config.ff_width, context_length, element_bytes
-    tokens, heads = batch_size * length, batch_size * config.num_heads
-    width, scores = tokens * d, heads * length * length
-    head_dim = config.head_dim
-    return {
-        "RMSNorm": Cost(4 * width, 2 * e * width),
-        "q, k, v projection": matmul_cost(tokens, d, 3 * d, e),
-        "RoPE": Cost(6 * width, 4 * e * width),
-        "scores": matmul_cost(length, head_dim, length, e, batch=heads),
-        "mask and softmax": Cost(5 * scores, 2 * e * scores),
-        "value product": matmul_cost(length, length, head_dim, e, batch=heads),
-        "attention, fused": Cost(2 * heads * length * (length + 1) * head_dim, 4 * e * width),
-        "output projection": matmul_cost(tokens, d, d, e),
-        "residual sum": Cost(width, 3 * e * width),
-        "gate and value": matmul_cost(tokens, d, 2 * f, e),
-        "SiLU and gate": Cost(5 * tokens * f, 3 * e * tokens * f),
-        "down projection": matmul_cost(tokens, f, d, e),
-    }
+    costs = _costs(config, batch_size, context_length, element_bytes)
+    return {name: forward for name, (forward, _) in costs.items()}
 
 
 def backward_costs(
@@ -162,30 +146,42 @@ def backward_costs(
     the incoming gradient and what the forward pass kept, and write gradients of their inputs; the
     residual sum costs the addition of the gradients of its two branches.
     """
-    d, f, length, e = config.d_model, config.ff_width, context_length, element_bytes
+    costs = _costs(config, batch_size, context_length, element_bytes)
+    return {name: backward for name, (_, backward) in costs.items()}
+
+
+def _costs(
+    config: ModelConfig, batch_size: int, length: int, element_bytes: int
+) -> dict[str, tuple[Cost, Cost]]:
+    """Return the costs of each operation, forward and backward."""
+    d, f, head_dim = config.d_model, config.ff_width, config.head_dim
     tokens, heads = batch_size * length, batch_size * config.num_heads
-    width, scores, head_dim = tokens * d, heads * length * length, config.head_dim
-    forward = block_costs(config, batch_size, context_length, element_bytes=e)
+    # numbers in an activation as wide as the model, in one of the feed-forward layer, in the scores
+    width, inner, scores = tokens * d, tokens * f, heads * length * length
 
-    def weights(d_in: int, d_out: int) -> Cost:
-        return matmul_cost(tokens, d_out, d_in, e) + matmul_cost(d_out, tokens, d_in, e)
+    def matmul(m: int, k: int, n: int, batch: int = 1) -> tuple[Cost, Cost]:
+        shapes = [(m, k, n), (m, n, k), (k, m, n)]
+        forward, left, right = (matmul_cost(*s, element_bytes, batch=batch) for s in shapes)
+        return forward, left + right
 
-    def batched(m: int, k: int, n: int) -> Cost:
-        return matmul_cost(m, n, k, e, batch=heads) + matmul_cost(k, m, n, e, batch=heads)
+    def others(forward: tuple[int, int], backward: tuple[int, int]) -> tuple[Cost, Cost]:
+        costs = [Cost(flops, moved * element_bytes) for flops, moved in (forward, backward)]
+        return costs[0], costs[1]
 
+    fused_flops = 2 * heads * length * (length + 1) * head_dim
     return {
-        "RMSNorm": Cost(8 * width, 3 * e * width),
-        "q, k, v projection": weights(d, 3 * d),
-        "RoPE": forward["RoPE"],
-        "scores": batched(length, head_dim, length),
-        "mask and softmax": Cost(4 * scores, 3 * e * scores),
-        "value product": batched(length, length, head_dim),
-        "attention, fused": Cost(5 * forward["attention, fused"].flops // 2, 8 * e * width),
-        "output projection": weights(d, d),
-        "residual sum": forward["residual sum"],
-        "gate and value": weights(d, 2 * f),
-        "SiLU and gate": Cost(10 * tokens * f, 5 * e * tokens * f),
-        "down projection": weights(f, d),
+        "RMSNorm": others((4 * width, 2 * width), (8 * width, 3 * width)),
+        "q, k, v projection": matmul(tokens, d, 3 * d),
+        "RoPE": others((6 * width, 4 * width), (6 * width, 4 * width)),
+        "scores": matmul(length, head_dim, length, heads),
+        "mask and softmax": others((5 * scores, 2 * scores), (4 * scores, 3 * scores)),
+        "value product": matmul(length, length, head_dim, heads),
+        "attention, fused": others((fused_flops, 4 * width), (5 * fused_flops // 2, 8 * width)),
+        "output projection": matmul(tokens, d, d),
+        "residual sum": others((width, 3 * width), (width, 3 * width)),
+        "gate and value": matmul(tokens, d, 2 * f),
+        "SiLU and gate": others((5 * inner, 3 * inner), (10 * inner, 5 * inner)),
+        "down projection": matmul(tokens, f, d),
     }
 
 

@@ -1,7 +1,6 @@
 """A training step over time, from a trace: compute, communication, and the exposed part of it.
 
-A GPU's trace is read by its kernels, a CPU's by its operators. There gloo's collectives run in
-threads of their own, and their operators show from when to when.
+On a CPU, operators stand for kernels.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ PHASES = {
     "optimizer": "update",
     "all-reduce": "copies of the wrapper",
 }
-# Where the host never waits for other ranks: these ranges, and autograd's nodes with their hooks.
-OWN_WORK = ("forward", "optimizer")
-NODE = "autograd::engine::evaluate_function"
-
 Intervals = tuple[tuple[float, float], ...]
 
 
@@ -43,7 +38,7 @@ class Timeline:
     step_ms: float
 
     backward: tuple[float, float]
-    """Its start and end: on a GPU of its first and last kernel, on a CPU of the host's call."""
+    """Its first kernel's start and its last one's end."""
 
     compute: tuple[tuple[str, Intervals], ...]
     """For each phase, when its operators or kernels run."""
@@ -52,8 +47,7 @@ class Timeline:
     """When at least one collective is in progress, including the wait for other ranks."""
 
     exposed: Intervals
-    """The part of `communication` in which no kernel computes on this rank. On a CPU: in which no
-    operator runs and the host is in none of forward, update and autograd's nodes."""
+    """The part of `communication` in which no kernel computes on this rank."""
 
     @property
     def communication_ms(self) -> float:
@@ -69,55 +63,36 @@ class Timeline:
         return self.backward[1] - self.backward[0]
 
 
-def timelines(trace: Trace, step: str) -> list[Timeline]:
-    """Return the timeline of each range called `step`, in order."""
-    steps = [span for span in trace.ranges if span.name == step]
-    if not steps:
-        raise ValueError(f"the trace has no range {step!r}")
+def step_timeline(trace: Trace, name: str) -> Timeline:
+    """Return the timeline of the first range called `name` in the trace."""
+    step = next((span for span in trace.ranges if span.name == name), None)
+    if step is None:
+        raise ValueError(f"the trace has no range {name!r}")
     spans = trace.kernels or trace.operators
     launched = np.array(launch_times(spans, trace.calls))
-    return [_timeline(trace, spans, launched, span) for span in steps]
-
-
-def _timeline(trace: Trace, spans: Sequence[Span], launched: np.ndarray, step: Span) -> Timeline:
-    on_gpu = bool(trace.kernels)
     ranges = [span for span in trace.ranges if step.start <= span.start < step.end]
-    backward = edges(span for span in ranges if span.name == "backward")
-    if not len(backward):
-        raise ValueError(f"the range {step.name!r} has no range 'backward' in it")
 
-    # the step's spans: those launched in it, sorted into communication, work and neither
+    # the kernels launched in the step, sorted into communication and phases
     chosen = np.flatnonzero((step.start <= launched) & (launched < step.end))
-    spans, launched = [spans[index] for index in chosen.tolist()], launched[chosen]
-    times = edges(spans)
-    categories = np.array([category_of(span.name) for span in spans], dtype=object)
+    kernels = [spans[index] for index in chosen.tolist()]
+    times, phases = edges(kernels), _phases(ranges, launched[chosen])
+    categories = np.array([category_of(span.name) for span in kernels], dtype=object)
     communicates = categories == "communication"
-    # a CPU's operators that are views, or only call others, do no work of their own
-    works = ~communicates & (on_gpu | (categories != "other"))
+    # operators that are views, or only call others, do no work of their own
+    works = ~communicates & (bool(trace.kernels) | (categories != "other"))
+    compute = {phase: union(times[works & (phases == phase)]) for phase in PHASES.values()}
+    # they run when the host has long left the range
+    backward = times[works & (phases == "backward")]
+    if not len(backward):
+        raise ValueError(f"the range {name!r} has no kernels of a range 'backward' in it")
 
-    phases = _phases(ranges, launched)
-    compute = {name: union(times[works & (phases == name)]) for name in PHASES.values()}
     communication = union(times[communicates])
-    busy = times[works]
-    if on_gpu:
-        # the kernels of backward run when the host has long left its range
-        ran = times[works & (phases == "backward")]
-        backward = ran if len(ran) else backward
-    else:
-        # Python between two operators does not wait for other ranks; but PyTorch's own wrapper
-        # does, at the end of backward, after autograd's last node
-        own = [span for span in ranges if span.name in OWN_WORK]
-        own += [span for span in spans if span.name.startswith(NODE)]
-        busy = np.concatenate((busy, edges(own)))
-    exposed = difference(communication, union(busy))
-
+    exposed = difference(communication, union(times[works]))
+    first, last = _in_ms(np.array([[backward[:, 0].min(), backward[:, 1].max()]]), step.start)[0]
     return Timeline(
         step_ms=(max([step.end, *times[:, 1]]) - step.start) / 1e3,
-        backward=(
-            (backward[:, 0].min() - step.start) / 1e3,
-            (backward[:, 1].max() - step.start) / 1e3,
-        ),
-        compute=tuple((name, _in_ms(found, step.start)) for name, found in compute.items()),
+        backward=(first, last),
+        compute=tuple((phase, _in_ms(found, step.start)) for phase, found in compute.items()),
         communication=_in_ms(communication, step.start),
         exposed=_in_ms(exposed, step.start),
     )

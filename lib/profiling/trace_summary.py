@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -38,32 +38,22 @@ WAITING = re.compile(r"Synchronize")
 LAUNCHING = re.compile(r"Launch")
 
 
-@dataclass(frozen=True)
-class KernelTime:
-    """All runs of one kernel, or on a CPU of one operator; `share` is of all kernels' time."""
+class Work(NamedTuple):
+    """All runs of one kernel, or on a CPU of one operator; or all kernels of one category.
+
+    On a CPU a category's `calls` count no operators that call others of it, as linear calls addmm.
+    """
 
     name: str
     category: str
     calls: float
     ms: float
+
     share: float
+    """Of all kernels' time."""
 
 
-@dataclass(frozen=True)
-class CategoryTime:
-    """All kernels of one category; `share` is of all kernels' time.
-
-    On a CPU `calls` counts no operators that call others of their category, as linear calls addmm.
-    """
-
-    category: str
-    calls: float
-    ms: float
-    share: float
-
-
-@dataclass(frozen=True)
-class RangeTime:
+class RangeTime(NamedTuple):
     """All ranges of one name, without the number at its end."""
 
     name: str
@@ -122,9 +112,9 @@ class Summary:
     exposed_communication_ms: float
     """The part of it in which nothing else runs."""
 
-    by_category: tuple[CategoryTime, ...]
+    by_category: tuple[Work, ...]
 
-    by_kernel: tuple[KernelTime, ...]
+    by_kernel: tuple[Work, ...]
     """Longest first."""
 
     by_range: tuple[RangeTime, ...]
@@ -156,7 +146,10 @@ def summarize(trace: Trace) -> Summary:
 
     # of each span: when it was launched, its category, its own time, and whether it counts
     launched = np.array(launch_times(spans, calls))
-    categories = _categories(trace, spans, launched)
+    categories = np.array([category_of(span.name) for span in spans], dtype=object)
+    is_communication = categories == "communication"
+    # what is launched in attention or its backward, but for communication
+    categories[contains(_attention_times(trace), launched) & ~is_communication] = "attention"
     if on_gpu:
         times = np.diff(edges(spans), axis=1)[:, 0]
         works = counts = np.ones(len(spans), dtype=bool)
@@ -169,17 +162,21 @@ def summarize(trace: Trace) -> Summary:
     # busy and idle, and what of the communication nothing hides
     busy = intersection(union(edges(spans)), np.array([window]))
     idle = gaps(busy, *window)
-    is_communication = categories == "communication"
     communication = union(edges(spans)[is_communication])
     exposed = difference(communication, union(edges(spans)[works & ~is_communication]))
 
     per_step = 1 / num_steps
     to_ms = per_step / 1e3
-    host = _host_times(trace) if on_gpu else (None, None, None)
-    dispatch, wait, launches = (None if x is None else x * per_step for x in host)
-    names = zip((span.name for span in spans), categories)
-    kernels = _sums(names, times, per_step)
-    by_kernel = [KernelTime(*name, *row) for name, row in kernels.items()]  # type: ignore[call-arg]
+    waiting = launches = dispatched = None
+    if on_gpu:
+        waiting = union(edges(call for call in trace.calls if WAITING.search(call.name)))
+        steps = [span for span in trace.ranges if span.name == STEP]
+        host = union(edges(steps or [*trace.operators, *trace.calls, *trace.ranges]))
+        dispatched = total(difference(host, waiting)) / 1e3 * per_step
+        launches = sum(bool(LAUNCHING.search(call.name)) for call in trace.calls) * per_step
+    names = [(span.name, category) for span, category in zip(spans, categories)]
+    sums = _sums(names, times, per_step).items()
+    by_kernel = [Work(*name, *row) for name, row in sums]  # type: ignore[call-arg]
     by_category = _sums(categories, times, per_step, counts)
     return Summary(
         device="gpu" if on_gpu else "cpu",
@@ -187,13 +184,13 @@ def summarize(trace: Trace) -> Summary:
         wall_ms=(window[1] - window[0]) * to_ms,
         busy_ms=total(busy) * to_ms,
         idle_ms=total(idle) * to_ms,
-        dispatch_ms=dispatch,
-        wait_ms=wait,
+        dispatch_ms=dispatched,
+        wait_ms=total(waiting) / 1e3 * per_step if on_gpu else None,
         kernels=int((works & counts).sum()) * per_step,
         launches=launches,
         communication_ms=total(communication) * to_ms,
         exposed_communication_ms=total(exposed) * to_ms,
-        by_category=tuple(CategoryTime(name, *by_category[name]) for name in CATEGORIES),
+        by_category=tuple(Work(name, name, *by_category[name]) for name in CATEGORIES),
         by_kernel=tuple(sorted(by_kernel, key=lambda row: -row.ms)),
         by_range=_by_range(trace, launched, times if on_gpu else None, per_step),
         gaps=_gap_histogram(idle, per_step),
@@ -253,15 +250,6 @@ def _nesting(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(own, 0), is_innermost
 
 
-def _categories(trace: Trace, spans: Sequence[Span], launched: np.ndarray) -> np.ndarray:
-    """Return categories by name, but attention for what is launched in it or its backward."""
-    categories = np.array([category_of(span.name) for span in spans], dtype=object)
-    is_inside = contains(_attention_times(trace), launched)
-    # a communication kernel stays one, wherever it is launched
-    categories[is_inside & (categories != "communication")] = "attention"
-    return categories
-
-
 def _attention_times(trace: Trace) -> np.ndarray:
     """Return when the host is in a range `attention`, or in the gradient of an operator in one.
 
@@ -274,15 +262,6 @@ def _attention_times(trace: Trace) -> np.ndarray:
     begun = set(gradients[contains(forward, starts)])
     backward = edges(span for span in trace.operators if span.start in begun)
     return union(np.concatenate((forward, backward)))
-
-
-def _host_times(trace: Trace) -> tuple[float, float, int]:
-    """Return ms of dispatching and of waiting, and the number of launches."""
-    waiting = union(edges(call for call in trace.calls if WAITING.search(call.name)))
-    steps = [span for span in trace.ranges if span.name == STEP]
-    host = union(edges(steps or [*trace.operators, *trace.calls, *trace.ranges]))
-    launches = sum(bool(LAUNCHING.search(call.name)) for call in trace.calls)
-    return total(difference(host, waiting)) / 1e3, total(waiting) / 1e3, launches
 
 
 def _sums(

@@ -1,8 +1,8 @@
 """The fast strategy: parameters are laid out in flat buffers, and each rank updates a slice.
 
 A reduce-scatter gives each rank the mean gradient of its slice, the rank updates the slice, and an
-all-gather puts the slices back together. They are the two halves of a ring all-reduce, and so
-send as much (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.1).
+all-gather puts the slices back together. These are the two halves of a ring all-reduce, so they
+send as many bytes (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.1).
 
 One bucket on two ranks, a slice being 4 elements:
 
@@ -45,7 +45,7 @@ class FlatBucket(Bucket):
 
     def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         super().__init__(params, world_size(group))
-        # parameters become views
+        # all parameters in one buffer; each becomes a view of it
         self.buffer = self.pack([param.detach() for param in params])  # (ranks · slice_length,)
         for param, view in zip(params, self.views(self.buffer)):
             param.data = view
@@ -56,6 +56,8 @@ class FlatBucket(Bucket):
         self.mine = self.buffer[begin : begin + self.slice_length]  # (slice_length,)
         self.own = list(self.parts(rank(group)))
         self.shards: list[Shard] = []
+        # the mean gradient of the slice, once it has arrived
+        self.mean: Tensor | None = None
         # the all-gather under way
         self.gathering: Any = None
 
@@ -70,7 +72,7 @@ class FlatSlices(InOrder, ShardingStrategy):
     """Cuts every bucket of parameters into a slice per rank. Frozen parameters must stay frozen.
 
     Args:
-        reduces_gradients: whether gradients are this rank's own, to be averaged here. They move
+        reduces_gradients: whether gradients are this rank's own, and are averaged here. They move
             into the shards then, and the parameters' `.grad` becomes None.
         bucket_cap_mb: MiB of parameters in a bucket.
         overlap: whether a bucket's reduce-scatter starts in backward, as soon as it is full.
@@ -101,21 +103,27 @@ class FlatSlices(InOrder, ShardingStrategy):
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
         self._check_not_wrapped(params)
         numbers: dict[Tensor, int] = {param: n for n, param in enumerate(params, start=first)}
+
         # frozen ones have no state, and stay where they are
         frozen = [param for param in params if not param.requires_grad]
         self.frozen += frozen
         added = [whole_shard(param, numbers[param]) for param in frozen if rank(self.group) == 0]
-        # gradients arrive in about the reverse order
+
+        # trained ones fill buckets in reverse order, about that in which gradients arrive
         trained = [param for param in reversed(params) if param.requires_grad]
         for filled in fill_buckets(trained, cap_bytes=self.cap_bytes):
             bucket = FlatBucket(filled, self.group)
+            # what of this rank's slice belongs to which parameter
             for param, start, stop, offset in bucket.own:
                 weight = bucket.mine[offset : offset + stop - start]
                 bucket.shards.append(make_shard(param, numbers[param], start, stop, weight))  # type: ignore[arg-type]  # those given
             added += bucket.shards
+            # hooks on the parameters, with `overlap`
             self.buckets.append(bucket)
             self.bucket_of |= dict.fromkeys(map(id, filled), bucket)
             self.watch([(name_of(param), param) for param in filled], hooks=self.overlaps)
+
+        # the inner optimizer has them in the order of the parameters
         added.sort(key=lambda shard: shard.number)
         self.shards += added
         return added
@@ -123,23 +131,26 @@ class FlatSlices(InOrder, ShardingStrategy):
     # Gradients: reduce-scatter, started in backward with `overlap`
 
     def make_buckets(self, params: list[Tensor]) -> list[Bucket]:
-        """The buckets in the order in which they become complete if `params` arrive in theirs."""
+        """Sort the buckets by their last parameter in `params`."""
         place = {param: index for index, param in enumerate(params)}
         return sorted(self.buckets, key=lambda bucket: max(place[p] for p in bucket.params))
 
-    def send(self, bucket: Bucket, presence: Tensor | None) -> None:
+    def send(self, bucket: Any, presence: Tensor | None) -> None:
         """Start the reduce-scatter of a bucket's gradients, which parameters no longer hold."""
-        # at most two are under way: later gradients need the memory of earlier ones
+        # wait for the last but one: later gradients need the memory of earlier ones
         if self.num_sent >= 2:
-            self.receive(self.order[self.num_sent - 2])
+            self.order[self.num_sent - 2].receive(self.divisor)
+        # pack the gradients, and free them
         flat = bucket.pack([param.grad for param in bucket.params])  # (ranks · slice_length,)
         for param in bucket.params:
             param.grad = None
-        mean = flat.new_empty(bucket.slice_length)
+        # this rank gets the mean of its slice
+        mean = bucket.mean = flat.new_empty(bucket.slice_length)
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         bucket.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
         # what is sent lives until it has arrived
         bucket.sent, bucket.means = [flat], [mean]
+        # which gradients any rank has
         if presence is not None:
             bucket.works += start_all_reduce([presence], self.group, self.averages)
             bucket.means.append(presence)
@@ -162,26 +173,29 @@ class FlatSlices(InOrder, ShardingStrategy):
                         "passes first"
                     )
             return
-        self._check_parameters()
         if not self.reduces_gradients:
-            # a wrapper has averaged them
+            # a wrapper has averaged them: take this rank's part
+            self.check_parameters()
             for shard in self.shards:
                 shard.leaf.grad = shard.slice_of(shard.param.grad)
             return
         if not self.order:
             self._check_not_wrapped(self.params)
-        means, unused = self.finish() if self.params else ([], [])
-        dropped = {id(param) for param in unused}
-        for bucket, (mean, *_) in zip(self.order, means):
-            for shard, part in zip(bucket.shards, bucket.own):  # type: ignore[attr-defined]
-                if id(shard.param) not in dropped:
-                    grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)
+        super().finish_gradient_synchronization()
+
+        # cut each shard's gradient out of the mean of this rank's slice
+        unused = {id(param) for param in self.unused}
+        for bucket in self.buckets:
+            mean, bucket.mean = bucket.mean, None  # (slice_length,)
+            for shard, part in zip(bucket.shards, bucket.own):
+                if id(shard.param) not in unused:
+                    grad = mean[part.offset :][: part.stop - part.start].view_as(shard.leaf)  # type: ignore[index]  # sent
                     has_grad = shard.leaf.grad is not None
                     shard.leaf.grad = shard.leaf.grad.add_(grad) if has_grad else grad
         self.is_closed = True
 
-    def _check_parameters(self) -> None:
-        """Raise a `RuntimeError` if one has left its buffer, or is not in any but trained."""
+    def check_parameters(self) -> None:
+        """Raise a `RuntimeError` if a parameter has left its buffer, or was unfrozen."""
         for bucket in self.buckets:
             for param, address in zip(bucket.params, bucket.addresses):
                 if param.data_ptr() != address:
@@ -197,7 +211,7 @@ class FlatSlices(InOrder, ShardingStrategy):
                 )
 
     def _check_not_wrapped(self, params: Iterable[Tensor]) -> None:
-        """Raise a `ValueError` if something else averages the gradients, too."""
+        """Raise a `ValueError` if a wrapper averages the gradients, too."""
         for wrapper in map(wrapper_of, params) if self.reduces_gradients else ():
             require(
                 not wrapper,
@@ -207,7 +221,7 @@ class FlatSlices(InOrder, ShardingStrategy):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drop the shards' gradients, or set them to zero."""
-        # what a backward pass has started is finished, in the same order on all ranks
+        # first finish what a backward pass has started, in the same order on all ranks
         if self.arrived:
             self.finish_gradient_synchronization()
         self.is_closed = False
@@ -223,6 +237,7 @@ class FlatSlices(InOrder, ShardingStrategy):
             self._gather()
 
     def _gather(self) -> None:
+        """Start the all-gathers, and wait for those that no forward pass waits for."""
         self.must_gather = False
         order: list[Any] = self.order or self.buckets  # type: ignore[assignment]
         with annotate("all-gather"):
@@ -239,6 +254,7 @@ class FlatSlices(InOrder, ShardingStrategy):
         """Wait until `params` (default: all) are complete."""
         if self.must_gather:
             self._gather()
+        # their buckets, whose all-gathers are under way
         if params is None:
             params = self.params
         for param in params:

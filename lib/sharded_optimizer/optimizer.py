@@ -85,7 +85,7 @@ from lib.ddp.process_group import (
     world_size,
 )
 from lib.optimizer.adamw import AdamW, Optimizer
-from lib.optimizer.schedule import check_max_norm, clip_coefficient, grad_norm
+from lib.optimizer.schedule import clip_coefficient, grad_norm
 from lib.sharded_optimizer.flat_slices import FlatSlices
 from lib.sharded_optimizer.saved_state import (
     pack_shards,
@@ -275,11 +275,11 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: `max_norm` is negative.
         """
-        check_max_norm(max_norm)
         norm = self.grad_norm()
+        coefficient = clip_coefficient(norm, max_norm)
         grads = [shard.leaf.grad for shard in self.shards if shard.leaf.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, clip_coefficient(norm, max_norm))
+            torch._foreach_mul_(grads, coefficient)
         return norm
 
     @torch.no_grad()

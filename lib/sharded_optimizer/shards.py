@@ -67,16 +67,16 @@ def whole_shard(param: nn.Parameter, number: int) -> Shard:
 
 
 class ShardingStrategy:
-    """How parameters are split into shards, and what the ranks send each other.
+    """Splits parameters into shards, averages gradients, and gathers the updated parameters.
 
-    The methods that do nothing suit gradients that something else averages and leaves in the
-    shards' leaves, and parameters that are complete when `gather_parameters` returns.
+    The methods here do nothing: they suit gradients that something else has averaged and left in
+    the shards' leaves, and parameters that are complete when `gather_parameters` returns.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.shards: list[Shard] = []
-        # shards of parameters that every rank holds whole and updates alike
+        # shards of parameters that all ranks hold whole and update in the same way
         self.copies: list[Shard] = []
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
@@ -84,7 +84,7 @@ class ShardingStrategy:
         raise NotImplementedError
 
     def finish_gradient_synchronization(self) -> None:
-        """Give every shard its averaged gradient."""
+        """Set each shard's `.grad` to its averaged gradient."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drop the shards' gradients, or set them to zero."""
@@ -95,7 +95,7 @@ class ShardingStrategy:
                 shard.leaf.grad.zero_()
 
     def gather_parameters(self) -> None:
-        """Give every rank the parameters that the others updated."""
+        """Send each rank the parameters that the others updated."""
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) are complete."""

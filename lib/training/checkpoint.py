@@ -128,6 +128,8 @@ def save_checkpoint(
             _publish(target, keep_last)
 
     target, contents = on_each(collect)
+
+    # all or nothing, also if one rank fails
     with contextlib.ExitStack() as held:
         # rank 0 makes the folder, all write, rank 0 gives it its name
         on_each(lambda: number or held.enter_context(_partial_folder(target, contents)))
@@ -155,6 +157,7 @@ def _ranks(optimizer: Any, group: Any) -> tuple[int, Callable[[Callable[[], T]],
 def _whole(model: Any, tensors: dict[str, Tensor], state: dict[str, Any]) -> Contents:
     """The files that rank 0 writes for all."""
     weights = model.state_dict() if isinstance(model, nn.Module) else model
+    # what safetensors cannot hold would fail halfway, or lose what tensors share
     check_tensors("model", weights)
     check_tensors("tensors", tensors)
     return {
@@ -204,7 +207,7 @@ def _partial(target: Path) -> Path:
 def _partial_folder(target: Path, contents: Contents) -> Iterator[None]:
     """Make the folder for the files of `target`, and keep other processes out until they are."""
     with files.lock_folder(target.parent):
-        # we hold the lock, so any process that left partial files is gone
+        # this process holds the lock, so the one that left partial files is gone
         _clean(target.parent)
         try:
             _partial(target).mkdir()
@@ -230,14 +233,18 @@ def _write(folder: Path, contents: Contents) -> None:
 
 def _publish(target: Path, keep_last: int | None) -> None:
     """Give the written folder its manifest and name, and hide the checkpoints to be deleted."""
-    # hashes are read back from the page cache
+    # last of all files the manifest; hashes are read back from the page cache
     written = _partial(target).iterdir()
     entries = {file.name: (file.stat().st_size, files.sha256_file(file)) for file in written}
     files.write_atomically(_partial(target) / "manifest.json", to_json(_Manifest(2, entries)))
+
+    # the rename makes the checkpoint visible; a flush of the folder makes it last
     if target.exists():
         os.replace(target, target.with_name(f".{target.name}.replaced"))
     os.replace(_partial(target), target)
     files.sync_folder(target.parent)
+
+    # older ones are hidden before they are deleted, since a name promises a whole checkpoint
     if keep_last is not None:
         older = [path for path in list_checkpoints(target.parent) if _step(path) < _step(target)]
         for path in reversed(older[keep_last - 1 :]):
@@ -285,9 +292,11 @@ def load_checkpoint(
 def _load_here(
     path: str | os.PathLike, model: nn.Module | None, optimizer: Optimizer | None, verify: bool
 ) -> Checkpoint:
-    """`load_checkpoint` of this rank, whatever happens on others."""
+    """`load_checkpoint` of this rank alone."""
     if verify:
         return read_checkpoint(path, lambda found: _load_here(found, model, optimizer, False))
+
+    # everything is read and compared first
     path = Path(path)
     model = None if model is None else inner_module(model)
     state = _read_state(path)
@@ -295,8 +304,11 @@ def _load_here(
     saved, _ = read_tensors(path / "tensors.safetensors")
     tensors = {name: tensor.clone() for name, tensor in saved.items()}
     if model is not None:
+        # weights of another shape or dtype would be broadcast or rounded
         weights, _ = read_tensors(path / "model.safetensors")
         _check_model(path, model, weights)
+
+    # then copied
     if optimizer is not None:
         # before the model, since this allocates memory and can still fail
         load_optimizer(path, optimizer, model)
@@ -335,6 +347,8 @@ def read_checkpoint(path: str | os.PathLike, read: Callable[[Path], T]) -> T:
             raise FileNotFoundError(f"no checkpoint {path}")
         _verify(path)
         return read(path)
+
+    # the newest that is whole; a training may delete old ones meanwhile
     for _ in range(MAX_LISTINGS):
         checkpoints = list_checkpoints(path)
         if not checkpoints:
@@ -384,11 +398,14 @@ def _verify(path: Path) -> None:
     """Raise ValueError unless every file of the checkpoint `path` is as it was written."""
     name = "manifest.json"
     try:
+        # a manifest that lists too few files would let damage pass
         listed = from_json(_Manifest, path / name).files
         expected = {"state.json", "model.safetensors", "tensors.safetensors"}
         expected.update(shard.name for shard in path.glob("shard-*"))
         missing = ", ".join(sorted(expected - listed.keys()))
         require(not missing, f"does not list {missing}")
+
+        # every file has the bytes that were written
         for name, (size, sha256) in listed.items():
             found = (path / name).stat().st_size
             require(found == size, f"must have {size:,} bytes, got {found:,}")
@@ -430,12 +447,16 @@ def load_optimizer(path: Path, optimizer: Any, model: nn.Module | None = None) -
     """
     saved, states = _read_shards(path) or old_checkpoints.read_optimizer(path)
     require(states, f"checkpoint {path} holds no optimizer state")
+
+    # parameter by parameter the same class and shape, and the same name where both have names
     own = _parameters(optimizer, model)
     for there, here in zip_longest(own if saved is None else saved, own):
         is_same = there and here and there[1:] == here[1:]
         is_same = is_same and (there[0] == here[0] or not (there[0] and here[0]))
         message = f"checkpoint {path} does not fit the optimizer: {there} instead of {here}"
         require(is_same, message)
+
+    # each rank takes its part of the shards, however many ranks wrote them
     if _is_sharded(optimizer):
         optimizer.load_state_dicts(states, path)
     else:
@@ -443,7 +464,8 @@ def load_optimizer(path: Path, optimizer: Any, model: nn.Module | None = None) -
 
 
 def _read_shards(path: Path) -> tuple[list, list[dict[str, Any]]] | None:
-    """What `_parameters` was, and the state dict of each rank; None if there are no shards."""
+    """The saved `_parameters`, and the state dict of each rank; None if there are no shards."""
+    # one file for each rank that saved, none missing
     shards = sorted(path.glob("shard-*.safetensors"))
     states = []
     for number, shard in enumerate(shards):

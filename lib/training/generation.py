@@ -66,6 +66,7 @@ def generate_text(
         f"tokenizer must have at most the model's {known} ids, got {tokenizer.vocab_size}",
     )
     encoded = [tokenizer.encode(prompt) or tokenizer.end_ids[:1] for prompt in prompts]
+
     # a token may end inside a character
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
     pieces: list[list[str]] = [[] for _ in prompts]
@@ -77,6 +78,7 @@ def generate_text(
             if on_text:
                 on_text(row, text)
 
+    # ids come back one at a time, and text as soon as its characters are whole
     generate(
         model,
         encoded,
@@ -127,15 +129,16 @@ def generate(
             token. The tokens are the same.
         on_token: called with row and token for each token returned, as soon as it is sampled.
     """
-    # index() takes no fractions
+    # check everything before the first step; index() takes no fractions
     texts = [[operator.index(token) for token in prompt] for prompt in prompts]
     vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
     if not isinstance(stop_token, (Sequence, Set)):
         stop_token = [] if stop_token is None else [stop_token]
     _check_arguments(texts, max_new_tokens, stop_token, vocab_size, model.config.vocab_size)
     require(hasattr(seed, "__index__"), f"seed must be a whole number, got {seed!r}")
-    # refuses bad options before the first step
     next_token_probabilities(torch.zeros(1, device="cpu"), temperature, top_k, top_p)
+
+    # keys and values of earlier tokens, so that each token is computed once
     cache, weight = None, model.output_weight
     if use_cache:
         cache = KVCache(model.config, len(texts), device=weight.device, dtype=weight.dtype)
@@ -144,6 +147,7 @@ def generate(
         logits = _next_logits(model, texts, length, cache)[:, :vocab_size]
         return next_token_probabilities(logits, temperature, top_k, top_p)
 
+    # a generator for each row: its text does not depend on its neighbors
     with in_eval_mode(model):
         generators = _generators(int(operator.index(seed)), texts)
         return _extend(texts, probabilities, generators, max_new_tokens, stop_token, on_token)
@@ -165,15 +169,17 @@ def _extend(
     done = [max_new_tokens == 0] * len(texts)
     length = min(map(len, texts))
     while not all(done):
-        # A row samples once its prompt has been read; otherwise its generator is left alone.
+        # a row samples once its prompt has been read; otherwise its generator is left alone
         samples = [len(text) == length and not end for text, end in zip(texts, done)]
         uniforms = [g.random() if sample else 0.0 for g, sample in zip(generators, samples)]
+
+        # one token for each row; a row that is done continues unseen, to keep the batch in lockstep
         for row, token in enumerate(_sample(probabilities(length), uniforms)):
-            # A row that is done continues unseen, to keep the batch in lockstep.
             if len(texts[row]) == length:
                 texts[row].append(token)
             if not samples[row]:
                 continue
+            # a row ends before its stop token, or when it is long enough
             done[row] = token in stops or len(new[row]) + 1 == max_new_tokens
             if token not in stops:
                 new[row].append(token)
@@ -193,9 +199,12 @@ def _next_logits(
             # the first call, or the context has moved: positions have changed
             cache.reset()
         first += cache.length
+
+    # with a cache mostly one token a row, without one all that the model still sees
     unread = [text[first:length] for text in texts]
     weight = model.output_weight
     token_ids = torch.tensor(unread, device=weight.device)  # (rows, unread)
+
     # the head is applied to the last token alone
     hidden = model.hidden(token_ids, cache=cache)[:, -1]  # (rows, d_model)
     return F.linear(hidden, weight)  # (rows, vocab)
@@ -236,20 +245,27 @@ def next_token_probabilities(
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     is_usable = logits.logsumexp(-1).isfinite().all()
     require(is_usable, "logits must be finite, got NaN, +inf, or a row of -inf")
+
+    # temperature: large ones level the distribution, 0 leaves the most likely token
     if temperature == 0:
         # argmax takes the first of equal ones
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     # the maximum is subtracted first, and the divisor is not a float32 zero: no overflow, no 0 / 0
     scaled = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+
+    # top-k: what ranks behind gets no probability
     ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)  # (..., vocab), by rank
     if top_k:
         ranked[..., top_k:] = -math.inf
     probabilities = softmax(ranked, dim=-1)
+
+    # top-p: a token stays if those before it do not reach top_p yet
     if top_p < 1:
         # total probability of all tokens that rank before
         before = F.pad(probabilities.cumsum(-1), (1, -1))
         probabilities = probabilities.masked_fill((before >= top_p) & (before > 0), 0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+
     # back from ranks to token ids
     return torch.zeros_like(probabilities).scatter(-1, ids, probabilities)
 
@@ -337,7 +353,7 @@ def load_model(
         model = TransformerLM(shape, device=device, dtype=dtype, draw=False)
         extra = load_checkpoint(checkpoint, model=model, verify=False).extra
         trained_with = extra.get("data_sha256", {}).get("tokenizer", tokenizer.sha256)
-        message = f"{tokenizer_files.find(run)} must be the tokenizer trained with, and is another"
+        message = f"{tokenizer_files.find(run)} must be the tokenizer trained with, got another one"
         require(tokenizer.sha256 == trained_with, message)
         return model
 

@@ -1,4 +1,4 @@
-"""Models of other tools: a run becomes a folder that `transformers` loads, and the other way.
+"""Exchange models with other tools: a run becomes a folder for `transformers`, and vice versa.
 
     python -m lib export --to transformers DIR     python -m lib import DIR
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lib.core.hardware import freed_memory_kept, peak_flops
+from lib.core.hardware import keep_freed_memory, peak_flops
 from lib.core.settings import to_dict
 from lib.data.batches import read_sequences
 from lib.ddp.process_group import (
@@ -179,17 +179,23 @@ def _train(
     patient: dist.ProcessGroup | None,
 ) -> TrainResult:
     """Train or resume until `deadline`; ranks wait in the group `patient`."""
+    # check settings, data and folder; a run that is finished needs nothing
     run = open_run(config, patient)
     finished = on_first_rank(lambda: finished_checkpoint(run))
     if finished is not None:
         # nothing is written, so that the disk may be read-only
         log.info("%s is up to date: %s steps", run.folder, config.steps)
         return TrainResult("up to date", config.steps, None, run.folder, finished)
+
+    # a warm-up longer than the run is cut
     asked, taken = config.optimizer.warmup_steps, config.effective_warmup_steps
     if taken < asked and rank() == 0:
         log.info("warm-up takes %d of %d steps, not %d", taken, config.steps, asked)
+    if run.device.type == "cpu":
+        keep_freed_memory()
+
+    # train, while nobody else writes into the folder
     with (
-        freed_memory_kept(run.device.type),
         numerics(tf32=config.tf32, deterministic=config.deterministic),
         hold_folder(run, patient) as checkpoint,
         stop_signals() as stop,
@@ -204,18 +210,21 @@ def _take_steps(training: _Training, stop: threading.Event, deadline: float) -> 
     """Take the steps that are left, unless `stop` is set or the time is up before."""
     run, step, progress = training.run, training.step, training.progress
     config = run.config
+
+    # a checkpoint of the last step may lack its evaluation, or the run its description
     was_evaluated = on_first_rank(lambda: is_evaluated(run, progress.steps))
     if progress.steps == config.steps and was_evaluated:
-        # all steps are done, but a file of the run's description is missing
         on_first_rank(lambda: describe_run(run))
         log.info("%s is up to date: %s steps", run.folder, progress.steps)
         return "up to date"
+
     with contextlib.ExitStack() as files:
         on_first_rank(lambda: _open_files(training, files))
         _start_clock(training)
         if not was_evaluated:
             # the step of the checkpoint was saved, and ended before its evaluation did
             _evaluate(training)
+
         is_stopping = False
         while progress.steps < config.steps and not is_stopping:
             # Batch: this rank's sequences of the next step, (sequences, context_length + 1).
@@ -270,11 +279,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def _log(training: _Training) -> dict[str, float]:
     """Write a line with the means of the steps since the last one; return what is shown."""
     run, progress = training.run, training.progress
+    # the device has finished all steps up to here
     _read_log(training)
     _count_time(training)
+
     # means over the steps whose update was not skipped
     finite = [(loss, norm) for loss, norm, is_skipped in progress.unlogged if not is_skipped]
     loss, norm = map(float, np.mean(finite, axis=0)) if finite else (math.nan, math.nan)
+
     # speed, without evaluations and checkpoints
     seconds = progress.seconds - progress.logged_seconds
     tokens_per_s = len(progress.unlogged) * run.tokens_per_step / seconds
@@ -297,6 +309,8 @@ def _read_log(training: _Training) -> None:
     """Collect what the steps since the last call reported; abort the run if it diverged."""
     config, progress = training.run.config, training.progress
     rows = training.step.read_log()
+
+    # a few skipped steps are normal with float16; many in a row mean that training has diverged
     for step, row in enumerate(rows, start=progress.steps - len(rows) + 1):
         progress.skipped += row.is_skipped
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if row.is_skipped else 0
@@ -322,6 +336,8 @@ def _mfu(run: Run, tokens_per_s: float) -> float | None:
 def _evaluate(training: _Training) -> dict[str, float]:
     """Evaluate on the validation tokens and write a line; return what is shown."""
     config, run, progress = training.run.config, training.run, training.progress
+
+    # the clock stands still meanwhile
     _count_time(training)
     try:
         found = evaluate(
@@ -426,15 +442,20 @@ def _set_up(
 ) -> _Training:
     """Make the model and its training step, and restore `checkpoint` if there is one."""
     config, progress, loaded = run.config, Progress(), None
-    # drawn on the CPU, so that every device starts from the same weights
+
+    # Model: drawn on the CPU, so that every device starts from the same weights
     generator = torch.Generator().manual_seed(config.seed)
     model = TransformerLM(config.model, device="cpu", generator=generator).to(run.device)
     if config.low_precision_weights:
         model.use_low_precision_weights(run.dtype)
+
+    # Weights of the checkpoint.
     if checkpoint is not None:
         # before the model is sharded, since checkpoints hold whole weights
         loaded = on_each_rank(lambda: _load_model(run, checkpoint, model), patient)
         progress = Progress(**loaded.extra["progress"])
+
+    # Step, with the optimizer, whose state is of the checkpoint too.
     step = TrainStep(model, config, run.device, run.dtype)
     if loaded is not None:
         on_each_rank(lambda: _restore(run, step, loaded), patient)

@@ -83,7 +83,7 @@ class MetricsLog:
         if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # hides what the file has of steps that will be repeated
+            # hides lines of steps that will be repeated
             folder, first = self.path.parent / "tensorboard", self.start_step + 1
             self._events = SummaryWriter(folder, purge_step=first)
         self._progress = _Progress(self.total_steps, self.start_step)

@@ -58,7 +58,7 @@ class Parallel:
         cannot: options of a config that this kind cannot take.
 
     Args:
-        loss: of the model; not compiled.
+        loss: of the model.
         lr: the learning rate, a 0-dim tensor that the caller fills before each step.
         group: the ranks that train the model together.
 
@@ -83,13 +83,14 @@ class Parallel:
             "betas": (config.optimizer.beta1, config.optimizer.beta2),
             "eps": config.optimizer.eps,
         }
+        # compiled before it is wrapped, so that the wrapper's hooks stay outside
         if config.compile:
-            self._compile(loss, config)
+            self._compile(config)
         self._set_up(loss, config)
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         """Compile the model, in pieces that leave this kind's hooks outside."""
-        loss.compile()
+        self.model.compile_whole()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         """Wrap the loss, and make the optimizer."""
@@ -165,19 +166,22 @@ class Replicated(Parallel):
 
     module: Any
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         # all gradients of one compiled graph arrive together, too late to overlap with backward
         if issubclass(WRAPPERS[config.ddp_wrapper], OverlappedDDP):
             self.model.compile_blocks()
         else:
-            loss.compile()
+            self.model.compile_whole()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
+        # gradients: averaged by the wrapper
         params = list(self.model.parameters())
         groups, cap_mb = parameter_groups(params, config), bucket_cap_mb(config, params)
         self.module = self.averager = wrap(
             config.ddp_wrapper, loss, group=self.group, bucket_cap_mb=cap_mb
         )
+
+        # optimizer: sharded, by PyTorch's peer, or whole on each rank
         if config.sharded_optimizer == "zero1":
             self._shard_optimizer(groups, config.zero1_strategy, bucket_cap_mb=cap_mb)
         elif config.sharded_optimizer == "torch_zero":
@@ -195,7 +199,7 @@ class TorchReplicated(Replicated):
     cannot = ("cuda_graph",)
     is_compiled = False
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         self.is_compiled = True
         self.model.compile_blocks()
 
@@ -214,11 +218,13 @@ class TorchReplicated(Replicated):
 class Zero1(Parallel):
     """ZeRO stage 1 without a wrapper: the optimizer averages gradients and gathers weights."""
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         self.model.compile_blocks()
 
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         broadcast_module(loss, self.group)
+
+        # gradients and optimizer: in one object
         params = list(self.model.parameters())
         self._shard_optimizer(
             parameter_groups(params, config),
@@ -228,6 +234,7 @@ class Zero1(Parallel):
             bucket_cap_mb=bucket_cap_mb(config, params),
         )
         self.averager = self.optimizer
+
         # The all-gather of later parts runs while earlier ones compute. The norms, which have a
         # bucket of their own, are complete when `update` returns.
         parts = [self.model.token_embeddings, *self.model.layers, self.model.head]
@@ -242,7 +249,7 @@ class FullySharded(Parallel):
     is_divided = True
     module: Any
 
-    def _compile(self, loss: MeanLoss, config: TrainConfig) -> None:
+    def _compile(self, config: TrainConfig) -> None:
         # `Module.compile` would compile the hooks that gather, too
         for layer in self.model.layers:
             for part in (layer.attn, layer.ffn):
@@ -251,7 +258,10 @@ class FullySharded(Parallel):
     def _set_up(self, loss: MeanLoss, config: TrainConfig) -> None:
         from lib.fsdp.language_model import FSDPShards, ShardedLoss
 
+        # weights: each rank keeps its shards; gradients are averaged into shards, too
         self.module = self.averager = ShardedLoss(loss, self.group)
+
+        # optimizer: of the shards alone
         shards = FSDPShards(self.module)
         self._shard_optimizer(parameter_groups(shards.whole_parameters(), config), shards)
 

@@ -1,4 +1,4 @@
-"""The whole way: corpus -> tokenizer and token arrays -> training -> a sample of text."""
+"""The whole pipeline: corpus -> tokenizer and token arrays -> training -> a sample of text."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings, batch size and data that tell this run from others."""
+        """The settings, batch size and data that distinguish this run from others."""
         fields = to_dict(self.config) | {"world_size": self.sampler.world_size}
         return _identity(fields, self.data_sha256)
 

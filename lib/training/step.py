@@ -117,7 +117,6 @@ class TrainStep:
         self.hold = torch.zeros((), dtype=torch.bool, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    @annotate("training step")
     def __call__(self, sequences: Tensor, lr: float) -> None:
         """Take one step at learning rate `lr`; read the log at least every log_interval steps.
 
@@ -128,18 +127,24 @@ class TrainStep:
         Raises:
             ValueError: `sequences` has another shape or dtype; in the first step on all ranks.
         """
-        if self.has_begun:
-            self._check(sequences)
-        else:
-            on_each_rank(lambda: self._check(sequences), self.group)
-            self.has_begun = True
-        self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
-        self.lr.fill_(lr)
-        if self.config.cuda_graph:
-            self._replay()
-        else:
-            self._step()
-        self.unread += 1
+        with annotate("training step"):
+            # in the first step, what one rank refuses all do
+            if self.has_begun:
+                self._check(sequences)
+            else:
+                on_each_rank(lambda: self._check(sequences), self.group)
+                self.has_begun = True
+
+            # Input: into the tensors that a CUDA graph reads.
+            self.sequences.copy_(sequences.view_as(self.sequences), non_blocking=True)
+            self.lr.fill_(lr)
+
+            # Step: as a CUDA graph, or operation by operation.
+            if self.config.cuda_graph:
+                self._replay()
+            else:
+                self._step()
+            self.unread += 1
 
     def _check(self, sequences: Tensor) -> None:
         shape = self.sequences.flatten(0, 1).shape
@@ -151,16 +156,21 @@ class TrainStep:
 
     def _step(self) -> None:
         # As few operations as possible besides model and optimizer: small models feel each kernel.
-        parallel = self.parallel
-        *others, last = self.sequences  # (batch, context_length + 1) each
-
-        # Forward and backward: ranks exchange gradients in the last pass only; those before just
-        # add them up.
+        parallel, num_passes = self.parallel, len(self.sequences)
         losses: list[Tensor] = []
-        for sequences in others:
-            with parallel.no_sync():
-                losses.append(self._forward_backward(sequences))
-        losses.append(self._forward_backward(last))
+        for number, sequences in enumerate(self.sequences, start=1):
+            # Ranks exchange gradients in the last pass only; those before just add them up.
+            is_last = number == num_passes
+            with contextlib.nullcontext() if is_last else parallel.no_sync():
+                # Forward: the mean loss of each pass counts equally.
+                with annotate("forward"):
+                    inputs, targets = sequences[:, :-1], sequences[:, 1:]  # (batch, context_length)
+                    loss = parallel.loss(inputs, targets) / num_passes
+
+                # Backward: adds to the gradients, and starts to average them over ranks.
+                with annotate("backward"):
+                    (loss * self.loss_scale if self.uses_scale else loss).backward()
+            losses.append(loss.detach())
 
         # Reduce: finish what backward began; every gradient is its mean over the ranks.
         parallel.reduce()
@@ -191,21 +201,6 @@ class TrainStep:
         self.rows.index_copy_(0, self.next_row, row.unsqueeze(0))
         self.next_row.add_(1).remainder_(len(self.rows))
 
-    def _forward_backward(self, sequences: Tensor) -> Tensor:
-        """Run one pass; return its share of the step's loss."""
-        # Forward pass: the mean loss of each pass counts equally.
-        with annotate("forward"):
-            inputs, targets = sequences[:, :-1], sequences[:, 1:]  # (batch, context_length)
-            loss = self.parallel.loss(inputs, targets) / len(self.sequences)
-        # Backward pass: adds to the gradients, and starts to average them over ranks.
-        with annotate("backward"):
-            self.backward(loss)
-        return loss.detach()
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, times the loss scale of float16, to those of the weights."""
-        (loss * self.loss_scale if self.uses_scale else loss).backward()
-
     def _adapt_loss_scale(self, is_finite: Tensor) -> None:
         """Halve the scale after an overflow, double it after GROWTH_INTERVAL steps without one."""
         good_steps = torch.where(is_finite, self.good_steps + 1, 0)
@@ -230,10 +225,12 @@ class TrainStep:
         Waits for the device and the other ranks.
         """
         self.parallel.gather()
-        # the oldest row first
+
+        # one row a step, the oldest first; losses and norms are means over the ranks
         rows = mean_over_ranks(self.rows, self.group).roll(-int(self.next_row), dims=0)
         rows = rows[max(len(rows) - self.unread, 0) :].tolist()
         self.unread = 0
+
         # the same rule as in `_step`
         decisive = slice(None) if self.num_ranks == 1 else slice(1, None)
         is_skipped = [not all(map(math.isfinite, row[decisive])) for row in rows]
@@ -247,10 +244,6 @@ class TrainStep:
         """Restore what `state_tensors` returned."""
         for name, tensor in self.state_tensors().items():
             tensor.copy_(tensors[name])
-
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """Run matmuls in `dtype`, unless the weights themselves have it."""
-        return self.loss.autocast()
 
     # CUDA graph
 
@@ -277,15 +270,20 @@ class TrainStep:
 
     def _warm_up(self) -> None:
         """Run the step a few times on a side stream, as recording needs; nothing changes."""
+        # what a step changes besides weights, which `hold` keeps as they are
         changed = (self.loss_scale, self.good_steps, self.next_row)
         before = [tensor.clone() for tensor in changed]
         self.hold.fill_(True)
+
+        # libraries allocate their workspaces in the first steps, kernels are compiled
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+
+        # as if nothing had happened
         for tensor, value in zip(changed, before):
             tensor.copy_(value)
         self.hold.fill_(False)
@@ -308,7 +306,7 @@ def numerics(*, tf32: bool, deterministic: bool) -> Iterator[None]:
         # older releases of PyTorch refuse matmuls on a GPU without it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # its backward pass adds up in whatever order thread blocks arrive
+        # its backward pass adds up in the order in which thread blocks arrive
         torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield

@@ -1,7 +1,7 @@
 """Files of tensors: safetensors, written one tensor after another, and nested values beside them.
 
 A file is 8 bytes with the header's length, the header in JSON, then the tensors' bytes. The header
-has dtype, shape and place of each tensor, and texts by name, the metadata. See
+has dtype, shape and offsets of each tensor, and the metadata, texts by name. See
 https://github.com/huggingface/safetensors#format.
 """
 
@@ -60,7 +60,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def check_tensors(what: str, tensors: Mapping[Any, Any]) -> None:
-    """Raise a `ValueError` that names what cannot be written; `what` has `tensors`."""
+    """Raise a `ValueError` that names the tensor of `what` that cannot be written."""
     for name, value in tensors.items():
         prefix = f"{what}: {name} must be "
         kind = type(name).__name__
@@ -105,7 +105,7 @@ def pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `pack` was given."""
+    """Restore the value that `pack` was given."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

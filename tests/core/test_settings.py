@@ -12,7 +12,7 @@ from annotated_types import Gt, Lt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.__main__ import COMMANDS, load
+from lib.__main__ import COMMANDS, config_of, load
 from lib.core.hardware import HAS_TRITON
 from lib.core.settings import NonEmpty, PositiveInt, check, from_json, settings, to_json
 from lib.data.prepare import TokenizeConfig
@@ -140,10 +140,10 @@ def test_a_value_of_the_wrong_type_is_refused_in_python_too(cls, wrong):
 
 
 CONFIGS = {
-    path: load(path)
-    for path in (command.config for command in COMMANDS.values())
+    name: cls
+    for name, command in COMMANDS.items()
     # the tuner imports Triton
-    if isinstance(path, str) and (HAS_TRITON or "tune" not in path)
+    if (HAS_TRITON or "tune" not in name) and (cls := config_of(load(command.function)))
 }
 
 

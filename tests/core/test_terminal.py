@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.core.terminal import BOLD, PLAIN, StoryPrinter, print_stories, progress_bar
+from lib.core.terminal import progress_bar
+from lib.training.commands import BOLD, PLAIN, StoryPrinter, print_stories
 
 STORY = "Once upon a time,\n\nthere was a fox   named Incomprehensibility-Extraordinaire.  "
 

@@ -1,7 +1,5 @@
 """`make` picks the right Python, refuses the wrong one, and installs what is asked for."""
 
-import importlib.util
-import itertools
 import os
 import re
 import shutil
@@ -53,14 +51,14 @@ def test_an_environment_whose_python_was_removed_is_made_anew(tmp_path):
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    (stamp,) = re.findall(r'--stamp "(\S+)"', make("-n", "run", folder=tmp_path).stdout)
+    (stamp,) = re.findall(r"touch (\S+)", make("-n", "run", folder=tmp_path).stdout)
     (tmp_path / stamp).touch()
-    assert "--stamp" not in make("-n", "run", folder=tmp_path).stdout
+    assert "install.sh" not in make("-n", "run", folder=tmp_path).stdout
     python.unlink()
     python.symlink_to(tmp_path / "removed")
     again = make("-n", "run", folder=tmp_path).stdout
-    assert 'sh .ci/python.sh --own "python3"' in again
-    assert f'.venv/bin/python .ci/environment.py --own --stamp "{stamp}"' in again
+    assert 'sh .ci/install.sh --own "python3" -r requirements.txt\n' in again
+    assert f"touch {stamp}" in again
 
 
 def test_make_run_passes_its_settings_on():
@@ -143,7 +141,7 @@ def test_whatever_python_there_is_one_that_fits_is_taken_or_fetched(
     (tmp_path / "bin").mkdir(exist_ok=True)
     for tool in ("sh", "tail", "mktemp", "rm", "mkdir", "cp"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
-    command = [tmp_path / "bin/sh", ROOT / ".ci/python.sh", "--own", "python3"]
+    command = [tmp_path / "bin/sh", ROOT / ".ci/install.sh", "--own", "python3"]
     done = subprocess.run(
         command, cwd=tmp_path, env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True
     )
@@ -160,7 +158,7 @@ def test_an_environment_with_another_python_is_made_anew_if_it_is_our_own(tmp_pa
     (tmp_path / ".venv").mkdir()
     fake_python(tmp_path / ".venv/bin/python", "3.10")
     path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    script = ["sh", ROOT / ".ci/python.sh"]
+    script = ["sh", ROOT / ".ci/install.sh"]
     options = {"cwd": tmp_path, "env": path, "capture_output": True, "text": True}
     given = subprocess.run([*script, tmp_path / ".venv/bin/python"], **options)
     assert given.returncode == 1
@@ -212,52 +210,79 @@ def test_uv_takes_the_tested_versions():
     ]
 
 
-@pytest.fixture(scope="module")
-def environment():
-    spec = importlib.util.spec_from_file_location("environment", ROOT / ".ci/environment.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_given_environment_keeps_its_torch(environment):
-    import importlib.metadata
-
-    kept = environment.installed_versions().splitlines()
-    assert f"torch=={importlib.metadata.version('torch')}" in kept
-    assert f"numpy=={importlib.metadata.version('numpy')}" in kept
-
-
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ("  Downloading https://host/a/torch-2.9.0-cp311-linux.whl (899.8 MB)", "torch 899.8MB"),
-        ("Downloading torch (858.1MiB)", "torch 858.1MiB"),
-        ("Downloading numpy (15.8MiB)", ""),
-        ("Downloading nvidia_cublas-13.whl (1.2 GB)", "nvidia_cublas"),
-        ("Installing collected packages: a, b, c", "unpacking 3 packages"),
-        ("Downloading six-1.17.0-py2.py3-none-any.whl (11 kB)", ""),
-        ("Requirement already satisfied: six", ""),
-    ],
-)
-def test_a_log_names_only_what_takes_long(environment, capsys, line, shown):
-    environment.show(line.split(), 1.0)
-    out = capsys.readouterr().out
-    assert shown in out.replace("(", "").replace(")", "")
-    assert bool(out) == bool(shown)
-
-
-def test_uv_looks_where_pip_does(environment, monkeypatch, tmp_path):
-    settings = tmp_path / "pip.conf"
-    settings.write_text(
-        "[global]\nindex-url = https://mirror.example/simple\n"
-        f"find-links = {tmp_path}\n  https://wheels.example\nextra-index-url = file:///nowhere\n"
+def install(tmp_path, answer: str, *words: str) -> tuple[subprocess.CompletedProcess, str]:
+    """Run the installer with a Python that gives one `answer`; also return its commands."""
+    fake(
+        tmp_path / ".venv/bin/python",
+        f'''echo "$* $UV_DEFAULT_INDEX;$UV_INDEX;$UV_FIND_LINKS" >>"{tmp_path}/commands"
+        case "$*" in
+          *version_info*) ;;
+          *"{answer} ;;
+          *) while [ $# -gt 0 ]; do [ "$1" = -c ] && cat "$2" >>"{tmp_path}/pins"; shift; done ;;
+        esac''',
     )
-    for name in ("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
-    options = environment.settings_of_pip(sys.executable)
-    pairs = set(itertools.pairwise(options))
-    assert ("--default-index", "https://mirror.example/simple") in pairs
-    assert {("--find-links", str(tmp_path)), ("--find-links", "https://wheels.example")} <= pairs
-    assert not any("nowhere" in option for option in options)
+    command = ["sh", ROOT / ".ci/install.sh", *words, "-r", "requirements.txt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    return done, (tmp_path / "commands").read_text()
+
+
+def test_a_given_environment_keeps_its_torch(tmp_path):
+    answer = """list --format=freeze") printf 'six==1\\ntorch==2.1.0+cu121\\ntorchmetrics==1\\n'"""
+    (tmp_path / ".venv").mkdir()
+    done, commands = install(tmp_path, answer, str(tmp_path / ".venv/bin/python"))
+    assert "install --no-input -c" in commands
+    assert re.search(r"^  ready after \d+ s$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "pins").read_text() == "torch==2.1.0+cu121\n"
+
+
+LOG = """\
+  Downloading https://host/a/torch-2.9.0-cp311-linux.whl (899.8 MB)
+Downloading torch (858.1MiB)
+Downloading numpy (15.8MiB)
+Downloading nvidia_cublas-13.whl (1.2 GB)
+Installing collected packages: a, b, c
+Downloading six-1.17.0-py2.py3-none-any.whl (11 kB)
+Requirement already satisfied: six
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_log_names_only_what_takes_long_and_has_all_if_that_fails(tmp_path, code):
+    (tmp_path / "log").write_text(LOG)
+    (tmp_path / ".venv").mkdir()
+    answer = f'install --no-input"*) cat "{tmp_path}/log"; exit {code}'
+    done, _ = install(tmp_path, answer, str(tmp_path / ".venv/bin/python"))
+    _, *lines = done.stdout.splitlines()
+    assert lines[:4] == [
+        "  downloading torch-2.9.0-cp311-linux.whl (899.8 MB)",
+        "  downloading torch (858.1MiB)",
+        "  downloading nvidia_cublas-13.whl (1.2 GB)",
+        "  unpacking packages",
+    ]
+    assert (done.returncode, len(lines)) == (code, 4 if code else 5)
+    assert done.stderr == (LOG if code else "")
+
+
+def test_an_environment_without_pip_gets_it_or_is_named(tmp_path):
+    (tmp_path / ".venv").mkdir()
+    python = str(tmp_path / ".venv/bin/python")
+    done, commands = install(tmp_path, 'pip --version") exit 1', python)
+    assert done.returncode == 0
+    assert "\n-m ensurepip" in commands
+    done, _ = install(tmp_path, 'pip --version" | *ensurepip*) exit 1', python)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {python} has no pip, and cannot make it\n"
+
+
+def test_uv_looks_where_pip_does(tmp_path):
+    settings = ":env:.cert='/a'", "global.find-links='/w\\nhttps://w.example'"
+    settings += ("global.index-url='https://mirror.example/simple'",)
+    # pip passes over folders that are not there
+    settings += (f"global.extra-index-url='file:///nowhere file://{tmp_path}'",)
+    (tmp_path / "settings").write_text("\n".join(settings))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".ci").symlink_to(ROOT / ".ci")
+    _, commands = install(tmp_path, f'config list") cat {tmp_path}/settings', "--own", "python3")
+    (line,) = [line for line in commands.splitlines() if line.startswith("-m uv pip install")]
+    places = f" https://mirror.example/simple;file://{tmp_path};/w,https://w.example"
+    assert line.endswith(places)

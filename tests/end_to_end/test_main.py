@@ -2,7 +2,9 @@
 
 import dataclasses
 import errno
+import functools
 import importlib.util
+import inspect
 import io
 import json
 import logging
@@ -17,10 +19,10 @@ import pytest
 
 import lib
 from lib import __main__ as command_line
-from lib.__main__ import COMMANDS, Command, exit_code, load, main, parse
+from lib.__main__ import COMMANDS, Command, config_of, load, main, parse
 from lib.core.settings import from_json, to_json
-from lib.core.terminal import BOLD, PLAIN
 from lib.data.prepare import TokenizeConfig
+from lib.training.commands import BOLD, PLAIN, exit_code
 from lib.training.config import GenerateConfig, PipelineConfig, TrainConfig
 from tests.training.runs import small_pipeline
 
@@ -42,7 +44,10 @@ def command(monkeypatch):
     """Add a command that calls a function; its name is `try`, its flags are `train`'s."""
 
     def add(function, name="try", **options):
-        monkeypatch.setitem(COMMANDS, name, Command("Try it.", TrainConfig, function, **options))
+        def call(config: TrainConfig):
+            return function(config)
+
+        monkeypatch.setitem(COMMANDS, name, Command("Try it.", call, **options))
 
     return add
 
@@ -84,16 +89,15 @@ def test_any_standard_stream_takes_any_text(tmp_path, redirection, code, said):
 import subprocess, sys
 sys.path.insert(0, {str(ROOT)!r})
 from lib import __main__ as command_line
-def started(config):
+def started():
     print("parent", flush=True)
     subprocess.run([sys.executable, "-c", "print('\\u2713 child')"], check=True)
-def long(config):
+def long():
     for number in range(100_000):
         print("line", number)
-Command, NoConfig = command_line.Command, command_line.NoConfig
-command_line.COMMANDS["benchmark x"] = Command("\u2713 \u00d7", NoConfig, print)
+command_line.COMMANDS["benchmark x"] = command_line.Command("\u2713 \u00d7", print)
 for function in (started, long):
-    command_line.COMMANDS[function.__name__] = Command("", NoConfig, function)
+    command_line.COMMANDS[function.__name__] = command_line.Command("", function)
 words = [word.replace("nonsense", "nonsense\u2713") for word in sys.argv[1:]]
 sys.exit(command_line.main(words))
 """,
@@ -162,14 +166,17 @@ def test_every_tool_that_a_page_names_is_a_command():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_config_and_a_function(name):
+def test_every_command_has_a_function_of_its_config(name):
     # the tuner imports Triton
     if name == "benchmark tune-attention":
         pytest.importorskip("triton")
     each = COMMANDS[name]
-    config = load(each.config)()
-    assert callable(load(each.function))
-    values = {"config": config, "result": "RESULT"}
+    function = load(each.function)
+    cls = config_of(function)
+    # without one it is called without arguments
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    assert [p.name for p in needed] in ([], ["config"])
+    values = {"config": cls and cls(), "result": "RESULT"}
     assert not each.prints or "{" not in each.prints.format(**values)
 
 
@@ -224,22 +231,30 @@ def test_what_a_command_returns_decides_what_is_printed_and_the_exit_code(
     assert capsys.readouterr().out == printed
 
 
+def wraps(module, name, calls):
+    """The function called `name`, which only notes its argument."""
+
+    @functools.wraps(getattr(module, name))
+    def note(*arguments):
+        calls.append((name, *arguments))
+        return 1
+
+    return note
+
+
 def test_notebooks_are_run_refreshed_and_cleaned_as_asked(monkeypatch):
     from lib.tools.publish import run_notebooks
 
     calls = []
     for name in ("run_notebooks", "refresh_notebooks", "clean_notebooks"):
-        monkeypatch.setattr(
-            run_notebooks, name, lambda *_, name=name, **o: calls.append((name, *_, o)) or 1
-        )
+        monkeypatch.setattr(run_notebooks, name, wraps(run_notebooks, name, calls))
     assert main(["run", "--notebooks", "01", "02", "--parameters", "laptop"]) == 1
     assert main(["notebooks", "refresh", "--notebooks", "03"]) == 1
     assert main(["notebooks", "clean"]) == 1
-    asked = run_notebooks.RunConfig(("01", "02"), "laptop")
     assert calls == [
-        ("run_notebooks", asked, {}),
-        ("refresh_notebooks", {"notebooks": ("03",)}),
-        ("clean_notebooks", {}),
+        ("run_notebooks", run_notebooks.RunConfig(("01", "02"), "laptop")),
+        ("refresh_notebooks", run_notebooks.NotebooksConfig(("03",))),
+        ("clean_notebooks",),
     ]
 
 

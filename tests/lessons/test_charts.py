@@ -18,7 +18,6 @@ from lib.lessons.profiling import explorers as profiling_steps
 from lib.lessons.profiling import figures as profiling
 from lib.lessons.profiling import records
 from lib.lessons.profiling.simulated import ToyTrainer
-from lib.lessons.tokenizer import figures as tokenizer
 from lib.lessons.training import figures as training
 from lib.lessons.training.broken import read_broken_runs
 from lib.lessons.zero1 import figures as zero1
@@ -60,8 +59,6 @@ def toy_loop():
 
 
 FIGURES = {
-    "frequencies": lambda: tokenizer.show_frequencies({"a": np.array([5, 0, 3])}),
-    "speeds": lambda: tokenizer.show_ladder({"slow": 2.0, "fast": 5.0}, title="Encoding"),
     "differences": lambda: show_differences(COSTS),
     "paths": lambda: training.show_paths(PATHS, torch.tensor([1.0, 9.0])),
     "decay": lambda: training.show_decay(DECAY, [0.1, 1.0], torch.rand(9)),

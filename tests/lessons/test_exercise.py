@@ -24,7 +24,7 @@ from lib.lessons.differences import Named
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
 from lib.lessons.mesh import context as mesh_context
 from lib.lessons.ranks import Threads
-from lib.lessons.tokenizer.exercises import ENCODE, MERGE_PAIR, SPLIT_GPT4
+from lib.lessons.tokenizer.exercises import encode_ranked, merge, split_gpt4
 from lib.tokenizer.bpe import merge_pair
 from tests.lessons.remembered import no_overflow_checks, remembered
 from tests.lessons.speedrun.toy import notebook_with_toy_race
@@ -254,8 +254,8 @@ def test_rounding_and_the_kind_of_sequence_or_dtype_do_not_count(result, expecte
 
 @pytest.mark.parametrize("text", ["pair", "not there"])
 def test_a_mistake_is_an_edit_of_text_that_occurs_once(text):
-    exercise = Exercise(MERGE_PAIR.solve, MERGE_PAIR.draw, {"wrong": (text, "triple")})
-    with pytest.raises(ValueError, match=f"'{text}' must occur once in solve_merge_pair, found"):
+    exercise = Exercise(merge.solve, merge.draw, {"wrong": (text, "triple")})
+    with pytest.raises(ValueError, match=f"'{text}' must occur once in merge, found"):
         exercise.wrong_functions()
 
 
@@ -297,7 +297,7 @@ def test_a_line_of_a_module_with_the_same_name_is_not_called_one_of_the_cell():
 
 
 def test_of_an_error_of_pytorch_the_first_line_is_shown():
-    text = verdict(SPLIT_GPT4, lambda text: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
+    text = verdict(split_gpt4, lambda text: torch.zeros(2) @ torch.zeros(3, 3) @ torch.ones(7))
     assert "raised RuntimeError: " in text
     assert len(text.splitlines()) == 2
 
@@ -330,7 +330,7 @@ def test_what_is_right_on_threads_must_be_right_on_processes_too(capsys):
 
 
 def test_an_unusual_mistake_is_shown_without_a_guess():
-    text = verdict(MERGE_PAIR, lambda ids, pair, new_id: [777, *merge_pair(ids, pair, new_id)])
+    text = verdict(merge, lambda ids, pair, new_id: [777, *merge_pair(ids, pair, new_id)])
     assert "position 0: yours 777" in text
     assert "It looks as if" not in text
 
@@ -351,12 +351,12 @@ def test_a_stub_that_is_half_done_is_not_attempted():
             return merge_pair(ids, pair, new_id)
         raise NotImplementedError
 
-    assert verdict(MERGE_PAIR, attempt) == NOT_ATTEMPTED
+    assert verdict(merge, attempt) == NOT_ATTEMPTED
 
 
 def test_inputs_are_fresh_and_can_be_repeated():
-    assert len({verdict(ENCODE, lambda *_: None) for _ in range(5)}) > 1
-    assert len({verdict(ENCODE, lambda *_: None, seed=3) for _ in range(5)}) == 1
+    assert len({verdict(encode_ranked, lambda *_: None) for _ in range(5)}) > 1
+    assert len({verdict(encode_ranked, lambda *_: None, seed=3) for _ in range(5)}) == 1
 
 
 def merge_forever(ids, pair, new_id):
@@ -377,7 +377,7 @@ NEEDS_TIMER = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no ti
 def test_an_endless_loop_is_stopped(monkeypatch):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.2)
     handler, start = signal.getsignal(signal.SIGALRM), time.monotonic()
-    text = verdict(MERGE_PAIR, merge_forever)
+    text = verdict(merge, merge_forever)
     assert "it did not finish in time; is there a loop that never ends?" in text
     assert "It looks as if" not in text
     assert time.monotonic() - start < 5
@@ -395,7 +395,7 @@ def catch_everything(ids, pair, new_id):
 @NEEDS_TIMER
 def test_a_loop_that_catches_everything_is_stopped(monkeypatch):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.1)
-    assert "it did not finish in time" in verdict(MERGE_PAIR, catch_everything)
+    assert "it did not finish in time" in verdict(merge, catch_everything)
 
 
 @NEEDS_TIMER
@@ -408,13 +408,13 @@ def test_a_wrong_value_before_an_endless_loop_costs_one_limit(monkeypatch):
             pass
         return [-1]
 
-    assert "It looks as if" not in verdict(MERGE_PAIR, attempt)
+    assert "It looks as if" not in verdict(merge, attempt)
     assert time.monotonic() - start < 5
 
 
 def test_a_check_works_outside_the_main_thread():
     texts = []
-    thread = threading.Thread(target=lambda: texts.append(verdict(MERGE_PAIR, merge_pair)))
+    thread = threading.Thread(target=lambda: texts.append(verdict(merge, merge_pair)))
     thread.start()
     thread.join()
     assert texts[0].startswith("right")
@@ -461,14 +461,14 @@ def test_a_right_answer_at_too_high_a_cost_or_that_fails_where_it_is_measured_is
 
 
 def test_an_error_of_pytorch_is_no_stub():
-    text = verdict(MERGE_PAIR, lambda *given: torch.ones(2, device="meta").tolist())
+    text = verdict(merge, lambda *given: torch.ones(2, device="meta").tolist())
     assert "raised NotImplementedError: " in text
 
 
 @NEEDS_TIMER
 def test_what_only_sleeps_is_stopped_by_the_clock(monkeypatch):
     monkeypatch.setattr(lessons_exercise, "TIME_LIMIT", 0.05)
-    text = verdict(MERGE_PAIR, lambda *given: time.sleep(1e9))
+    text = verdict(merge, lambda *given: time.sleep(1e9))
     assert "it did not finish in time" in text
 
 

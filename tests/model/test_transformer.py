@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lib.model import transformer
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
 from lib.model.transformer import (
     CausalSelfAttention,
@@ -468,7 +469,7 @@ def test_a_compiled_loss_is_the_plain_one_in_one_graph_up_to_the_head(backend, m
     for is_compiled in (False, True):
         mean_loss = MeanLoss(model, torch.device("cpu"), None, 0.01)
         if is_compiled:
-            mean_loss.compile()
+            model.compile_whole()
         model.zero_grad()
         loss = mean_loss(token_ids[:, :-1], token_ids[:, 1:])
         loss.backward()
@@ -496,7 +497,10 @@ def fused_on_cpu(monkeypatch):
         return x, rms_norm(x, weight, eps)
 
     def switch(model: TransformerLM) -> None:
-        monkeypatch.setattr(model, "_is_fused", lambda x: True)
+        # blocks and norms, but neither attention nor feed-forward
+        monkeypatch.setattr(transformer, "kernels_for", lambda x: "triton")
+        for layer in model.layers:
+            layer.attn.uses_kernels = False
         monkeypatch.setattr(elementwise_triton, "rms_norm", rms_norm)
         monkeypatch.setattr(elementwise_triton, "add_rms_norm", add_rms_norm)
 
@@ -560,6 +564,7 @@ def test_the_path_of_gpus_gives_the_loss_and_gradients_of_the_plain_one(
     settings = settings | {"norm": "pre"}
     model, fused, token_ids = make_model(**settings), make_model(**settings), make_token_ids(3, 16)
     fused_on_cpu(fused)
+    model.use_kernels(False)
     fused.around_block = around
     losses = [each.loss(token_ids[:, :-1], token_ids[:, 1:]) for each in (model, fused)]
     torch.testing.assert_close(*losses)

@@ -242,7 +242,7 @@ def test_a_compiled_step_is_evaluated_without_compiling_other_lengths():
     step = make_step()
     inputs, targets = windows()[:, :-1], windows()[:, 1:]
     expected = step.parallel.loss(inputs, targets)
-    # what `compile` replaces
-    step.loss.hidden = lambda *_: pytest.fail("the compiled model runs")
+    # what `compile_whole` sets
+    step.model._compiled_hidden = lambda *_: pytest.fail("the compiled model runs")
     step.loss.eval()
     assert torch.equal(step.parallel.loss(inputs, targets), expected)

@@ -101,7 +101,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # here, since a compiler of graphs cannot look at devices
+    # here, since torch.compile cannot look at devices
     check_device(q.device, q.dtype)
     with torch.cuda.device_of(q):
         return flash_forward(q, k, v, is_causal, scale)

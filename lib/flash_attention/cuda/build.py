@@ -82,7 +82,7 @@ def pick_architecture(capability: tuple[int, int]) -> str:
     if chosen := os.environ.get("WORKBOOK_CUDA_ARCHITECTURE"):
         if not re.fullmatch(r"(sm|compute)_\d{2,3}[af]?", chosen):
             raise ValueError(
-                f"WORKBOOK_CUDA_ARCHITECTURE must be such as sm_75 or compute_75, got {chosen!r}"
+                f"WORKBOOK_CUDA_ARCHITECTURE must be like sm_75 or compute_75, got {chosen!r}"
             )
         return chosen
     chip = 10 * capability[0] + capability[1]

@@ -22,7 +22,7 @@ PROMOTE_128 = 2
 MAP_ALIGNMENT = 64
 # CUresult: this thread has not used the GPU yet
 NO_CONTEXT = 201
-# Maps that are kept of each argument; tensors come back to the same addresses in a training loop.
+# Maps that are kept for each argument: in a training loop tensors return to the same addresses.
 KEPT_MAPS = 64
 NUMBERS: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -35,10 +35,10 @@ class TensorMap(NamedTuple):
     """A tensor map of the CUDA driver."""
 
     address: int
-    """Where it lies on the host."""
+    """Its address on the host."""
 
     memory: ctypes.Array
-    """Keeps it there."""
+    """The memory at that address."""
 
 
 def make_map(

@@ -52,9 +52,9 @@ START = 1.5
 # value is tried if the busiest program then has more than BALANCED times the mean to do.
 SHORT = (0.25, 0.5)
 BALANCED = 1.02
-# One backward kernel is faster than two from as many queries on (twice as many under a mask, which
-# hides half of them from a key), and as many blocks for each multiprocessor: few blocks end at
-# different times. By columns, without a mask and with one.
+# The one-kernel backward is faster than two kernels from MANY_QUERIES queries on (twice as many
+# under a causal mask, which hides half of them from a key) and MANY_BLOCKS blocks for each
+# multiprocessor, since few blocks end at different times. By columns, without a mask and with one.
 MANY_QUERIES = 1024
 MANY_BLOCKS = {
     64: (1.5, 3),
@@ -64,15 +64,15 @@ MANY_BLOCKS = {
     160: (2.5, 2.5),
     192: (5, 5),
 }
-# Where heads share keys under a mask, a section has at least so many blocks of the one backward
-# kernel for each multiprocessor: their lengths differ, and with fewer the longest are left alone.
+# The least number of blocks of the one-kernel backward for each multiprocessor in a section, where
+# heads share keys under a mask: blocks differ in length, and with fewer the longest end alone.
 SECTION_BLOCKS = 4
 # Columns of q, k and v that the kernels take: tiles of 64, 128 or 256 columns end in zeros. At 32
 # the portable kernels are faster.
 HEAD_DIMS = range(40, 257, 8)
-# Bytes: addresses of tensors are multiples of it.
+# Addresses of tensors are multiples of this, in bytes.
 ALIGNMENT = 16
-# Calls that are remembered (`_repeat`); more are no loss, as each takes some KB.
+# Calls that are remembered, each in a few KB.
 MAX_REMEMBERED = 4096
 Size = tuple[int, int, int, int]
 Grads = tuple[Tensor, Tensor, Tensor]

@@ -95,8 +95,8 @@ TILES = (
     Tiles(160, 112),
     Tiles(192, 112),
 )
-# Small tiles for heads of up to 64: faster up to so many queries, and where larger ones would leave
-# multiprocessors idle.
+# Small tiles for heads of up to 64 are faster up to SHORT_QUERIES queries, and where larger ones
+# would leave multiprocessors idle.
 SHORT_TILES, SHORT_QUERIES = Tiles(64, 64, warpgroups=1, blocks=3), 768
 # Sizes that fill a tile of 128 or 256 columns to three quarters at most; those of a tile of 64.
 HEAD_DIMS = (*range(72, 97, 8), *range(136, 193, 8))

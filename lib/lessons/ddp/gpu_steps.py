@@ -39,7 +39,7 @@ from lib.profiling.profiler import (
     trace_steps,
     write_step_trace,
 )
-from lib.profiling.timeline import Timeline, timelines
+from lib.profiling.timeline import Timeline, step_timeline
 from lib.profiling.trace import Trace, launch_times, read_trace
 from lib.profiling.trace_summary import STEP
 from lib.training.config import OptimizerConfig, TrainConfig, TrainingWrapper
@@ -78,7 +78,7 @@ def recorded_steps(folder: Path = FOLDER) -> list[GPUStep]:
     for name in filter(found.get, WRAPPERS):
         figures = found[name]["figures"]
         trace = read_trace(folder / name / STEP_TRACE)
-        (timeline,) = timelines(trace, STEP)
+        timeline = step_timeline(trace, STEP)
         times = figures["step_ms"], figures["host_ms"]
         steps.append(GPUStep(name, *times, timeline, _forward_kernels(trace)))
     return steps

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lib.core import ranges
-from lib.core.allocator import synchronize, without_stderr
+from lib.core.allocator import synchronize
 from lib.core.hardware import keep_freed_memory
-from lib.core.ranges import annotate
-from lib.ddp.process_group import barrier, current_device, mean_over_ranks, rank
+from lib.ddp.process_group import barrier, current_device, mean_over_ranks
 from lib.model.config import ModelConfig
 from lib.model.transformer import MeanLoss, TransformerLM
-from lib.profiling.trace import Trace, read_trace
 
 
 def in_turn(jobs: Sequence[tuple[Callable[..., Any], tuple]]) -> list[Any]:
@@ -77,38 +72,3 @@ def time_runs(
                 times[name].append(1e3 * (time.perf_counter() - start))
     means = mean_over_ranks(torch.tensor(list(times.values()))).tolist()
     return dict(zip(times, means))
-
-
-def trace_of(
-    runs: Mapping[str, Callable[[], Any]], turns: int, device: torch.device, *, at_once: int = 1
-) -> Trace | None:
-    """Trace interleaved functions, each call in a range with its name; None except on rank 0.
-
-    Args:
-        at_once: consecutive calls of each function.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # the first profiled calls are slow, and do not count
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-    with tempfile.TemporaryDirectory() as folder, without_stderr():
-        path = Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
-            for run in runs.values():
-                run()
-            synchronize(device)
-            profiler.step()
-            with ranges.enabled():
-                for name in [name for _ in range(turns) for name in runs for _ in range(at_once)]:
-                    barrier()
-                    with annotate(name):
-                        runs[name]()
-                    synchronize(device)
-            # what a function did not wait for: threads of gloo would write into a log that is freed
-            barrier()
-            profiler.step()
-        if rank() > 0:
-            return None
-        profiler.export_chrome_trace(str(path))
-        return read_trace(path)

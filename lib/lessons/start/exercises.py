@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 
-from lib.lessons.exercise import Exercise, check
+from lib.lessons.exercise import check_of, exercise
+
+# returns the answer if it is right, or else the solution
+take = check_of(__name__, returns=True)
 
 
 def _draw_weights(generator: random.Random, size: int) -> tuple:
@@ -24,6 +26,7 @@ def _draw_weights(generator: random.Random, size: int) -> tuple:
     return (weights / weights.sum(-1, keepdims=True),)
 
 
+@exercise("core", _draw_weights)
 def previous_token_head(weights: np.ndarray) -> tuple[int, int]:
     queries = np.arange(1, weights.shape[2])
     means = weights[:, :, queries, queries - 1].mean(axis=-1)
@@ -31,47 +34,15 @@ def previous_token_head(weights: np.ndarray) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-PREVIOUS_TOKEN_HEAD = Exercise(
-    previous_token_head,
-    _draw_weights,
-    {
-        "queries and keys are swapped: `weights[layer, head, q, k]` is what token q gives to k": (
-            "queries, queries - 1]",
-            "queries - 1, queries]",
-        ),
-        "each token's weight on itself is averaged": ("queries, queries - 1]", "queries, queries]"),
-        "the weights on the first token are averaged": (
-            "queries, queries - 1]",
-            "queries, 0 * queries]",
-        ),
-        "the largest weight on a previous token decides; take the mean over the tokens": (
-            ".mean(",
-            ".max(",
-        ),
-        "the head with the lowest mean is returned": ("argmax", "argmin"),
-        "layer and head are returned in the wrong order": (
-            "int(layer), int(head)",
-            "int(head), int(layer)",
-        ),
-        "this is the number of the head among all; `np.unravel_index` makes a pair of it": (
-            "layer, head = np.unravel_index(means.argmax(), means.shape)\n"
-            "    return int(layer), int(head)",
-            "return int(means.argmax())",
-        ),
-        "layers and heads are counted from 1; count from 0": (
-            "int(layer), int(head)",
-            "int(layer) + 1, int(head) + 1",
-        ),
-        "heads are averaged over the layers; each layer has heads of its own": (
-            "means.argmax()",
-            "(means * 0 + means.mean(axis=0)).argmax()",
-        ),
-    },
-    tier="core",
-)
-
-
-def check_previous_token_head(attempt: Callable) -> Callable:
-    """Check `previous_token_head(weights)` -> (layer, head), both from 0; return it if it is right,
-    or else the solution."""
-    return check(PREVIOUS_TOKEN_HEAD, attempt)
+previous_token_head.mistakes = """
+queries, queries - 1] => queries - 1, queries]
+    | queries and keys are swapped: `weights[layer, head, q, k]` is what token q gives to k
+queries, queries - 1] => queries, queries] | each token's weight on itself is averaged
+.mean( => .max( | the largest weight on a previous token decides; take the mean over the tokens
+int(layer), int(head) => int(head), int(layer)
+    | layer and head are returned in the wrong order
+return int(layer), int(head) => return int(means.argmax())
+    | this is the number of the head among all; `np.unravel_index` makes a pair of it
+int(layer), int(head) => int(layer) + 1, int(head) + 1
+    | layers and heads are counted from 1; count from 0
+"""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core.files import ROOT, claim_folder, write_atomically
-from lib.core.settings import to_json
+from lib.core.settings import settings, to_json
 from lib.lessons.show import TEXT
 from lib.tokenizer import files as tokenizer_files
 
@@ -137,12 +137,21 @@ def evaluate_on_stories(model: TransformerLM, tokenizer: Tokenizer) -> Evaluatio
     )
 
 
-def keep(run: Path | None, output: Path) -> dict[str, Any]:
-    """Make `output` from the newest checkpoint of the training run in `run`; return its record.
+@settings
+class StoryConfig:
+    """Which run's model is kept, and where."""
 
-    Args:
-        run: the run's folder. None: the newest in `artifacts/runs`.
-        output: a new or empty folder, one that this function made, or that of the committed model.
+    run: Path | None = None
+    """The run's folder. May be given without its flag. None = the newest in `artifacts/runs`."""
+
+    output: Path = Path("artifacts/local/tiny_stories")
+    """Folder for the model; `artifacts/tiny_stories` replaces the committed one."""
+
+
+def keep(config: StoryConfig) -> dict[str, Any]:
+    """Write the model of the run's newest checkpoint; return its record.
+
+    The folder `config.output` is new or empty, one that this function made, or the committed one.
     """
     import torch
 
@@ -150,7 +159,7 @@ def keep(run: Path | None, output: Path) -> dict[str, Any]:
     from lib.training.generation import checkpoints_of, load_model, newest_run
     from lib.training.metrics import read_metrics
 
-    run = run or newest_run()
+    run, output = config.run or newest_run(), config.output
     checkpoint, (model, tokenizer, config) = read_checkpoint(
         checkpoints_of(run), lambda path: (path, load_model(path, "cpu"))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import io
 import random
 import re
@@ -17,12 +16,17 @@ from typing import Any
 
 import regex
 
-from lib.lessons.exercise import Exercise, check, difference, edited
+from lib.lessons.exercise import check_of, difference, exercise
 from lib.lessons.tokenizer.texts import python_manual, small_ranks
 from lib.tokenizer.bpe import Tokenizer, count_pretokens, merge_pair, train_from_counts
 from lib.tokenizer.pretokenize import SEPARATOR, split_pretokens
 
-# 1. Merge a pair
+check = check_of(__name__)
+# The same for a notebook that goes on with the answer if it is right, or else with the solution.
+take = check_of(__name__, returns=True)
+
+
+# Merge a pair
 
 
 def _draw_merge(generator: random.Random, size: int) -> tuple:
@@ -35,26 +39,8 @@ def _draw_merge(generator: random.Random, size: int) -> tuple:
     return kind(map(int, ids)), tuple(map(int, pair)), 9
 
 
-def _merge_overlapping(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
-    merged, was_pair = [], False
-    for i, token in enumerate(ids):
-        is_pair = tuple(ids[i : i + 2]) == tuple(pair)
-        if is_pair:
-            merged.append(new_id)
-        elif not was_pair:
-            merged.append(token)
-        was_pair = is_pair
-    return merged
-
-
-def _merge_in_place(ids: list[int], pair: tuple, new_id: int) -> list[int]:
-    for i in range(len(ids)):
-        if tuple(ids[i : i + 2]) == tuple(pair):
-            ids[i : i + 2] = [new_id]
-    return ids
-
-
-def solve_merge_pair(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
+@exercise("warm-up", _draw_merge)
+def merge(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
     merged, i = [], 0
     while i < len(ids):
         if tuple(ids[i : i + 2]) == tuple(pair):
@@ -66,116 +52,21 @@ def solve_merge_pair(ids: Sequence[int], pair: tuple, new_id: int) -> list[int]:
     return merged
 
 
-MERGE_PAIR = Exercise(
-    solve_merge_pair,
-    _draw_merge,
-    {
-        "overlapping pairs are merged twice; in [1, 1, 1] the middle 1 belongs to one pair only": (
-            _merge_overlapping
-        ),
-        "the second id of a merged pair stays; after a merge, step over both": ("i += 2", "i += 1"),
-        "the merging runs from right to left; [1, 1, 1] becomes [9, 1], not [1, 9]": (
-            "    return merged",
-            "    return merge_pair(ids[::-1], pair[::-1], new_id)[::-1]",
-        ),
-        "only the first pair is merged; go on to the end of the list": (
-            "            i += 2",
-            "            return [*merged, *ids[i + 2 :]]",
-        ),
-        "the last id gets lost where no pair ends the list": ("i < len(ids)", "i < len(ids) - 1"),
-        "the pair is also merged the other way round; (1, 2) is not (2, 1)": (
-            "== tuple(pair)",
-            "in (tuple(pair), tuple(pair[::-1]))",
-        ),
-        "nothing is merged; a list slice never equals a tuple": (
-            "tuple(ids[i : i + 2]) == tuple(pair)",
-            "ids[i : i + 2] == tuple(pair)",
-        ),
-        "the list that is given is changed; others need it, and it may be a tuple": _merge_in_place,
-    },
-)
+merge.mistakes = """
+i += 2 => i += 2 - (tuple(ids[i + 1 : i + 3]) == tuple(pair))
+    | overlapping pairs are merged twice; in [1, 1, 1] the middle 1 belongs to one pair only
+i += 2 => i += 1 | the second id of a merged pair stays; after a merge, step over both
+i < len(ids) => i < len(ids) - 1 | the last id gets lost where no pair ends the list
+tuple(ids[i : i + 2]) == tuple(pair) => ids[i : i + 2] == tuple(pair)
+    | nothing is merged in a list; a list slice never equals a tuple
+return merged => ids[:] = merged; return ids
+    | the list that is given is changed; others need it, and it may be a tuple
+return merged => return merge_pair(ids[::-1], pair[::-1], new_id)[::-1]
+    | the merging runs from right to left; [1, 1, 1] becomes [9, 1], not [1, 9]
+"""
 
 
-# 2. GPT-4's pre-tokens
-
-# Letters in two cases and two alphabets, digits, white space of each kind, and the rest.
-PIECES = (
-    *("a", "Bc", "é", "日本", "cat", "7", "20", "2026", "Ⅳ", "'s", "'LL", "'t", "'Llama", "'"),
-    *(" ", " ", "  ", "\t", "\n", "\n", "\r\n", " \n ", "!", "...", "==", "(", "_"),
-)
-
-
-def _draw_text(generator: random.Random, size: int) -> tuple:
-    return ("".join(generator.choices(PIECES, k=generator.randint(0, 1 + size))),)
-
-
-def split_gpt4(text: str) -> list[str]:
-    pattern = (
-        r"'(?i:[sdmt]|ll|ve|re)"
-        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-        r"|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s+\Z"
-        r"|\s*[\r\n]+"
-        r"|\s+(?!\S)"
-        r"|\s+"
-    )
-    return regex.findall(pattern, text)
-
-
-def _describe_pieces(yours: Any, expected: list[str]) -> str:
-    found = difference(yours, expected)
-    if isinstance(yours, list) and any(piece == "" or isinstance(piece, tuple) for piece in yours):
-        found += "\n  `findall` returns the groups of a pattern that has any; write (?:…) for (…)."
-    return found
-
-
-SPLIT_GPT4 = Exercise(
-    split_gpt4,
-    _draw_text,
-    {
-        "a run of digits stays whole; cut it after every third": (r"\p{N}{1,3}", r"\p{N}+"),
-        "digits take a space with them, as in GPT-2; here only letters and others do": (
-            r"|\p{N}{1,3}",
-            r"| ?\p{N}{1,3}",
-        ),
-        "contractions in capitals are not seen": ("(?i:", "(?:"),
-        "contractions in mixed case, such as `'Ll`, are not seen": (
-            "(?i:[sdmt]|ll|ve|re)",
-            "(?:[sdmtSDMT]|ll|ve|re|LL|VE|RE)",
-        ),
-        "only a space may go before letters; any one character that is neither letter, digit nor "
-        "line end may": (r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?\p{L}+"),
-        "a line end goes before letters; it may not": (r"[^\r\n\p{L}\p{N}]?", r"[^\p{L}\p{N}]?"),
-        "line ends do not go with the other characters before them": (r"]+[\r\n]*", "]+"),
-        "white space up to a line end is no piece of its own": (
-            r"""        r"|\s*[\r\n]+"
-""",
-            "",
-        ),
-        "white space at the end of the text is cut behind its last line end; it stays whole": (
-            r"""        r"|\s+\Z"
-""",
-            "",
-        ),
-        "white space keeps its last character from the word that follows": (
-            r"""        r"|\s+(?!\S)"
-""",
-            "",
-        ),
-        "white space before text is lost; a single one that no rule has taken is a piece": (
-            r"""        r"|\s+"
-""",
-            "",
-        ),
-        "these are GPT-2's pieces": lambda text: split_pretokens(text),
-    },
-    "core",
-    describe=_describe_pieces,
-)
-
-
-# 3. Training that visits only what changes
+# Training
 
 
 def _draw_training(generator: random.Random, size: int) -> tuple:
@@ -186,7 +77,67 @@ def _draw_training(generator: random.Random, size: int) -> tuple:
     return counts, generator.randint(1, 3 * size)
 
 
+@exercise("core", _draw_training, trials=60)
 def train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
+    vocab = {byte: bytes([byte]) for byte in range(256)}
+    words, merges = {tuple(word): count for word, count in counts.items()}, []
+    for new_id in range(256, 256 + num_merges):
+        pairs = Counter()
+        for word, count in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], vocab[pair[0]], vocab[pair[1]]))
+        left, right = vocab[best[0]], vocab[best[1]]
+        vocab[new_id] = left + right
+        merges.append((left, right))
+        words = {tuple(merge_pair(word, best, new_id)): count for word, count in words.items()}
+    return merges
+
+
+train.mistakes = """
+(pairs[pair], vocab[pair[0]], vocab[pair[1]]) => pairs[pair]
+    | among equally frequent pairs the first one found is merged; take the one whose bytes come last
+    in the alphabet
+(pairs[pair], vocab[pair[0]], vocab[pair[1]]) => (pairs[pair], pair)
+    | among equally frequent pairs the one with the higher ids is merged; compare the bytes
+pairs[pair] += count => pairs[pair] += 1 | each word counts once, and not as often as it occurs
+merges.append((left, right)) => merges.append(best)
+    | these are pairs of ids; return the bytes of both tokens
+256 + num_merges => 255 + num_merges | one merge too few is learned
+if not pairs: => if False: | where no pair is left, `max` has nothing to choose from; stop there
+"""
+
+
+# Training that visits only what changes
+
+
+@functools.cache
+def _lesson_counts() -> Counter[bytes]:
+    return count_pretokens(python_manual(100_000))
+
+
+def training_seconds(trainer: Callable, num_merges: int = 3000) -> float:
+    """CPU seconds for `num_merges` merges of 100 KB; estimated from fewer where it is slow."""
+    counts, spent, done = _lesson_counts(), 0.0, num_merges // 100
+    while done <= num_merges and spent < 0.5:
+        # timeit keeps the garbage collector out of the measured time
+        timer = timeit.Timer(functools.partial(trainer, counts, done), timer=time.process_time)
+        spent, part, done = timer.timeit(1), done, 10 * done
+    return spent * num_merges / part
+
+
+@exercise(
+    "optional",
+    _draw_training,
+    trials=60,
+    measure=training_seconds,
+    unit="s",
+    # a search through all pairs for each merge takes 10 times as long, the naive loop 80 times
+    at_most=25,
+)
+def train_fast(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
     vocab = {byte: bytes([byte]) for byte in range(256)}
     words, weights = [list(word) for word in counts], list(counts.values())
     pair_counts, holders = Counter(), defaultdict(set)
@@ -225,230 +176,23 @@ def train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, byt
     return merges
 
 
-def naive_train(counts: Mapping[bytes, int], num_merges: int) -> list[tuple[bytes, bytes]]:
-    """The loop of the lesson: it counts all pairs again for each merge."""
-    vocab = {byte: bytes([byte]) for byte in range(256)}
-    words, merges = {tuple(word): count for word, count in counts.items()}, []
-    for new_id in range(256, 256 + num_merges):
-        pairs = Counter()
-        for word, count in words.items():
-            for pair in pairwise(word):
-                pairs[pair] += count
-        if not pairs:
-            break
-        best = max(pairs, key=lambda pair: (pairs[pair], vocab[pair[0]], vocab[pair[1]]))
-        left, right = vocab[best[0]], vocab[best[1]]
-        vocab[new_id] = left + right
-        merges.append((left, right))
-        words = {tuple(merge_pair(word, best, new_id)): count for word, count in words.items()}
-    return merges
+train_fast.mistakes = """
+[-byte for byte in vocab[token]] + [1] => [-byte for byte in vocab[token]]
+    | of two tokens of which one begins the other, the shorter comes first; put a 1 behind the
+    negative bytes
+if change and => if change > 0 and
+    | a pair whose count falls gets no new entry, and is lost; push one at every change
+if -negative != pair_counts[pair]: => if not negative:
+    | an old entry is taken for a new one; skip it where its count is no longer right
+if change and pair_counts[changed]: => if change:
+    | pairs are merged that no word holds any more; push no entry whose count is 0
+changes[old] -= weights[i] => changes[old] -= 0 | a pair that is merged away keeps its count
+holders[new].add(i) => pass
+    | words that got a pair by a merge are forgotten; they hold it, too
+"""
 
 
-@functools.cache
-def _lesson_counts() -> Counter[bytes]:
-    return count_pretokens(python_manual(100_000))
-
-
-def training_seconds(trainer: Callable, num_merges: int = 3000) -> float:
-    """CPU seconds for `num_merges` merges of 100 KB; estimated from fewer where it is slow."""
-    counts, spent, done = _lesson_counts(), 0.0, num_merges // 100
-    while done <= num_merges and spent < 0.5:
-        # timeit keeps the garbage collector out of the measured time
-        timer = timeit.Timer(functools.partial(trainer, counts, done), timer=time.process_time)
-        spent, part, done = timer.timeit(1), done, 10 * done
-    return spent * num_merges / part
-
-
-# how the naive loop decides between equally frequent pairs
-TIES = "(pairs[pair], vocab[pair[0]], vocab[pair[1]])"
-TRAIN = Exercise(
-    train,
-    _draw_training,
-    {
-        "among equally frequent pairs the first one found is merged; take the one whose bytes come "
-        "last in the alphabet": edited(naive_train, TIES, "pairs[pair]"),
-        "among equally frequent pairs the one with the higher ids is merged; compare the bytes": (
-            edited(naive_train, TIES, "(pairs[pair], pair)")
-        ),
-        "among equally frequent pairs the oldest one is merged; take the one whose bytes come last "
-        "in the alphabet": (
-            "return -pair_counts[pair], left, right, pair",
-            "return -pair_counts[pair], list(pair_counts).index(pair), right, pair",
-        ),
-        "of two tokens of which one begins the other, the shorter comes first; put a 1 behind the "
-        "negative bytes": (" + [1] for token", " for token"),
-        "these are pairs of ids; return the bytes of both tokens": (
-            "merges.append((vocab[pair[0]], vocab[pair[1]]))",
-            "merges.append(pair)",
-        ),
-        "a pair whose count falls gets no new entry, and is lost; push one at every change": (
-            "if change and",
-            "if change > 0 and",
-        ),
-        "an old entry is taken for a new one; skip it where its count is no longer right": (
-            "if -negative != pair_counts[pair]:",
-            "if not negative:",
-        ),
-        "pairs are merged that no word holds any more; push no entry whose count is 0": (
-            "if change and pair_counts[changed]:",
-            "if change:",
-        ),
-        "each word counts once, and not as often as it occurs": (
-            "list(counts.values())",
-            "[1] * len(counts)",
-        ),
-        "a pair that is merged away keeps its count": (
-            "                changes[old] -= weights[i]",
-            "                changes[old] -= 0",
-        ),
-        "new pairs are not counted": (
-            "                changes[new] += weights[i]",
-            "                changes[new] += weights[i] if new in changes else 0",
-        ),
-        "one merge too few is learned": (
-            "len(merges) < num_merges",
-            "len(merges) < num_merges - 1",
-        ),
-        "pairs are merged that no word holds any more; stop when the highest count is 0": edited(
-            naive_train,
-            "pairs = Counter()",
-            "pairs = Counter(dict.fromkeys(pairs, 0)) if merges else Counter()",
-        ),
-        "words that got a pair by a merge are forgotten; they hold it, too": (
-            "                holders[new].add(i)",
-            "                pass",
-        ),
-    },
-    "core",
-    trials=60,
-    measure=training_seconds,
-    unit="s",
-    # a search through all pairs for each merge takes 10 times as long, the naive loop 80 times
-    at_most=25,
-)
-
-
-# 4. Better tokens
-
-
-class Excerpt(str):
-    """A text that does not fill the page when a check shows it."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} characters of the manual>"
-
-
-def choose_tokens(text: str, size: int) -> Collection[bytes]:
-    vocab, merges = train_from_counts(count_pretokens(text), size + size // 3)
-    used = Counter(Tokenizer(vocab, merges, implementation="python").encode(text))
-    often = sorted(range(256, len(vocab)), key=used.__getitem__, reverse=True)
-    kept = [*range(256), *often[: size - 256]]
-    return {vocab[token_id] for token_id in kept}
-
-
-def plain_training(text: str, size: int) -> Collection[bytes]:
-    return train_from_counts(count_pretokens(text), size)[0].values()
-
-
-def allowed(choose: Callable) -> Callable[[str, int], dict[str, bool]]:
-    """Return `choose` as a function that says whether its tokens are within the rules."""
-
-    @functools.wraps(choose)
-    def run(text: str, size: int) -> dict[str, bool]:
-        tokens = set(choose(text, size))
-        rules = {
-            "every token is of type bytes": all(type(token) is bytes for token in tokens),
-            "all 256 bytes are there": all(bytes([byte]) in tokens for byte in range(256)),
-            "no more than `size`": len(tokens) <= size,
-        }
-        if all(rules.values()):
-            needed = fewest_tokens(_unseen(2000), tokens)
-            rules["at most 20% worse than plain training"] = needed <= 1.2 * _plain(text, size)
-        return rules
-
-    return run
-
-
-@functools.cache
-def _plain(text: str, size: int) -> int:
-    """How many tokens plain training needs for text that it has not seen."""
-    return fewest_tokens(_unseen(2000), plain_training(text, size))
-
-
-def _unseen(num_bytes: int) -> bytes:
-    """The manual right behind what is given to train on."""
-    return python_manual(100_000 + num_bytes)[100_000:].encode()
-
-
-def fewest_tokens(data: bytes, tokens: Collection[bytes]) -> int:
-    """The smallest number of `tokens` that make up `data`, by dynamic programming."""
-    tokens = {*tokens}
-    lengths = sorted({len(token) for token in tokens})
-    fewest = [0] * (len(data) + 1)  # of the first n bytes
-    for end in range(1, len(data) + 1):
-        fewest[end] = 1 + min(
-            fewest[end - length] for length in lengths if data[max(0, end - length) : end] in tokens
-        )
-    return fewest[-1]
-
-
-def tokens_needed(choose: Callable) -> float:
-    """How many of the reader's tokens, chosen from 100 KB, the next 20 KB of the manual take."""
-    chosen = inspect.unwrap(choose)(python_manual(100_000), 1024)
-    return fewest_tokens(_unseen(20_000), chosen)
-
-
-CHOOSE_TOKENS = Exercise(
-    allowed(choose_tokens),
-    lambda generator, size: (Excerpt(python_manual(100_000)[: 2000 * size]), 512 + 20 * size),
-    {
-        "a byte is missing: every text must be expressible": allowed(
-            edited(choose_tokens, "*range(256), ", "*range(255), ")
-        ),
-        "there are more tokens than `size`": allowed(edited(choose_tokens, "size - 256", "size")),
-    },
-    "open",
-    trials=3,
-    measure=tokens_needed,
-    unit="tokens",
-    baseline=plain_training,
-)
-
-
-# 5. The vocabulary that suits a model
-
-
-def _draw_curve(generator: random.Random, size: int) -> tuple:
-    sizes = generator.sample([2**n for n in range(8, 18)], k=1 + size // 2)
-    exponent = generator.uniform(0.05, 0.3)
-    curve = {V: round(V**exponent, 2) for V in sizes}
-    return curve, 10_000 * generator.randint(1, 1000), generator.choice([64, 128, 512, 2048])
-
-
-def best_vocabulary(bytes_per_token: Mapping[int, float], N: int, d: int) -> int:
-    return min(bytes_per_token, key=lambda V: (N + V * d) / bytes_per_token[V])
-
-
-BEST_VOCABULARY = Exercise(
-    best_vocabulary,
-    _draw_curve,
-    {
-        "the head is left out; it has V * d weights": ("(N + V * d)", "N"),
-        "the embedding is counted beside the head; a lookup has no FLOPs": ("V * d", "2 * V * d"),
-        "the smallest always wins: a token costs N + V * d, to be divided by the bytes that it "
-        "stands for": (
-            " / bytes_per_token[V]",
-            "",
-        ),
-        "this is the size at which a byte costs most": ("min(", "max("),
-        "this is the lowest cost; return the size that has it": lambda curve, N, d: min(
-            2 * (N + V * d) / B for V, B in curve.items()
-        ),
-    },
-)
-
-
-# 6. Encode from ranks alone, as tiktoken does
+# Encode from ranks alone, as tiktoken does
 
 AWKWARD = (
     *("The", " cat", " sat", " on", " the", " mat", "'s", "'ll", " 2026", "3.14", "def f(x):"),
@@ -475,16 +219,8 @@ class Ranks(dict):
         return self
 
 
-def _longest_tokens(data: bytes, ranks: Collection[bytes]) -> list[bytes]:
-    """Cut off the longest token that fits, from left to right."""
-    tokens = []
-    while data:
-        tokens.append(next(data[:end] for end in range(len(data), 0, -1) if data[:end] in ranks))
-        data = data[len(tokens[-1]) :]
-    return tokens
-
-
-def encode(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> list[int]:
+@exercise("core", _draw_awkward, trials=100)
+def encode_ranked(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> list[int]:
     ids = []
     longest_first = sorted(special, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first)) or "(?!)"  # which fits nowhere
@@ -505,59 +241,70 @@ def encode(text: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) ->
     return ids
 
 
-ENCODE = Exercise(
-    encode,
-    _draw_awkward,
-    {
-        "the token learned last comes first; take the lowest rank": ("min(known", "max(known"),
-        "tokens are built from left to right; the lowest rank comes first, wherever it is": (
-            "min(known, key=ranks.get)",
-            "known[0]",
-        ),
-        "the longest token that fits is taken, from left to right; begin with single bytes, and "
-        "merge as the ranks say": (
-            "split_pretokens(piece):\n            parts = [bytes([byte]) for byte in pretoken"
-            ".encode()]\n            while True:",
-            "[piece]:\n            parts = _longest_tokens(pretoken.encode(), ranks)"
-            "\n            while False:",
-        ),
-        "the special token is encoded as ordinary text": ("if piece in special:", "if False:"),
-        "without special tokens, the text falls apart: an empty pattern fits everywhere": (
-            ' or "(?!)"',
-            "",
-        ),
-        "special tokens are put in the pattern as they come; sort out those that begin others, and "
-        "the case without any": (
-            ', reverse=True)\n    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"',
-            ')\n    pattern = "|".join(map(re.escape, longest_first))',
-        ),
-        "a special token that begins another is found in it; look for the longest first": (
-            "reverse=True",
-            "reverse=False",
-        ),
-        "merges cross the borders of pre-tokens; split the text first": (
-            "in split_pretokens(piece)",
-            "in [piece]",
-        ),
-        "of several places with the same pair, the last is merged first; begin on the left": (
-            "joined.index(min(known, key=ranks.get))",
-            "len(joined) - 1 - joined[::-1].index(min(known, key=ranks.get))",
-        ),
-        "it stops after one merge in each pre-token; look again": (
-            "parts[at : at + 2] = [joined[at]]",
-            "parts[at : at + 2] = [joined[at]]\n                break",
-        ),
-        "a byte's own value is taken for its id; ranks has the ids of single bytes, too": (
-            "ranks[part] for part in parts",
-            "ranks[part] if len(part) > 1 else part[0] for part in parts",
-        ),
-    },
-    "core",
-    trials=100,
+encode_ranked.mistakes = """
+min(known => max(known | the token learned last comes first; take the lowest rank
+min(known, key=ranks.get) => known[0]
+    | tokens are built from left to right; the lowest rank comes first, wherever it is
+if piece in special: => if False: | the special token is encoded as ordinary text
+reverse=True => reverse=False
+    | a special token that begins another is found in it; look for the longest first
+in split_pretokens(piece) => in [piece]
+    | merges cross the borders of pre-tokens; split the text first
+ranks[part] for part in parts => ranks[part] if len(part) > 1 else part[0] for part in parts
+    | a byte's own value is taken for its id; ranks has the ids of single bytes, too
+"""
+
+
+# GPT-4's pre-tokens
+
+# Letters in two cases and two alphabets, digits, white space of each kind, and the rest.
+PIECES = (
+    *("a", "Bc", "é", "日本", "cat", "7", "20", "2026", "Ⅳ", "'s", "'LL", "'t", "'Llama", "'"),
+    *(" ", " ", "  ", "\t", "\n", "\n", "\r\n", " \n ", "!", "...", "==", "(", "_"),
 )
 
 
-# 7. The bug in a stream's cuts
+def _draw_text(generator: random.Random, size: int) -> tuple:
+    pieces = generator.choices(PIECES, k=generator.randint(0, 1 + size))
+    # two published versions of the pattern differ only in white space that ends the text
+    return ("".join([*pieces, generator.choice(["cat", "7", "!", "'s"])]),)
+
+
+def _describe_pieces(yours: Any, expected: list[str]) -> str:
+    found = difference(yours, expected)
+    if isinstance(yours, list) and any(piece == "" or isinstance(piece, tuple) for piece in yours):
+        found += "\n  `findall` returns the groups of a pattern that has any; write (?:…) for (…)."
+    return found
+
+
+@exercise("optional", _draw_text, describe=_describe_pieces)
+def split_gpt4(text: str) -> list[str]:
+    pattern = (
+        r"'(?i:[sdmt]|ll|ve|re)"
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        r"|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s"
+    )
+    return regex.findall(pattern, text)
+
+
+split_gpt4.mistakes = r"""
+\p{N}{1,3} => \p{N}+ | a run of digits stays whole; cut it after every third
+|\p{N}{1,3} => | ?\p{N}{1,3}
+    | digits take a space with them, as in GPT-2; here only letters and others do
+(?i: => (?: | contractions in capitals are not seen
+[^\r\n\p{L}\p{N}]?\p{L}+ => [ ]?\p{L}+
+    | only a space may go before letters; any one character that is neither letter, digit nor line
+    end may
+]+[\r\n]* => ]+ | line ends do not go with the other characters before them
+r"|\s+(?!\S)" => r"" | white space keeps its last character from the word that follows
+"""
+
+
+# The bug in a stream's cuts
 
 
 class CountingStream(io.BytesIO):
@@ -570,7 +317,28 @@ class CountingStream(io.BytesIO):
         return CountingStream(self.getvalue())
 
 
-def read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
+def pretokens_of(chunks: Callable, stream: io.BytesIO, size: int) -> dict[str, Any]:
+    """The pre-tokens of the chunks that a generator cuts, and what it gave out too late."""
+    data, given, late, pretokens = stream.getvalue(), 0, b"", []
+    # between two sure cuts, nothing can be given out
+    longest = max(map(len, re.split(rb" (?=[!-~])", data)))
+    for chunk in chunks(stream, size):
+        held = data[given : stream.tell()]
+        if len(held) > 2 * size + longest + 8:
+            late = late or held
+        given += len(chunk)
+        pretokens += split_pretokens(chunk.decode("utf-8", "replace"))
+    return {"pre-tokens": pretokens, "held back too long": late}
+
+
+def _draw_stream(generator: random.Random, size: int) -> tuple:
+    pieces = ("cat", "été", " the", " a", "  ", "    ", "\n", "\n    x", "日本", "!", "\u2003")
+    text = "".join(generator.choices(pieces, k=1 + 2 * size))
+    return CountingStream(text.encode()), generator.choice([2, 5, 8])
+
+
+@exercise("optional", _draw_stream, harness=pretokens_of)
+def mended_read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
     rest = b""
     while block := stream.read(size):
         rest += block
@@ -581,113 +349,96 @@ def read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
     yield rest
 
 
-def broken_read_chunks(stream: io.BytesIO, size: int) -> Iterator[bytes]:
-    """The function of the lesson: it cuts before the last space, whatever follows."""
-    rest = b""
-    while block := stream.read(size):
-        rest += block
-        cut = rest.rfind(b" ")
-        yield rest[:cut]
-        rest = rest[cut:]
-    yield rest
+mended_read_chunks.mistakes = r"""
+[match.start() for match in re.finditer(rb" (?=[!-~])", rest)] => [rest.rfind(b" ")]
+    | it still cuts before the last space, whatever follows; and where there is no space, `rfind`
+    returns -1
+ (?=[!-~]) => [ ](?=[!-~]|$)
+    | it cuts before a space at the end of the block, where nobody knows yet what follows
+ (?=[!-~]) => [ ](?=\S)
+    | white space outside ASCII is taken for visible text; ask for a byte from `!` to `~`
+match.start() => match.end() | it cuts behind the space, which belongs to the word that follows
+rest)] => rest)][:1] | only the first place for a cut is used; what follows it waits too long
+rest = rest[cuts[-1] :] => rest = b"" | the part behind the cut is lost
+"""
 
 
-def _read_all(stream: io.BytesIO, size: int) -> Iterator[bytes]:
-    yield stream.read()
+# Better tokens
 
 
-def pretokens_of(chunks: Callable) -> Callable[[io.BytesIO, int], dict[str, Any]]:
-    """Return `chunks` as a function that gives its pre-tokens, and what came too late."""
+class Excerpt(str):
+    """A text that does not fill the page when a check shows it."""
 
-    @functools.wraps(chunks)
-    def run(stream: io.BytesIO, size: int) -> dict[str, Any]:
-        data, given, late, pretokens = stream.getvalue(), 0, b"", []
-        # between two sure cuts, nothing can be given out
-        longest = max(map(len, re.split(rb" (?=[!-~])", data)))
-        for chunk in chunks(stream, size):
-            held = data[given : stream.tell()]
-            if len(held) > 2 * size + longest + 8:
-                late = late or held
-            given += len(chunk)
-            pretokens += split_pretokens(chunk.decode("utf-8", "replace"))
-        return {"pre-tokens": pretokens, "held back too long": late}
-
-    return run
+    def __repr__(self) -> str:
+        return f"<{len(self):,} characters of the manual>"
 
 
-def _draw_stream(generator: random.Random, size: int) -> tuple:
-    pieces = ("cat", "été", " the", " a", "  ", "    ", "\n", "\n    x", "日本", "!", "\u2003")
-    text = "".join(generator.choices(pieces, k=1 + 2 * size))
-    return CountingStream(text.encode()), generator.choice([2, 5, 8])
+def plain_training(text: str, size: int) -> Collection[bytes]:
+    return train_from_counts(count_pretokens(text), size)[0].values()
 
 
-READ_CHUNKS = Exercise(
-    pretokens_of(read_chunks),
-    _draw_stream,
-    {
-        "it still cuts before the last space, whatever stands on either side; and where there is "
-        "no space, `rfind` returns -1": pretokens_of(broken_read_chunks),
-        "it cuts before a space that more white space follows": pretokens_of(
-            edited(read_chunks, " (?=[!-~])", " ")
-        ),
-        "it cuts before a space at the end of the block, where nobody knows yet what follows": (
-            pretokens_of(edited(read_chunks, " (?=[!-~])", " (?=[!-~]|$)"))
-        ),
-        "it asks whether anything follows the space, and not what: more white space may": (
-            pretokens_of(edited(read_chunks, " (?=[!-~])", r" (?=[\s\S])"))
-        ),
-        "white space outside ASCII is taken for visible text; ask for a byte from `!` to `~`": (
-            pretokens_of(edited(read_chunks, " (?=[!-~])", r" (?=\S)"))
-        ),
-        "it cuts behind the space, which belongs to the word that follows": pretokens_of(
-            edited(read_chunks, "match.start()", "match.end()")
-        ),
-        "only the first place for a cut is used; what follows it waits too long": pretokens_of(
-            edited(read_chunks, '(?=[!-~])", rest)]', '(?=[!-~])", rest)][:1]')
-        ),
-        "the end of the text is lost": pretokens_of(edited(read_chunks, "    yield rest\n", "")),
-        "everything is read before the first chunk is given out": pretokens_of(_read_all),
-        "the part behind the cut is lost": pretokens_of(
-            edited(read_chunks, "rest = rest[cuts[-1] :]", 'rest = b""')
-        ),
-        "the text is given out in blocks, wherever they end": pretokens_of(
-            lambda stream, size: iter(lambda: stream.read(size), b"")
-        ),
-    },
-    "core",
+@functools.cache
+def _plain(text: str, size: int) -> int:
+    """How many tokens plain training needs for text that it has not seen."""
+    return fewest_tokens(_unseen(2000), plain_training(text, size))
+
+
+def _unseen(num_bytes: int) -> bytes:
+    """The manual right behind what is given to train on."""
+    return python_manual(100_000 + num_bytes)[100_000:].encode()
+
+
+def fewest_tokens(data: bytes, tokens: Collection[bytes]) -> int:
+    """The smallest number of `tokens` that make up `data`, by dynamic programming."""
+    tokens = {*tokens}
+    lengths = sorted({len(token) for token in tokens})
+    fewest = [0] * (len(data) + 1)  # of the first n bytes
+    for end in range(1, len(data) + 1):
+        fewest[end] = 1 + min(
+            fewest[end - length] for length in lengths if data[max(0, end - length) : end] in tokens
+        )
+    return fewest[-1]
+
+
+def obeys_rules(choose: Callable, text: str, size: int) -> dict[str, bool]:
+    """Whether the tokens that `choose` returns are within the rules."""
+    tokens = set(choose(text, size))
+    rules = {
+        "every token is of type bytes": all(type(token) is bytes for token in tokens),
+        "all 256 bytes are there": all(bytes([byte]) in tokens for byte in range(256)),
+        "no more than `size`": len(tokens) <= size,
+    }
+    if all(rules.values()):
+        needed = fewest_tokens(_unseen(2000), tokens)
+        rules["at most 20% worse than plain training"] = needed <= 1.2 * _plain(text, size)
+    return rules
+
+
+def tokens_needed(choose: Callable) -> float:
+    """How many of the reader's tokens, chosen from 100 KB, the next 20 KB of the manual take."""
+    return fewest_tokens(_unseen(20_000), choose(python_manual(100_000), 1024))
+
+
+@exercise(
+    "open",
+    lambda generator, size: (Excerpt(python_manual(100_000)[: 2000 * size]), 512 + 20 * size),
+    harness=obeys_rules,
+    trials=3,
+    measure=tokens_needed,
+    unit="tokens",
+    baseline=plain_training,
 )
+def choose_tokens(text: str, size: int) -> Collection[bytes]:
+    vocab, merges = train_from_counts(count_pretokens(text), size + size // 3)
+    used = Counter(Tokenizer(vocab, merges, implementation="python").encode(text))
+    often = sorted(range(256, len(vocab)), key=used.__getitem__, reverse=True)
+    kept = [*range(256), *often[: size - 256]]
+    return {vocab[token_id] for token_id in kept}
 
 
-def check_merge_pair(attempt: Callable) -> None:
-    """Check `merge_pair(ids, pair, new_id)` -> list of ids."""
-    check(MERGE_PAIR, attempt)
-
-
-def check_split_gpt4(attempt: Callable) -> None:
-    """Check `split_gpt4(text)` -> list of pre-tokens."""
-    check(SPLIT_GPT4, attempt)
-
-
-def check_train(attempt: Callable) -> None:
-    """Check `train(counts, num_merges)`: {bytes: count} -> list of pairs of bytes; and time it."""
-    check(TRAIN, attempt)
-
-
-def check_best_vocabulary(attempt: Callable) -> None:
-    """Check `best_vocabulary(bytes_per_token, N, d)`, from {V: bytes per token} -> V."""
-    check(BEST_VOCABULARY, attempt)
-
-
-def check_encode(attempt: Callable) -> None:
-    """Check `encode(text, ranks, special)`, with ranks {bytes: id} -> list of ids."""
-    check(ENCODE, attempt)
-
-
-def check_read_chunks(attempt: Callable) -> None:
-    """Check the generator `read_chunks(stream, size)` by the pre-tokens of its chunks."""
-    check(READ_CHUNKS, pretokens_of(attempt))
-
-
-def check_choose_tokens(attempt: Callable) -> None:
-    """Check `choose_tokens(text, size)` -> at most `size` byte strings; and count their use."""
-    check(CHOOSE_TOKENS, allowed(attempt))
+choose_tokens.mistakes = """
+*range(256), => *range(255), | a byte is missing: every text must be expressible
+size - 256 => size | there are more tokens than `size`
+{vocab[token_id] => {vocab[token_id].decode("latin-1") | these are texts; tokens are of type bytes
+reverse=True => reverse=False | the tokens that are used least are kept
+"""

@@ -1,67 +1,15 @@
-"""Figures and tables of notebook 01: token frequencies, speed of encoders."""
+"""The table of notebook 01: how fast encoders are, from the committed benchmark."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from lib.core.charts import bars, lines
-from lib.core.figures import BLACK
 from lib.core.files import ROOT
 from lib.core.records import read_records
 
 # Names in the benchmark's records -> what the notebook calls them.
 TEXTS = {"stories": "stories", "gcide": "English dictionary", "linux": "source of Linux"}
 OURS = {"numba": "lib, compiled", "python": "lib, readable"}
-
-
-def show_frequencies(frequencies: Mapping[str, np.ndarray]) -> None:
-    """Show how often tokens occur, those of each text sorted, beside Zipf's law."""
-    curves = {}
-    for name, frequency in frequencies.items():
-        used = np.sort(frequency[frequency > 0])[::-1]
-        curves[name] = dict(enumerate(100 * used / used.sum(), start=1))
-    ranks = np.arange(1, max(map(len, curves.values())) + 1)
-    zipf = "Zipf: share ∝ 1 / rank"
-    curves[zipf] = dict(zip(ranks, 100 / ranks / np.sum(1 / ranks)))
-    lines(
-        curves,
-        title="A few tokens do most of the work",
-        xlabel="rank of the token",
-        ylabel="share of all tokens (%)",
-        log="xy",
-        styles={zipf: {"linestyle": "--", "color": BLACK}},
-    )
-
-
-def show_ladder(speeds: Mapping[str, float], *, title: str) -> None:
-    """Show the speed of each step as a bar, labeled with its gain over the one before."""
-    gains = [1.0, *(after / before for before, after in pairwise(speeds.values()))]
-    texts = {
-        name: f"{speed:.3g} MB/s" + (f"  ×{gain:.1f}" if gain != 1 else "")
-        for (name, speed), gain in zip(speeds.items(), gains)
-    }
-    bars(speeds, title=title, xlabel="MB/s", log=True, texts=texts)
-
-
-def measure_rungs(
-    rungs: Mapping[str, Callable[[str], Any]], texts: Mapping[str, str], samples: int
-) -> dict[str, float]:
-    """MB/s of each rung on its text: the best of `samples`, all rungs interleaved.
-
-    What a rung does once, such as filling a cache, it has done before.
-    """
-    seconds = dict.fromkeys(rungs, float("inf"))
-    for _ in range(samples):
-        for name, rung in rungs.items():
-            started = time.perf_counter()
-            rung(texts[name])
-            seconds[name] = min(seconds[name], time.perf_counter() - started)
-    return {name: len(texts[name].encode()) / 1e6 / seconds[name] for name in rungs}
 
 
 def recorded_speeds(task: str) -> list[dict[str, Any]]:

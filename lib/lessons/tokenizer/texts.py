@@ -1,24 +1,16 @@
-"""Text that people wrote, and is on every machine; and a second opinion on ids, where one is."""
+"""Text that people wrote, and is on every machine; GPT-2's tokens and ids."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
+import json
+import lzma
 import re
 import sysconfig
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
-from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR
-
-# Files that tiktoken downloads for GPT-2, named in its cache by the hash of their address.
-GPT2_FILES = ("vocab.bpe", "encoder.json")
-GPT2_ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+from lib.core.files import ROOT
+from lib.tokenizer.bpe import count_pretokens, train_from_counts
 
 
 @functools.cache
@@ -52,41 +44,26 @@ def small_ranks() -> dict[bytes, int]:
     return {token: token_id for token_id, token in enumerate(in_order)}
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another encoder, with the vocabulary that it uses."""
+@functools.cache
+def gpt2_ranks() -> dict[bytes, int]:
+    """GPT-2's tokens in tiktoken's form, bytes -> id, from its merges in `artifacts/gpt2`.
 
-    name: str
-    encode: Callable[[str], list[int]]
-    ranks: Mapping[bytes, int]
-    special: Mapping[str, int]
-
-
-def find_peer(tokenizer: Tokenizer) -> Peer:
-    """tiktoken with GPT-2's vocabulary where its files are on this machine, or with `tokenizer`'s.
-
-    `tokenizer` itself where tiktoken is not installed. Nothing is downloaded.
+    The ids are the 256 bytes, those of visible characters first, and then one for each merge.
     """
-    own = {token: i for i, token in tokenizer.vocab.items()}
-    ranks = {token: i for token, i in own.items() if token.decode("latin-1") != SEPARATOR}
-    special = dict(tokenizer.special_tokens)
-    try:
-        import tiktoken
-    except ImportError:
-        return Peer("lib: tiktoken is not installed", tokenizer.encode, ranks, special)
-    # where tiktoken looks; an empty name switches its cache off
-    cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    for name in ("DATA_GYM_CACHE_DIR", "TIKTOKEN_CACHE_DIR"):
-        cache = os.environ.get(name, cache)
-    hashes = [hashlib.sha1((GPT2_ADDRESS + name).encode()).hexdigest() for name in GPT2_FILES]
-    if cache and all(Path(cache, name).exists() for name in hashes):
-        encoding = tiktoken.get_encoding("gpt2")
-        tokens = encoding.token_byte_values()
-        ranks = {token: encoding.encode_single_token(token) for token in tokens}
-        name, special = "tiktoken with GPT-2's vocabulary", {SEPARATOR: encoding.eot_token}
-    else:
-        encoding = tiktoken.Encoding(
-            "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
-        name = f"tiktoken with the {len(ranks):,} tokens of this notebook"
-    return Peer(name, partial(encoding.encode, allowed_special="all"), ranks, special)
+    with lzma.open(ROOT / "artifacts/gpt2/vocab.bpe.xz", "rt", encoding="utf-8") as file:
+        _, *merges = file.read().splitlines()
+    # the file writes each byte as a character: itself if it is visible, or else one from 256 on
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    byte_of = {chr(byte): byte for byte in visible}
+    byte_of |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    tokens = [bytes([byte]) for byte in (*visible, *others)]
+    for merge in merges:
+        tokens.append(bytes(byte_of[character] for character in merge.replace(" ", "")))
+    return {token: token_id for token_id, token in enumerate(tokens)}
+
+
+def gpt2_ids() -> dict[str, list[int]]:
+    """Texts that GPT-2's merges were not learned on -> the ids that tiktoken gives them."""
+    path = ROOT / "artifacts/gpt2/ids.json"
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -26,12 +26,13 @@ from lib.core.allocator import (
     without_stderr,
 )
 from lib.core.hardware import DtypeName, pick_dtype
+from lib.core.records import Record
 from lib.core.settings import NonEmpty, PositiveInt, require, settings
 from lib.core.terminal import one_line
 from lib.model.attention import attention
 from lib.model.config import ATTENTION_KERNELS
 from lib.profiling.measurement import Measurement, measure_interleaved
-from lib.tools.benchmarks.attention_report import REPORT
+from lib.tools.benchmarks.attention_report import REPORT, summary
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
 from lib.tools.benchmarks.step import device_memory
 from lib.training.step import numerics
@@ -503,3 +504,10 @@ def expect_flops(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, expect_flops)
+
+
+def benchmark_and_summarize(config: AttentionBenchmarkConfig) -> list[Record]:
+    """`benchmark_attention`, and print a summary."""
+    records = benchmark_attention(config)
+    print(summary(records))
+    return records

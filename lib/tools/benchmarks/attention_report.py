@@ -16,10 +16,10 @@ from lib.tools.benchmarks.sections import (
     SAMPLING,
     Chart,
     Report,
-    Section,
-    Table,
     newest,
     provenance_of,
+    section,
+    table,
     to_rows,
 )
 
@@ -117,7 +117,7 @@ def pivot(rows: pd.DataFrame, figure: str) -> pd.DataFrame:
     return wide.pivot(index="case", columns="kernel", values=figure).loc[cases, kernels]
 
 
-def direction_tables(rows: pd.DataFrame) -> list[str | Table]:
+def direction_tables(rows: pd.DataFrame) -> list[str]:
     """Tables of one direction, a row for each case: TFLOP/s and ratios, milliseconds, memory."""
     supported = pd.DataFrame(supported_rows(to_rows(rows)))
     if not len(supported):
@@ -143,13 +143,13 @@ def direction_tables(rows: pd.DataFrame) -> list[str | Table]:
         for name, regex in peers.items()
         if ours.shape[1] and times.filter(regex=regex).shape[1]
     }
-    parts: list[str | Table] = []
+    parts = []
     figures = {"TFLOP/s": "tflops", "Time (ms)": "median_ms", "Peak memory (GB)": "peak_memory_gb"}
     for title, figure in figures.items():
         shown = supported[figure].where(is_ok, supported["status"])
-        table = cases[shape].join(pivot(supported.assign(shown=shown), "shown"))
-        table = table.assign(**ratios) if figure == "tflops" else table
-        parts += [f"### {title}", Table(table.assign(recorded=cases["recorded"]))]
+        lines = cases[shape].join(pivot(supported.assign(shown=shown), "shown"))
+        lines = lines.assign(**ratios) if figure == "tflops" else lines
+        parts += [f"### {title}", table(lines.assign(recorded=cases["recorded"]))]
     return parts
 
 
@@ -215,7 +215,7 @@ TARGETS = (
 LINEAR = 4.2
 
 
-def targets(frame: pd.DataFrame) -> list[Section]:
+def targets(frame: pd.DataFrame) -> list[str]:
     """How many cases meet each target, and the closest one; nothing without cases."""
     lines = []
     for target in TARGETS:
@@ -234,17 +234,17 @@ def targets(frame: pd.DataFrame) -> list[Section]:
         line = {"against": target.words, "at least": target.ratio}
         line |= {"met": f"{met.sum()} of {len(met)}", "least ratio": ratios.get(closest)}
         lines.append(line | {"in": closest})
-    parts: list[str | Table] = [Table(lines), *million_tokens(frame)]
-    return [Section("Targets", parts)] if lines or len(parts) > 1 else []
+    parts = [table(lines), *million_tokens(frame)]
+    return [section("Targets", *parts)] if lines or len(parts) > 1 else []
 
 
-def million_tokens(frame: pd.DataFrame) -> list[str | Table]:
+def million_tokens(frame: pd.DataFrame) -> list[str]:
     """Time and memory of the longest sequence, and of a quarter of it."""
     ours = frame[(frame["kernel"] == "flash_attention_triton") & (frame["dtype"] != "float32")]
     found = ours.query(f"{ONE_SEQUENCE} in (262144, 1048576)")
     columns = ("case", "status", "median_ms", "peak_memory_gb", "recorded")
     words = f"A million tokens on one card take at most {LINEAR} times the memory of a quarter:"
-    return [words, Table(found, {name: name for name in columns})] if len(found) else []
+    return [words, table(found, {name: name for name in columns})] if len(found) else []
 
 
 def attention_frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -255,14 +255,18 @@ def attention_frame(records: Sequence[Record]) -> pd.DataFrame:
     return frame.where(frame.notna(), None)
 
 
-def overview(frame: pd.DataFrame) -> list[Section]:
+def overview(frame: pd.DataFrame) -> list[str]:
     """Targets, what the compiler replaced, and which cases were refused and why."""
     lines = [f"- {line}" for line in remarks(to_rows(frame))]
-    return [*targets(frame), *[Section("Remarks", ["\n".join(lines)])] * bool(lines)]
+    return [*targets(frame), *[section("Remarks", "\n".join(lines))] * bool(lines)]
 
 
 class AttentionReport(Report):
     """The report whose records hold several kernels."""
+
+    def was_measured(self, record: Record) -> bool:
+        """Whether one of the kernels was measured."""
+        return any(row["status"] == "ok" for row in attention_rows([record]))
 
     def line(self, record: Record) -> str:
         """The time of each kernel, or its status."""

@@ -33,7 +33,7 @@ from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predict
 from lib.profiling.measurement import interquartile_range
 from lib.tools.benchmarks.harness import Case, grid
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig
-from lib.tools.benchmarks.sections import Chart, Report, Table, newest, to_frame
+from lib.tools.benchmarks.sections import Chart, Report, newest, table, to_frame
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
@@ -316,7 +316,7 @@ def fitted_link(rows: pd.DataFrame) -> Link | None:
     return fit_link(first["collective"], first["ranks"], points)
 
 
-def link_table(rows: pd.DataFrame) -> list[str | Table]:
+def link_table(rows: pd.DataFrame) -> list[str]:
     """Latency and bandwidth of each fit, and how far its formula is off."""
     lines = []
     for name, fitted in rows.groupby("collective", sort=False):
@@ -325,7 +325,7 @@ def link_table(rows: pd.DataFrame) -> list[str | Table]:
             line = {"fitted": name, "latency a message (µs)": link.latency_us}
             line |= {"bandwidth (GB/s)": link.bandwidth_gbs}
             lines.append(line | {"formula / measured, least": min(ratios), "most": max(ratios)})
-    parts: list[str | Table] = [Table(lines) if lines else "One size alone gives no fit."]
+    parts = [table(lines) or "One size alone gives no fit."]
     if (peak := nvlink_gbs(rows.iloc[0])) is not None:
         parts.append(f"NVLink, one direction: {peak:.0f} GB/s.")
     return parts + [GLOO_NOTE] * (rows["backend"].iloc[0] == "gloo")

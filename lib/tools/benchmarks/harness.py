@@ -108,11 +108,14 @@ class Benchmark:
     report: Report
     """Makes tables and figures from records; those are in the file STEM.jsonl beside them."""
 
-    cases: Callable[[Any, torch.device], list[Case]]
-    """(config, device) -> what to measure. Raises `ValueError` for what the device lacks."""
+    cases: Callable[[Any, torch.device], Sequence[Any]]
+    """(config, device) -> what to measure: cases, or lists of cases that are measured together.
 
-    measure: Callable[[Case, Any, torch.device], Mapping[str, Any]]
-    """(case, config, device) -> figures."""
+    Raises `ValueError` for what the device lacks.
+    """
+
+    measure: Callable[[Any, Any, torch.device], Any]
+    """(case, config, device) -> figures; of a list of cases, those of each, in order."""
 
     expect: Callable[[Case, torch.device], Mapping[str, Any]] | None = None
     """(case, device) -> figures known beforehand, which a case that runs out of memory has too."""
@@ -124,28 +127,30 @@ class Benchmark:
 
         Returns:
             The records of the cases of `config`.
+
+        Raises:
+            ValueError: none of the cases could be measured.
         """
         device = pick_device(config.device)
         if device.type == "cpu":
             keep_freed_memory()
-        path = config.output / f"{self.report.stem}.jsonl"
+        cases = self.cases(config, device)
+        are_groups = isinstance(cases[0], list)
 
         def measure(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
-            [case] = group
-            known = {"status": "ok", **(self.expect(case, device) if self.expect else {})}
-            try:
-                yield known | dict(self.measure(case, config, device))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                free_memory(error)
-                yield known | {"status": "oom"}
-            # reference cycles would keep what this case held
+            def figures() -> Iterable[Mapping[str, Any]]:
+                measured = self.measure(group if are_groups else group[0], config, device)
+                return measured if are_groups else [measured]
+
+            for case, found in zip(group, or_out_of_memory(figures, len(group))):
+                known = self.expect(case, device) if self.expect else {}
+                yield {"status": "ok", **known, **found}
+            # reference cycles would keep what these cases held
             free_memory()
 
         records = run_sweep(
-            path,
-            [[case] for case in self.cases(config, device)],
+            config.output / f"{self.report.stem}.jsonl",
+            cases if are_groups else [[case] for case in cases],
             measure,
             code=code_version(self.measure.__module__),
             line=self.report.line,
@@ -153,8 +158,44 @@ class Benchmark:
             device=device,
             restart=config.restart,
         )
-        self.report.write(records_like(path, records), config.output)
-        return records
+        return finish(self.report, records, config.output)
+
+
+def or_out_of_memory(
+    measure: Callable[[], Iterable[Mapping[str, Any]]], count: int
+) -> list[Mapping[str, Any]]:
+    """What `measure` returns, or `count` times that memory ran out."""
+    try:
+        return list(measure())
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free_memory(error)
+    return [{"status": "oom"}] * count
+
+
+def finish(report: Report, records: list[Record], output: Path) -> list[Record]:
+    """Write the report of all records like `records` in `output`, and log which of these failed.
+
+    Raises:
+        ValueError: all of them failed.
+    """
+    report.write(records_like(output / f"{report.stem}.jsonl", records), output)
+    configs = [record["config"] for record in records]
+    # what a single case is called is in the columns of the report
+    shown = [{key: c[key] for key in report.columns if key in c} for c in configs[:1]]
+    names = differences(configs if len(configs) > 1 else [*shown, {}])
+    failed = [
+        ": ".join(filter(None, (name, report.line(record))))
+        for name, record in zip(names, records)
+        if not report.was_measured(record)
+    ]
+    if failed and len(failed) == len(records):
+        raise ValueError(f"nothing could be measured (--restart tries again): {'; '.join(failed)}")
+    if failed:
+        count = f"{len(failed)} of {len(records)} could not be measured (--restart tries again):"
+        log.warning("\n- ".join([count, *failed]))
+    return records
 
 
 def run_sweep(

@@ -216,9 +216,15 @@ def communication_figures(
     return means | {"exposed_from": "kernels" if device.type == "cuda" else "operators"}
 
 
-def epoch_ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Times of the first over the second, epoch by epoch: above 1, the second is faster."""
-    return [a / b for a, b in zip(first, second)]
+def time_ratio(
+    first: Sequence[float], second: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """Median and interquartile range of the first's times over the second's, epoch by epoch.
+
+    Above 1, the second is faster; None where there are no pairs of epochs.
+    """
+    ratios = [a / b for a, b in zip(first, second)]
+    return (median(ratios), interquartile_range(ratios)) if ratios else (None, None)
 
 
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:

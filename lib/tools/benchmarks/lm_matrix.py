@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
@@ -18,14 +17,13 @@ from lib.core.allocator import free_memory
 from lib.core.settings import NonEmpty, settings
 from lib.ddp.settings import DDP_WRAPPERS, DdpWrapper
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
-from lib.profiling.measurement import interquartile_range
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
     Groups,
-    epoch_ratios,
     interleave,
     loss_difference,
     make_groups,
+    time_ratio,
 )
 from lib.tools.benchmarks.rank_training import (
     SIZES,
@@ -35,8 +33,8 @@ from lib.tools.benchmarks.rank_training import (
     training_case,
 )
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, fail
-from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
-from lib.tools.benchmarks.sections import Chart, Report, Section, Table, to_rows
+from lib.tools.benchmarks.ranks_report import notes, ratios, setting_bars, training_frame
+from lib.tools.benchmarks.sections import Report, section, table, to_rows
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
@@ -182,10 +180,10 @@ def compare_with_none(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     for wrapper, row in rows.items():
         if row["status"] != "ok":
             continue
-        ratios = epoch_ratios(alone.get("times_ms", []), row["times_ms"])
+        efficiency, spread = time_ratio(alone.get("times_ms", []), row["times_ms"])
         further[wrapper] = {
-            "scaling_efficiency": median(ratios) if ratios else None,
-            "iqr_scaling_efficiency": interquartile_range(ratios),
+            "scaling_efficiency": efficiency,
+            "iqr_scaling_efficiency": spread,
             "memory_overhead": row["peak_memory_bytes"] / memory - 1 if memory else None,
         }
     return further
@@ -201,7 +199,7 @@ def matrix_frame(records: list[dict[str, Any]]) -> pd.DataFrame:
     return frame
 
 
-def overview(frame: pd.DataFrame) -> list[Section]:
+def overview(frame: pd.DataFrame) -> list[str]:
     """How `flashddp` compares on GPUs: a row for each setting and kernel."""
     rows = to_rows(frame)
     lines = []
@@ -216,7 +214,7 @@ def overview(frame: pd.DataFrame) -> list[Section]:
         lines.append(line | {"recorded": row["recorded"]})
     note = """× is how many times as fast `flashddp` is as another wrapper in the same run, epoch by
 epoch; nothing where they did not run together."""
-    return [Section("How flashddp compares", [note, Table(lines)])] if lines else []
+    return [section("How flashddp compares", note, table(lines))] if lines else []
 
 
 def remarks(rows: pd.DataFrame) -> list[str]:
@@ -224,14 +222,7 @@ def remarks(rows: pd.DataFrame) -> list[str]:
     return notes(rows, "kernel", "wrapper")
 
 
-def bars(file: str, y: str, label: str) -> Chart:
-    """Bars of a figure: a panel for each setting, a group for each kernel."""
-    labels = ("attention kernel", label)
-    return Chart(
-        file, "bars", x="kernel", y=y, series="wrapper", panels=("setting",), labels=labels
-    )
-
-
+BARS = {"x": "kernel", "series": "wrapper", "xlabel": "attention kernel"}
 REPORT = Report(
     "lm_matrix",
     "Attention kernels and data-parallel wrappers",
@@ -242,10 +233,17 @@ REPORT = Report(
     overview=overview,
     further=remarks,
     charts=[
-        bars("lm_matrix_time.png", "median_ms", "time a step (ms)"),
-        bars("lm_matrix_memory.png", "peak_memory_mb", "peak memory of a rank (MB)"),
-        bars("lm_matrix_throughput.png", "tokens_per_s", "tokens/s of all ranks"),
-        bars("lm_matrix_losses.png", "loss_difference", "largest loss difference (nats per token)"),
+        setting_bars("lm_matrix_time.png", "median_ms", "time a step (ms)", **BARS),
+        setting_bars(
+            "lm_matrix_memory.png", "peak_memory_mb", "peak memory of a rank (MB)", **BARS
+        ),
+        setting_bars("lm_matrix_throughput.png", "tokens_per_s", "tokens/s of all ranks", **BARS),
+        setting_bars(
+            "lm_matrix_losses.png",
+            "loss_difference",
+            "largest loss difference (nats per token)",
+            **BARS,
+        ),
     ],
     text="_report.md",
     table="_results.csv",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from annotated_types import Ge
 
-from lib.core.allocator import free_memory, is_out_of_memory
+from lib.core.allocator import is_out_of_memory
 from lib.core.files import make_folder
 from lib.core.hardware import device_name, keep_freed_memory
 from lib.core.records import Record, append_record, new_record, read_records
@@ -33,7 +33,8 @@ from lib.tools.benchmarks.harness import (
     BenchmarkConfig,
     Case,
     code_version,
-    records_like,
+    finish,
+    or_out_of_memory,
     run_sweep,
 )
 from lib.tools.benchmarks.sections import Report
@@ -107,7 +108,7 @@ class RanksBenchmark:
             The records of what `config` asks for; none on ranks other than 0.
 
         Raises:
-            ValueError: settings that do not fit together or this machine.
+            ValueError: settings that do not fit together or this machine, or every case failed.
             OSError: `output` cannot be written; found before anything is measured.
             WorkerError: a rank failed outside of a case.
         """
@@ -121,9 +122,7 @@ class RanksBenchmark:
             # refuse bad settings here, before processes start
             self.groups(config, ranks, backend)
             records = self._launch_until_done(config, ranks, backend)
-        if records:
-            self.report.write(records_like(self._path(config), records), config.output)
-        return records
+        return finish(self.report, records, config.output) if records else records
 
     def _path(self, config: Any) -> Path:
         return config.output / f"{self.report.stem}.jsonl"
@@ -183,13 +182,8 @@ class RanksBenchmark:
         if rank() > 0:
             logging.getLogger(__package__).setLevel(logging.WARNING)
             while (group := _broadcast()) is not None:
-                try:
-                    list(self.measure(group, config, failed))
-                except (RuntimeError, MemoryError) as error:
-                    # raised on all ranks; rank 0 records it
-                    if not is_out_of_memory(error):
-                        raise
-                    free_memory(error)
+                # memory that runs out on all ranks; rank 0 records it
+                or_out_of_memory(lambda: self.measure(group, config, failed), len(group))
             return []
         if log_level is not None:
             logging.basicConfig(format="%(message)s")
@@ -197,13 +191,7 @@ class RanksBenchmark:
 
         def measure(group: Group) -> list[Mapping[str, Any]]:
             _broadcast(group)
-            try:
-                return list(self.measure(group, config, failed))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                free_memory(error)
-                return [{"status": "oom"}] * len(group)
+            return or_out_of_memory(lambda: self.measure(group, config, failed), len(group))
 
         records = run_sweep(
             self._path(config),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from lib.core.records import Record
 from lib.model.config import MODEL_PRESETS
-from lib.profiling.measurement import interquartile_range
-from lib.tools.benchmarks.interleaved import epoch_ratios
+from lib.tools.benchmarks.interleaved import time_ratio
 from lib.tools.benchmarks.rank_training import LENGTH, SIZES
-from lib.tools.benchmarks.sections import failures, newest, to_frame, to_rows
+from lib.tools.benchmarks.sections import Chart, failures, newest, to_frame, to_rows
 
 TOGETHER_NOTE = "The models did not fit into memory together: each was built anew for each epoch."
 GLOO_NOTE = """The ranks share the cores of one CPU, and memory is their network: times say nothing
@@ -62,33 +60,28 @@ def notes(rows: pd.DataFrame, *names: str) -> list[str]:
     return [*parts, failures(rows, *names)]
 
 
-def time_ratio(
-    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None
-) -> tuple[float | None, float | None]:
-    """Median and interquartile range of the first's times over the second's, epoch by epoch.
-
-    None unless both ran in the same launch, where their epochs are pairs.
-    """
-    are_measured = all(row and row["status"] == "ok" for row in (first, second))
-    if not are_measured or first["launch"] != second["launch"]:
-        return None, None
-    ratios = epoch_ratios(first["times_ms"], second["times_ms"])
-    return median(ratios), interquartile_range(ratios)
-
-
 def ratios(
     row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], peers: Mapping[str, str], key: str
 ) -> dict[str, Any]:
-    """Times of peers over those of a row where they ran together, and interquartile ranges.
+    """Times of peers over those of a row, where their epochs are pairs: in the same launch.
 
     Args:
+        row: of a training that was measured.
         rows: of the same setting.
         peers: heading -> the peer's name in the field `key`. A heading that begins with `time /`
             asks for the row's times over the peer's.
     """
     line: dict[str, Any] = {}
+    beside = [r for r in rows if r["status"] == "ok" and r["launch"] == row["launch"]]
+    times = {other[key]: other["times_ms"] for other in reversed(beside)}
     for heading, peer in peers.items():
-        found = next((other for other in rows if other[key] == peer), None)
-        pair = (row, found) if heading.startswith("time /") else (found, row)
-        line[heading], line[f"{heading}, IQR"] = time_ratio(*pair)
+        pair = [row["times_ms"], times.get(peer, [])]
+        ratio = time_ratio(*(pair if heading.startswith("time /") else reversed(pair)))
+        line[heading], line[f"{heading}, IQR"] = ratio
     return line
+
+
+def setting_bars(file: str, y: str, label: str, *, x: str, series: str, xlabel: str) -> Chart:
+    """Bars of a figure, a panel for each setting."""
+    labels = (xlabel, label)
+    return Chart(file, "bars", x=x, y=y, series=series, panels=("setting",), labels=labels)

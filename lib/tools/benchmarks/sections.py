@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, Literal
 import pandas as pd
 from matplotlib.axes import Axes
 
+from lib.core import charts
 from lib.core.figures import COLORS, MARKERS, house_figure, save_figure
 from lib.core.files import write_atomically
 from lib.core.records import Record, flatten, format_value, to_csv, to_markdown
@@ -33,49 +33,29 @@ SAMPLING = ("warmup", "samples", "max_seconds")
 PROVENANCE = ("device", "cpu", "cores", "seed", "commit", "date")
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows of a report; columns without a single value are left out."""
-
-    rows: Sequence[Mapping[str, Any]] | pd.DataFrame
-    """Dicts, records (nested keys are joined by dots), or a frame."""
-
-    columns: Mapping[str, str] | None = None
-    """Key -> heading; all columns by default."""
-
-    def to_markdown(self) -> str:
-        """The table with numbers to three digits; empty without rows."""
-        if not len(self.rows):
-            return ""
-        is_frame = isinstance(self.rows, pd.DataFrame)
-        rows = to_rows(self.rows) if is_frame else [flatten(row) for row in self.rows]
-        columns = self.columns or {key: key for row in rows for key in row}
-        present = {key for row in rows for key, value in row.items() if value is not None}
-        return to_markdown(rows, {key: columns[key] for key in columns if key in present})
+def section(title: str, *parts: str, level: int = 2) -> str:
+    """A heading and paragraphs of Markdown, of which empty ones are left out."""
+    texts = (part.strip("\n") for part in parts if part)
+    return "\n\n".join([f"{'#' * level} {title}", *texts]) + "\n"
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading, and below it paragraphs of Markdown and tables in any order."""
+def table(
+    rows: pd.DataFrame | Sequence[Mapping[str, Any]], columns: Mapping[str, str] | None = None
+) -> str:
+    """Rows as a Markdown table, without columns that have no value; empty without rows.
 
-    title: str
-    parts: Sequence[str | Table] = ()
-    level: int = 2
-
-    def to_markdown(self) -> str:
-        """The section as Markdown; empty texts and tables without rows are left out."""
-        texts = [part if isinstance(part, str) else part.to_markdown() for part in self.parts]
-        blocks = [f"{'#' * self.level} {self.title}", *(text.strip("\n") for text in texts if text)]
-        return "\n\n".join(blocks) + "\n"
-
-
-def write_report(path: str | os.PathLike, sections: Iterable[Section]) -> None:
-    """Write the sections as one Markdown file."""
-    write_atomically(path, "\n".join(section.to_markdown() for section in sections))
+    Args:
+        columns: key -> heading; all by default.
+    """
+    rows = to_rows(rows) if isinstance(rows, pd.DataFrame) else rows
+    columns = columns or {key: key for row in rows for key in row}
+    present = {key for row in rows for key, value in row.items() if value is not None}
+    shown = {key: heading for key, heading in columns.items() if key in present}
+    return to_markdown(rows, shown) if len(rows) else ""
 
 
-def write_csv(path: str | os.PathLike, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows or records as CSV: nested keys joined by dots, lists (`times_ms`) left out."""
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as CSV: nested keys joined by dots, lists (`times_ms`) left out."""
     flat = [flatten(row) for row in rows]
     lists = {key for row in flat for key, value in row.items() if isinstance(value, (list, tuple))}
     to_csv([{key: row[key] for key in row if key not in lists} for row in flat], path)
@@ -155,14 +135,14 @@ class Chart:
     x: str
     y: str
     series: str
-    """The field that has a color for each value."""
+    """The field that has a color for each value; bars without series have `x` here."""
 
     panels: tuple[str, ...] = ()
     labels: tuple[str, str] = ("", "")
     """Of x and y, with units."""
 
     log: bool = False
-    """Whether y is logarithmic."""
+    """Whether y of lines is logarithmic."""
 
     only: Callable[[pd.DataFrame], pd.DataFrame] | None = None
     """Chooses the rows that are drawn."""
@@ -173,69 +153,58 @@ class Chart:
             return
         frame = self.only(frame) if self.only else frame
         frame = frame[frame[self.y].notna()]
-        groups = list(settings_of(frame, self.panels))
-        if not groups:
+        panels = list(settings_of(frame, self.panels))
+        if not panels:
             return
-        columns = min(3, len(groups))
-        shape = {"nrows": math.ceil(len(groups) / columns), "ncols": columns, "squeeze": False}
-        height = self._height(groups)
+        is_bars, columns = self.kind == "bars", min(3, len(panels))
+        shape = {"nrows": math.ceil(len(panels) / columns), "ncols": columns, "squeeze": False}
+        most = max(len(rows) for _, rows in panels)
+        height = 1.4 + 0.22 * most if is_bars else 3.8
         size = {"width": 6.0 * columns, "height": height * shape["nrows"] + 0.6}
-        series = list(dict.fromkeys(frame[self.series]))
+        # a series looks the same in all panels; after the last color, colors come again
+        styles = {}
+        for index, name in enumerate(dict.fromkeys(frame[self.series])):
+            again = index >= len(COLORS)
+            styles[name] = {"color": COLORS[index % len(COLORS)]} | (
+                {"hatch": "///" * again, "edgecolor": "white", "linewidth": 0}
+                if is_bars
+                else {"linestyle": "--" if again else "-", "marker": MARKERS[index % len(MARKERS)]}
+            )
         with house_figure(**shape, **size) as (figure, grid):
-            for axes in grid.flat[len(groups) :]:
-                axes.set_axis_off()
             handles: dict[str, Any] = {}
-            for axes, (title, rows) in zip(grid.flat, groups):
-                (self._draw_bars if self.kind == "bars" else self._draw_lines)(axes, rows, series)
+            for axes, (title, rows) in zip(grid.flat, panels):
+                (self._draw_bars if is_bars else self._draw_lines)(axes, rows, styles)
                 lines = [textwrap.fill(part, 60) for part in title.split("; ")]
                 axes.set_title("\n".join(lines), fontsize="small")
                 handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
-            names = {"ncols": min(5, len(handles)), "loc": "outside lower center"}
-            figure.legend(handles.values(), handles, fontsize="small", **names)
+            for axes in grid.flat[len(panels) :]:
+                axes.set_axis_off()
+            if handles:
+                where = {"ncols": min(5, len(handles)), "loc": "outside lower center"}
+                figure.legend(handles.values(), handles, fontsize="small", **where)
             save_figure(figure, path)
 
-    def _height(self, groups: Sequence[tuple[str, pd.DataFrame]]) -> float:
-        """Inches of a panel: bars need as much as there are."""
-        most = max(len(rows) for _, rows in groups)
-        return 1.4 + 0.22 * most if self.kind == "bars" else 3.8
-
-    def _draw_bars(self, axes: Axes, rows: pd.DataFrame, series: Sequence[Any]) -> None:
+    def _draw_bars(self, axes: Axes, rows: pd.DataFrame, styles: charts.Styles) -> None:
         """A group of bars for each x, with their values beside them."""
-        groups = list(dict.fromkeys(rows[self.x]))
-        found = rows.drop_duplicates([self.x, self.series], keep="last")
-        present = [name for name in series if name in set(found[self.series])]
-        # a bar has the whole place where there is one in each group
-        beside = 1 if self.series == self.x else len(present)
-        width = 0.85 / beside
-        for place, name in enumerate(present):
-            chosen, index = found[found[self.series] == name], place % beside
-            y = [groups.index(x) + (index + 0.5) * width - 0.425 for x in chosen[self.x]]
-            color = COLORS[series.index(name) % len(COLORS)]
-            hatch = "///" * (series.index(name) >= len(COLORS))
-            style: dict = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-            values = chosen[self.y].astype(float)
-            bars = axes.barh(y, values, width * 0.95, label=str(name), **style)
-            axes.bar_label(bars, [format_value(value) for value in values], padding=2, fontsize=7)
-        axes.set_yticks(range(len(groups)), [str(group) for group in groups])
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.grid(visible=False, axis="y")
-        axes.set(xlabel=self.labels[1], ylabel=self.labels[0], xscale="log" * self.log or "linear")
+        values: dict[Any, Any] = {}
+        for row in to_rows(rows):
+            values.setdefault(row[self.x], {})[row[self.series]] = row[self.y]
+        if self.x == self.series:
+            values = {name: value[name] for name, value in values.items()}
+        texts = "{:,.0f}" if rows[self.y].max() >= 1000 else "{:.3g}"
+        names = {"xlabel": self.labels[1], "ylabel": self.labels[0], "title": ""}
+        charts.bars(values, axes=axes, texts=texts, styles=styles, legend="none", **names)
 
-    def _draw_lines(self, axes: Axes, rows: pd.DataFrame, series: Sequence[Any]) -> None:
+    def _draw_lines(self, axes: Axes, rows: pd.DataFrame, styles: charts.Styles) -> None:
         """A line for each series."""
-        for name in series:
-            chosen = rows[rows[self.series] == name].sort_values(self.x)
-            index = series.index(name)
-            style: dict = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % 7]}
-            style["linestyle"] = "--" if index >= len(COLORS) else "-"
-            if len(chosen):
-                axes.plot(chosen[self.x], chosen[self.y].astype(float), label=str(name), **style)
-        axes.set_xscale("log", base=2)
+        series: dict[Any, Any] = {}
+        for row in to_rows(rows.sort_values(self.x)):
+            series.setdefault(row[self.series], {})[row[self.x]] = row[self.y]
         ticks = sorted(set(rows[self.x]))[:: math.ceil(rows[self.x].nunique() / 6)]
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
-        axes.minorticks_off()
-        axes.set(xlabel=self.labels[0], ylabel=self.labels[1], yscale="log" * self.log or "linear")
+        names = {"xlabel": self.labels[0], "ylabel": self.labels[1], "title": ""}
+        options = {"log": "xy" if self.log else "x", "xticks": ticks, "legend": "none"}
+        ordered = {name: series[name] for name in styles if name in series}
+        charts.lines(ordered, axes=axes, styles=styles, **options, **names)
 
 
 def settings_of(frame: pd.DataFrame, by: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -287,10 +256,10 @@ class Report:
     rows: Callable[[Sequence[Record]], pd.DataFrame] = newest_frame
     """Records -> what is shown."""
 
-    overview: Callable[[pd.DataFrame], Sequence[Section]] | None = None
+    overview: Callable[[pd.DataFrame], Sequence[str]] | None = None
     """All rows -> sections before the settings."""
 
-    further: Callable[[pd.DataFrame], Sequence[str | Table]] | None = None
+    further: Callable[[pd.DataFrame], Sequence[str]] | None = None
     """Rows of a setting -> tables and texts below theirs."""
 
     charts: Sequence[Chart] = ()
@@ -301,23 +270,26 @@ class Report:
     def write(self, records: Sequence[Record], output: Path) -> None:
         """Write the report, the table of all its rows, and the charts, from the newest records."""
         frame = self.rows(records)
-        sections = [Section(self.title, [f"{measured_on(frame)}.", self.note], level=1)]
+        sections = [section(self.title, f"{measured_on(frame)}.", self.note, level=1)]
         sections += self.overview(frame) if self.overview else ()
-        columns = {**self.columns, "recorded": "recorded"} if self.columns else {}
+        columns = {**self.columns, "recorded": "recorded"}
         for title, rows in settings_of(frame, self.by):
-            table = [Table(rows, columns)] * bool(columns)
+            figures = table(rows, columns) if self.columns else ""
             further = self.further(rows) if self.further else ()
-            parts = [f"{measured_on(rows)}.", *table, *further]
-            sections.append(Section(title or "Results", parts))
-        write_report(output / f"{self.stem}{self.text}", sections)
+            sections.append(section(title or "Results", f"{measured_on(rows)}.", figures, *further))
+        write_atomically(output / f"{self.stem}{self.text}", "\n".join(sections))
         write_csv(output / f"{self.stem}{self.table}", to_rows(frame))
         for chart in self.charts:
             chart.save(frame, output / chart.file)
 
+    def was_measured(self, record: Record) -> bool:
+        """Whether a record has figures of what was to be measured."""
+        return record["figures"].get("status", "ok") == "ok"
+
     def line(self, record: Record) -> str:
         """The figures of a record in one line, for the terminal."""
         figures = record["figures"]
-        if figures.get("status", "ok") != "ok":
+        if not self.was_measured(record):
             return ": ".join(filter(None, (figures["status"], figures.get("reason"))))
         names = [key for key in self.columns if figures.get(key) is not None]
         names = [key for key in names if key != "status" and key not in record["config"]]

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, ClassVar
 
 import pandas as pd
@@ -18,14 +17,13 @@ import pandas as pd
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, NonNegativeInt, check, settings
 from lib.model.config import ATTENTION_KERNELS, PresetName, model_preset
-from lib.profiling.measurement import interquartile_range
 from lib.profiling.memory_formula import SIZES, rank_memory
 from lib.tools.benchmarks.harness import Case
 from lib.tools.benchmarks.interleaved import (
-    epoch_ratios,
     interleave,
     loss_difference,
     make_groups,
+    time_ratio,
 )
 from lib.tools.benchmarks.rank_training import (
     SHARDING_METHODS,
@@ -34,8 +32,8 @@ from lib.tools.benchmarks.rank_training import (
     training_case,
 )
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark
-from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
-from lib.tools.benchmarks.sections import Chart, Report, Section, Table, failures, to_rows
+from lib.tools.benchmarks.ranks_report import notes, ratios, setting_bars, training_frame
+from lib.tools.benchmarks.sections import Report, failures, section, table, to_rows
 
 # The method that the others are compared with.
 BASE = "flashddp"
@@ -168,11 +166,8 @@ def compare_with_base(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str,
     base = done.get(BASE, {})
     further = {}
     for method, row in done.items():
-        ratios = epoch_ratios(row["times_ms"], base.get("times_ms", []))
-        further[method] = {
-            "step_ratio": median(ratios) if ratios else None,
-            "iqr_step_ratio": interquartile_range(ratios),
-        }
+        ratio, spread = time_ratio(row["times_ms"], base.get("times_ms", []))
+        further[method] = {"step_ratio": ratio, "iqr_step_ratio": spread}
         if base and method != "none":
             state = row["measured"]["optimizer_state"] / base["measured"]["optimizer_state"]
             further[method]["state_share"] = state
@@ -211,11 +206,11 @@ def sharding_frame(records: Sequence[Record]) -> pd.DataFrame:
     return frame.sort_values(order, kind="stable").drop(columns="place")
 
 
-def memory_tables(rows: pd.DataFrame) -> list[str | Table]:
+def memory_tables(rows: pd.DataFrame) -> list[str]:
     """The bytes of each method, measured and by formula, and what it saves."""
     done = [row for row in to_rows(rows) if row["status"] == "ok"]
     unit, size = _unit(max((row["measured"]["peak"] for row in done), default=0))
-    table = [
+    lines = [
         {
             "method": row["method"],
             f"bytes of a rank ({unit})": source,
@@ -224,7 +219,7 @@ def memory_tables(rows: pd.DataFrame) -> list[str | Table]:
         for row in done
         for source in ("measured", "predicted")
     ]
-    return [Table(table), *notes(rows, "method")]
+    return [table(lines), *notes(rows, "method")]
 
 
 def _unit(largest: float) -> tuple[str, float]:
@@ -256,11 +251,11 @@ def comparisons(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return lines
 
 
-def overview(frame: pd.DataFrame) -> list[Section]:
+def overview(frame: pd.DataFrame) -> list[str]:
     """How the sharded methods compare, and a rank's memory by formula."""
     compared = comparisons(frame)
-    sections = [Section("How the methods compare", [COMPARED, Table(compared)])] if compared else []
-    return [*sections, Section("By formula", [BY_FORMULA, Table(by_formula())])]
+    sections = [section("How the methods compare", COMPARED, table(compared))] if compared else []
+    return [*sections, section("By formula", BY_FORMULA, table(by_formula()))]
 
 
 def by_formula() -> list[dict[str, Any]]:
@@ -277,12 +272,7 @@ def by_formula() -> list[dict[str, Any]]:
     return lines
 
 
-def bars(file: str, y: str, label: str) -> Chart:
-    """A bar for each method, and a panel for each setting."""
-    names = {"x": "method", "series": "method", "panels": ("setting",)}
-    return Chart(file, "bars", y=y, labels=("method", label), **names)
-
-
+BARS = {"x": "method", "series": "method", "xlabel": "method"}
 REPORT = Report(
     "sharding_benchmark",
     "Sharded optimizer: memory and time",
@@ -293,8 +283,8 @@ REPORT = Report(
     overview=overview,
     further=memory_tables,
     charts=[
-        bars("sharding_time.png", "median_ms", "time a step (ms)"),
-        bars("sharding_memory.png", "peak_gb", "peak memory of a rank (GB)"),
+        setting_bars("sharding_time.png", "median_ms", "time a step (ms)", **BARS),
+        setting_bars("sharding_memory.png", "peak_gb", "peak memory of a rank (GB)", **BARS),
     ],
 )
 benchmark_sharding = RanksBenchmark(REPORT, sharding_groups, measure_methods)

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from lib.core.allocator import Function, count_launches
 from lib.core.hardware import device_name, peak, peak_flops, pick_dtype
@@ -191,16 +190,13 @@ def _function(step: TrainStep, case: Case, seed: int) -> Function:
     tokens = torch.randint(shape_of(case).vocab_size, size, generator=generator).to(step.device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def loss() -> Tensor:
-        with step.autocast():
-            return model.loss(inputs, targets)
-
     def forward() -> None:
         with torch.no_grad():
-            loss()
+            step.parallel.loss(inputs, targets)
 
     def forward_backward() -> None:
-        step.backward(loss())
+        loss = step.parallel.loss(inputs, targets)
+        (loss * step.loss_scale if step.uses_scale else loss).backward()
         model.zero_grad(set_to_none=True)
 
     def full_step() -> None:

@@ -21,7 +21,14 @@ from lib.core.hardware import available_cpus
 from lib.core.records import Record
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
-from lib.tools.benchmarks.harness import BenchmarkConfig, Case, code_version, grid, run_sweep
+from lib.tools.benchmarks.harness import (
+    BenchmarkConfig,
+    Case,
+    code_version,
+    finish,
+    grid,
+    run_sweep,
+)
 from lib.tools.benchmarks.sections import Chart, Report, to_frame
 from lib.tools.benchmarks.tokenizer_candidates import (
     DOCUMENT_CHARACTERS,
@@ -157,8 +164,7 @@ def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:
             packages=PEERS,
             restart=config.restart,
         )
-    REPORT.write(records, config.output)
-    return records
+    return finish(REPORT, records, config.output)
 
 
 def prepare_text(name: str, megabytes: int, seed: int, folder: Path) -> Path:

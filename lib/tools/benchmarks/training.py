@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lib.core.allocator import synchronize
-from lib.core.hardware import peak_flops, pick_device, pick_dtype
+from lib.core.hardware import peak_flops, pick_dtype
 from lib.core.records import Record
 from lib.core.settings import PositiveInt, check, require, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
@@ -30,7 +30,7 @@ from lib.model.costs import flops_per_token, num_parameters
 from lib.model.loss import linear_cross_entropy
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import interquartile_range, measure_interleaved
-from lib.tools.benchmarks.harness import BenchmarkConfig, Case, code_version, grid, run_sweep
+from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, Case, grid
 from lib.tools.benchmarks.sections import Chart, Report, to_frame
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
@@ -105,8 +105,14 @@ class TrainingBenchmarkConfig(BenchmarkConfig):
         check(self, "batch_sizes", is_complete, f"one number for each of {count} models")
 
 
-def training_groups(config: TrainingBenchmarkConfig) -> list[list[Case]]:
-    """The peer and ours, which are interleaved, then each ablation; at last the losses."""
+def training_groups(config: TrainingBenchmarkConfig, device: torch.device) -> list[list[Case]]:
+    """The peer and ours, which are interleaved, then each ablation; at last the losses.
+
+    Raises:
+        ValueError: the device is no CUDA device.
+    """
+    right = "device must be a CUDA device (`benchmark step` measures a CPU)"
+    require(device.type == "cuda", f"{right}, got {device}")
     groups = []
     for model, batch_size in zip(config.models, config.batch_sizes):
         names = {"task": "step", "model": model, "batch_size": batch_size, "steps": config.steps}
@@ -116,46 +122,19 @@ def training_groups(config: TrainingBenchmarkConfig) -> list[list[Case]]:
             ablations = tuple(name for name, changes in CANDIDATES.items() if changes)
             groups += [[case] for case in grid(**names, candidate=ablations, samples=3)]
     if config.loss:
-        model = config.models[0]
-        groups.append(
-            grid(task="loss", model=model, tokens=LOSS_TOKENS, candidate=LOSSES, samples=5)
-        )
+        names = {"task": "loss", "model": config.models[0], "tokens": LOSS_TOKENS}
+        groups.append(grid(**names, candidate=LOSSES, samples=5))
     return groups
 
 
-def benchmark_training(config: TrainingBenchmarkConfig) -> list[Record]:
-    """Measure what has no record, and write a table and a figure of all records here.
-
-    Raises:
-        ValueError: the device is no CUDA device.
-    """
-    device = pick_device(config.device)
-    right = "device must be a CUDA device (`benchmark step` measures a CPU)"
-    require(device.type == "cuda", f"{right}, got {device}")
-    return measure_all(config, device)
-
-
-def measure_all(config: TrainingBenchmarkConfig, device: torch.device) -> list[Record]:
-    """`benchmark_training` on any device."""
-
-    def measure(group: Sequence[Case]) -> Iterator[dict[str, Any]]:
-        with numerics(tf32=True, deterministic=False):
-            measured = measure_loss if group[0].task == "loss" else measure_steps
-            for case, figures in zip(group, measured(group, config, device)):
-                yield {"status": "ok", **vars(case), **figures}
-
-    records = run_sweep(
-        config.output / "training_benchmark.jsonl",
-        training_groups(config),
-        measure,
-        code=code_version(__name__),
-        line=REPORT.line,
-        seed=config.seed,
-        device=device,
-        restart=config.restart,
-    )
-    REPORT.write(records, config.output)
-    return records
+def measure_group(
+    group: Sequence[Case], config: TrainingBenchmarkConfig, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Figures of the candidates of one model or of the loss, interleaved."""
+    with numerics(tf32=True, deterministic=False):
+        measured = measure_loss if group[0].task == "loss" else measure_steps
+        for case, figures in zip(group, measured(group, config, device)):
+            yield {**vars(case), **figures}
 
 
 def measure_steps(
@@ -427,3 +406,4 @@ REPORT = Report(
         )
     ],
 )
+benchmark_training = Benchmark(REPORT, training_groups, measure_group)

@@ -82,6 +82,13 @@ class Choice(NamedTuple):
         return q, capability, usable_precision(q, PRECISIONS[0], capability)
 
 
+def print_tuned(config: TuneConfig) -> None:
+    """`tune`, and print its rows."""
+    from lib.core.records import to_markdown
+
+    print(to_markdown(tune(config.head_dims)))
+
+
 def tune(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
     """Find and save the best tiles of the three kernels in the 16-bit dtype fast on the GPU.
 

@@ -8,11 +8,10 @@ tampered if its check ran without a verdict, since something else has taken its 
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +25,13 @@ from lib.lessons.exercise import RESULTS
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import read_notebook
 from lib.tools.publish.execute import execute
-from lib.tools.publish.plan import find_notebooks
+from lib.tools.publish.plan import ALL, NotebooksConfig, find_notebooks
 
+# check_merge(merge), exercises.check(mine, "merge"), order = exercises.take(order)
+CALL = re.compile(
+    r"""^[^#\n]*?(?<!def )\b(check\w*|take)\(\s*(\w+)\b\s*(?:,\s*["'](\w+)["'])?\s*[,)]""",
+    re.MULTILINE,
+)
 Result = Literal["passed", "failed", "not attempted", "blocked", "missing", "tampered"]
 
 
@@ -44,12 +48,11 @@ class Answer:
 
 
 def report_exercises(
-    notebooks: Sequence[str] = (), *, folder: Path | None = None, output: Path | None = None
+    config: NotebooksConfig = ALL, *, folder: Path | None = None, output: Path | None = None
 ) -> int:
     """Run notebooks, print which of their exercises are solved, and write that as JSON.
 
     Args:
-        notebooks: numbers (`01`) or names (`01_tokenizer`); default: all.
         folder: where they are (default: the reader's copies in `work/` if there are any, or else
             `notebooks/`).
         output: the JSON file (default: `artifacts/local/exercises.json`).
@@ -64,7 +67,7 @@ def report_exercises(
     folder = folder or next((f for f in (root / "work",) if f.is_dir()), ROOT / "notebooks")
     output = output or root / "artifacts/local/exercises.json"
     answers = []
-    paths = find_notebooks(notebooks, folder.parent, folder.name)
+    paths = find_notebooks(config.notebooks, folder.parent, folder.name)
     for path in paths:
         # one that is no notebook is named before any is run
         read_notebook(path)
@@ -81,10 +84,10 @@ def report_exercises(
 
 @dataclass(frozen=True)
 class Check:
-    """A call `exercises.check_merge_pair(merge)` or `exercises.check(merge_pair)` in a notebook."""
+    """A call `exercises.check(merge)` or `exercises.check_merge(merge)` in a notebook."""
 
     name: str
-    """`check_merge_pair`; `check merge_pair` where one function checks all."""
+    """`check merge` where one function checks all; else `check_merge`."""
 
     exercise: str
     """`merge`, the function that the reader is asked for."""
@@ -144,26 +147,10 @@ def exercises_in(path: Path) -> list[Check]:
 
 def checks_in(cell: Any, number: int) -> list[Check]:
     """Return the checks of a cell, also of one that does not parse."""
-    return _checked(cell.source, number) if cell.cell_type == "code" else []
-
-
-def _checked(source: str, number: int) -> list[Check]:
-    try:
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    except SyntaxError:
-        return (
-            _checked(source.rstrip().rpartition("\n")[2], number) if "\n" in source.strip() else []
-        )
     found = []
-    for called in calls:
-        name = getattr(called.func, "attr", getattr(called.func, "id", ""))
-        given = called.args[0] if called.args else None
-        if name.startswith(("check", "take")) and isinstance(given, ast.Name):
-            # `take` is a check that returns what the notebook goes on with
-            if name in ("check", "take"):
-                name = "check"
-                # the second argument tells which one, if the function is called something else
-                (other,) = called.args[1:2] or [given]
-                name += f" {getattr(other, 'value', given.id)}"
-            found.append(Check(name, given.id, number))
+    for name, given, other in CALL.findall(cell.source) if cell.cell_type == "code" else ():
+        if name in ("check", "take"):
+            # the second argument tells which one, if the function is called something else
+            name = f"check {other or given}"
+        found.append(Check(name, given, number))
     return found

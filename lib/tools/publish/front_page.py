@@ -57,13 +57,12 @@ def published(report: Path, names: Iterable[str], *, told: bool = False) -> list
     """
     found = []
     for name in names:
-        pair = [report / f"{name}{suffix}" for suffix in (".html", ".ipynb")]
-        if not any(path.exists() for path in pair):
-            continue
+        page, notebook = (report / f"{name}{suffix}" for suffix in (".html", ".ipynb"))
         try:
-            _page(report, name)
-            pair[0].read_bytes()
-            found.append(name)
+            if page.exists() or notebook.exists():
+                _page(report, name)
+                page.read_bytes()
+                found.append(name)
         # a file that anything may have been done to
         except Exception as error:
             again = f"make run NOTEBOOKS={name[:2]} writes it again"

@@ -50,7 +50,7 @@ SLUG = r"[a-z0-9]+(-[a-z0-9]+)*"
 FILES = (
     *("LICENSE", "lib/**/*"),
     *(f"artifacts/{name}" for name in ("*.jsonl", "*.md", "*.csv", "*.png")),
-    *("artifacts/tiny_stories/**/*", "artifacts/profile_h200/**/*"),
+    *("artifacts/tiny_stories/**/*", "artifacts/profile_h200/**/*", "artifacts/gpt2/*"),
 )
 # What reads the command line, in pure Python; Kaggle's image has the other packages.
 BROUGHT = ("tyro", "docstring-parser", "typeguard")

@@ -267,10 +267,15 @@ class _Exporter(HTMLExporter):
 def mathml(tex: str, *, display: bool = False) -> str:
     """Return the formula `tex` as MathML, or its source, marked, if it cannot be converted."""
     try:
-        formula = math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
-        return PRIMED.sub(r"<mrow>\1</mrow>", formula)
+        return strict_mathml(tex, display=display)
     except math_core.LatexError:
         return f'<code title="no MathML for this formula">{html.escape(tex)}</code>'
+
+
+def strict_mathml(tex: str, *, display: bool = False) -> str:
+    """Return the formula `tex` as MathML; math_core.LatexError says why if that cannot be."""
+    formula = math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
+    return PRIMED.sub(r"<mrow>\1</mrow>", formula)
 
 
 def mathml_errors(markdown: str) -> list[tuple[str, str]]:
@@ -280,7 +285,7 @@ def mathml_errors(markdown: str) -> list[tuple[str, str]]:
     class Checker(Renderer):
         def formula(self, tex: str, *, display: bool) -> str:
             try:
-                math_core.LatexToMathML().convert_with_local_state(tex, displaystyle=display)
+                return strict_mathml(tex, display=display)
             except math_core.LatexError as error:
                 reason = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[0]
                 errors.append((tex, reason.removeprefix("Error: ")))

@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core.settings import require
+from lib.core.settings import require, settings
 from lib.tools.publish.cells import read_notebook
 
 # Ends the name of a new version beside a copy that the reader changed: 07_ddp.new.ipynb
 NEW = ".new"
+
+
+@settings
+class NotebooksConfig:
+    """Which notebooks."""
+
+    notebooks: tuple[str, ...] = ()
+    """Numbers (`01`) or names (`01_tokenizer`); none = all."""
+
+
+ALL = NotebooksConfig()
 
 
 def find_notebooks(selection: Sequence[str], root: Path, name: str = "notebooks") -> list[Path]:
@@ -160,19 +171,3 @@ def _needed_by(notebook: Path, names: Sequence[str]) -> tuple[str, ...]:
 def _parameters_cell(notebook: Path) -> str:
     cells = read_notebook(notebook).cells
     return next((c.source for c in cells if "parameters" in (c.metadata.get("tags") or [])), "")
-
-
-def next_job(
-    waiting: Sequence[Job], running: Iterable[Job], unfinished: set[str], workers: int
-) -> Job | None:
-    """Return the job to start now: the first that may run beside those running, or None.
-
-    Jobs that run alone come last, when nothing else is running.
-    """
-    running = list(running)
-    if len(running) >= workers or any(job.runs_alone for job in running):
-        return None
-    ready = [job for job in waiting if unfinished.isdisjoint(job.needs)]
-    shared = [job for job in ready if not job.runs_alone]
-    alone = [job for job in ready if job.runs_alone and not running]
-    return next(iter([*shared, *alone]), None)

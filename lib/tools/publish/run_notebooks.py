@@ -6,17 +6,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures as futures
+import contextlib
 import dataclasses
 import os
-import queue
 import re
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +27,7 @@ from nbformat import NotebookNode
 from tqdm import tqdm
 
 from lib.core.files import ROOT, claim_folder, lock_folder, write_together
-from lib.core.hardware import available_cpus
+from lib.core.hardware import available_cpus, output_of
 from lib.core.records import provenance
 from lib.core.settings import PositiveInt, require, settings
 from lib.core.terminal import bar_size
@@ -36,8 +35,9 @@ from lib.lessons.guards import STRICT
 from lib.lessons.notebook import workspace
 from lib.tools.publish.cells import clean, read_notebook, save_notebook, static_widgets
 from lib.tools.publish.execute import execute, insert_parameters, kill
-from lib.tools.publish.plan import Job, find_notebooks, next_job, plan
+from lib.tools.publish.plan import ALL, Job, NotebooksConfig, find_notebooks, plan
 
+Ended = Generator[tuple["Job", "Result", NotebookNode | None], None, None]
 THREADS = "OMP_NUM_THREADS"
 MARKS = {"done": "✓", "failed": "✗", "skipped": "–"}
 BAR = "    {desc:<24} {bar:20} {n_fmt:>3} of {total_fmt} cells  {elapsed}<{remaining}"
@@ -151,90 +151,74 @@ class Result:
 
 
 def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
-    """Run each job after those it needs, `workers` at a time, with a progress bar for each."""
-    chosen, waiting = {job.name for job in jobs}, list(jobs)
+    """Run jobs, `workers` at a time, publish each, and print how it ended."""
     results: dict[str, Result] = {}
-    workers = max(1, min(workers, sum(not job.runs_alone for job in jobs)))
-    started = _Started(run)
-    try:
-        while waiting or started.threads:
-            failed = {name for name, result in results.items() if result.status != "done"}
-            lost = next((job for job in waiting if failed.intersection(job.needs)), None)
-            if lost:
-                waiting.remove(lost)
-                cause = next(name for name in lost.needs if name in failed)
-                result = Result(lost.name, "skipped", error=f"needs {cause}, which failed")
-                results[lost.name] = _published(result, read_notebook(lost.source), lost, run)
-                _print_result(results[lost.name])
-                continue
-            while job := next_job(
-                waiting, started.executing.values(), chosen - results.keys(), workers
-            ):
-                waiting.remove(job)
-                # more threads than cores slow all of them down
-                is_shared = workers > 1 and not job.runs_alone
-                started.start(job, max(1, available_cpus() // workers) if is_shared else None)
-            if result := started.wait():
-                results[result.name] = result
-                _print_result(result)
-    except BaseException:
-        started.stop()
-        raise
+    with (
+        contextlib.closing(executed(jobs, workers)) as ended,
+        futures.ThreadPoolExecutor(1) as writer,
+    ):
+        for job, result, notebook in ended:
+            if notebook is not None:
+                # in a thread, since Ctrl-C ends none: what is being written is finished
+                result = writer.submit(_published, result, notebook, job, run).result()
+            results[job.name] = result
+            _print_result(result)
     return [results[job.name] for job in jobs]
 
 
-class _Started:
-    """Notebooks being run, a thread and a kernel for each; the kernels do the work.
+def executed(jobs: Sequence[Job], workers: int) -> Ended:
+    """Yield each job with how it ended and its notebook, as soon as its cells have run.
 
-    After its cells, a notebook's page is written: a second in which the next one can start.
+    The notebook is None if a fault of this program kept its cells from running.
+
+    A thread for each, since their kernels do the work. Those that run alone, or need one that does,
+    come last and one at a time.
     """
+    alone: set[str] = set()
+    for job in jobs:
+        if job.runs_alone or alone.intersection(job.needs):
+            alone.add(job.name)
+    # who needs no other comes first: waiting would keep a worker from its work
+    shared = sorted((job for job in jobs if job.name not in alone), key=lambda job: bool(job.needs))
+    workers = max(1, min(workers, len(shared)))
+    running: dict[str, futures.Future[tuple[Result, NotebookNode | None]]] = {}
+    clients: set[NotebookClient] = set()
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.threads: dict[str, threading.Thread] = {}
-        self.executing: dict[str, Job] = {}
-        self.events: queue.Queue[tuple[str, Result | None]] = queue.Queue()
-        self.clients: set[NotebookClient] = set()
-        self.is_stopped = False
-
-    def start(self, job: Job, threads: int | None) -> None:
-        """Start a notebook whose operators get as many `threads`."""
-        # daemons: Python does not wait for them at its end
-        thread = threading.Thread(target=self._run, args=(job, threads), daemon=True)
-        self.threads[job.name], self.executing[job.name] = thread, job
-        thread.start()
-
-    def wait(self) -> Result | None:
-        """Wait a moment for a notebook to get on; return the result of one that has ended."""
+    def run_in_turn(job: Job) -> tuple[Result, NotebookNode | None]:
+        if job.name in alone:
+            for other in shared:
+                running[other.name].result()
+        for name in job.needs:
+            if name in running and running[name].result()[0].status != "done":
+                result = Result(job.name, "skipped", error=f"needs {name}, which failed")
+                return result, read_notebook(job.source)
+        # more threads than cores slow all of them down
+        is_shared = workers > 1 and job.name not in alone
+        threads = max(1, available_cpus() // workers) if is_shared else None
         try:
-            # on Windows, Ctrl-C ends no wait without a limit
-            name, result = self.events.get(timeout=0.5)
-        except queue.Empty:
-            return None
-        self.executing.pop(name, None)
-        if result:
-            self.threads.pop(name)
-        return result
-
-    def stop(self) -> None:
-        """End all kernels; what is being written is finished, and nothing else is begun."""
-        self.is_stopped = True
-        for client in list(self.clients):
-            kill(client)
-        for name, thread in self.threads.items():
-            if name not in self.executing:
-                thread.join()
-
-    def _run(self, job: Job, threads: int | None) -> None:
-        try:
-            result, notebook = run_cells(job, threads, self.clients)
-            self.events.put((job.name, None))
-            if not self.is_stopped:
-                result = _published(result, notebook, job, self.run)
+            return run_cells(job, threads, clients)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            result = Result(job.name, "failed", 0.0, text, traceback.format_exc())
-        self.events.put((job.name, result))
+            return Result(job.name, "failed", 0.0, text, traceback.format_exc()), None
+
+    with futures.ThreadPoolExecutor(workers) as pool, futures.ThreadPoolExecutor(1) as last:
+        for job in (*shared, *(job for job in jobs if job.name in alone)):
+            executor = last if job.name in alone else pool
+            running[job.name] = executor.submit(run_in_turn, job)
+        waiting = {running[job.name]: job for job in jobs}
+        try:
+            while waiting:
+                # on Windows, Ctrl-C ends no wait without a limit
+                for future in futures.wait(waiting, 0.5, futures.FIRST_COMPLETED).done:
+                    yield waiting.pop(future), *future.result()
+        finally:
+            for executor in (pool, last):
+                executor.shutdown(wait=False, cancel_futures=True)
+            # some may only be starting their kernel
+            while any(future.running() for future in waiting):
+                for client in list(clients):
+                    kill(client)
+                time.sleep(0.1)
 
 
 def run_cells(
@@ -305,6 +289,10 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
 
     root, target = job.source.parent.parent, run.report / f"{job.name}.ipynb"
     records = [copy_into_report(path, root, run.report) for path in _records_of(content, root)]
+    gpus = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    counts = Counter(gpus.splitlines() if gpus else ())
+    # from NVIDIA's driver: asking torch would occupy their memory
+    device = {"device": ", ".join(f"{n} × {name}" for name, n in counts.items())} if gpus else {}
     content.metadata["workbook"] = {
         "status": result.status,
         "seconds": round(result.seconds, 3),
@@ -313,7 +301,7 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
         "parameters": run.parameters,
         "run": run.started,
         "finished": _now(),
-        "provenance": provenance(config=job.parameters) | _graphics_cards(),
+        "provenance": provenance(config=job.parameters) | device,
         "records": records,
     }
     page = render_page(content, job.name, source_folder=job.source.parent, titles=run.titles)
@@ -326,17 +314,6 @@ def _records_of(notebook: NotebookNode, root: Path) -> list[Path]:
     words = set(re.findall(r"\w+", code))
     files = sorted((root / "artifacts").glob("*.*"))
     return [path for path in files if path.suffix in (".csv", ".jsonl") and path.stem in words]
-
-
-def _graphics_cards() -> dict[str, str]:
-    """Return the GPUs' names from NVIDIA's driver: asking torch would occupy their memory."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    counts = Counter(listed.stdout.split("\n")[:-1])
-    return {"device": ", ".join(f"{count} × {name}" for name, count in counts.items())}
 
 
 def _print_result(result: Result) -> None:
@@ -354,14 +331,14 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def refresh_notebooks(notebooks: Sequence[str] = (), *, root: Path = ROOT) -> int:
+def refresh_notebooks(config: NotebooksConfig = ALL, *, root: Path = ROOT) -> int:
     """Run notebooks one after another and store their outputs in them, as they are committed.
 
     Returns the exit code; a notebook that fails, or that says what its outputs do not show
     (`lib.lessons.guards`), is left as it was.
     """
     failed = 0
-    for path in find_notebooks(notebooks, root):
+    for path in find_notebooks(config.notebooks, root):
         started = time.monotonic()
         try:
             executed = execute(read_notebook(path), path.parent, environment={STRICT: "1"})

@@ -88,3 +88,9 @@ def test_each_notebook_is_in_the_table():
     numbers = {path.name[:2] for path in (ROOT / "notebooks").glob("0[1-9]_*.ipynb")}
     listed = {n for row in er.what_runs_here(LAPTOP) for n in row["notebook"].split(", ")}
     assert numbers <= listed
+
+
+def test_the_committed_report_is_of_committed_code():
+    notebook = (ROOT / "notebooks/00_start_here.ipynb").read_text(encoding="utf-8")
+    assert "<pre>workbook " in notebook
+    assert "with changes in lib/" not in notebook

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lib.__main__ import StoryConfig
 from lib.core.files import claim_folder
 from lib.core.settings import from_json
 from lib.data.prepare import TokenizeConfig
-from lib.lessons.start.story import FOLDER, evaluate_on_stories, keep, load_story_model
+from lib.lessons.start.story import FOLDER, StoryConfig, evaluate_on_stories, keep, load_story_model
 from lib.model.config import ModelConfig
 from lib.training.config import OptimizerConfig, PipelineConfig, SampleConfig, TrainConfig
 from lib.training.generation import load_model
@@ -91,7 +90,7 @@ def test_keep_leaves_a_folder_of_the_readers_alone(run, tmp_path, output):
     (folder / "notes.txt").write_text("mine")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with pytest.raises(ValueError, match="output must be new"):
-        keep(run, folder)
+        keep(StoryConfig(run, folder))
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     # and the committed model, unless it is named
     assert StoryConfig().output.parent == Path("artifacts/local")
@@ -100,7 +99,7 @@ def test_keep_leaves_a_folder_of_the_readers_alone(run, tmp_path, output):
 def test_keep_makes_such_a_folder_from_a_training_run(run, tmp_path):
     claim_folder(tmp_path / "kept", "a story model", setting="output")
     (tmp_path / "kept/README.md").write_text("the card")
-    record = keep(run, tmp_path / "kept")
+    record = keep(StoryConfig(run, tmp_path / "kept"))
     assert record == json.loads((tmp_path / "kept/record.json").read_text())
     assert record["tokens"] == read_metrics(run / "metrics.jsonl")[-1]["tokens"]
     model, _, kept = load_model(tmp_path / "kept", "cpu")

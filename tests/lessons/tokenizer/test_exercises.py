@@ -1,6 +1,8 @@
 """The exercises of notebook 01 against independent answers; their mistakes: test_exercise.py."""
 
+import hashlib
 import inspect
+import lzma
 import re
 
 import pytest
@@ -8,33 +10,29 @@ import regex
 import tiktoken
 import tiktoken_ext.openai_public
 
-from lib.lessons.exercise import draw_inputs, verdict
+from lib.core.files import ROOT
+from lib.lessons.exercise import Exercise, draw_inputs, verdict
+from lib.lessons.tokenizer import exercises, figures
 from lib.lessons.tokenizer.exercises import (
-    CHOOSE_TOKENS,
-    ENCODE,
-    MERGE_PAIR,
-    READ_CHUNKS,
-    SPLIT_GPT4,
-    TRAIN,
-    allowed,
-    broken_read_chunks,
     choose_tokens,
-    encode,
+    encode_ranked,
     fewest_tokens,
-    naive_train,
+    mended_read_chunks,
+    merge,
     plain_training,
-    pretokens_of,
+    split_gpt4,
     tokens_needed,
     train,
+    train_fast,
     training_seconds,
 )
-from lib.lessons.tokenizer.texts import find_peer, python_manual
-from lib.tokenizer.bpe import Tokenizer, count_pretokens, train_from_counts
+from lib.lessons.tokenizer.texts import gpt2_ids, gpt2_ranks, python_manual
+from lib.tokenizer.bpe import count_pretokens, train_from_counts
 from lib.tokenizer.pretokenize import GPT2_PATTERN, SEPARATOR, iter_chunks
 
 
 def test_inputs_start_short_and_hold_an_empty_one():
-    inputs = draw_inputs(MERGE_PAIR, 0)
+    inputs = draw_inputs(merge, 0)
     assert max(len(repr(arguments)) for arguments in inputs[:5]) < 150
     assert any(not arguments[0] for arguments in inputs)
 
@@ -76,7 +74,7 @@ ONLY_FOR_SOME = [merge_as_text, merge_same_objects, merge_and_filter, merge_in_p
 def test_a_merge_that_is_right_only_for_some_ids_fails(attempt):
     assert attempt([1, 2, 1, 2, 2], (1, 2), 9) == [9, 9, 2]
     for seed in range(5):
-        assert verdict(MERGE_PAIR, attempt, seed=seed).startswith("not yet")
+        assert verdict(merge, attempt, seed=seed).startswith("not yet")
 
 
 def split_by_tiktoken(text):
@@ -91,15 +89,28 @@ def split_by_tiktoken(text):
     return [token.decode() for token in peer.decode_tokens_bytes(peer.encode_ordinary(text))]
 
 
+def split_by_minbpe(text):
+    """The pattern that minbpe and early versions of tiktoken have for GPT-4."""
+    return regex.findall(
+        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+        r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+""",
+        text,
+    )
+
+
+def tiktoken_ids(text, ranks, special):
+    encoding = tiktoken.Encoding(
+        "lesson", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
+    )
+    return encoding.encode(text, allowed_special="all")
+
+
 def encode_by_tiktoken(text, ranks, special):
     # where one special token begins another, tiktoken may take either
     if (longer := f"{SEPARATOR}2") in special:
         text, special = text.replace(longer, "<|other|>"), dict(special)
         special["<|other|>"] = special.pop(longer)
-    peer = tiktoken.Encoding(
-        "peer", pat_str=GPT2_PATTERN, mergeable_ranks=dict(ranks), special_tokens=dict(special)
-    )
-    return peer.encode(text, allowed_special="all")
+    return tiktoken_ids(text, ranks, special)
 
 
 def learn_as_lib(counts, num_merges):
@@ -113,32 +124,61 @@ def cut_as_lib(stream, size):
 @pytest.mark.parametrize(
     ("exercise", "independent"),
     [
-        (SPLIT_GPT4, split_by_tiktoken),
-        (ENCODE, encode_by_tiktoken),
-        (TRAIN, learn_as_lib),
-        (READ_CHUNKS, pretokens_of(cut_as_lib)),
+        (split_gpt4, split_by_tiktoken),
+        (split_gpt4, split_by_minbpe),
+        (encode_ranked, encode_by_tiktoken),
+        (train, learn_as_lib),
+        (train_fast, learn_as_lib),
+        (mended_read_chunks, cut_as_lib),
     ],
-    ids=["split_gpt4", "encode", "train", "read_chunks"],
+    ids=["split_gpt4", "split_gpt4 of minbpe", "encode", "train", "train_fast", "read_chunks"],
 )
 def test_an_independent_answer_is_right(exercise, independent):
     assert verdict(exercise, independent, seed=0).startswith("right")
 
 
-def test_the_naive_trainer_is_right_and_slow():
-    for arguments in draw_inputs(TRAIN, 0):
-        assert naive_train(*arguments) == train(*arguments)
-    assert training_seconds(naive_train) > TRAIN.at_most * training_seconds(train)
+def train_and_stop_early(counts, num_merges):
+    """The plain loop, pasted, with a look at whether anything is left."""
+    if not any(len(word) > 1 for word in counts):
+        return []
+    return train.solve(counts, num_merges)
 
 
-def test_the_stream_of_the_lesson_has_the_bug_that_it_claims():
-    text = verdict(READ_CHUNKS, pretokens_of(broken_read_chunks), seed=0)
-    assert text.startswith("not yet")
+def test_counting_anew_for_each_merge_is_right_but_at_too_high_a_cost():
+    for arguments in draw_inputs(train_fast, 0):
+        assert train.solve(*arguments) == train_fast.solve(*arguments)
+    most = train_fast.at_most * training_seconds(train_fast.solve)
+    assert training_seconds(train.solve) > most
+    text = verdict(train_fast, train_and_stop_early, seed=0)
+    assert "but at too high a cost" in text
+
+
+def test_the_stream_of_the_lesson_has_the_bugs_that_it_claims():
+    broken, *_ = mended_read_chunks.wrong_functions()
+    assert broken.startswith("it still cuts before the last space")
+
+    def read_chunks(stream, size):
+        rest = b""
+        while block := stream.read(size):
+            rest += block
+            cut = rest.rfind(b" ")
+            yield rest[:cut]
+            rest = rest[cut:]
+        yield rest
+
+    text = verdict(mended_read_chunks, read_chunks, seed=0)
+    assert f"It looks as if {broken}." in text
     assert "pre-tokens" in text
 
 
+def test_text_that_waits_for_the_whole_stream_fails():
+    text = verdict(mended_read_chunks, lambda stream, size: iter([stream.read()]), seed=0)
+    assert "held back too long" in text
+
+
 def test_chosen_tokens_are_fewer_than_those_of_plain_training():
-    assert verdict(CHOOSE_TOKENS, allowed(plain_training), seed=0).startswith("right")
-    assert tokens_needed(choose_tokens) < tokens_needed(plain_training)
+    assert verdict(choose_tokens, plain_training, seed=0).startswith("right")
+    assert tokens_needed(choose_tokens.solve) < tokens_needed(plain_training)
     assert fewest_tokens(b"aaab", {b"a", b"b", b"aa", b"aab"}) == 2
 
 
@@ -151,7 +191,7 @@ def test_tokens_much_worse_than_those_of_plain_training_fail():
         return [*only_bytes(text, size), *words[: size - 256]]
 
     for attempt in (only_bytes, frequent_words):
-        text = verdict(CHOOSE_TOKENS, allowed(attempt), seed=0)
+        text = verdict(choose_tokens, attempt, seed=0)
         assert "'at most 20% worse than plain training': yours False, expected True" in text
 
 
@@ -160,7 +200,7 @@ def test_a_group_whose_text_alone_is_found_is_explained(group):
     pattern = (
         rf"{group}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s+"
     )
-    text = verdict(SPLIT_GPT4, lambda text: regex.findall(pattern, text), seed=0)
+    text = verdict(split_gpt4, lambda text: regex.findall(pattern, text), seed=0)
     assert "`findall` returns the groups of a pattern that has any; write (?:…) for (…)." in text
 
 
@@ -171,29 +211,35 @@ def test_the_manual_is_the_same_text_from_its_beginning():
     assert python_manual().count("import ") < 1000
 
 
-def test_the_peer_is_tiktoken_with_gpt2s_or_our_own_vocabulary():
-    vocab, merges = train_from_counts(count_pretokens(python_manual(20_000)), 400)
-    peer, text = find_peer(Tokenizer(vocab, merges, [SEPARATOR])), f"the def {SEPARATOR}"
-    assert peer.name.startswith("tiktoken")
-    assert peer.encode(text)[-1] == peer.special[SEPARATOR]
-    assert encode(text, peer.ranks, peer.special) == peer.encode(text)
+def test_gpt2s_ranks_and_stored_ids_are_those_of_tiktoken():
+    ranks, special = gpt2_ranks(), {SEPARATOR: 50256}
+    assert len(ranks) == 256 + 50_000
+    # two ids that anyone can look up
+    assert tiktoken_ids("Hello, world!", ranks, special) == [15496, 11, 995, 0]
+    for text, ids in gpt2_ids().items():
+        assert tiktoken_ids(text, ranks, special) == ids
+        assert encode_ranked.solve(text, ranks, special) == ids
 
 
-def test_gpt2s_vocabulary_is_taken_where_its_files_are(tmp_path, monkeypatch):
-    # the hashes by which tiktoken calls vocab.bpe and encoder.json
-    hashes = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    for name in hashes.split():
-        (tmp_path / name).touch()
-    plain = Tokenizer({i: bytes([i]) for i in range(256)}, [], [SEPARATOR])
-    whole = tiktoken.Encoding(
-        "gpt2",
-        pat_str=GPT2_PATTERN,
-        mergeable_ranks={bytes([255 - i]): i for i in range(256)},
-        special_tokens={SEPARATOR: 256},
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": whole}.get)
-    for folder, name in ((tmp_path, "GPT-2"), ("", "the 256 tokens"), (tmp_path / "no", "the 256")):
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
-        peer = find_peer(plain)
-        assert name in peer.name
-        assert encode(f"a{SEPARATOR}", peer.ranks, peer.special) == peer.encode(f"a{SEPARATOR}")
+def test_gpt2s_merges_are_the_file_that_tiktoken_downloads():
+    with lzma.open(ROOT / "artifacts/gpt2/vocab.bpe.xz") as file:
+        found = hashlib.sha256(file.read()).hexdigest()
+    source = inspect.getsource(tiktoken_ext.openai_public.gpt2)
+    assert f'vocab_bpe_hash="{found}"' in source
+
+
+def test_each_exercise_has_four_to_six_mistakes():
+    for exercise in vars(exercises).values():
+        if isinstance(exercise, Exercise):
+            assert 4 <= len(exercise.mistake_table()) <= 6
+
+
+def test_recorded_speeds_have_a_row_for_each_encoder_with_the_fastest_first(capsys):
+    rows = figures.recorded_speeds("encode")
+    assert set(rows[0]) == {"encoder", *figures.TEXTS.values()}
+    assert {"lib, compiled", "lib, readable", "tiktoken, by document"} <= {
+        r["encoder"] for r in rows
+    }
+    speeds = [row["English dictionary"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "encode" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from lib.tools.benchmarks.attention_report import (
     targets,
 )
 from lib.tools.benchmarks.harness import Case
+from tests.tools.benchmarks.tables import rows_of
 
 # such as of a figure that is too small for its labels
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -53,8 +54,8 @@ def record(length: int, times_ms: dict | None, **changes) -> dict:
 
 def target_lines(*records: dict) -> dict[str, dict]:
     """The lines of the table of targets by their words."""
-    found = targets(attention_frame(records))
-    return {line["against"]: line for section in found for line in section.parts[0].rows}
+    [found] = targets(attention_frame(records))
+    return {line["against"]: line for line in rows_of(found)}
 
 
 def test_targets_are_met_or_not_by_their_ratios():
@@ -65,10 +66,10 @@ def test_targets_are_met_or_not_by_their_ratios():
         record(512, times),
     )
     flex = lines["FlexAttention, N ≥ 1,024"]
-    assert (flex["met"], flex["least ratio"]) == ("1 of 2", 0.99)
+    assert (flex["met"], flex["least ratio"]) == ("1 of 2", "0.990")
     assert flex["in"].startswith("forward, causal, 4,096 × 4,096")
     sdpa = lines["the best SDPA backend, N ≥ 4,096"]
-    assert (sdpa["met"], sdpa["least ratio"]) == ("1 of 1", 0.91)
+    assert (sdpa["met"], sdpa["least ratio"]) == ("1 of 1", "0.910")
     assert len(lines) == 2
 
 
@@ -82,8 +83,8 @@ def test_a_peer_out_of_memory_is_beaten_and_ours_is_not_excused():
 def test_memory_of_a_million_tokens_stands_beside_that_of_a_quarter():
     shape = {"batch_size": 1, "heads": 12, "head_dim": 64}
     records = [record(2**18, {OURS: 10.0}, **shape), record(2**20, {OURS: 160.0}, **shape)]
-    [section] = targets(attention_frame(records))
-    assert list(section.parts[-1].rows["median_ms"]) == [10.0, 160.0]
+    [found] = targets(attention_frame(records))
+    assert [line["median_ms"] for line in rows_of(found, -1)] == ["10.0", "160"]
 
 
 def test_there_is_no_target_for_other_cases():
@@ -132,13 +133,13 @@ def test_each_number_stands_beside_its_own_case_in_the_order_of_the_records():
         record(length, {OURS: ms, "sdpa": 10 * ms}, head_dim=head_dim, is_causal=is_causal)
         for ms, (head_dim, is_causal, length) in zip((1.0, 2.0, 3.0, 4.0), cases)
     ]
-    times = direction_tables(attention_frame(records))[3].rows
-    found = times[["head_dim", "mask", "queries × keys", OURS, "sdpa"]].to_numpy().tolist()
-    assert found == [
-        [64, "causal", "1,024 × 1,024", 1.0, 10.0],
-        [64, "full", "1,024 × 1,024", 2.0, 20.0],
-        [128, "causal", "1,024 × 1,024", 3.0, 30.0],
-        [64, "causal", "4,096 × 4,096", 4.0, 40.0],
+    times = rows_of(direction_tables(attention_frame(records))[3])
+    columns = ("head_dim", "mask", "queries × keys", OURS, "sdpa")
+    assert [[line[name] for name in columns] for line in times] == [
+        ["64", "causal", "1,024 × 1,024", "1.00", "10.0"],
+        ["64", "full", "1,024 × 1,024", "2.00", "20.0"],
+        ["128", "causal", "1,024 × 1,024", "3.00", "30.0"],
+        ["64", "causal", "4,096 × 4,096", "4.00", "40.0"],
     ]
 
 
@@ -171,10 +172,7 @@ def test_remarks_count_what_the_compiler_replaced():
 
 def test_the_terminal_shows_the_fastest_kernel_of_each_case_beside_pytorchs():
     records = [record(1024, {"sdpa": 2.0, OURS: 0.5}), record(2048, {FLEX: None}), record(64, None)]
-    fastest, *failed = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in summary(records).splitlines()[2:]
-    ]
+    fastest, *failed = [list(line.values()) for line in rows_of(summary(records))]
     assert fastest[0].startswith("forward, causal, 1,024 × 1,024, head_dim 64")
     assert fastest[1:4] == ["2.00", OURS, "0.500"]
     assert float(fastest[4]) == pytest.approx(records[0]["figures"]["flops"] / 0.5e9, rel=0.01)
@@ -189,7 +187,7 @@ def test_replays_of_cuda_graphs_are_cases_of_their_own():
     rows = attention_rows(newest_records(records))
     assert [row["in_graph"] for row in rows] == [False, False, True, True]
     assert len({row["case"] for row in rows}) == 2
-    speeds = direction_tables(attention_frame(records))[1].to_markdown()
+    speeds = direction_tables(attention_frame(records))[1]
     eager, graph = (line for line in speeds.splitlines() if "1,024 ×" in line)
     assert "Python" in eager
     assert "a CUDA graph" in graph

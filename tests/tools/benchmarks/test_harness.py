@@ -93,6 +93,24 @@ def test_memory_that_runs_out_leaves_later_cases_unaffected(tmp_path):
     assert "| 1,000 |" in (tmp_path / "squares.md").read_text()
 
 
+def test_cases_that_failed_are_named_and_if_all_did_that_is_an_error(tmp_path, caplog):
+    def measure(group, config, device):
+        failed = {"status": "refused", "reason": "too small"}
+        yield from ({"sum": 1.0} if case.size else failed for case in group)
+
+    def run(*sizes):
+        cases = [grid(size=sizes, name="a")]
+        benchmark = Benchmark(Report("s", "S", {"size": "n"}), lambda *_: cases, measure)
+        return benchmark(SamplingConfig(output=tmp_path, device="cpu"))
+
+    assert sizes(run(0, 1)) == [0, 1]
+    assert "1 of 2 could not be measured" in caplog.text
+    assert caplog.text.endswith("\n- size 0: refused: too small\n")
+    with pytest.raises(ValueError, match=r"nothing could be measured .*: size 0: refused: too sm"):
+        run(0)
+    assert "refused" in (tmp_path / "s.csv").read_text()
+
+
 def test_a_group_is_measured_whole_unless_all_of_it_has_records_and_what_failed_is_not_tried_again(
     tmp_path,
 ):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.__main__ import COMMANDS, load, main
+from lib.__main__ import COMMANDS, config_of, load, main
 from lib.core import hardware
 from lib.core.files import ROOT
 from lib.tools.benchmarks import attention
@@ -39,7 +39,7 @@ def _all_but_attention(folder, names):
 def test_by_default_results_lie_where_git_ignores_them(repository):
     names = [name for name in COMMANDS if name.split()[0] in ("benchmark", "profile", "roofline")]
     for name in set(names) - WITHOUT_RESULTS:
-        output = load(COMMANDS[name].config)().output
+        output = config_of(load(COMMANDS[name].function))().output
         assert git(repository, "check-ignore", str(output / "results.md")), (name, output)
 
 

@@ -8,15 +8,14 @@ import pandas as pd
 from lib.tools.benchmarks.sections import (
     Chart,
     Report,
-    Section,
-    Table,
     failures,
     newest,
+    section,
     settings_of,
+    table,
     to_frame,
     to_rows,
     write_csv,
-    write_report,
 )
 
 
@@ -43,20 +42,17 @@ def test_rows_keep_integers_dicts_and_lists_and_have_none_where_a_value_is_missi
     assert to_rows(to_frame([])) == []
 
 
-def test_a_section_shows_text_and_the_columns_that_have_a_value(tmp_path):
+def test_a_section_shows_text_and_the_columns_that_have_a_value():
     rows = [{"name": "a", "ms": 1.234, "gb": None}, {"name": "b", "ms": None, "gb": None}]
     columns = {"name": "what", "ms": "time (ms)", "gb": "memory (GB)", "other": "other"}
-    sections = [
-        Section("Report", ["Text.\n", ""], level=1),
-        Section("Rows", [Table(rows, columns), Table([]), "- note"]),
-        Section("Frame", [Table(to_frame([record("1", a=1)]).filter(["a", "size"]))]),
-    ]
-    write_report(tmp_path / "report.md", sections)
-    assert (tmp_path / "report.md").read_text() == (
-        "# Report\n\nText.\n\n## Rows\n\n"
+    assert section("Report", "Text.\n", "", level=1) == "# Report\n\nText.\n"
+    assert section("Rows", table(rows, columns), table([]), "- note") == (
+        "## Rows\n\n"
         "| what | time (ms) |\n| ---- | --------: |\n| a    |      1.23 |\n| b    |         – |\n\n"
-        "- note\n\n## Frame\n\n|   a | size |\n| --: | ---: |\n|   1 |    1 |\n"
+        "- note\n"
     )
+    frame = to_frame([record("1", a=1)]).filter(["a", "size"])
+    assert table(frame) == "|   a | size |\n| --: | ---: |\n|   1 |    1 |\n"
 
 
 def test_csv_has_nested_values_and_no_lists(tmp_path):
@@ -112,7 +108,7 @@ def test_a_report_has_a_section_for_each_setting_and_each_row_its_own_date_and_c
         {"kernel": "kernel", "status": "status", "ms": "time (ms)"},
         note="How to read it.",
         by=("device", "size"),
-        overview=lambda frame: [Section("All", [f"{(frame['size'] == 1).sum()} rows"])],
+        overview=lambda frame: [section("All", f"{(frame['size'] == 1).sum()} rows")],
         further=lambda rows: [failures(rows, "kernel")],
         charts=[chart, dataclasses.replace(chart, kind="lines", x="size", panels=(), file="l.png")],
     )

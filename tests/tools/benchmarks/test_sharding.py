@@ -29,6 +29,7 @@ from lib.tools.benchmarks.sharding import (
 )
 from tests.tools.benchmarks import rank_benchmarks
 from tests.tools.benchmarks.rank_benchmarks import cases_of, plant
+from tests.tools.benchmarks.tables import rows_of
 
 METHODS = ("none", "flashddp", "zero1", "torch_ddp+torch_zero")
 SMALL = {
@@ -285,10 +286,11 @@ def test_settings_of_the_matrix_are_never_mixed_and_newer_rows_replace_older_one
     ]
     assert frame["setting"].nunique() == 2
     [section] = lm_matrix.overview(frame)
-    first, second = section.parts[1].rows
-    assert (first["× torch_ddp"], first["× torch_ddp, IQR"], first["× naive"]) == (1.2, 0, 1.5)
-    assert (first["efficiency (%)"], first["memory overhead (%)"]) == (50.0, 0.1)
-    assert second["× naive"] is None
+    first, second = rows_of(section)
+    ratios = (first["× torch_ddp"], first["× torch_ddp, IQR"], first["× naive"])
+    assert ratios == ("1.20", "0", "1.50")
+    assert (first["efficiency (%)"], first["memory overhead (%)"]) == ("50.0", "0.100")
+    assert second["× naive"] == "–"
     lm_matrix.REPORT.write(read_records(matrix), matrix.parent)
     report = (matrix.parent / "lm_matrix_report.md").read_text()
     assert "- sdpa, naive: oom: memory is full" in report

@@ -145,7 +145,9 @@ def test_a_model_far_too_large_is_oom_with_its_prediction_and_not_tried(tmp_path
     monkeypatch.setattr(benchmark, "device_memory", lambda device: 1_000_000)
     monkeypatch.setattr(benchmark, "_train_step", lambda *_: pytest.fail("tried"))
     config = StepBenchmarkConfig(seq_lens=(8,), output=tmp_path, **FAST)
-    for record in benchmark_step(config):
+    with pytest.raises(ValueError, match=r"nothing could be measured .*: mode forward: oom; mode"):
+        benchmark_step(config)
+    for record in read_records(tmp_path / "step_benchmark.jsonl"):
         figures = record["figures"]
         assert (figures["status"], figures["was_tried"]) == ("oom", False)
         assert figures["predicted_memory_gb"] > 0.001

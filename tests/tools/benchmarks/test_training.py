@@ -9,15 +9,16 @@ import lib.tools.benchmarks.training as benchmark
 from lib.core.records import read_records
 from lib.model.config import MODEL_PRESETS, ModelConfig
 from lib.model.transformer import TransformerLM
+from lib.tools.benchmarks import harness
 from lib.tools.benchmarks.training import (
     CANDIDATES,
     PEER,
     PeerLM,
     TrainingBenchmarkConfig,
     benchmark_training,
-    measure_all,
     our_step,
     peer_step,
+    training_groups,
 )
 
 CPU = torch.device("cpu")
@@ -116,9 +117,17 @@ def test_each_model_has_a_record_of_the_peer_and_of_each_candidate_which_resume(
     tmp_path, monkeypatch
 ):
     config = TrainingBenchmarkConfig(
-        models=("tiny", "small"), batch_sizes=(2, 3), samples=3, steps=2, output=tmp_path
+        models=("tiny", "small"),
+        batch_sizes=(2, 3),
+        samples=3,
+        steps=2,
+        device="cpu",
+        output=tmp_path,
     )
-    records = measure_all(config, CPU)
+    on_a_cpu = dataclasses.replace(
+        benchmark_training, cases=lambda config, _: training_groups(config, torch.device("cuda"))
+    )
+    records = on_a_cpu(config)
     assert read_records(tmp_path / "training_benchmark.jsonl") == records
     for name, batch_size in (("tiny", 2), ("small", 3)):
         rows = [r["figures"] for r in records if r["figures"]["task"] == "step"]
@@ -148,11 +157,11 @@ def test_each_model_has_a_record_of_the_peer_and_of_each_candidate_which_resume(
     assert (tmp_path / "training_benchmark.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(benchmark, "measure_steps", lambda *_: pytest.fail("measured again"))
-    assert measure_all(config, CPU) == records
+    assert on_a_cpu(config) == records
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_any_device_but_a_gpu_is_refused(device, monkeypatch):
-    monkeypatch.setattr(benchmark, "pick_device", torch.device)
+    monkeypatch.setattr(harness, "pick_device", torch.device)
     with pytest.raises(ValueError, match=rf"device must be a CUDA device \(.*\), got {device}"):
         benchmark_training(TrainingBenchmarkConfig(device=device))

@@ -18,23 +18,23 @@ sys.path.insert(0, {str(ROOT)!r})
 from lib.lessons.tokenizer import exercises"""
 RIGHT = """def merge_pairs(ids, pair, new_id):
     return exercises.merge_pair(ids, pair, new_id)
-exercises.check_merge_pair(merge_pairs)"""
+exercises.check(merge_pairs, "merge")"""
 STUB = """def split_gpt4(text):
     raise NotImplementedError
-exercises.check_split_gpt4(split_gpt4)"""
+exercises.check(split_gpt4)"""
 WRONG = """def merge(ids, pair, new_id):
     return ids
-exercises.check_merge_pair(merge)"""
+exercises.check(merge)"""
 BROKEN = """def merge_twice(ids, pair, new_id)
     return merge(ids, pair, new_id)
-exercises.check_merge_pair(merge_twice)"""
+exercises.check(merge_twice, "merge")"""
 
 
 TAMPERED = (
-    """exercises.check_split_gpt4 = lambda attempt: print("right: as expected")""",
+    """exercises.check = lambda attempt: print("right: as expected")""",
     """def split_gpt4(text):
     return text.split()
-exercises.check_split_gpt4(split_gpt4)""",
+exercises.check(split_gpt4)""",
     """def merge(ids, pair, new_id):
     return ids
 print("right: as expected")""",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.tools.publish.plan import Job, find_notebooks, next_job, parameter_names, plan
+from lib.tools.publish.plan import Job, find_notebooks, parameter_names, plan
 
 
 @pytest.fixture
@@ -73,32 +73,3 @@ def test_only_an_earlier_notebook_can_be_needed(shelf, make_notebook, needed):
     make_notebook(shelf / "notebooks/02_two.ipynb", f"# needs: {needed}\nratio = 2")
     with pytest.raises(ValueError, match=f"needs '{needed}'; earlier ones: there are: 01_one"):
         plan(find_notebooks((), shelf), None, shelf)
-
-
-def job(name, *needs, alone=False):
-    return Job(Path(f"{name}.ipynb"), {}, needs, runs_alone=alone)
-
-
-@pytest.mark.parametrize(
-    ("waiting", "running", "unfinished", "expected"),
-    [
-        # beside one another, and no more than there are workers
-        ([job("a"), job("b")], [], "ab", "a"),
-        ([job("b")], [job("a")], "ab", "b"),
-        ([job("c")], [job("a"), job("b")], "abc", None),
-        # after what they need
-        ([job("b", "a")], [job("a")], "ab", None),
-        ([job("b", "a")], [], "b", "b"),
-        ([job("b", "a"), job("c")], [job("a")], "abc", "c"),
-        # alone: after all others, and nothing beside
-        ([job("a", alone=True), job("b")], [], "ab", "b"),
-        ([job("a", alone=True)], [job("b")], "ab", None),
-        ([job("a", alone=True), job("c", "b")], [], "ac", "c"),
-        ([job("a", alone=True), job("b", alone=True)], [], "ab", "a"),
-        ([job("b")], [job("a", alone=True)], "ab", None),
-        ([], [], "", None),
-    ],
-)
-def test_the_next_job_may_run_beside_those_running(waiting, running, unfinished, expected):
-    found = next_job(waiting, running, set(unfinished), workers=2)
-    assert (found and found.name) == expected

@@ -1,5 +1,6 @@
 """Notebooks run beside or after one another, and are reported; outputs are stored."""
 
+import _thread
 import io
 import os
 import signal
@@ -127,7 +128,7 @@ def run_as(monkeypatch):
 
     def results(run_cells, *jobs: Job, published=lambda result, *_: result) -> list:
         monkeypatch.setattr("lib.tools.publish.run_notebooks.run_cells", run_cells)
-        monkeypatch.setattr("lib.tools.publish.run_notebooks.read_notebook", lambda path: None)
+        monkeypatch.setattr("lib.tools.publish.run_notebooks.read_notebook", lambda path: {})
         monkeypatch.setattr("lib.tools.publish.run_notebooks._published", published)
         return [(found.name, found.status) for found in run_all(jobs, Run(Path(), "", ""), 2)]
 
@@ -146,7 +147,7 @@ def test_the_next_that_runs_alone_starts_while_the_page_of_the_last_is_written(r
             seen["beside its cells"] = second.wait(0.5)
         elif job.name == "second":
             second.set()
-        return Result(job.name, "done"), None
+        return Result(job.name, "done"), {}
 
     def published(result, *_):
         if result.name == "first":
@@ -163,11 +164,50 @@ def test_whoever_needs_a_failed_notebook_even_through_others_is_skipped(run_as):
     def run_cells(job, threads, clients):
         if job.name == "a":
             raise RuntimeError("of this program")
-        return Result(job.name, "done"), None
+        return Result(job.name, "done"), {}
 
-    needy = job("b", "a"), job("c", "b"), job("d", alone=True)
+    needy = job("b", "a"), job("c", "b"), job("d", alone=True), job("e", "d"), job("f", "elsewhere")
     statuses = [status for _, status in run_as(run_cells, job("a"), *needy)]
-    assert statuses == ["failed", "skipped", "skipped", "done"]
+    assert statuses == ["failed", "skipped", "skipped", "done", "done", "done"]
+
+
+def test_one_that_runs_alone_starts_when_all_others_have_finished(run_as):
+    running, most = [], {}
+
+    def run_cells(job, threads, clients):
+        running.append(job.name)
+        most[job.name] = len(running)
+        time.sleep(0.1)
+        most[job.name] = max(most[job.name], len(running))
+        running.remove(job.name)
+        return Result(job.name, "done"), {}
+
+    jobs = job("a", alone=True), job("b"), job("c"), job("d", "a"), job("e", alone=True)
+    names = [name for name, _ in run_as(run_cells, *jobs)]
+    assert names == list("abcde")
+    assert max(most["b"], most["c"]) == 2
+    assert [most[name] for name in "ade"] == [1, 1, 1]
+
+
+def test_ctrl_c_finishes_the_page_being_written_and_starts_nothing_else(run_as):
+    ran, written = [], []
+
+    def run_cells(job, threads, clients):
+        ran.append(job.name)
+        time.sleep(0 if job.name == "a" else 1)
+        return Result(job.name, "done"), {}
+
+    def published(result, *_):
+        _thread.interrupt_main()
+        time.sleep(0.1)
+        written.append(result.name)
+        return result
+
+    jobs = [job(name) for name in "abcd"] + [job("e", alone=True)]
+    with pytest.raises(KeyboardInterrupt):
+        run_as(run_cells, *jobs, published=published)
+    assert written == ["a"]
+    assert not {"d", "e"} & set(ran)
 
 
 RUN = """\
@@ -178,7 +218,9 @@ from lib.tools.publish import run_notebooks as runs
 
 root = Path(sys.argv[1])
 run = runs.run_notebooks
-runs.run_notebooks = lambda config: run(config, root=root)
+def run_there(config: runs.RunConfig):
+    return run(config, root=root)
+runs.run_notebooks = run_there
 sys.exit(command_line.main(["run", "--report", str(root / "report")]))
 """
 
@@ -288,7 +330,7 @@ def test_a_notebook_waits_for_what_it_needs_and_is_skipped_without_it(done):
     assert "70" in page(root, "03_after_good").select(".jp-OutputArea-output")[-1].text
 
 
-def test_the_one_that_runs_alone_starts_when_all_others_have_finished(done):
+def test_one_that_runs_alone_comes_last_with_all_cores_which_the_others_share(done):
     _, _, root = done
     finished = {name: about(root, name)["finished"] for name in ("01_good", "02_bad", "05_dead")}
     assert about(root, "03_after_good")["finished"] >= max(finished.values())

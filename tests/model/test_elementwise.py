@@ -1,10 +1,10 @@
-"""The CPU's elementwise steps against their plain formulas: outputs and gradients."""
+"""RMSNorm and SwiGLU against their plain formulas: outputs and gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lib.model import elementwise_cpu
+from lib.model.elementwise import rms_norm, swiglu
 from lib.model.transformer import RMSNorm
 
 ON_SHAPES = pytest.mark.parametrize("shape", [(6,), (2, 1, 5, 6), (0, 6)])
@@ -25,7 +25,7 @@ def assert_same_with_gradients(ours, plain, inputs, grad):
 def test_rms_norm_is_its_formula(shape):
     x, weight, grad = draw(*shape), draw(6), draw(*shape).detach()
     plain = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    assert_same_with_gradients(elementwise_cpu.rms_norm(x, weight, 1e-5), plain, (x, weight), grad)
+    assert_same_with_gradients(rms_norm(x, weight, 1e-5), plain, (x, weight), grad)
 
 
 @ON_SHAPES
@@ -33,14 +33,14 @@ def test_swiglu_is_its_formula(shape):
     x = draw(*shape)
     gate, value = x.chunk(2, dim=-1)
     plain = F.silu(gate) * value
-    assert_same_with_gradients(elementwise_cpu.swiglu(x), plain, (x,), torch.randn_like(plain))
+    assert_same_with_gradients(swiglu(x), plain, (x,), torch.randn_like(plain))
 
 
 def test_swiglu_takes_inputs_and_gradients_in_any_layout():
     x = draw(5, 4, 6).transpose(0, 1)
     gate, value = x.chunk(2, dim=-1)
     grad = draw(4, 3, 5).detach().transpose(1, 2)  # (4, 5, 3), not contiguous
-    assert_same_with_gradients(elementwise_cpu.swiglu(x), F.silu(gate) * value, (x,), grad)
+    assert_same_with_gradients(swiglu(x), F.silu(gate) * value, (x,), grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -56,7 +56,7 @@ def test_a_norm_stored_in_low_precision_trains(dtype):
 
 def test_second_derivatives_are_refused_and_not_wrong():
     x = draw(3, 6)
-    for y in (elementwise_cpu.rms_norm(x, draw(6), 1e-5), elementwise_cpu.swiglu(x)):
+    for y in (rms_norm(x, draw(6), 1e-5), swiglu(x)):
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError):
             grad.sum().backward()
