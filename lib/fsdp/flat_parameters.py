@@ -246,7 +246,7 @@ class FlatParameters(Bucket):
         return is_changed
 
     def gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
-        """What autograd saved as a view of an earlier buffer, as a view of the present one.
+        """The view of the present buffer for one that autograd saved of an earlier buffer.
 
         Args:
             version: of the shards when they were gathered in the forward pass.

@@ -351,7 +351,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _save(self, tensor: Tensor) -> Any:
-        """What autograd saves instead of a tensor, for `_read_saved`: no gathered memory."""
+        """Let autograd save, for `_read_saved`, where gathered memory was in place of it."""
         if torch._C._has_storage(tensor):
             flat = self.flat_at.get(tensor.untyped_storage()._cdata)
             if flat is not None and not (tensor.is_conj() or tensor.is_neg()):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lib.flash_attention.inputs import autocast
 from lib.model.costs import CHUNK_BYTES
 from lib.model.elementwise import kernels_for
 
@@ -105,9 +106,7 @@ def linear_cross_entropy(
 
     # under autocast, in its dtype, as any matmul; float64 stays
     device = hidden.device
-    if not hidden.is_meta and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
+    hidden, weight = autocast(hidden, weight)
 
     # as many tokens as give logits of this size
     if chunk_tokens is None:

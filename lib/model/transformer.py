@@ -551,7 +551,7 @@ class TransformerLM(nn.Module):
         if targets.shape != token_ids.shape:
             expected, shape = tuple(token_ids.shape), tuple(targets.shape)
             raise ValueError(f"targets must have shape {expected} of the ids, got {shape}")
-        # evaluation has other lengths, for each of which the compiler would work anew
+        # only in training: evaluation has other lengths, and each would be compiled anew
         is_compiled = self._compiled_hidden is not None and self.training
         hidden = (self._compiled_hidden if is_compiled else self.hidden)(token_ids)
         head = self.head

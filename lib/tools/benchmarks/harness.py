@@ -164,7 +164,7 @@ class Benchmark:
 def or_out_of_memory(
     measure: Callable[[], Iterable[Mapping[str, Any]]], count: int
 ) -> list[Mapping[str, Any]]:
-    """What `measure` returns, or `count` times that memory ran out."""
+    """Return what `measure` returns, or, if memory runs out, `count` out-of-memory results."""
     try:
         return list(measure())
     except (RuntimeError, MemoryError) as error:
@@ -222,7 +222,7 @@ def run_sweep(
         measure: group -> the figures of its cases, in their order.
         line: record -> the line to print for it.
         packages: whose versions a record names, too, where they are installed.
-        restart: records that are there already do not count; a number: so many of the first.
+        restart: True ignores all existing records; a number ignores that many of the first.
 
     Returns:
         The newest record of each case, in the order of `groups`.

@@ -32,7 +32,7 @@ def fill_pages(root: str | os.PathLike = ROOT) -> None:
 
 
 def headline_pages(root: str | os.PathLike) -> dict[str, str]:
-    """What stands between the marks of each page: results in words, and the table of all."""
+    """The text between the marks of each page: results in words, and the table of all."""
     rows = headline_rows(Path(root) / "artifacts")
     table = [row | {"on": row["on"].replace("](", "](../")} for _, row in rows]
     words = [comparison.in_words(row) for comparison, row in rows if comparison.meaning]

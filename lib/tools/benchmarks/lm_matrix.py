@@ -218,7 +218,7 @@ epoch; nothing where they did not run together."""
 
 
 def remarks(rows: pd.DataFrame) -> list[str]:
-    """What to keep in mind about a setting, and which cells failed."""
+    """The remarks below a setting: caveats, and which cells failed."""
     return notes(rows, "kernel", "wrapper")
 
 

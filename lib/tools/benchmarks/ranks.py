@@ -170,7 +170,7 @@ class RanksBenchmark:
 
         Args:
             failed: the file for the case that ends the ranks.
-            skipped: so many records that are there do not count; by default as `config` says.
+            skipped: number of existing records to ignore; by default as `config` says.
             log_level: of rank 0; None: as it is.
         """
         device = current_device()

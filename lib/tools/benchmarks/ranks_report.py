@@ -53,7 +53,7 @@ def machine(row: Mapping[str, Any]) -> str:
 
 
 def notes(rows: pd.DataFrame, *names: str) -> list[str]:
-    """What to keep in mind about the rows of a setting, and why some failed."""
+    """The caveats of a setting's rows, and why some failed."""
     parts = [GLOO_NOTE] * bool((rows["backend"] == "gloo").any())
     if "is_together" in rows and (rows["is_together"].map(str) == "False").any():
         parts.append(TOGETHER_NOTE)

@@ -265,7 +265,7 @@ class Report:
     charts: Sequence[Chart] = ()
     text: str = ".md"
     table: str = ".csv"
-    """What the names of report and table have after the stem."""
+    """The endings of the file names of report and table."""
 
     def write(self, records: Sequence[Record], output: Path) -> None:
         """Write the report, the table of all its rows, and the charts, from the newest records."""

@@ -1,4 +1,4 @@
-"""What the tokenizer's benchmark measures: ours and its peers, on one text.
+"""The candidates of the tokenizer benchmark: ours and its peers, on one text.
 
 Processes that are started here have their memory measured, so nothing loads torch or pandas.
 """
