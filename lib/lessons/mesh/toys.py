@@ -29,9 +29,10 @@ def language_model() -> TransformerLM:
 class Stage(nn.Module):
     """An equal share of the blocks; the first stage embeds, the last one has norm and head."""
 
-    def __init__(self, number: int, count: int) -> None:
+    def __init__(self, number: int, count: int, model: TransformerLM | None = None) -> None:
         super().__init__()
-        model, share = language_model(), CONFIG.num_layers // count
+        model = model or language_model()
+        share = model.config.num_layers // count
         self.embedding = model.token_embeddings if number == 0 else nn.Identity()
         self.blocks = model.layers[number * share : (number + 1) * share]
         last = [model.ln_final, model.lm_head] if number == count - 1 else []
