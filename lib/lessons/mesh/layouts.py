@@ -7,16 +7,19 @@ data, pipeline. A step's time is that of the fullest pipeline stage,
     (micro-batches + pp - 1) · (compute + exposed messages of a micro-batch) + exposed gradients
 
 - tensor: 4 all-reduces of the activations in a block, of which nothing hides (6 with checkpoints);
-- context: keys and values go around a ring, and what exceeds the attention they hide behind counts;
+- context: keys and values go around a ring, and what exceeds the attention they hide behind counts,
+  step by step; in backward the last hop of their gradients has nothing to hide behind;
 - data, stages 0 and 1: gradients in float32, which hide behind the last backward pass;
 - data, stage 3: blocks are gathered in bfloat16 for each pass and gradients scattered in float32
   for each micro-batch, which hide behind that pass;
 - pipeline: 1F1B; a message at each boundary hides behind the next micro-batch, if that is longer.
 
 Activations are divided by `tp`, too (sequence parallelism), and the stages of ZeRO by dp · cp.
-Matmuls are as fast when they are cut, computing beside messages takes no longer, and scores that
-the causal mask hides count as computed, and hide keys and values: with many ranks a block, real
-steps are slower than this says. Memory counts as in `lib.profiling.memory_formula`.
+Scores that the causal mask hides take no time and hide no messages, as in notebook 11's section 2:
+`computing` is less than the FLOPs of MFU, which count them. Backward of attention computes scores
+once more, 2.5 times forward. Matmuls are as fast when they are cut, and computing beside messages
+takes no longer: with many ranks a block, real steps are slower than this says. Memory counts as in
+`lib.profiling.memory_formula`.
 """
 
 from __future__ import annotations
@@ -136,21 +139,22 @@ def _seconds(config: ModelConfig, machine: Machine, layout: Layout, rows: int) -
     blocks, tokens = _blocks(config, layout), rows * config.context_length / cp
     uneven = blocks * pp / config.num_layers
 
-    # computing a micro-batch on a stage: backward has two matmuls for each one of forward
-    rate = machine.flops_per_s * tp * pp
-    forward = flops_per_token(config, backward=False) * tokens / rate * uneven
-    backward = (3 if layout.checkpoints else 2) * forward
+    # computing a micro-batch on a stage: backward has two matmuls for each one of forward, and
+    # attention's computes the scores once more; a causal mask hides half of them
+    rate = machine.flops_per_s * tp * pp / uneven
+    scores = flops_by_part(config)["attention"]
+    attention = scores / 2 * tokens / rate
+    matmuls = (flops_per_token(config, backward=False) - scores) * tokens / rate
+    forward = matmuls + attention
+    backward = 2 * matmuls + 2.5 * attention + (forward if layout.checkpoints else 0.0)
 
     # tensor: each all-reduce waits for what it sends, and the next matmul for the all-reduce
     activations = 2 * tokens * config.d_model
     count = (6 if layout.checkpoints else 4) * blocks
     tensor = count * _time(machine, "all_reduce", activations, tp, 1)
 
-    # context: keys and values walk around the ring; in backward they and their gradients do
-    attention = flops_by_part(config)["attention"] * tokens / rate * uneven
-    link = machine.link(cp, tp)
-    lap = blocks * (cp - 1) * _message(link, 2 * activations / tp)
-    context = max(0.0, lap - attention) + max(0.0, 2 * lap - 2 * attention)
+    # context: keys and values walk around a ring
+    context = blocks * _ring(machine, layout, 2 * activations / tp, attention / blocks)
 
     # data: stage 3 gathers for each pass, the others send gradients once
     weights, _ = _weights(config, layout)
@@ -177,6 +181,20 @@ def _seconds(config: ModelConfig, machine: Machine, layout: Layout, rows: int) -
         "context": m * context,
         "data": m * gathered + reduced,
     }
+
+
+def _ring(machine: Machine, layout: Layout, kv_bytes: float, attention: float) -> float:
+    """Seconds in which a block waits for messages of its ring; attention takes `attention` forward.
+
+    In each of cp steps a rank computes with one share of keys and values, while the next arrives.
+    In backward their gradients travel, too, and one hop further, home, behind nothing.
+    """
+    if layout.cp == 1:
+        return 0.0
+    hop, step = _message(machine.link(layout.cp, layout.tp), kv_bytes), attention / layout.cp
+    forward = (layout.cp - 1) * max(0.0, hop - step)
+    backward = (layout.cp - 1) * max(0.0, 2 * hop - 2.5 * step) + hop
+    return (2 if layout.checkpoints else 1) * forward + backward
 
 
 def _time(machine: Machine, collective: str, num_bytes: float, size: int, stride: int) -> float:

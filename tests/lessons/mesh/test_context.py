@@ -1,8 +1,6 @@
 """One sequence on several ranks equals one process; what the lesson's cells and figures rest on."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,18 +8,12 @@ from matplotlib import pyplot as plt
 
 from lib.lessons.mesh import context
 from lib.lessons.mesh.context import attend, merge, ring_attention, zigzag
-
-NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
+from tests.lessons.mesh.cells import functions_of
 
 
 def cell_of(name):
     """The function `name` that a cell of the lesson begins with."""
-    for path in NOTEBOOKS.glob("11_*.ipynb"):
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-            if (source := "".join(cell["source"])).startswith(f"def {name}("):
-                exec(source, names := dict(vars(context)))
-                return names[name]
-    raise LookupError(name)
+    return functions_of(name, vars(context))[name]
 
 
 def random_inputs(heads, tokens, head_dim, seed=0, scale=1.0):
