@@ -33,25 +33,48 @@ def gpipe(micro_batches: int) -> list[Event]:
     return forward + [("backward", number) for number in range(micro_batches)]
 
 
+def gpipe_back_to_front(micro_batches: int) -> list[Event]:
+    """GPipe, where the last micro-batch goes backward first."""
+    events = gpipe(micro_batches)
+    return events[:micro_batches] + events[: micro_batches - 1 : -1]
+
+
 # A stage
+
+# Tokens of a toy vocabulary.
+IDS = 5
 
 
 class OneMatrix(nn.Module):
-    """A stage of one matrix, which notes how many of its outputs are still held when it runs."""
+    """A stage of one matrix; the first one looks rows up, by ids.
+
+    It notes what runs, and how many of its inputs and outputs are still held meanwhile.
+    """
 
     def __init__(self, number: int, width: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(number)
-        values = torch.randint(-2, 3, (width, width), generator=generator) / 2
+        rows = width if number else IDS
+        values = torch.randint(-2, 3, (rows, width), generator=generator) / 2
         self.weight = nn.Parameter(values)
-        self.outputs: list[weakref.ref] = []
-        self.most = 0
+        self.is_first, self.ran = number == 0, []
+        self.held: dict[str, list[weakref.ref]] = {"inputs": [], "outputs": []}
+        self.most = {"inputs": 0, "outputs": 0}
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (x @ self.weight.T + x).tanh()
-        self.outputs = [one for one in self.outputs if one() is not None] + [weakref.ref(y)]
-        self.most = max(self.most, len(self.outputs))
+        y = (self.weight[x] if self.is_first else x @ self.weight.T + x).tanh()
+        number = sum(one.startswith("F") for one in self.ran)
+        self.ran.append(f"F{number}")
+        y.register_hook(lambda grad: self.ran.append(f"B{number}"))
+        # the ids of the first stage are the check's own
+        self.note("inputs", y if self.is_first else x)
+        self.note("outputs", y)
         return y
+
+    def note(self, kind: str, tensor: Tensor) -> None:
+        self.held[kind] = [one for one in self.held[kind] if one() is not None]
+        self.held[kind].append(weakref.ref(tensor))
+        self.most[kind] = max(self.most[kind], len(self.held[kind]))
 
 
 def half_square(y: Tensor, target: Tensor) -> Tensor:
@@ -61,15 +84,13 @@ def half_square(y: Tensor, target: Tensor) -> Tensor:
 
 def run_on_rank(attempt: Callable, schedule: str, micro_batches: int, ranks: Threads) -> Named:
     """What is left on this rank after a step of a schedule: a gradient, and what was sent."""
-    stage = OneMatrix(ranks.number, 3)
+    stage, events = OneMatrix(ranks.number, 3), events_of(schedule, micro_batches, ranks)
     generator = torch.Generator().manual_seed(7)
-    data = [
-        tuple(torch.randint(-3, 4, (2, 4, 3), generator=generator) / 4)
-        for _ in range(micro_batches)
-    ]
-    events = gpipe(micro_batches)
-    if schedule == "1F1B":
-        events = one_f_one_b.solve(ranks.number, ranks.count, micro_batches)
+    data = []
+    for _ in range(micro_batches):
+        x, target = torch.randint(-3, 4, (2, 4, 3), generator=generator) / 4
+        ids = torch.randint(IDS, (4,), generator=generator)
+        data.append((x if ranks.number else ids, target))
     attempt([*events], stage, half_square, data, ranks)
     sent = {
         f"messages to rank {to}": count
@@ -77,12 +98,23 @@ def run_on_rank(attempt: Callable, schedule: str, micro_batches: int, ranks: Thr
         if way == "to"
     }
     # a variable of the function may refer to one more
-    beyond = stage.most - most_held(events) - 1
+    most = most_held(events) + 1
     return Named(
-        sent,
+        {"order of passes, forward (F) and backward (B)": " ".join(stage.ran)},
         **{"gradient of the stage": stage.weight.grad},
-        **{"outputs held after their backward pass": AtMost(max(0, beyond))},
+        **sent,
+        **{
+            f"{kind} held after their backward pass": AtMost(max(0, held - most))
+            for kind, held in stage.most.items()
+        },
     )
+
+
+def events_of(schedule: str, micro_batches: int, ranks: Threads) -> list[Event]:
+    """The events of a rank in a schedule of a name."""
+    if schedule == "1F1B":
+        return one_f_one_b.solve(ranks.number, ranks.count, micro_batches)
+    return {"GPipe": gpipe, "GPipe, last first": gpipe_back_to_front}[schedule](micro_batches)
 
 
 def run_on_process(attempt: Callable, ranks: Any) -> Named:
@@ -101,7 +133,11 @@ def most_held(events: Sequence[Event]) -> int:
 
 @exercise(
     "core",
-    {"schedule": choices("GPipe", "1F1B"), "micro_batches": ints(1, 6), "ranks": ints(2, 4)},
+    {
+        "schedule": choices("GPipe", "1F1B", "GPipe, last first"),
+        "micro_batches": ints(1, 6),
+        "ranks": ints(2, 4),
+    },
     harness=run_on_rank,
     ranks=True,
     collectives=("send",),
@@ -138,17 +174,33 @@ def run_stage(
 run_stage.mistakes = """
 .requires_grad_() => | what arrives asks for no gradient, so there is none to send back;
     requires_grad_() makes it a leaf
+y = stage(x) => x.requires_grad_(); y = stage(x)
+    | the first stage asks for a gradient of token ids; only what is received needs one
+like=y) if me < last => like=x) if me < last
+    | a gradient is received like x, but it has the shape and dtype of y; on the first stage x is
+    token ids
+ranks.send(x.grad, me - 1) => pass
+    && y.backward(ranks.receive(me + 1, like=y) if me < last else None) =>
+    y.backward(ranks.receive(me + 1, like=y) if me < last else None); ranks.send(x.grad, me - 1)
+    | the first stage sends a gradient back, too, but there is no stage before it; send `if me > 0`
 held.pop(i) => held[i] | outputs stay held after their backward pass; take them out, with pop
+, {} => , {}; kept = [] && held[i] = x, y => held[i] = x, y; kept.append(x)
+    | inputs stay held after their backward pass; keep x and y together, and pop both
+held[i] = x, y => held[0] = x, y && held.pop(i) => held[0]
+    | each forward pass overwrites the x and y of the one before; keep a pair for each micro-batch
 held.pop(i) => held.popitem()[1]
     | backward takes the micro-batch that came last, and not number i
-ranks.send(y, me + 1) => ranks.send(x, me + 1)
-    | a stage passes on what it received, and not its output
-ranks.send(x.grad, me - 1) => ranks.send(x, me - 1)
-    | the input is sent back, and not its gradient
+held.pop(i) => held.pop(next(iter(held)))
+    | backward takes the micro-batch that came first, and not number i
+in events: => in sorted(events, key=lambda event: (event[0] == "backward", event[1])):
+    | `events` is not followed: all go forward first, whatever it says
+ranks.send(y, me + 1) => ranks.send(y, me + 1); y = loss(y, target)
+    | every stage computes a loss; only the last one does
+ranks.receive(me + 1, like=y) if me < last else None => *[] if me == last else [torch.ones_like(y)]
+    | a stage goes backward from ones, as of `y.sum()`; it goes on from the gradient that the stage
+    after it sends
 y.backward( => stage.zero_grad(); y.backward(
     | gradients of earlier micro-batches are dropped; they add up
-y = loss(y, target) => y = loss(y, target) / len(micro_batches)
-    | the loss is divided by the number of micro-batches; take it as it is
 """
 
 
@@ -206,12 +258,20 @@ min(ranks - 1 - rank, micro_batches) => min(rank, micro_batches)
     | the warm-up is longest on the last stage; it is the first stage that runs furthest ahead
 min(ranks - 1 - rank, micro_batches) => micro_batches
     | that is GPipe: all forward passes first, so each stage holds all micro-batches
+min(ranks - 1 - rank, micro_batches) => min(ranks - 1, micro_batches)
+    | each stage runs equally many ahead; the later a stage, the fewer it needs
+min(ranks - 1 - rank, micro_batches) => min(2 * (ranks - 1 - rank), micro_batches)
+    | the warm-up is twice as long as it must be, and holds as much more
+min(ranks - 1 - rank, micro_batches) => max(0, min(ranks - 2 - rank, micro_batches))
+    | the warm-up has one forward pass too few: a stage waits for its first gradient
 min(ranks - 1 - rank, micro_batches) => min(ranks - rank, micro_batches)
     | the warm-up has one forward pass too many: each stage holds one micro-batch more than it must
 min(ranks - 1 - rank, micro_batches) => 0
     | there is no warm-up: a stage waits for each micro-batch to come back before it starts the next
 min(ranks - 1 - rank, micro_batches) => ranks - 1 - rank
     | with few micro-batches the warm-up runs more of them than there are
+("backward", i - ahead)] => ("backward", i)]
+    | forward i is followed by backward i, whose gradient is not back yet; the oldest goes backward
 ("forward", i), ("backward", i - ahead)] => ("backward", i - ahead), ("forward", i)]
     | in the steady state backward comes before forward: a stage that waits has nothing to do
 micro_batches - ahead, micro_batches) => micro_batches, micro_batches)
@@ -242,7 +302,16 @@ def draw_orders(generator: random.Random, size: int) -> tuple:
     return orders, generator.choice([1.0, 2.0]), generator.choice([1.0, 3.0])
 
 
-@exercise("core", draw_orders, trials=60)
+def times_apart(yours: Any, expected: Any) -> str:
+    """How two times of a step differ, where None says that its stages hang."""
+    if yours is None and expected is not None:
+        return f"yours is None, as of stages that hang; these take {expected:g} ms"
+    if expected is None and isinstance(yours, (int, float)):
+        return f"yours {yours:g} ms, but these stages hang: return None"
+    return first_difference(yours, expected) or ""
+
+
+@exercise("core", draw_orders, describe=times_apart, trials=60)
 def step_ms(
     orders: Sequence[Sequence[Event]], forward_ms: float, backward_ms: float
 ) -> float | None:
@@ -271,6 +340,10 @@ def step_ms(
 step_ms.mistakes = """
 max(now[stage], done.get(needs, 0.0)) => now[stage]
     | an event starts when its stage is free, without waiting for what it receives
+while moved: => for moved in [True]:
+    | each stage is looked at once; go around them again as long as any event can run
+max(now[stage], done.get(needs, 0.0)) => done.get(needs, now[stage])
+    | an event starts when what it receives is there, though its own stage may still be busy
 max(now[stage], done.get(needs, 0.0)) => done.get(needs, 0.0)
     | a stage runs several events at once; it starts one when it is free *and* has what it needs
 None if any(left) else max(now) => max(now)
@@ -359,9 +432,9 @@ divmod(within, ranks) => divmod(within, chunks)[::-1]
 
 
 def groups_as_lists(attempt: Callable, rank: int, sizes: Sequence[int]) -> Any:
-    """The groups, where tensors are as good as lists."""
+    """The groups, where tensors and ranges are as good as lists."""
     groups = attempt(rank, tuple(sizes))
-    return [group.tolist() if isinstance(group, Tensor) else group for group in groups]
+    return [group.tolist() if isinstance(group, Tensor) else [*group] for group in groups]
 
 
 def draw_mesh(generator: random.Random, size: int) -> tuple:
@@ -382,7 +455,7 @@ def groups_of(rank: int, sizes: Sequence[int]) -> list[list[int]]:
 
 
 groups_of.mistakes = """
-for size in sizes => for size in reversed(sizes)
+stride //= size => stride = math.prod(sizes[: len(groups)])
     | neighbors in rank are put on the first axis; the last axis is the one that runs fastest
 return groups => return groups[::-1] | the groups are in the reverse order of the axes
 rank - rank // stride % size * stride => rank // (size * stride) * size * stride

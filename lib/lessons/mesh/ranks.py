@@ -14,7 +14,7 @@ from torch import Tensor
 from lib.ddp.launcher import launch
 from lib.lessons.mesh.schedules import Event
 from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
-from lib.lessons.ranks import Processes
+from lib.lessons.ranks import Processes, Threads, run_on_threads
 from lib.lessons.sending import function_of, parcel_of
 from lib.lessons.simulated_network import BACKEND, Network
 from lib.profiling.collectives import Link
@@ -48,24 +48,19 @@ def run_on_ranks(
     forward_ms: float = 1.0,
     backward_ms: float = 2.0,
     network: Network = INSTANT,
-    sends_wait: bool = False,
-    timeout: float = 300.0,
 ) -> list[Ran]:
     """Run a step of the toy language model, of which each rank has a stage; return what each did.
 
     Args:
         run_stage: as in exercise 1.
         orders: the events of each stage.
-        sends_wait: whether `ranks.send` waits until the tensor is received, as NCCL's does.
-        timeout: seconds that a rank waits for another.
 
     Raises:
-        WorkerError: a rank failed, or waited for longer than the timeout.
+        WorkerError: a rank failed.
     """
     times = {"forward": forward_ms / 1e3, "backward": backward_ms / 1e3}
     job = (parcel_of(run_stage), [list(events) for events in orders], micro_batches, times)
-    options: dict[str, Any] = {"backend": BACKEND, "options": network, "timeout": timeout}
-    return launch(_run, len(orders), *job, sends_wait, **options)
+    return launch(_run, len(orders), *job, backend=BACKEND, options=network)
 
 
 def _run(
@@ -73,16 +68,11 @@ def _run(
     orders: Sequence[Sequence[Event]],
     micro_batches: int,
     times: dict[str, float],
-    sends_wait: bool,
 ) -> Ran:
-    ranks = Waiting() if sends_wait else Processes()
+    ranks = Processes()
     me = ranks.number
     stage, spans, saved = Stage(me, ranks.count), [], SavedBytes()
-    data = []
-    for number in range(micro_batches):
-        inputs, targets = micro_batch(number)
-        # later stages get the shape of what they receive
-        data.append((inputs if me == 0 else torch.empty(HIDDEN), targets))
+    data = _data(me, micro_batches)
 
     def timed(x: Tensor) -> Tensor:
         saved.note()
@@ -102,12 +92,52 @@ def _run(
     return Ran(gradients, named, saved.most, saved.first)  # type: ignore[arg-type]
 
 
-class Waiting(Processes):
-    """Ranks whose `send` waits until the tensor is received."""
+def _data(stage: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+    """The inputs and targets of each micro-batch, as `run_stage` takes them on a stage."""
+    data = [micro_batch(number) for number in range(micro_batches)]
+    # later stages get the shape of what they receive
+    return data if stage == 0 else [(torch.empty(HIDDEN), targets) for _, targets in data]
+
+
+def with_sends_that_wait(
+    run_stage: Callable, orders: Sequence[Sequence[Event]], micro_batches: int
+) -> str:
+    """Run a step on threads whose `send` waits for its `receive`; say that it runs, or who waits.
+
+    All ranks that wait are seen to wait for one another; no clock decides.
+
+    Args:
+        run_stage: as in exercise 1.
+        orders: the events of each stage.
+    """
+
+    def run(ranks: Threads) -> None:
+        me, count = ranks.number, ranks.count
+        ranks = Waiting(me, ranks.board)
+        run_stage([*orders[me]], Stage(me, count), loss_of, _data(me, micro_batches), ranks)
+
+    try:
+        run_on_threads(run, len(orders))
+    except RuntimeError as error:
+        return str(error)
+    return "runs"
+
+
+class Waiting(Threads):
+    """A rank whose `send` waits until the tensor is received, as a large one of NCCL's may."""
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to rank `to`, and wait until it is received."""
-        dist.send(tensor.detach(), to)
+        super().send(tensor, to)
+        received = ("received", self.number, to, self.messages["to", to])
+        self.board.wait(self.number, [received], f"sends to rank {to}")
+
+    def receive(self, source: int, like: Tensor) -> Tensor:
+        """Wait for the next tensor from rank `source`."""
+        tensor = super().receive(source, like)
+        received = ("received", source, self.number, self.messages["from", source])
+        self.board.post(received, True)
+        return tensor
 
 
 class Busy(torch.autograd.Function):
