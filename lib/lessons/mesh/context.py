@@ -333,7 +333,7 @@ def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
     equal = float(next(iter(loads.values())).float().mean())
     axes.axhline(equal, color=INK, linestyle=":", marker="")
     axes.text(1.01, equal, "equal share", va="center", transform=axes.get_yaxis_transform())
-    axes.set(xlabel="expert", ylabel="tokens", xticks=range(len(tokens)))
+    axes.set(xlabel="expert", ylabel="tokens (each goes to two)", xticks=range(len(tokens)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(visible=False, axis="x")
     axes.legend(fontsize=9)

@@ -311,7 +311,7 @@ def times_apart(yours: Any, expected: Any) -> str:
     return first_difference(yours, expected) or ""
 
 
-@exercise("core", draw_orders, describe=times_apart, trials=60)
+@exercise("optional", draw_orders, describe=times_apart, trials=60)
 def step_ms(
     orders: Sequence[Sequence[Event]], forward_ms: float, backward_ms: float
 ) -> float | None:
