@@ -28,7 +28,7 @@ def room_of(lesson: str) -> dict[str, Any]:
     """The names that a cell of a lesson may use."""
     names = dict(vars(TOPICS[lesson]))
     names |= {"np": np, "torch": torch, "F": F, "math": math, "verdict": verdict}
-    return names | {"functools": functools, "__name__": "a notebook"}
+    return names | {"edited": exercise.edited, "functools": functools, "__name__": "a notebook"}
 
 
 def cell(code: str, names: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def cell(code: str, names: dict[str, Any]) -> dict[str, Any]:
 RIGHT = {
     "model: autograd, a chunk at a time": (
         "model",
-        "verdict(LOSS_IN_CHUNKS, frugal(f))",
+        "verdict(loss_in_chunks, f)",
         """
 def f(hidden, weight, targets, chunk_tokens):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -153,48 +153,69 @@ def f(x, w1, w2, ranks):
 WRONG = {
     "model: the loss as a number": (
         "model",
-        "verdict(CROSS_ENTROPY, lambda *given: cross_entropy_loss(*given).item())",
+        "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).item())",
         "",
         ", of type float; expected tensor(",
     ),
+    "model: the loss without a gradient": (
+        "model",
+        "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).detach())",
+        "",
+        "autograd can't follow it",
+    ),
+    "model: attention through NumPy": (
+        "model",
+        "verdict(attention, f)",
+        """
+def f(x, *given):
+    return attention.solve(torch.tensor(x.detach().numpy()), *given)""",
+        "autograd can't follow it",
+    ),
+    "model: the rotation of a copy": (
+        "model",
+        "verdict(rotate, lambda x, *given: rotate.solve(x.detach(), *given))",
+        "",
+        "autograd can't follow it",
+    ),
     "model: the loss by one call of PyTorch's": (
         "model",
-        "verdict(CROSS_ENTROPY, by_hand(lambda *given: F.cross_entropy(*given), F.cross_entropy))",
+        "verdict(cross_entropy_loss, lambda *given: F.cross_entropy(*given))",
         "",
         "cross_entropy does all of it; write it out",
     ),
     "model: chunks that are twice as long": (
         "model",
-        "verdict(LOSS_IN_CHUNKS, frugal(f))",
+        "verdict(loss_in_chunks, f)",
         "def f(hidden, weight, targets, chunk_tokens):\n"
-        "    return loss_in_chunks(hidden, weight, targets, 2 * chunk_tokens)",
+        "    return loss_in_chunks.solve(hidden, weight, targets, 2 * chunk_tokens)",
         "as many numbers as the logits of",
     ),
     "model: one-hot rows of all tokens": (
         "model",
-        "verdict(LOSS_IN_CHUNKS, frugal(f))",
+        "verdict(loss_in_chunks, f)",
         "def f(hidden, weight, targets, chunk_tokens):\n"
         "    F.one_hot(targets, len(weight))\n"
-        "    return loss_in_chunks(hidden, weight, targets, chunk_tokens)",
+        "    return loss_in_chunks.solve(hidden, weight, targets, chunk_tokens)",
         "tensor, as many numbers as the logits of all tokens",
     ),
     "model: attention by one call of PyTorch's": (
         "model",
-        "verdict(ATTENTION, by_hand(f, F.scaled_dot_product_attention))",
+        "verdict(attention, f)",
         """
-def f(x, w_q, w_k, w_v, w_out, num_heads):
+def f(x, w_q, w_k, w_v, w_out, num_heads, rope):
     batch, length, _ = x.shape
     head_dim = len(w_q) // num_heads
     q, k, v = (
         (x @ w.T).view(batch, length, -1, head_dim).transpose(1, 2) for w in (w_q, w_k, w_v)
     )
+    q, k = rope(q), rope(k)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(-2) @ w_out.T""",
         "scaled_dot_product_attention does all of it; write it out",
     ),
     "model: heads as wide as d_model allows": (
         "model",
-        'verdict(ATTENTION, edited(attention, "len(w_q) //", "x.shape[-1] //"))',
+        'verdict(attention, edited(attention.solve, "len(w_q) //", "x.shape[-1] //"))',
         "",
         "not yet",
     ),
