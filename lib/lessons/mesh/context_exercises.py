@@ -65,7 +65,7 @@ new_out, total => new_out, lse + new_lse
 def around_the_ring(ring: Callable, tokens: int, head_dim: int, ranks: Threads) -> Named:
     """What a rank computes with its share of q, k and v, and what it sends for that."""
     generator = random.Random(tokens + ranks.count)
-    q, k, v = whole_numbers(generator, 3, tokens, head_dim) / 4
+    q, k, v = whole_numbers(generator, 3, tokens, head_dim).double() / 4
     # any tokens may be on a rank, so one that sees no key of another is tried, too
     order = torch.tensor(generator.sample(range(tokens), tokens))
     shares = [share.sort().values for share in order.chunk(ranks.count)]
@@ -251,7 +251,8 @@ def exchanged(exchange: Callable, longest: int, d_model: int, ranks: Threads) ->
     """What a rank gets, of parts with 0 to `longest` rows, and what it sends."""
     generator = random.Random(100 * longest + ranks.number)
     rows = [generator.randint(0, longest) for _ in range(ranks.count)]
-    parts = [whole_numbers(generator, count, d_model) for count in rows]
+    # as the lesson's experts have them
+    parts = [whole_numbers(generator, count, d_model).double() for count in rows]
     received = exchange(parts, ranks)
     found = Named({f"from rank {rank}": part for rank, part in enumerate(received)})
     found["elements that it sends"] = AtMost(ranks.elements_sent)
@@ -279,6 +280,8 @@ ranks.send(torch.tensor([len(parts[rank])]), rank) => pass
 like=torch.tensor([0]) => like=torch.zeros(1)
     | a number of rows is sent as a whole number and received as a float; `like` has the dtype of
     what is sent
+parts[rank].new_empty( => torch.empty(
+    | rows are received in the default dtype; `like` has the dtype of what is sent
 return received => return [received[rank] for rank in others]
     | your own part is missing; it stays on this rank, and belongs in the result
 return received => return received[ranks.number :] + received[: ranks.number]

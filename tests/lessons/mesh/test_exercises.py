@@ -82,13 +82,14 @@ def all_to_all(parts, ranks):
     received[me] = parts[me]
     for source in {others}:
         rows = {rows}
-        received[source] = ranks.receive(source, torch.empty(rows, parts[0].shape[1]))
+        received[source] = ranks.receive(source, {like}(rows, parts[0].shape[1]))
     return received
 """
 COUNTS = {
     "others": "[r for r in range(n) if r != me]",
     "announce": "ranks.send(torch.tensor(len(parts[to])), to)",
     "rows": "int(ranks.receive(source, torch.tensor(0)))",
+    "like": "parts[0].new_empty",
 }
 
 GROUPS = """
@@ -207,6 +208,7 @@ def test_a_right_answer_of_another_kind_passes(source, parts):
             COUNTS | {"rows": "int(ranks.receive(source, torch.tensor(0.0)))"},
             "`like` has the dtype",
         ),
+        (ALL_TO_ALL, COUNTS | {"like": "torch.empty"}, "rows are received in the default dtype"),
         (GROUPS, {"sign": "", "last": "False"}, "the last axis is the one that runs fastest"),
         (PLAYED, ALL_ROUNDS | {"rounds": "1"}, "go around them again"),
         (PLAYED, ALL_ROUNDS | {"start": "done[before]"}, "its own stage may still be busy"),
