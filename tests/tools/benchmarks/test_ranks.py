@@ -356,7 +356,7 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
 
     def look_and_stop(profiler: torch.profiler.profile) -> None:
         works = [bucket.gathering for bucket in training.step.optimizer.strategy.buckets]
-        found.append(all(work is None or work.is_completed() for work in works))
+        found.append(all(work is None or work[0].is_completed() for work in works))
         stop(profiler)
 
     torch.profiler.profile.stop_trace = look_and_stop
