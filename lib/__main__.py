@@ -149,6 +149,12 @@ COMMANDS: dict[str, Command] = {
         "lib.lessons.ddp.gpu_steps:record_steps",
         on_ranks=True,
     ),
+    "lessons mesh-steps": Command(
+        "Time pipelines and ring attention on GPUs, for notebook 11.",
+        "lib.lessons.mesh.gpus:record_mesh_steps",
+        prints="{result}",
+        on_ranks=True,
+    ),
     "benchmark tokenizer": Command(
         "Measure the tokenizer against its peers.",
         "lib.tools.benchmarks.tokenizer:benchmark_tokenizer",

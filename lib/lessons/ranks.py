@@ -113,24 +113,36 @@ class Threads:
         self.allowed: Sequence[str] | None = None
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to rank `to`, without waiting for it."""
+        """Send a tensor to rank `to`, without waiting for it.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if to not in range(self.count):
+            raise ValueError(f"send takes a rank from 0 to {self.count - 1}, got {to}")
         self._check("send", tensor)
         self.elements_sent += tensor.numel()
         key = (self.number, to, self._next("to", to))
         self.board.post(key, tensor.detach().clone())
 
     def receive(self, source: int, like: Tensor) -> Tensor:
-        """Wait for the next tensor from rank `source`, which has the shape of `like`.
+        """Wait for the next tensor from rank `source`, which has the shape and dtype of `like`.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it has another shape or dtype.
         """
         key = (source, self.number, self._next("from", source))
         words = f"waits for message {key[2]} of rank {source}"
         (tensor,) = self.board.wait(self.number, [key], words)
+        # nobody reads it again, so it is the receiver's alone to keep
+        del self.board.values[key]
         if tensor.shape != like.shape:
             shapes = f"{tuple(like.shape)}, got {tuple(tensor.shape)}"
             raise ValueError(f"what rank {source} sends must have the shape {shapes}")
+        # processes take bytes as they come
+        if tensor.dtype != like.dtype:
+            dtypes = f"{like.dtype}, like `like`, got {tensor.dtype}"
+            raise ValueError(f"what rank {source} sends must have the dtype {dtypes}")
         return tensor
 
     def _check(self, kind: str, tensor: Any) -> None:
@@ -327,7 +339,7 @@ class Processes:
         self.sent.clear()
 
     def receive(self, source: int, like: Tensor) -> Tensor:
-        """Wait for the next tensor from rank `source`, which has the shape of `like`."""
+        """Wait for the next tensor from rank `source`, which has the shape and dtype of `like`."""
         tensor = torch.empty_like(like)
         dist.recv(tensor, source)
         return tensor

@@ -22,6 +22,7 @@ import torch
 from lib.lessons import exercise as lessons_exercise
 from lib.lessons.differences import Named
 from lib.lessons.exercise import NOT_ATTEMPTED, RESULTS, Exercise, check, verdict
+from lib.lessons.mesh import context as mesh_context
 from lib.lessons.ranks import Threads
 from lib.lessons.tokenizer.exercises import encode_ranked, merge, split_gpt4
 from lib.tokenizer.bpe import merge_pair
@@ -57,6 +58,7 @@ def exercise_cells():
             if "exercise" in cell.metadata.get("tags", []):
                 following = cells[number + 1].source
                 lesson = path.stem.split("_", 1)[1].removesuffix("_here")
+                lesson = lesson.removeprefix("pipeline_context_")
                 if lesson not in TOPICS:
                     continue
                 yield pytest.param(cell.source, following, lesson, id=f"{path.stem}-{number + 1}")
@@ -72,6 +74,8 @@ def run(code: str, lesson: str) -> None:
         names |= {"tl": importlib.import_module("triton.language")}
     if lesson == "speedrun":
         names |= notebook_with_toy_race()
+    if lesson == "mesh":
+        names |= {name: getattr(mesh_context, name) for name in ("attend", "merge", "pass_on")}
     # Triton reads the source of kernels
     file = f"<cell {hash(code)}>"
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)

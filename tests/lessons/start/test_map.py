@@ -13,7 +13,7 @@ def test_the_map_has_every_notebook_by_its_title_and_the_times_of_the_readme():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     total = 0.0
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        stop = rf"{path.stem[:2]} ([\w -]+), (\d*½?) h to read and do, ([\d½]+) min to run"
+        stop = rf"{path.stem[:2]} ([\w, -]+?), (\d*½?) h to read and do, ([\d½]+) min to run"
         title, hours, minutes = re.search(stop, words).groups()
         assert title in nbformat.read(path, as_version=4).cells[0].source
         row = re.search(rf"^\| \[`{path.stem}`\].*$", readme, re.MULTILINE)[0]

@@ -1,0 +1,339 @@
+"""One sequence on several ranks: ring attention, zigzag, sequence parallelism, experts.
+
+`ranks` is a rank of several as exercises have it (`lib.lessons.ranks`): `number` of `count`, with
+`send(tensor, to)`, which doesn't wait, `receive(source, like)`, and collectives of flat tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lib.ddp import process_group
+from lib.lessons.ranks import Threads, run_on_threads
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# Context parallelism
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The attention of queries to some of their keys, and the log-sum-exp of each row of scores.
+
+    Args:
+        q: (..., queries, head_dim).
+        k, v: (..., keys, head_dim).
+        visible: (queries, keys), whether a query sees a key; all by default.
+
+    Returns:
+        out: like q; 0 where a query sees none of the keys.
+        lse: (..., queries, 1); -inf where a query sees none of the keys.
+    """
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (..., queries, keys)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    # nan in rows that see nothing
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return weights @ v, lse
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention to two sets of keys, from the attention to each and its log-sum-exp.
+
+    Every query sees at least one key of the first set.
+    """
+    total = torch.logaddexp(lse, new_lse)  # (..., queries, 1)
+    return torch.exp(lse - total) * out + torch.exp(new_lse - total) * new_out, total
+
+
+def pass_on(tensor: Tensor, ranks: Any) -> Tensor:
+    """Send a tensor to the next rank of the ring; return that of the rank before."""
+    ranks.send(tensor, (ranks.number + 1) % ranks.count)
+    return ranks.receive((ranks.number - 1) % ranks.count, like=tensor)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Tensor], ranks: Any
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries to the keys of all ranks, and its log-sum-exps.
+
+    Args:
+        q, k, v: (..., tokens / ranks, head_dim), of this rank's tokens.
+        shares: the numbers of the tokens of each rank.
+    """
+    n, me = ranks.count, ranks.number
+    out, lse = attend(q, k, v, shares[me][:, None] >= shares[me])
+    for step in range(1, n):
+        k, v = pass_on(k, ranks), pass_on(v, ranks)
+        visible = shares[me][:, None] >= shares[(me - step) % n]
+        out, lse = merge(out, lse, *attend(q, k, v, visible))
+    return out, lse
+
+
+def zigzag(tokens: int, ranks: int) -> list[Tensor]:
+    """The numbers of the tokens that each rank holds: one chunk from each end of the sequence.
+
+    `tokens` is a multiple of 2 · `ranks`.
+    """
+    chunks = torch.arange(tokens).chunk(2 * ranks)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
+
+
+def visible_pairs(shares: Sequence[Tensor]) -> list[list[int]]:
+    """The pairs of a query and a key it sees, for each step of the ring and in it each rank.
+
+    In step s rank r has the keys that began on rank r - s. `shares`: each rank's tokens.
+    """
+    n = len(shares)
+    return [
+        [int((shares[r][:, None] >= shares[(r - step) % n]).sum()) for r in range(n)]
+        for step in range(n)
+    ]
+
+
+def on_a_ring(
+    forward: Callable, backward: Callable, inputs: Sequence[Tensor], shares: Sequence[Tensor]
+) -> tuple[list[Tensor], tuple[int, int]]:
+    """Run ring attention on threads as ranks.
+
+    Args:
+        forward: as `ring_attention`.
+        backward: (q, k, v, out, lse, grad_out, shares, ranks) -> gradients of this rank's q, k, v.
+        inputs: q, k, v and the gradient of the output, (..., tokens, head_dim) each.
+
+    Returns:
+        the output and the gradients of q, k and v, in the order of the tokens; and the elements
+        that a rank sends forward and backward.
+    """
+
+    def run(ranks: Threads) -> tuple:
+        q, k, v, grad_out = (x[..., shares[ranks.number], :] for x in inputs)
+        out, lse = forward(q, k, v, shares, ranks)
+        sent = ranks.elements_sent
+        grads = backward(q, k, v, out, lse, grad_out, shares, ranks)
+        return out, *grads, (sent, ranks.elements_sent - sent)
+
+    *parts, sent = zip(*run_on_threads(run, len(shares)))
+    order = torch.cat([*shares]).argsort()
+    return [torch.cat(part, -2)[..., order, :] for part in parts], sent[0]
+
+
+def in_one_process(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> list[Tensor]:
+    """PyTorch's causal attention of a whole sequence, and the gradients of q, k and v."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
+
+
+# Sequence parallelism
+
+
+def sequence_parallel_mlp(
+    x: Tensor, w1: Tensor, w2: Tensor, ranks: Any
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    """relu(x W1ᵀ) W2ᵀ of this rank's tokens, with a share of the hidden units on each rank.
+
+    Args:
+        x: (tokens / ranks, d_model), this rank's tokens.
+        w1: (d_ff / ranks, d_model), this rank's rows: column-parallel.
+        w2: (d_model, d_ff / ranks), this rank's columns: row-parallel.
+
+    Returns:
+        y: like x; and backward(grad_y) -> the gradients of x, w1 and w2, each of this rank's part.
+    """
+    d_model = x.shape[1]
+
+    def gather(rows):
+        return ranks.all_gather(rows.flatten()).view(-1, d_model)
+
+    def scatter(rows):
+        return ranks.reduce_scatter(rows.flatten()).view(-1, d_model)
+
+    # forward
+    x = gather(x)  # (tokens, d_model)
+    h = x @ w1.T  # (tokens, d_ff / ranks)
+    y = scatter(h.relu() @ w2.T)
+
+    def backward(grad_y):
+        grad_y = gather(grad_y)
+        grad_h = (grad_y @ w2) * (h > 0)
+        return scatter(grad_h @ w1), grad_h.T @ x, grad_y.T @ h.relu()
+
+    return y, backward
+
+
+def same(x: Tensor) -> Tensor:
+    """A view of x, as a function of autograd must return it."""
+    return x.view_as(x)
+
+
+class Collectives:
+    """Collectives of matrices between the processes of a job, counted.
+
+    `calls` has a name and the elements of the whole tensor for each.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        self.calls.append(("all_reduce", x.numel()))
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, (ranks · n, d) of (n, d)."""
+        whole = x.new_empty(process_group.world_size() * len(x), x.shape[1])
+        process_group.all_gather(whole, x.contiguous())
+        self.calls.append(("all_gather", whole.numel()))
+        return whole
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over the ranks, (n, d) of (ranks · n, d)."""
+        self.calls.append(("reduce_scatter", x.numel()))
+        own = x.new_empty(len(x) // process_group.world_size(), x.shape[1])
+        process_group.reduce_scatter(own, x.contiguous())
+        return own
+
+
+def operator(forward: Callable, backward: Callable) -> Callable[[Tensor], Tensor]:
+    """A function of one tensor for autograd, whose gradient is `backward` of the output's."""
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return run(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return backward_of(grad)
+
+    run, backward_of = forward, backward
+    return Operator.apply
+
+
+def block_inputs(tokens: int = 12, d_model: int = 16, d_ff: int = 24) -> list[Tensor]:
+    """x, and a Transformer block's weights: gain, wq, wk, wv, wo, gain, w1, w2; float64."""
+    generator = torch.Generator().manual_seed(0)
+    square, gain = (d_model, d_model), (d_model,)
+    shapes = [(tokens, d_model), gain, *[square] * 4, gain, (d_ff, d_model), (d_model, d_ff)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) / 3 for shape in shapes]
+
+
+def cut(weights: Sequence[Tensor], rank: int, ranks: int) -> list[Tensor]:
+    """A rank's part of a block's weights: rows of column-parallel matrices, columns of others."""
+    dims = (None, 0, 0, 0, 1, None, 0, 1)
+    return [
+        weight.clone() if dim is None else weight.chunk(ranks, dim)[rank].clone()
+        for weight, dim in zip(weights, dims)
+    ]
+
+
+def heads_attend(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, head_dim: int = 4) -> Tensor:
+    """Causal attention of the heads whose rows the matrices have, (tokens, heads · head_dim)."""
+    q, k, v = ((x @ w.T).unflatten(-1, (-1, head_dim)).transpose(0, 1) for w in (wq, wk, wv))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+
+def largest_difference(alone: tuple, on_ranks: Sequence[tuple]) -> float:
+    """How much a block with shared norms differs from one process.
+
+    Args:
+        alone: in one process, the output, the gradients of x and of the weights, and more.
+        on_ranks: of each rank those of its tokens and its part of the weights.
+    """
+    n, (y, grad_x, grads, *_) = len(on_ranks), alone
+    found = []
+    for rank, (own_y, own_grad_x, own_grads, *_) in enumerate(on_ranks):
+        pairs = [(own_y, y.chunk(n)[rank]), (own_grad_x, grad_x.chunk(n)[rank])]
+        pairs += zip(own_grads, cut(grads, rank, n))
+        found += [(mine - whole).abs().max().item() for mine, whole in pairs]
+    return max(found)
+
+
+# Experts
+
+
+def all_to_all(parts: Sequence[Tensor], ranks: Any) -> list[Tensor]:
+    """Send `parts[r]` to each rank r; return what each rank sent to this one, in order.
+
+    `parts`: one for each rank, (rows, d_model), whose rows may differ.
+    """
+    others = [rank for rank in range(ranks.count) if rank != ranks.number]
+    for rank in others:
+        ranks.send(torch.tensor([len(parts[rank])]), rank)
+        ranks.send(parts[rank], rank)
+    received = list(parts)  # its own stays
+    for rank in others:
+        rows = ranks.receive(rank, like=torch.tensor([0])).item()
+        like = parts[rank].new_empty(rows, parts[rank].shape[1])
+        received[rank] = ranks.receive(rank, like=like)
+    return received
+
+
+def toy_experts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """64 tokens, a router of four experts, and the two matrices of each; float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (64, 16), (4, 16), (4, 24, 16), (4, 16, 24)
+    x, router, w1, w2 = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    return x, router, w1, w2
+
+
+# Figures
+
+
+def draw_ring_steps(
+    axes: Axes, spans: Sequence[Sequence[tuple[float, float]]], *, title: str, end: float
+) -> None:
+    """When each rank computes in each step of a ring; a box is a step.
+
+    Args:
+        spans: of each rank the start and end of each step.
+        end: where the time axis ends, so that several can be compared.
+    """
+    from lib.core.figures import BLUE, INK, ORANGE, PAPER
+
+    for number, steps in enumerate(spans):
+        for step, (start, stop) in enumerate(steps):
+            if stop - start < 1e-3 * end:
+                continue
+            color = ORANGE if step == 0 else BLUE
+            axes.barh(number, stop - start, left=start, color=color, edgecolor=PAPER, height=0.8)
+            # numbers on the dark ones are light
+            words = {"color": INK if step == 0 else PAPER, "ha": "center", "va": "center"}
+            axes.text((start + stop) / 2, number, step, **words)
+    axes.set_yticks(range(len(spans)), [f"rank {number}" for number in range(len(spans))])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.01 * end))
+    axes.grid(visible=False, axis="y")
+    axes.set_title(title, fontsize=11)
+
+
+def draw_loads(axes: Axes, loads: Mapping[str, Tensor]) -> None:
+    """The tokens of each expert under several routings, beside an equal share."""
+    from lib.core.figures import INK
+
+    width = 0.8 / len(loads)
+    for place, (name, tokens) in enumerate(loads.items()):
+        shift = (place - (len(loads) - 1) / 2) * width
+        axes.bar([n + shift for n in range(len(tokens))], tokens.tolist(), width, label=name)
+    equal = float(next(iter(loads.values())).float().mean())
+    axes.axhline(equal, color=INK, linestyle=":", marker="")
+    axes.text(1.01, equal, "equal share", va="center", transform=axes.get_yaxis_transform())
+    axes.set(xlabel="expert", ylabel="tokens (each goes to two)", xticks=range(len(tokens)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(visible=False, axis="x")
+    axes.legend(fontsize=9)

@@ -1,0 +1,210 @@
+"""A reader's `run_stage` on real ranks, by the virtual clock of a simulated network."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lib.ddp.launcher import launch
+from lib.lessons.mesh.schedules import Event
+from lib.lessons.mesh.toys import HIDDEN, Stage, loss_of, micro_batch
+from lib.lessons.ranks import Processes, Threads, run_on_threads
+from lib.lessons.sending import function_of, parcel_of
+from lib.lessons.simulated_network import BACKEND, Network
+from lib.profiling.collectives import Link
+
+# Messages take no time: a bubble is what is left.
+INSTANT = Network(Link(0.0, 1e9), clock="virtual")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step of one stage."""
+
+    gradients: list[Tensor]
+    """Of its parameters."""
+
+    spans: list[tuple[int, str, int, float, float]]
+    """(stage, kind, micro-batch, start, end) of each event, in milliseconds by the clock."""
+
+    held_bytes: int
+    """The most bytes that autograd held for backward."""
+
+    bytes_of_one: int
+    """What it held between the first event and the second, which is one micro-batch."""
+
+
+def run_on_ranks(
+    run_stage: Callable,
+    orders: Sequence[Sequence[Event]],
+    micro_batches: int,
+    *,
+    forward_ms: float = 1.0,
+    backward_ms: float = 2.0,
+    network: Network = INSTANT,
+) -> list[Ran]:
+    """Run a step of the toy language model, of which each rank has a stage; return what each did.
+
+    Args:
+        run_stage: as in exercise 1.
+        orders: the events of each stage.
+
+    Raises:
+        WorkerError: a rank failed.
+    """
+    times = {"forward": forward_ms / 1e3, "backward": backward_ms / 1e3}
+    job = (parcel_of(run_stage), [list(events) for events in orders], micro_batches, times)
+    return launch(_run, len(orders), *job, backend=BACKEND, options=network)
+
+
+def _run(
+    parcel: bytes,
+    orders: Sequence[Sequence[Event]],
+    micro_batches: int,
+    times: dict[str, float],
+) -> Ran:
+    ranks = Processes()
+    me = ranks.number
+    stage, spans, saved = Stage(me, ranks.count), [], SavedBytes()
+    data = _data(me, micro_batches)
+
+    def timed(x: Tensor) -> Tensor:
+        saved.note()
+        return Busy.apply(stage(x), times, spans, saved)
+
+    def noted_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(logits, targets)
+        saved.note()
+        return loss
+
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        saved.ignore(stage.parameters())
+        function_of(parcel)(list(orders[me]), timed, noted_loss, data, ranks)
+    ranks.wait_for_messages()
+    named = [(me, *event, *span) for event, span in zip(orders[me], spans)]
+    gradients = [param.grad for param in stage.parameters()]
+    return Ran(gradients, named, saved.most, saved.first)  # type: ignore[arg-type]
+
+
+def _data(stage: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+    """The inputs and targets of each micro-batch, as `run_stage` takes them on a stage."""
+    data = [micro_batch(number) for number in range(micro_batches)]
+    # later stages get the shape of what they receive
+    return data if stage == 0 else [(torch.empty(HIDDEN), targets) for _, targets in data]
+
+
+def with_sends_that_wait(
+    run_stage: Callable, orders: Sequence[Sequence[Event]], micro_batches: int
+) -> str:
+    """Run a step on threads whose `send` waits for its `receive`; say that it runs, or who waits.
+
+    All ranks that wait are seen to wait for one another; no clock decides.
+
+    Args:
+        run_stage: as in exercise 1.
+        orders: the events of each stage.
+    """
+
+    def run(ranks: Threads) -> None:
+        me, count = ranks.number, ranks.count
+        ranks = Waiting(me, ranks.board)
+        run_stage([*orders[me]], Stage(me, count), loss_of, _data(me, micro_batches), ranks)
+
+    try:
+        run_on_threads(run, len(orders))
+    except RuntimeError as error:
+        return str(error)
+    return "runs"
+
+
+class Waiting(Threads):
+    """A rank whose `send` waits until the tensor is received, as a large one of NCCL's may."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to rank `to`, and wait until it is received."""
+        super().send(tensor, to)
+        received = ("received", self.number, to, self.messages["to", to])
+        self.board.wait(self.number, [received], f"sends to rank {to}")
+
+    def receive(self, source: int, like: Tensor) -> Tensor:
+        """Wait for the next tensor from rank `source`."""
+        tensor = super().receive(source, like)
+        received = ("received", source, self.number, self.messages["from", source])
+        self.board.post(received, True)
+        return tensor
+
+
+class Busy(torch.autograd.Function):
+    """The identity, which moves the clock on, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, times: dict, spans: list, saved: SavedBytes) -> Tensor:
+        ctx.times, ctx.spans, ctx.saved = times, spans, saved
+        _compute("forward", times, spans)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.saved.note()
+        _compute("backward", ctx.times, ctx.spans)
+        return grad, None, None, None
+
+
+def _compute(kind: str, times: dict[str, float], spans: list) -> None:
+    group: Any = dist.group.WORLD
+    start = group.clock.now()
+    group.compute(times[kind])
+    spans.append((1e3 * start, 1e3 * group.clock.now()))
+
+
+class SavedBytes:
+    """Counts the bytes that autograd holds for backward, but for parameters."""
+
+    def __init__(self) -> None:
+        # address of a tensor's memory -> its bytes, and how many saved tensors are in it
+        self.held: dict[int, list[int]] = {}
+        self.ignored: set[int] = set()
+        self.most = self.first = 0
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave out what is held anyway."""
+        self.ignored |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def note(self) -> None:
+        """Note what is held between two events."""
+        now = sum(num_bytes for num_bytes, _ in self.held.values())
+        self.first = self.first or now
+        self.most = max(self.most, now)
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """What autograd saves in a tensor's place."""
+        saved, memory = Saved(tensor), tensor.untyped_storage()
+        address = memory.data_ptr()
+        if address not in self.ignored:
+            self.held.setdefault(address, [memory.nbytes(), 0])[1] += 1
+            weakref.finalize(saved, self.release, address)
+        return saved
+
+    def release(self, address: int) -> None:
+        """Forget a saved tensor."""
+        self.held[address][1] -= 1
+        if not self.held[address][1]:
+            del self.held[address]
+
+    @staticmethod
+    def unpack(saved: Saved) -> Tensor:
+        """The tensor itself."""
+        return saved.tensor
+
+
+class Saved:
+    """A tensor that autograd holds."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor

@@ -1,0 +1,120 @@
+"""One sequence on several ranks equals one process; what the lesson's cells and figures rest on."""
+
+import math
+
+import pytest
+import torch
+from matplotlib import pyplot as plt
+
+from lib.lessons.mesh import context
+from lib.lessons.mesh.context import attend, merge, ring_attention, zigzag
+from tests.lessons.mesh.cells import functions_of
+
+
+def cell_of(name):
+    """The function `name` that a cell of the lesson begins with."""
+    return functions_of(name, vars(context))[name]
+
+
+def random_inputs(heads, tokens, head_dim, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, heads, tokens, head_dim)
+    return scale * torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def some_shares(kind, tokens, ranks):
+    if kind == "zigzag":
+        return zigzag(tokens, ranks)
+    order = torch.arange(tokens)
+    if kind == "shuffled":
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1))
+    return [share.sort().values for share in order.chunk(ranks)]
+
+
+def root_mean_square(tensors):
+    return [tensor.square().mean().sqrt().item() for tensor in tensors]
+
+
+@pytest.mark.parametrize("kind", ["consecutive", "zigzag", "shuffled"])
+@pytest.mark.parametrize(("ranks", "heads", "tokens", "head_dim"), [(1, 1, 6, 3), (4, 2, 96, 16)])
+def test_a_ring_equals_one_process_and_rounds_at_most_twice_as_much_as_pytorch(
+    kind, ranks, heads, tokens, head_dim
+):
+    backward, shares = cell_of("ring_backward"), some_shares(kind, tokens, ranks)
+    errors = {"ring": [], "PyTorch": []}
+    for seed in range(5):
+        inputs = random_inputs(heads, tokens, head_dim, seed)
+        exact = context.in_one_process(*inputs)
+        ring, _ = context.on_a_ring(ring_attention, backward, inputs, shares)
+        for found, expected in zip(ring, exact):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        in_float32, _ = context.on_a_ring(ring_attention, backward, inputs.float(), shares)
+        for way, found in (
+            ("ring", in_float32),
+            ("PyTorch", context.in_one_process(*inputs.float())),
+        ):
+            off = [a - b for a, b in zip(found, exact)]
+            errors[way].append(root_mean_square(off))
+    ring, pytorch = (torch.tensor(errors[way]).square().mean(0).sqrt() for way in errors)
+    assert (ring <= 2 * pytorch).all()
+
+
+def test_a_ring_copes_with_scores_whose_exponentials_overflow():
+    inputs, shares = random_inputs(2, 96, 16, scale=8.0), some_shares("zigzag", 96, 4)
+    exact = context.in_one_process(*inputs)
+    ring, _ = context.on_a_ring(ring_attention, cell_of("ring_backward"), inputs.float(), shares)
+    errors = root_mean_square([a - b for a, b in zip(ring, exact)])
+    sizes = root_mean_square(exact)
+    assert all(error < 1e-4 * size for error, size in zip(errors, sizes)), errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_zigzag_gives_all_ranks_the_same_work_in_every_step(ranks, chunk):
+    shares = zigzag(2 * ranks * chunk, ranks)
+    assert sorted(torch.cat(shares).tolist()) == list(range(2 * ranks * chunk))
+    pairs = context.visible_pairs(shares)
+    assert all(len(set(step)) == 1 for step in pairs)
+    tokens = 2 * ranks * chunk
+    assert sum(map(sum, pairs)) == tokens * (tokens + 1) // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_parts_of_the_keys_merge_to_the_whole_however_large_the_scores(dtype):
+    q, k, v, _ = random_inputs(2, 24, 8, scale=8.0).to(dtype)
+    whole = attend(q, k, v)
+    assert whole[1].max() > 100
+    parts = [attend(q, k[:, i : i + 5], v[:, i : i + 5]) for i in range(0, 24, 5)]
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = merge(*joined, *part)
+    for mine, expected in zip(joined, whole):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_query_that_sees_no_key_changes_nothing():
+    q, k, v, _ = random_inputs(1, 4, 3)
+    out, lse = attend(q, k, v, torch.zeros(4, 4, dtype=torch.bool))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    seen = attend(q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(merge(*seen, out, lse), seen))
+
+
+def test_a_rank_of_one_keeps_what_it_would_exchange():
+    from lib.lessons.ranks import run_on_threads
+
+    part = torch.ones(3, 2)
+    (received,) = run_on_threads(lambda ranks: context.all_to_all([part], ranks), 1)
+    assert len(received) == 1
+    assert received[0] is part
+
+
+def test_figures_are_drawn_with_a_box_for_each_step_that_takes_time():
+    figure, (above, below) = plt.subplots(nrows=2)
+    spans = [[(0.0, 1.0), (1.0, 1.0)], [(0.0, 1.0), (1.0, 3.0)]]
+    context.draw_ring_steps(above, spans, title="consecutive", end=3.0)
+    assert len(above.patches) == 3
+    context.draw_loads(below, {"at first": torch.tensor([3, 1]), "later": torch.tensor([2, 2])})
+    assert len(below.patches) == 4
+    plt.close(figure)

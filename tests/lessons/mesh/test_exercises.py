@@ -1,0 +1,246 @@
+"""Answers as readers wrote them: right in another way, or wrong in a way that a check must see."""
+
+import math
+
+import pytest
+import torch
+
+from lib.lessons.exercise import verdict
+from lib.lessons.mesh import exercises
+from lib.lessons.mesh.context import attend, merge, pass_on
+
+NAMES = {"math": math, "torch": torch, "attend": attend, "merge": merge, "pass_on": pass_on}
+
+STAGE = """
+def run_stage(events, stage, loss, micro_batches, ranks):
+    me, last = ranks.number, ranks.count - 1
+    xs, ys = {{}}, {{}}
+    for kind, i in {events}:
+        if kind == "forward":
+            x, target = micro_batches[i]
+            if me != 0:
+                x = ranks.receive(me - 1, x)
+                x.requires_grad_()
+            y = stage(x)
+            xs[i], ys[i] = x, y if me != last else loss(y, target)
+            if me != last:
+                ranks.send(y.detach(), me + 1)
+            del x, y
+        else:
+            x, y = {popped}
+            {backward}
+            if {unless_first}:
+                ranks.send(x.grad, me - 1)
+            del x, y
+"""
+SAME = {
+    "events": "events",
+    "popped": "xs.pop(i), ys.pop(i)",
+    "backward": "y.backward(*([] if me == last else [ranks.receive(me + 1, like=y)]))",
+    "unless_first": "me != 0",
+}
+
+RING = """
+def ring_attention(q, k, v, shares, ranks):
+    n, me, out = ranks.count, ranks.number, None
+    for step in range(n):
+        source = (me - step) % n
+        part = attend(q, k, v, shares[me].unsqueeze(1) >= shares[source])
+        out, lse = part if out is None else merge(out, lse, *part)
+        {after}
+    return out, lse
+"""
+
+MLP = """
+def sequence_parallel_mlp(x, w1, w2, ranks):
+    d = x.shape[1]
+    gather = lambda rows: ranks.all_gather(rows.reshape(-1)).view(-1, d)
+    scatter = lambda rows: ranks.reduce_scatter(rows.reshape(-1)).view(-1, d)
+    h = gather(x) @ w1.T
+    def backward(grad_y):
+        whole = {grad_y}
+        grad_h = (whole @ w2) * (h > 0)
+        return scatter(grad_h @ w1), grad_h.T @ {x}, whole.T @ h.relu()
+    return scatter(h.relu() @ w2.T), backward
+"""
+
+TWO_SUMS = """
+def merge(out, lse, new_out, new_lse):
+    {sums}
+    return (a * out + b * new_out) / (a + b), {lse}
+"""
+
+LARGER_FIRST = "m = torch.maximum(lse, new_lse); a, b = (lse - m).exp(), (new_lse - m).exp()"
+
+ALL_TO_ALL = """
+def all_to_all(parts, ranks):
+    n, me = ranks.count, ranks.number
+    for to in {others}:
+        {announce}
+        ranks.send(parts[to], to)
+    received = [None] * n
+    received[me] = parts[me]
+    for source in {others}:
+        rows = {rows}
+        received[source] = ranks.receive(source, {like}(rows, parts[0].shape[1]))
+    return received
+"""
+COUNTS = {
+    "others": "[r for r in range(n) if r != me]",
+    "announce": "ranks.send(torch.tensor(len(parts[to])), to)",
+    "rows": "int(ranks.receive(source, torch.tensor(0)))",
+    "like": "parts[0].new_empty",
+}
+
+GROUPS = """
+def groups_of(rank, sizes):
+    strides = [math.prod(sizes[a {sign} :]) if {last} else math.prod(sizes[:a])
+               for a in range(len(sizes))]
+    starts = [rank - rank // t % s * t for t, s in zip(strides, sizes)]
+    return [range(b, b + t * s, t) for b, t, s in zip(starts, strides, sizes)]
+"""
+
+PLAYED = """
+def step_ms(orders, forward_ms, backward_ms):
+    took = {{"forward": forward_ms, "backward": backward_ms}}
+    done, now, at = {{}}, [0.0] * len(orders), [0] * len(orders)
+    for _ in range({rounds}):
+        for stage, events in enumerate(orders):
+            if at[stage] == len(events):
+                continue
+            kind, i = events[at[stage]]
+            before = (kind, i, stage - 1 if kind == "forward" else stage + 1)
+            if kind == "backward" and stage == len(orders) - 1:
+                before = ("forward", i, stage)
+            if kind == "forward" and stage == 0:
+                start = now[stage]
+            elif before in done:
+                start = {start}
+            else:
+                continue
+            done[kind, i, stage] = now[stage] = start + took[kind]
+            at[stage] += 1
+    return max(now) if all(a == len(e) for a, e in zip(at, orders)) else None
+"""
+ALL_ROUNDS = {"rounds": "sum(map(len, orders))", "start": "max(now[stage], done[before])"}
+
+ZIGZAG = """
+def zigzag(tokens, ranks):
+    {body}
+"""
+
+
+def verdict_on(source, **parts):
+    """What the check of the function in `source` says, with `parts` in its places."""
+    code = source.format(**parts)
+    name = code.split("(")[0].split()[-1]
+    exec(code, names := dict(NAMES))
+    return verdict(getattr(exercises, name), names[name], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        (STAGE, SAME),
+        (RING, {"after": "if step < n - 1: k, v = pass_on(torch.stack([k, v]), ranks)"}),
+        (MLP, {"grad_y": "gather(grad_y)", "x": "gather(x)"}),
+        (
+            TWO_SUMS,
+            {"sums": LARGER_FIRST, "lse": "m + (a + b).log()"},
+        ),
+        (ALL_TO_ALL, COUNTS | {"others": "[(me + shift) % n for shift in range(1, n)]"}),
+        (GROUPS, {"sign": "+ 1", "last": "True"}),
+        (PLAYED, ALL_ROUNDS),
+        (
+            ZIGZAG,
+            {
+                "body": "c = tokens // ranks // 2; t = torch.arange(tokens); return "
+                "[torch.cat([t[r * c : r * c + c], t[tokens - r * c - c : tokens - r * c]])"
+                " for r in range(ranks)]"
+            },
+        ),
+    ],
+    ids=lambda part: part.split("(")[0].split()[-1] if isinstance(part, str) else "",
+)
+def test_a_right_answer_of_another_kind_passes(source, parts):
+    assert verdict_on(source, **parts).startswith("right")
+
+
+@pytest.mark.parametrize(
+    ("source", "parts", "named"),
+    [
+        (
+            STAGE,
+            SAME | {"events": "sorted(events, key=lambda event: (event[0] == 'backward', event))"},
+            "`events` is not followed",
+        ),
+        (STAGE, SAME | {"popped": "xs[i], ys.pop(i)"}, "inputs held after their backward"),
+        (STAGE, SAME | {"popped": "xs.pop(i), ys[i]"}, "outputs stay held"),
+        (STAGE, SAME | {"popped": "xs.pop(next(iter(xs))), ys.pop(next(iter(ys)))"}, "came first"),
+        (STAGE, SAME | {"unless_first": "True"}, "send `if me > 0`"),
+        (
+            STAGE,
+            SAME | {"backward": SAME["backward"].replace("like=y", "micro_batches[i][0]")},
+            "on the first stage x is token ids",
+        ),
+        (STAGE, SAME | {"backward": "y.sum().backward()"}, "the gradient that the stage"),
+        (RING, {"after": "k, v = pass_on(k, ranks), pass_on(v, ranks)"}, "which nobody needs"),
+        (MLP, {"grad_y": "grad_y", "x": "gather(x)"}, "grad_y is not gathered"),
+        (MLP, {"grad_y": "gather(grad_y)", "x": "x"}, "it needs all of them"),
+        (TWO_SUMS, {"sums": "a, b = lse.exp(), new_lse.exp()", "lse": "(a + b).log()"}, "overflow"),
+        (
+            TWO_SUMS,
+            {"sums": LARGER_FIRST, "lse": "(a + b).log()"},
+            "add it again",
+        ),
+        (
+            TWO_SUMS,
+            {
+                "sums": "L = lse + torch.log1p(torch.exp(new_lse - lse)); "
+                "a, b = (lse - L).exp(), (new_lse - L).exp()",
+                "lse": "L",
+            },
+            "not yet",
+        ),
+        (ALL_TO_ALL, COUNTS | {"announce": "", "rows": "len(parts[source])"}, "send their number"),
+        (
+            ALL_TO_ALL,
+            COUNTS | {"rows": "int(ranks.receive(source, torch.tensor(0.0)))"},
+            "`like` has the dtype",
+        ),
+        (ALL_TO_ALL, COUNTS | {"like": "torch.empty"}, "rows are received in the default dtype"),
+        (GROUPS, {"sign": "", "last": "False"}, "the last axis is the one that runs fastest"),
+        (PLAYED, ALL_ROUNDS | {"rounds": "1"}, "go around them again"),
+        (PLAYED, ALL_ROUNDS | {"start": "done[before]"}, "its own stage may still be busy"),
+        (
+            ZIGZAG,
+            {
+                "body": "c = torch.arange(tokens).chunk(2 * ranks); "
+                "return [torch.cat([c[-1 - r], c[r]]) for r in range(ranks)]"
+            },
+            "return a rank's tokens in order",
+        ),
+        (
+            ZIGZAG,
+            {
+                "body": "t = torch.arange(tokens).view(-1, 2 * ranks); "
+                "return [t[:, [r, 2 * ranks - 1 - r]].flatten() for r in range(ranks)]"
+            },
+            "chunks of a rank: yours",
+        ),
+    ],
+    ids=lambda part: part.split("(")[0].split()[-1] if isinstance(part, str) else "",
+)
+def test_a_wrong_answer_is_refused_and_its_mistake_named(source, parts, named):
+    text = verdict_on(source, **parts)
+    assert text.startswith("not yet")
+    assert named in text
+
+
+def test_a_time_where_none_is_right_and_the_other_way_around_are_told_apart():
+    never = verdict_on("def step_ms(orders, forward_ms, backward_ms):\n    return None\n")
+    assert "yours is None, as of stages that hang; these take " in never
+    assert "is a `return` missing?" not in never
+    assert "these stages hang: return None" in verdict_on(
+        PLAYED.replace("else None", "else max(now)"), **ALL_ROUNDS
+    )

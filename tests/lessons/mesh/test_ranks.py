@@ -1,0 +1,42 @@
+"""A pipeline on processes: the gradients of one process, its bubble and memory on the clock."""
+
+import time
+
+import pytest
+import torch
+
+from lib.lessons.mesh.exercises import gpipe_orders, one_f_one_b_orders, run_stage
+from lib.lessons.mesh.ranks import run_on_ranks, with_sends_that_wait
+from lib.lessons.mesh.toys import gradients_alone
+
+P, M = 2, 3
+
+
+@pytest.mark.parametrize(
+    ("make", "held"), [(gpipe_orders, [M, M]), (one_f_one_b_orders, [2, 1])], ids=["GPipe", "1F1B"]
+)
+def test_a_pipeline_is_one_process_to_the_last_bit_with_the_bubble_and_memory_as_derived(
+    make, held
+):
+    ran = run_on_ranks(run_stage.solve, make(P, M), M)
+    found = [gradient for stage in ran for gradient in stage.gradients]
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients_alone(M), strict=True))
+    spans = [span for stage in ran for span in stage.spans]
+    assert max(end for *_, end in spans) == pytest.approx(3 * (M + P - 1))
+    assert sum(end - start for *_, start, end in spans) == pytest.approx(3 * M * P)
+    assert [stage.held_bytes / stage.bytes_of_one for stage in ran] == held
+
+
+def test_1f1b_hangs_where_a_send_waits_for_its_receive_and_gpipe_does_not():
+    assert with_sends_that_wait(run_stage.solve, gpipe_orders(P, M), M) == "runs"
+    assert with_sends_that_wait(run_stage.solve, one_f_one_b_orders(P, M), M) == (
+        "the ranks wait for one another forever: rank 0 sends to rank 1, rank 1 sends to rank 0"
+    )
+
+
+def test_a_rank_that_starts_late_is_waited_for():
+    def late(events, stage, loss, micro_batches, ranks):
+        time.sleep(1.2 * ranks.number)
+        run_stage.solve(events, stage, loss, micro_batches, ranks)
+
+    assert with_sends_that_wait(late, gpipe_orders(P, M), M) == "runs"
