@@ -126,6 +126,11 @@ COMMANDS: dict[str, Command] = {
         "lib.lessons.training.broken:record_broken_runs",
         prints="{result}",
     ),
+    "lessons band": Command(
+        "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
+        "lib.lessons.training.band:record_band",
+        prints="{result}",
+    ),
     "lessons ablation": Command(
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",
