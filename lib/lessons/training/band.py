@@ -1,6 +1,6 @@
 """Notebook 03's run with other seeds: a band that the reader's own curve is drawn into.
 
-`python -m lib lessons band` trains them and records what they reach in artifacts/training_band.jsonl.
+`python -m lib lessons band` trains them and records their losses in artifacts/training_band.jsonl.
 """
 
 from __future__ import annotations
