@@ -30,6 +30,7 @@ TAGS = {
     "exercise",
     "folded",
     "solution",
+    "extra",
 }
 # Folders at the root of one machine's disk; /kaggle is the same for everybody.
 MACHINE_PATH = re.compile(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import zip_longest
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,8 @@ def shown(value: Any) -> str:
     """A value as a verdict shows it."""
     if value is MISSING:
         return "nothing"
+    if isinstance(value, FunctionType):
+        return value.__name__
     try:
         text = _array_shown(value) if is_array(value) else repr(value)
     except Exception:

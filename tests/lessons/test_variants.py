@@ -187,6 +187,26 @@ WRONG = {
         "",
         ", of type float; expected tensor(",
     ),
+    "model: the loss without a gradient": (
+        "model",
+        "verdict(cross_entropy_loss, lambda *given: cross_entropy_loss.solve(*given).detach())",
+        "",
+        "autograd can't follow it",
+    ),
+    "model: attention through NumPy": (
+        "model",
+        "verdict(attention, f)",
+        """
+def f(x, *given):
+    return attention.solve(torch.tensor(x.detach().numpy()), *given)""",
+        "autograd can't follow it",
+    ),
+    "model: the rotation of a copy": (
+        "model",
+        "verdict(rotate, lambda x, *given: rotate.solve(x.detach(), *given))",
+        "",
+        "autograd can't follow it",
+    ),
     "model: the loss by one call of PyTorch's": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: F.cross_entropy(*given))",
@@ -212,12 +232,13 @@ WRONG = {
         "model",
         "verdict(attention, f)",
         """
-def f(x, w_q, w_k, w_v, w_out, num_heads):
+def f(x, w_q, w_k, w_v, w_out, num_heads, rope):
     batch, length, _ = x.shape
     head_dim = len(w_q) // num_heads
     q, k, v = (
         (x @ w.T).view(batch, length, -1, head_dim).transpose(1, 2) for w in (w_q, w_k, w_v)
     )
+    q, k = rope(q), rope(k)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(-2) @ w_out.T""",
         "scaled_dot_product_attention does all of it; write it out",

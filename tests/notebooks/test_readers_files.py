@@ -178,7 +178,7 @@ def test_the_notebooks_that_write_leave_the_readers_files_as_they_were(tmp_path)
     sizes = tmp_path / "sizes.yaml"
     sizes.write_text(
         "01_tokenizer: {corpus_bytes: 1000000, vocab_size: 768, lesson_bytes: 300000}\n"
-        "02_model: {corpus_bytes: 1000000, vocab_size: 768, steps: 4, tiny_steps: 4}\n"
+        "02_model: {corpus_bytes: 1000000, vocab_size: 768, steps: 30}\n"
         "03_training: {corpus_bytes: 1000000, vocab_size: 768, steps: 20, sweep_steps: 6}\n"
         "10_speedrun: {corpus_bytes: 300000, validation_tokens: 4096, target: 3.3, minutes: 0.4}\n"
     )

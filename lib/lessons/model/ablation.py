@@ -1,4 +1,4 @@
-"""Ablations of notebook 02: the same short training with one thing changed, for three seeds.
+"""Ablations of notebook 02: the same short training run with one thing changed, for three seeds.
 
 `python -m lib lessons ablation` trains all of them and adds their losses to
 artifacts/ablation.jsonl. An interrupted run continues.
@@ -47,7 +47,7 @@ SEEDS = (0, 1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class ShortTraining:
-    """Settings of a training that takes seconds."""
+    """Settings of a training run of seconds."""
 
     steps: int = 500
     learning_rate: float = 1e-2
@@ -57,7 +57,7 @@ class ShortTraining:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training of the record."""
+    """One training run of the record."""
 
     variant: str
     seed: int

@@ -1,4 +1,4 @@
-"""Exercises of notebook 02: the loss, attention, RoPE, what a model costs, a head made by hand."""
+"""Exercises of notebook 02: the loss, gradients, attention, RoPE, costs, a head made by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,22 @@ class Without(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def watched(x: Tensor) -> Tensor:
+    """A copy of `x` as a model has it: autograd follows it, and it may be changed in place."""
+    return x.clone().requires_grad_() * 1
+
+
+def followed(result: Any) -> Any:
+    """Return `result`, through which a model must be able to learn.
+
+    Raises:
+        ValueError: autograd has not followed how it was computed.
+    """
+    if isinstance(result, Tensor) and not result.requires_grad:
+        raise ValueError("autograd can't follow it; compute it from the tensors that are given")
+    return result
+
+
 # The loss
 
 
@@ -58,7 +74,7 @@ def draw_logits(generator: random.Random, size: int) -> tuple:
 
 def loss_by_hand(attempt: Callable, logits: Tensor, targets: Tensor) -> Any:
     with Without(F.cross_entropy):
-        return attempt(logits, targets)
+        return followed(attempt(watched(logits), targets))
 
 
 @exercise("warm-up", draw_logits, harness=loss_by_hand)
@@ -124,6 +140,94 @@ d_logits / len(inputs) => d_logits
 logits.softmax(-1) => logits.softmax(0) | softmax runs over the pairs; each row sums to 1 by itself
 d_logits / len(inputs) => -d_logits / len(inputs)
     | the sign of the gradient is wrong; it is softmax - one-hot, and not the reverse
+"""
+
+
+# Reverse-mode autograd
+
+
+class Value:
+    """A number that remembers what it was computed from.
+
+    `parents` has a pair for each operand: the operand, and the derivative with respect to it.
+    """
+
+    def __init__(self, number: float, parents: Sequence[tuple[Value, float]] = ()) -> None:
+        self.number, self.parents, self.grad = number, parents, 0.0
+
+    def __add__(self, other: Value) -> Value:
+        return Value(self.number + other.number, [(self, 1.0), (other, 1.0)])
+
+    def __mul__(self, other: Value) -> Value:
+        return Value(self.number * other.number, [(self, other.number), (other, self.number)])
+
+
+def draw_formula(generator: random.Random, size: int) -> tuple:
+    """Numbers, and steps `(+ or *, which, which)` whose results are appended to them."""
+    numbers = [generator.randint(-4, 4) / 2 or 1.0 for _ in range(generator.randint(1, 3))]
+    steps = []
+    for count in range(len(numbers), len(numbers) + generator.randint(1, 1 + size // 2)):
+        # the newest is always used, and others again and again
+        operands = generator.sample([count - 1, generator.randrange(count)], 2)
+        steps.append((generator.choice("+*"), *operands))
+    return numbers, steps
+
+
+def evaluate_formula(numbers: Sequence[Any], steps: Sequence[tuple[str, int, int]]) -> list:
+    """All values, first the given ones; the last is the result."""
+    values = list(numbers)
+    for operation, a, b in steps:
+        values.append(values[a] + values[b] if operation == "+" else values[a] * values[b])
+    return values
+
+
+def gradients_of(attempt: Callable, numbers: list[float], steps: list[tuple]) -> list[float]:
+    values = evaluate_formula([Value(number) for number in numbers], steps)
+    attempt(values[-1])
+    return [value.grad for value in values]
+
+
+def formula_words(numbers: list[float], steps: list[tuple]) -> str:
+    names = "abcdefghijklmnop"
+    given = [f"{name} = {number:g}" for name, number in zip(names, numbers)]
+    made = zip(names[len(numbers) :], steps)
+    given += [f"{name} = {names[a]} {sign} {names[b]}" for name, (sign, a, b) in made]
+    return ", ".join(given) + ", and the gradients of all of them"
+
+
+@exercise("optional", draw_formula, harness=gradients_of, show=formula_words)
+def backward(result: Value) -> None:
+    order, seen = [], set()
+
+    def visit(value: Value) -> None:
+        if value not in seen:
+            seen.add(value)
+            for parent, _ in value.parents:
+                visit(parent)
+            order.append(value)
+
+    visit(result)
+    result.grad = 1.0
+    for value in reversed(order):
+        for parent, derivative in value.parents:
+            parent.grad += derivative * value.grad
+
+
+backward.mistakes = """
+parent.grad += => parent.grad =
+    | a value that is used twice keeps one of its gradients; add them up
+result.grad = 1.0 => pass
+    | nothing starts; the gradient of the result with respect to itself is 1
+reversed(order) => order
+    | values pass their gradients on before they have them; begin at the result
+derivative * value.grad => derivative
+    | the derivative of a single step is added; the chain rule multiplies it by the gradient of what
+    comes after
+if value not in seen: => if True:
+    | a value that is used twice passes its gradient on twice; visit each value once
+order.append(value) => pass && seen.add(value) => seen.add(value); order.append(value)
+    && reversed(order) => order
+    | a value passes its gradient on before all of it has arrived; whatever uses it must come first
 """
 
 
@@ -231,7 +335,7 @@ def backward_at_the_end(
     return loss, d_hidden, d_weight
 
 
-@exercise("core", draw_hidden, harness=frugal, trials=60)
+@exercise("optional", draw_hidden, harness=frugal, trials=60)
 def loss_in_chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,17 +384,34 @@ def draw_attention(generator: random.Random, size: int) -> tuple:
     x = draw_tensor(generator, batch, length, d_model)
     rows = (num_heads, num_kv_heads, num_kv_heads)
     w_q, w_k, w_v = (draw_tensor(generator, n * head_dim, d_model) / d_model for n in rows)
-    return x, w_q, w_k, w_v, draw_tensor(generator, d_model, num_heads * head_dim), num_heads
+    w_out = draw_tensor(generator, d_model, num_heads * head_dim)
+    return x, w_q, w_k, w_v, w_out, num_heads, generator.choice([unchanged, by_position])
 
 
-def attention_by_hand(attempt: Callable, *given: Any) -> Any:
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def by_position(x: Tensor) -> Tensor:
+    """Scale x (..., length, head_dim) by factors that differ between positions and coordinates."""
+    length, head_dim = x.shape[-2:]
+    return x * (1 + torch.arange(length)[:, None] * torch.arange(1, 1 + head_dim) / head_dim)
+
+
+def attention_by_hand(attempt: Callable, x: Tensor, *given: Any) -> Any:
     with Without(F.scaled_dot_product_attention, F.multi_head_attention_forward):
-        return attempt(*given)
+        return followed(attempt(watched(x), *given))
 
 
 @exercise("core", draw_attention, harness=attention_by_hand, trials=80)
 def attention(
-    x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_out: Tensor, num_heads: int
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    w_out: Tensor,
+    num_heads: int,
+    rope: Callable[[Tensor], Tensor],
 ) -> Tensor:
     head_dim, length = len(w_q) // num_heads, x.shape[1]
 
@@ -298,6 +419,7 @@ def attention(
         return y.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (batch, heads, length, head_dim)
 
     q, k, v = split(x @ w_q.T), split(x @ w_k.T), split(x @ w_v.T)
+    q, k = rope(q), rope(k)
     group = num_heads // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)  # (batch, heads, queries, keys)
@@ -318,6 +440,10 @@ k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) =>
     k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)
     | neighboring query heads get different keys; they form a group that shares one, so use
     repeat_interleave, and not repeat
+q, k = rope(q), rope(k) => pass
+    | `rope` is not called; give it queries and keys, cut into heads
+q, k = rope(q), rope(k) => q, k, v = rope(q), rope(k), rope(v)
+    | values go through `rope`, too; only queries and keys do
 .transpose(1, 2).flatten(-2)  # (batch, length, d_model) => .reshape(*x.shape[:2], -1)
     | heads are put together without being transposed back, which mixes tokens
 """
@@ -329,25 +455,32 @@ k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) =>
 def draw_positions(generator: random.Random, size: int) -> tuple:
     head_dim = 2 * generator.randint(1, 2 + size // 4)
     x = draw_tensor(generator, generator.randint(1, 2 + size // 2), head_dim)
+    # later ones as in a model: (batch, heads, length, head_dim)
+    if size > 5:
+        x = torch.stack([x, x.flip(0)]).expand(generator.randint(1, 2), 2, -1, -1)
     return x, generator.choice([10.0, 100.0, 10_000.0]), generator.choice(["pairs", "halves"])
 
 
-@exercise("core", draw_positions, trials=100)
+def rotation_by_hand(attempt: Callable, x: Tensor, theta: float, layout: str) -> Any:
+    return followed(attempt(watched(x), theta, layout))
+
+
+@exercise("core", draw_positions, harness=rotation_by_hand, trials=100)
 def rotate(x: Tensor, theta: float, layout: str) -> Tensor:
-    length, head_dim = x.shape
+    length, head_dim = x.shape[-2:]
     frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,)
     angles = torch.arange(length)[:, None] * frequencies  # (length, head_dim / 2)
     cos, sin = angles.cos(), angles.sin()
-    a, b = (x[:, 0::2], x[:, 1::2]) if layout == "pairs" else x.chunk(2, dim=-1)
+    a, b = (x[..., 0::2], x[..., 1::2]) if layout == "pairs" else x.chunk(2, dim=-1)
     rotated = (a * cos - b * sin, a * sin + b * cos)
     return torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else torch.cat(rotated, -1)
 
 
 rotate.mistakes = """
-length, head_dim = x.shape => (length, head_dim), layout = x.shape, "pairs"
+length, head_dim = x.shape[-2:] => (length, head_dim), layout = x.shape[-2:], "pairs"
     | both layouts are rotated in pairs of neighbors; in `halves`, coordinate i goes with
     i + head_dim / 2
-length, head_dim = x.shape => (length, head_dim), layout = x.shape, "halves"
+length, head_dim = x.shape[-2:] => (length, head_dim), layout = x.shape[-2:], "halves"
     | both layouts are rotated in halves; in `pairs`, coordinate 2i goes with 2i + 1
 torch.stack(rotated, -1).flatten(-2) if layout == "pairs" else => | the result of `pairs` comes in
     halves; stack a and b on a last dimension, and flatten

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 from lib.core.charts import bars
 from lib.core.figures import BLACK, BLUE, INK, ORANGE
@@ -26,6 +27,9 @@ def show_differences(rows: Sequence[Mapping[str, Any]]) -> None:
         styles={n: {"color": BLUE if is_clear[n] else ORANGE, "alpha": 0.35} for n in costs},
     )
     for place, found in enumerate(costs.values()):
-        axes.plot(found, [place] * len(found), "o", color=INK)
+        (dots,) = axes.plot(found, [place] * len(found), "o", color=INK, label="one seed")
     axes.axvline(0, color=BLACK, linewidth=1, marker="")
+    meanings = {"all seeds agree on the sign": BLUE, "the sign depends on the seed": ORANGE}
+    patches = [Patch(color=c, alpha=0.35, label=f"mean; {name}") for name, c in meanings.items()]
+    axes.legend(handles=[dots, *patches], loc="lower right")
     plt.show()

@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ import torch.nn.functional as F
 from lib.lessons.exercise import draw_inputs, verdict
 from lib.lessons.model.exercises import (
     attention,
+    backward,
     bigram_gradient,
     bill,
     cross_entropy_loss,
+    evaluate_formula,
     frequencies_of,
+    gradients_of,
     loss_in_chunks,
     missed_percent,
     previous_token_head,
@@ -46,9 +50,33 @@ def bigram_by_autograd(weight, inputs, targets):
         return loss.detach(), *torch.autograd.grad(loss, weight)
 
 
-def attention_of_pytorch(x, w_q, w_k, w_v, w_out, num_heads):
+def bigram_by_one_hot(weight, inputs, targets):
+    """Matmuls add up the rows of a token, in another order."""
+    seen, came = F.one_hot(inputs, len(weight)).float(), F.one_hot(targets, len(weight)).float()
+    p = (seen @ weight).softmax(-1)
+    return -(p * came).sum(-1).log().mean(), seen.T @ (p - came) / len(inputs)
+
+
+def backward_by_counting(result):
+    """A value passes its gradient on when all that use it have passed on theirs."""
+    uses, waiting = Counter(), [result]
+    while waiting:
+        for parent, _ in waiting.pop().parents:
+            waiting += [parent] * (parent not in uses)
+            uses[parent] += 1
+    result.grad, ready = 1.0, [result]
+    while ready:
+        value = ready.pop()
+        for parent, derivative in value.parents:
+            parent.grad += value.grad * derivative
+            uses[parent] -= 1
+            ready += [parent] * (not uses[parent])
+
+
+def attention_of_pytorch(x, w_q, w_k, w_v, w_out, num_heads, rope):
     q, k, v = (F.linear(x, w).unflatten(-1, (-1, len(w_q) // num_heads)) for w in (w_q, w_k, w_v))
     q, k, v = (y.movedim(-2, 1) for y in (q, k, v))
+    q, k = map(rope, (q, k))
     # its own math, since the check refuses the function itself
     out, _ = torch.ops.aten._scaled_dot_product_attention_math(
         q, k, v, is_causal=True, enable_gqa=True
@@ -58,11 +86,11 @@ def attention_of_pytorch(x, w_q, w_k, w_v, w_out, num_heads):
 
 def rotate_by_lib(x, theta, layout):
     """`lib` rotates neighbors; columns are reordered as an export reorders rows."""
-    rope = RotaryEmbedding(x.shape[1], len(x), theta)
+    rope = RotaryEmbedding(x.shape[-1], x.shape[-2], theta)
     if layout == "pairs":
         return rope(x)
     pairs = torch.stack(x.chunk(2, dim=-1), -1).flatten(-2)
-    return pairs_to_halves(rope(pairs).T, num_heads=1).T
+    return pairs_to_halves(rope(pairs).movedim(-1, 0), num_heads=1).movedim(0, -1)
 
 
 def bill_by_lib(d_model, d_ff, layers, heads, kv_heads, vocab_size, context):
@@ -101,8 +129,10 @@ def as_head(size, rotation):
     ("exercise", "independent"),
     [
         (cross_entropy_loss, lambda x, y: F.nll_loss(x.log_softmax(-1), y)),
-        (cross_entropy_loss, lambda x, y: F.nll_loss(x.double().log_softmax(-1), y).numpy()),
+        (cross_entropy_loss, lambda x, y: F.nll_loss(x.double().log_softmax(-1), y)),
         (bigram_gradient, bigram_by_autograd),
+        (bigram_gradient, bigram_by_one_hot),
+        (backward, backward_by_counting),
         (loss_in_chunks, loss_by_autograd),
         (attention, attention_of_pytorch),
         (rotate, rotate_by_lib),
@@ -113,6 +143,16 @@ def as_head(size, rotation):
 )
 def test_an_independent_answer_is_right(exercise, independent):
     assert verdict(exercise, independent, seed=0).startswith("right")
+
+
+def test_the_gradients_of_all_steps_are_those_of_autograd():
+    for numbers, steps in draw_inputs(backward, 0):
+        given = [torch.tensor(number, dtype=torch.float64).requires_grad_() for number in numbers]
+        values = evaluate_formula(given, steps)
+        expected = torch.autograd.grad(values[-1], values, materialize_grads=True)
+        assert gradients_of(backward.solve, numbers, steps) == pytest.approx(
+            list(map(float, expected))
+        )
 
 
 @pytest.mark.parametrize("exercise", [cross_entropy_loss, loss_in_chunks, attention, rotate])

@@ -1,0 +1,135 @@
+"""What notebook 02 says in words and numbers, where no cell of its own checks it."""
+
+import dataclasses
+import re
+
+import matplotlib
+import nbformat
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from lib.core.files import ROOT
+from lib.model.config import model_preset
+from lib.model.costs import flops_per_token
+from lib.model.loss import softmax
+from lib.model.transformer import TransformerLM
+from tests.lessons.model import test_exercises as others
+
+CELLS = nbformat.read(ROOT / "notebooks/02_model.ipynb", as_version=4).cells
+PROSE = " ".join("\n".join(c.source for c in CELLS if c.cell_type == "markdown").split())
+OUTPUTS = "\n".join(out.get("text", "") for c in CELLS for out in c.get("outputs", ()))
+
+
+def said(pattern: str, text: str = PROSE) -> list[float]:
+    """The numbers that a pattern with groups finds in the page."""
+    found = re.search(pattern, text)
+    assert found, pattern
+    return [float(number.replace(",", "")) for number in found.groups()]
+
+
+def counted(name: str) -> tuple[int, float]:
+    """(parameters, training FLOPs a token) of a preset; "meta" tensors have shapes only."""
+    config = dataclasses.replace(model_preset(name), attention_kernel="vectorized_torch")
+    model = TransformerLM(config, device="meta")
+    x = torch.empty(1, config.context_length, config.d_model, device="meta", requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        for layer in model.layers:
+            x = layer(x, model.rope)
+        F.linear(model.ln_final(x), model.output_weight).sum().backward()
+    return sum(p.numel() for p in model.parameters()), counter.get_total_flops() / x.shape[1]
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2-124m", "xl"])
+def test_parameters_and_flops_are_those_that_pytorch_counts(name):
+    flops, parameters = said(rf"{name} +([\d,]+) FLOPs a token, +([\d,]+) parameters", OUTPUTS)
+    assert (parameters, flops) == counted(name)
+
+
+def test_the_rule_for_parameters_is_off_where_the_page_says_so():
+    off = dict(re.findall(r"^(\S+) .* by the rule (\S+)%$", OUTPUTS, re.MULTILINE))
+    assert abs(int(off["tiny"])) < 2
+    assert int(off["gpt2-124m"]) > 20
+    assert int(off["xl"]) < -20
+
+
+def mean_first_loss(std: float, vocab_size: int) -> float:
+    logits = std * torch.randn(500, vocab_size, generator=torch.Generator().manual_seed(0))
+    return logits.logsumexp(-1).mean().item()
+
+
+def test_a_first_loss_of_25_needs_logits_as_large_as_the_page_says():
+    vocab_size, loss = said(r"vocabulary of ([\d,]+), a training run starts at a loss of (\d+)")
+    std, variance = said(r"standard deviation is about ([\d.]+), a variance of (\d+)")
+    assert std**2 == pytest.approx(variance, abs=1)
+    assert mean_first_loss(std, int(vocab_size)) == pytest.approx(loss, abs=0.3)
+    # what log V + s²/2 gives, far outside of where it holds
+    (overstated,) = said(r"log V \+ s²/2 would say (\d+)")
+    assert mean_first_loss(overstated**0.5, int(vocab_size)) < loss - 1
+
+
+def test_scores_and_values_are_half_of_the_layers_flops_at_six_times_the_width():
+    tokens, width = said(r"\*\*\$T = 6d\$\*\*: ([\d,]+) tokens for GPT-2's (\d+)")
+    layers = dataclasses.replace(model_preset("gpt2-124m"), vocab_size=2)
+    assert (tokens, width) == (6 * layers.d_model, layers.d_model)
+    share = 1 - flops_per_token(layers, 0) / flops_per_token(layers, int(tokens))
+    assert share == pytest.approx(0.5, abs=0.01)
+
+
+def test_heads_cost_no_flops_and_a_tied_matrix_starts_as_small_as_a_head():
+    (std,) = said(r"\\sqrt\{2 / \(4096 \+ 96\)\} = ([\d.]+)\$ where an embedding of its own has 1")
+    shape = dataclasses.replace(model_preset("tiny"), d_model=96, num_heads=1, tied_embeddings=True)
+    assert flops_per_token(shape) == flops_per_token(dataclasses.replace(shape, num_heads=4))
+    for is_tied, expected in ((True, std), (False, 1)):
+        model = TransformerLM(dataclasses.replace(shape, tied_embeddings=is_tied))
+        assert model.token_embeddings.weight.std().item() == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "survives", "fails"),
+    [(torch.float16, 8, 12), (torch.bfloat16, 80, 90), (torch.float32, 80, 90)],
+)
+def test_a_naive_softmax_fails_far_from_0_and_libs_does_not(dtype, survives, fails):
+    right = torch.tensor([2.0, 1.0, 0.0]).softmax(-1)
+    for shift, is_right in ((survives, True), (fails, False), (-130, False)):
+        x = torch.tensor([2.0, 1.0, 0.0], dtype=dtype) + shift
+        naive = x.exp() / x.exp().sum(-1, keepdim=True)
+        assert torch.allclose(naive.float(), right, rtol=0.1) == is_right
+        assert torch.allclose(softmax(x), x.float().softmax(-1))
+
+
+def test_extra_sections_come_last_and_say_so():
+    headings = [c for c in CELLS if c.source.startswith(("# ", "## "))]
+    tagged = ["extra" in c.metadata.get("tags", ()) for c in headings]
+    assert tagged == sorted(tagged)
+    assert any(tagged)
+    named = [c.source.lstrip("# ").startswith("Extra") for c in headings]
+    assert named == tagged
+
+
+ANSWERS = {
+    "cross_entropy_loss": lambda x, y: F.nll_loss(x.double().log_softmax(-1), y),
+    "bigram_gradient": others.bigram_by_one_hot,
+    "attention": others.attention_of_pytorch,
+    "rotate": others.rotate_by_lib,
+    "bill": others.bill_by_lib,
+    "backward": others.backward_by_counting,
+    "loss_in_chunks": others.loss_by_autograd,
+    "previous_token_head": others.uneven_head,
+}
+
+
+@pytest.mark.slow
+def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
+    monkeypatch.setenv("WORKBOOK_SMALL", "1")
+    matplotlib.use("agg")
+    page = {"__name__": "page", "answers": ANSWERS}
+    for cell in CELLS:
+        source, tags = cell.source, cell.metadata.get("tags", ())
+        if "exercise" in tags:
+            name = re.match(r"def (\w+)", source)[1]
+            source = f"{name} = exercises.take(answers[{name!r}], {name!r})"
+        if cell.cell_type == "code" and not source.startswith("# Find the workbook"):
+            exec(source, page)
+    assert capsys.readouterr().out.count("right: as expected") == len(ANSWERS)
