@@ -49,23 +49,30 @@ def show_band(
     band: Mapping[str, Sequence[float]] | None,
     *,
     levels: Mapping[str, float],
+    first: int = 100,
 ) -> None:
-    """Show a run's losses by step, and behind them a `band` of other runs: steps, low, high."""
+    """Show a run's losses from step `first` on, and behind them a `band` of other runs.
+
+    Args:
+        band: "steps", and of each the "low" and "high" loss.
+    """
     _, axes = plt.subplots(figsize=(7, 3.4))
+    late = {step: loss for step, loss in curve.items() if step >= first}
     lines(
-        {"your run": curve},
+        {"your run": late or curve},
         axes=axes,
         title="Your run among eight others",
         xlabel="step",
         ylabel=f"loss, mean of {SMOOTHED} steps (nats)",
-        log="y",
         levels=levels,
         styles={"your run": {"marker": ""}},
         legend="none",
     )
     if band:
-        names = {"color": ORANGE, "alpha": 0.45, "linewidth": 0, "label": "eight other seeds"}
-        axes.fill_between(band["steps"], band["low"], band["high"], **names)
+        places = zip(band["steps"], band["low"], band["high"])
+        others = zip(*(place for place in places if place[0] >= first))
+        look = {"color": ORANGE, "alpha": 0.5, "linewidth": 0, "label": "eight other seeds"}
+        axes.fill_between(*others, **look)
     axes.legend()
     plt.show()
 

@@ -7,7 +7,7 @@ import pytest
 
 from lib.lessons.training.band import SEEDS, BandRun, read_band, smooth, train_with_seed
 
-TINY = BandRun(vocab_size=40, context_length=16, d_model=12, num_layers=1, steps=6, batch_size=2)
+TINY = BandRun(vocab_size=40, context_length=16, d_model=24, num_layers=1, steps=6, batch_size=2)
 
 
 def test_a_run_is_given_by_its_seed():

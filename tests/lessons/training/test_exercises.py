@@ -1,5 +1,8 @@
 """The exercises of notebook 03 against independent answers; their mistakes: test_exercise.py."""
 
+import math
+import pickle
+
 import pytest
 import torch
 from torch.optim.adamw import adamw
@@ -59,6 +62,25 @@ def resume(make_run, before, after):
     return run.weights
 
 
+def resume_by_pickle(make_run, before, after):
+    """Everything that a run has, as bytes."""
+    first, second = make_run(), make_run()
+    first.train(before)
+    saved = pickle.dumps(vars(first))
+    first.train(1)
+    vars(second).update(pickle.loads(saved))
+    second.train(after)
+    return second.weights
+
+
+def story_bits(choices):
+    """From the probability of what each throw shows."""
+    shares = [
+        sum(option == shown for option in options) / len(options) for options, shown in choices
+    ]
+    return -sum(map(math.log2, shares))
+
+
 def decode(model, prompt, count):
     """Attention over the whole text for each new token, from the model's tables."""
     tokens = list(prompt)
@@ -79,7 +101,7 @@ def top_p_filter(probabilities, top_p):
     return chosen / chosen.sum()
 
 
-@pytest.mark.parametrize("independent", [adamw_step, train, top_p_filter, decode])
+@pytest.mark.parametrize("independent", [adamw_step, train, story_bits, top_p_filter, decode])
 @pytest.mark.parametrize("seed", range(2))
 def test_an_independent_answer_is_right(independent, seed):
     exercise = getattr(exercises, independent.__name__)
