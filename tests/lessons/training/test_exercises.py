@@ -15,7 +15,7 @@ from lib.lessons.training.exercises import BUDGET_GOAL, BUDGET_REACHED, PLAIN_SE
 from lib.lessons.training.toys import ToyDecoder, loss_on_budget
 
 
-def adamw_step(weight, gradient, state, lr, weight_decay):
+def adamw_step(weight, gradient, state, lr, weight_decay=0.0):
     """PyTorch's for one tensor, as its optimizer calls it, with the moments changed in place."""
     for name in ("mean", "square"):
         state.setdefault(name, torch.zeros_like(weight))
@@ -123,10 +123,12 @@ def test_a_token_that_is_computed_again_is_refused():
         model.qkv(3, 0)
 
 
-def train_on_joined_batches(weights, loss_of, batches, rates, update, on_step, accumulate, _):
+def train_on_joined_batches(
+    weights, loss_of, batches, rates, update, on_step, accumulate=1, max_norm=1.0
+):
     """All batches of a step as one, for which the memory of the story is too small."""
     parts = zip(*(next(batches) for _ in range(accumulate)))
-    on_step(loss_of(weights, *map(torch.cat, parts)).item(), 0.0)
+    loss_of(weights, *map(torch.cat, parts))
 
 
 def test_batches_that_are_joined_are_refused():
@@ -209,3 +211,16 @@ def test_a_budget_is_a_number_of_sequences_whatever_the_batch_size(batch_size, m
     loss_on_budget(PLAIN_SETTINGS | {"batch_size": batch_size, "warmup_steps": 0})
     *training, _ = drawn
     assert sum(training) <= toys.BUDGET < sum(training) + batch_size
+
+
+def test_an_answer_without_the_defaults_that_the_page_relies_on_is_not_right():
+    def step(weight, gradient, state, lr, weight_decay):
+        return exercises.adamw_step.solve(weight, gradient, state, lr, weight_decay)
+
+    def loop(weights, loss_of, batches, rates, update, on_step, accumulate, max_norm):
+        exercises.train.solve(
+            weights, loss_of, batches, rates, update, on_step, accumulate, max_norm
+        )
+
+    for name, attempt in {"adamw_step": step, "train": loop}.items():
+        assert "missing" in verdict(getattr(exercises, name), attempt)

@@ -11,7 +11,8 @@ from lib.lessons.training import exercises
 from tests.lessons.training import test_exercises as others
 
 CELLS = nbformat.read(ROOT / "notebooks/03_training.ipynb", as_version=4).cells
-PROSE = " ".join("\n".join(c.source for c in CELLS if c.cell_type == "markdown").split())
+TEXTS = [c for c in CELLS if c.cell_type == "markdown"]
+PROSE = " ".join("\n".join(c.source.replace("\n> ", "\n") for c in TEXTS).split())
 OUTPUTS = "\n".join(out.get("text", "") for c in CELLS for out in c.get("outputs", ()))
 
 
@@ -43,8 +44,7 @@ def test_the_run_is_the_same_as_libs_and_takes_longer():
 
 
 def test_extra_sections_come_last_and_say_so():
-    texts = [c for c in CELLS if c.cell_type == "markdown"]
-    headings = [c for c in texts if c.source.startswith(("# ", "## "))]
+    headings = [c for c in TEXTS if c.source.startswith(("# ", "## "))]
     tagged = ["extra" in c.metadata.get("tags", ()) for c in headings]
     assert tagged == sorted(tagged)
     assert any(tagged)
