@@ -74,9 +74,14 @@ def train_with_seed(run: BandRun, tokens: np.ndarray, seed: int) -> tuple[Transf
     ]
     optimizer = AdamW(groups, betas=(0.9, 0.95))
     peak, generator, losses = run.learning_rate, np.random.default_rng(seed), []
-    schedule = {"max_lr": peak, "min_lr": peak / 10, "warmup_steps": run.steps // 5}
     for step in range(1, run.steps + 1):
-        rate = cosine_lr(step, cosine_steps=run.steps, **schedule)
+        rate = cosine_lr(
+            step,
+            max_lr=peak,
+            min_lr=peak / 10,
+            warmup_steps=run.steps // 5,
+            cosine_steps=run.steps,
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = get_batch(tokens, run.batch_size, run.context_length, "cpu", generator=generator)
@@ -103,8 +108,15 @@ def record_band(path: Path = RECORDS) -> Path:
     curves, judged = [], []
     for seed in SEEDS:
         model, losses = train_with_seed(run, tokens, seed)
-        sizes = {"batch_size": 32, "device": "cpu", "max_tokens": run.eval_tokens}
-        judged.append(round(evaluate(model, held_out, bytes_of_token(tokenizer), **sizes).loss, 4))
+        result = evaluate(
+            model,
+            held_out,
+            bytes_of_token(tokenizer),
+            batch_size=32,
+            device="cpu",
+            max_tokens=run.eval_tokens,
+        )
+        judged.append(round(result.loss, 4))
         curves.append(smooth(losses))
         print(f"seed {seed}: held-out loss {judged[-1]:.3f}")
     figures: dict[str, Any] = {"steps": [*curves[0]], "held_out": judged}
