@@ -36,11 +36,11 @@ def test_the_learning_rates_that_a_reader_chooses_from_are_those_that_are_tried(
     assert said(r"for lr in \(([^)]*)\):\n    weights =", sources) == (", ".join(asked),)
 
 
-def test_the_run_is_the_same_as_libs_and_takes_longer():
+def test_the_run_is_the_same_as_libs_and_takes_about_as_long_on_a_cpu():
     (apart,) = said(r"100 losses, at most (\S+) apart", OUTPUTS)
     yours, libs = said(r"a step takes ([\d.]+) ms with yours, ([\d.]+) ms with lib's", OUTPUTS)
     assert float(apart) < 1e-3
-    assert float(libs) < float(yours)
+    assert 0.6 < float(libs) / float(yours) < 1.2
 
 
 def test_extra_sections_come_last_and_say_so():
