@@ -41,9 +41,10 @@ class Command(NamedTuple):
     """`module:name`; an int that it returns is the exit code."""
 
     prints: str = ""
-    """Printed if the function returned something true; may contain {config} and {result}."""
+    """Printed if the function returned something true; may contain {config} and {result}. By
+    default a path that it returned, and where a benchmark's report is."""
 
-    interrupted: str = "the same command starts over"
+    interrupted: str = ""
     """Printed after Ctrl-C: how to go on."""
 
     on_ranks: bool = False
@@ -53,6 +54,7 @@ class Command(NamedTuple):
     """The field that a word without a flag sets."""
 
 
+STARTS_OVER = "the same command starts over"
 RESUMES = "what was measured is kept, and the same command continues from there"
 CONTINUES = "what was done and saved is kept, and the same command continues from there"
 
@@ -124,7 +126,6 @@ COMMANDS: dict[str, Command] = {
     "lessons broken-runs": Command(
         "Train the broken runs that notebook 03 shows, and record them.",
         "lib.lessons.training.broken:record_broken_runs",
-        prints="{result}",
     ),
     "lessons band": Command(
         "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
@@ -134,28 +135,23 @@ COMMANDS: dict[str, Command] = {
     "lessons ablation": Command(
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",
-        prints="{result}",
         interrupted=RESUMES,
     ),
     "lessons llama": Command(
         "Record logits of `transformers` for notebook 02.",
         "lib.lessons.model.llama_record:save_logits",
-        prints="{result}",
     ),
     "lessons race": Command(
         "Run the recipes of notebook 10 to their target, three seeds each, for its leaderboard.",
         "lib.lessons.speedrun.record:measure_race",
-        prints="{result}",
     ),
     "lessons ladder": Command(
         "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
         "lib.lessons.flash_attention.ladder_triton:measure_ladder",
-        prints="{result}",
     ),
     "lessons gpu-steps": Command(
         "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 07.",
         "lib.lessons.ddp.gpu_steps:record_steps",
-        prints="{result}",
         on_ranks=True,
     ),
     "benchmark tokenizer": Command(
@@ -167,42 +163,30 @@ COMMANDS: dict[str, Command] = {
     "benchmark training": Command(
         "Measure training steps on a GPU against a peer.",
         "lib.tools.benchmarks.training:benchmark_training",
-        prints="{config.output}/training_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark step": Command(
         "Measure time and memory of training steps, by model, context and precision.",
         "lib.tools.benchmarks.step:benchmark_step",
-        prints="{config.output}/step_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark attention": Command(
         "Measure attention kernels against one another and PyTorch's.",
-        "lib.tools.benchmarks.attention:benchmark_and_summarize",
-        prints="{config.output}/attention_sweep_report.md",
-        interrupted=RESUMES,
+        "lib.tools.benchmarks.attention:benchmark_attention",
     ),
     "benchmark tune-attention": Command(
         "Find the fastest tiles of the attention kernels for this machine's GPU, and keep them.",
-        "lib.tools.benchmarks.tune_attention:print_tuned",
+        "lib.tools.benchmarks.tune_attention:tune",
     ),
     "benchmark communication": Command(
         "Measure collectives between GPUs or processes, by size, against the cost formula.",
         "lib.tools.benchmarks.communication:benchmark_communication",
-        prints="{config.output}/communication_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark lm-matrix": Command(
         "Measure attention kernels and data-parallel wrappers, in training on several ranks.",
         "lib.tools.benchmarks.lm_matrix:benchmark_lm_matrix",
-        prints="{config.output}/lm_matrix_report.md",
-        interrupted=RESUMES,
     ),
     "benchmark sharding": Command(
         "Measure memory and time of sharded optimizers, in training on several ranks.",
         "lib.tools.benchmarks.sharding:benchmark_sharding",
-        prints="{config.output}/sharding_benchmark.md",
-        interrupted=RESUMES,
     ),
     "benchmark headline": Command(
         "Fill the README's table of results from the records.",
@@ -220,7 +204,6 @@ COMMANDS: dict[str, Command] = {
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
         "lib.tools.publish.kaggle:build",
-        prints="{result}",
     ),
     "kaggle push": Command(
         "Upload the folder that `kaggle build` made, with Kaggle's own client.",
@@ -357,17 +340,24 @@ def find_command(arguments: list[str]) -> tuple[str, list[str]]:
 def run_command(name: str, flags: list[str]) -> int:
     """Parse the flags of a command, run it, print where its results are; return the exit code."""
     command = COMMANDS[name]
+    report = None
     try:
         function = load(command.function)
+        # of a benchmark
+        report = getattr(function, "report", None)
         cls = config_of(function)
         config = parse(cls or NoConfig, name, flags)
         result = function(config) if cls else function()
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print(f"\nstopped; {command.interrupted}", file=sys.stderr, flush=True)
+            how = command.interrupted or (RESUMES if report else STARTS_OVER)
+            print(f"\nstopped; {how}", file=sys.stderr, flush=True)
         raise
-    if command.prints and result:
-        results = command.prints.format(config=config, result=result)
+    prints = command.prints or ("{result}" if isinstance(result, Path) else "")
+    if report:
+        prints = f"{{config.output}}/{report.name}"
+    if prints and result:
+        results = prints.format(config=config, result=result)
         print(results)
         # what is on record beside it, if the repository has a file of that name
         if (PRESETS.parents[1] / "artifacts" / Path(results).name).is_file():

@@ -165,56 +165,34 @@ def test_a_face_is_short_and_loads_nothing():
         assert imports()[name] == set(), f"{name} imports {imports()[name]}"
 
 
-IN_COPIES = """
-import os, sys
-exec(sys.argv[1])
-for statement in sys.argv[2:]:
-    if os.fork():
-        _, status = os.wait()
-        if status:
-            sys.exit(f"{statement} fails")
-        continue
-    status = 1
-    try:
-        exec(statement)
-        print(*{name.split(".")[0] for name in sys.modules}, flush=True)
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    # at once: to take down what the copies share would take longer than the rest
-    os._exit(status)
+def run(program: str, *words: str) -> None:
+    """Run a program, which prints nothing and succeeds, in a Python that knows nothing yet."""
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+LOADS_NONE_OF = """
+import importlib, sys
+forbidden = set(sys.argv[1].split())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+    if found := forbidden & {name.split(".")[0] for name in sys.modules}:
+        sys.exit(f"{name} loads {found}")
 """
 
 
-def loaded_by(*statements: str, first: str = "pass") -> list[set[str]]:
-    """The top-level modules that a Python holds after each statement, which prints nothing.
-
-    Each statement has a Python of its own, a copy of one that knows only what `first` loaded.
-    """
-    command = [sys.executable, "-c", IN_COPIES, first, *statements]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(statements), f"something is printed: {done.stdout}"
-    return [set(line.split()) for line in lines]
-
-
 def test_import_lib_loads_nothing_else():
-    (loaded,) = loaded_by("import lib")
-    assert not loaded & {*HEAVY, "numpy", "numba", "matplotlib", "lazy_loader"}
+    run(LOADS_NONE_OF, " ".join([*HEAVY, "numpy", "numba", "matplotlib", "lazy_loader"]), "lib")
 
 
 def test_light_rooms_load_no_torch():
     names = [name for name in FILES if room(name) in LIGHT and name not in WITH_TORCH]
-    names += [*LIGHT_FILES, *(f"lib.{name}" for name in ROOMS)]
-    # what takes long to load and many files need; none of it loads what is heavy
-    shared = "import matplotlib.pyplot, nbclient, numba, numpy"
-    loaded = loaded_by(*(f"import {name}" for name in names), first=shared)
-    assert {name: found & HEAVY for name, found in zip(names, loaded) if found & HEAVY} == {}
+    run(LOADS_NONE_OF, " ".join(HEAVY), *names, *LIGHT_FILES, *(f"lib.{name}" for name in ROOMS))
 
 
 TRAINS = """
-import torch
+import sys, torch
 from lib.model import ModelConfig, TransformerLM
 from lib.optimizer import AdamW
 
@@ -225,13 +203,13 @@ tokens = torch.zeros(1, 2, dtype=torch.int64)
 model.loss(tokens, tokens).backward()
 optimizer.step()
 optimizer.load_state_dict(optimizer.state_dict())
+# torch's compiler cannot be loaded without it
+assert "sympy" not in sys.modules
 """
 
 
 def test_a_step_that_compiles_nothing_loads_no_compiler():
-    (loaded,) = loaded_by(TRAINS)
-    # torch's compiler cannot be loaded without it
-    assert "sympy" not in loaded
+    run(TRAINS)
 
 
 EXAMPLES = re.findall(

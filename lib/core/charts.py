@@ -103,9 +103,7 @@ def bars(
     axes: Axes | None = None,
     upright: bool = False,
     stacked: bool = False,
-    log: bool = False,
     texts: str | Mapping[str, str] = "",
-    errors: Mapping[str, float] | None = None,
     names: Sequence[str] | None = None,
     styles: Styles | None = None,
     legend: str = "best",
@@ -118,10 +116,8 @@ def bars(
             A word in place of a number, such as "oom", is written where the bar would be; None
             leaves it out.
         stacked: parts one after another instead of side by side.
-        log: the axis of the values is logarithmic.
         texts: what is written at the end of bars: a format of the value, such as "{:.3g}", or
             name -> words for bars without parts. If `stacked`, the value is the sum.
-        errors: name or part -> half the length of an error bar.
         names: what is written beside the bars, if it isn't the names in `values`.
         styles: of the parts; of the bars, if they have none.
     """
@@ -135,12 +131,10 @@ def bars(
     offsets = {p: (i % beside - (beside - 1) / 2) * thick for i, p in enumerate(parts)}
     size = size or ((9.0, 3.2) if upright else (7.0, 1.1 + 0.42 * len(rows)))
     with _canvas(axes, size, title, xlabel, ylabel) as axes:
-        draw, start, along = (axes.bar, "bottom", "y") if upright else (axes.barh, "left", "x")
-        if log:
-            axes.set(**{f"{along}scale": "log"})
+        draw, start = (axes.bar, "bottom") if upright else (axes.barh, "left")
         totals = dict.fromkeys(rows, 0.0)
         for part in parts:
-            drawn, half = [], (errors or {}).get(part)
+            drawn = []
             for row, (name, found) in enumerate(rows.items()):
                 value, place = found.get(part), row + offsets[part]
                 words = value if isinstance(value, str) else ""
@@ -149,11 +143,11 @@ def bars(
                     totals[name] += value * stacked
                     words = texts.format(value) if isinstance(texts, str) else texts.get(name, "")
                 if not stacked:
-                    end = value + (half or 0) if _is_number(value) else 0
+                    end = value if _is_number(value) else 0
                     _write_at_end(axes, place, end, words, upright)
             places, numbers, starts = zip(*drawn) if drawn else ((), (), ())
-            how = {start: starts, f"{along}err": half if drawn else None, "ecolor": INK}
-            draw(places, numbers, thick, label=part if has_parts else None, **how, **looks[part])
+            label = part if has_parts else None
+            draw(places, numbers, thick, label=label, **{start: starts}, **looks[part])
         if stacked and isinstance(texts, str):
             for row, total in enumerate(totals.values()):
                 _write_at_end(axes, row, total, texts.format(total), upright)
@@ -194,7 +188,6 @@ def heat(
     texts: str | Any = "",
     kinds: Mapping[str, str] | None = None,
     framed: Any = None,
-    shades: Any = SHADES,
     norm: Normalize | None = None,
     scale: str = "",
     square: bool = True,
@@ -210,14 +203,13 @@ def heat(
         texts: what is written in the cells: a format of the value, or (rows, columns) words.
         kinds: kind -> color, for values that are kinds; explained in the legend.
         framed: (rows, columns), true for cells with a bold frame.
-        shades, norm: a colormap, and how numbers become places in it (default: from lowest to
-            highest).
+        norm: how numbers become shades (default: from lowest to highest).
         scale: the label of a bar that explains the shades; there is none without it.
         square: cells are as high as wide.
     """
     if hasattr(values, "columns"):
         rows, columns = rows or list(values.index), columns or list(values.columns)
-    cells = np.asarray(values)
+    cells, shades = np.asarray(values), SHADES
     if cells.ndim != 2:
         raise ValueError(f"values must have rows and columns, got shape {cells.shape}")
     if kinds:

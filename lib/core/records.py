@@ -2,8 +2,8 @@
 
 A record is a dict of plain JSON values: `config`, `figures`, `device`, `versions`, `commit`,
 `seed`, `date` and the rest of `provenance`. A file holds one record per line (JSON Lines), so that
-a sweep can append each result as it is measured and resume after an interruption. For more than a
-table, load the records into pandas (`lib.tools.benchmarks.sections`).
+a sweep can append each result as it is measured and resume after an interruption. `records` reads
+them into a pandas DataFrame.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from lib.core.hardware import available_cpus, cpu_name, device_name, output_of
 from lib.core.settings import plain, reject_constant, to_dict
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
 
 Record = dict[str, Any]
 # Packages whose versions every record names.
 PACKAGES = ("torch", "triton", "numpy", "numba")
+# Fields of a record that a row of `to_frame` keeps, beside its config and figures.
+PROVENANCE = ("device", "cpu", "cores", "seed", "commit", "date")
 
 
 def new_record(
@@ -173,6 +176,53 @@ def read_records(path: str | os.PathLike) -> list[Record]:
     return records
 
 
+def records(name: str | os.PathLike, **filters: Any) -> pd.DataFrame:
+    """Read the records called `name` into a DataFrame, a row for each; see `to_frame`.
+
+    Args:
+        name: of a file in the repository's artifacts/, or the path of another one.
+        filters: field -> the value that rows have there, or a list of values.
+
+    Raises:
+        ValueError: no record has such a field; lists the known ones.
+
+    Example:
+        >>> found = records("sharding_benchmark", backend="nccl", method=["zero1", "fsdp"])
+        >>> sorted(set(found["method"]))
+        ['fsdp', 'zero1']
+    """
+    path = Path(name) if Path(name).suffix else ROOT / f"artifacts/{name}.jsonl"
+    frame = to_frame(read_records(path))
+    for field, value in filters.items():
+        if field not in frame:
+            raise ValueError(f"{path} must have {field!r} in a record, got {', '.join(frame)}")
+        frame = frame[frame[field].isin(value if isinstance(value, (list, tuple)) else [value])]
+    return frame
+
+
+def to_frame(records: Iterable[Record]) -> pd.DataFrame:
+    """A row for each record: the fields of its config, its figures and its provenance.
+
+    A figure hides a field of the config that has its name. Dicts and lists among the figures stay
+    as they are, and what a record lacks is None. `recorded` is the date and the commit in words.
+    """
+    # half a second to import, and most uses of records make no table
+    import pandas as pd
+
+    rows = [{**(r["config"] or {}), **provenance_of(r), **r["figures"]} for r in records]
+    # as objects, integers with gaps between them stay integers
+    frame = pd.DataFrame(rows, dtype=object)
+    return frame.where(frame.notna(), None)
+
+
+def provenance_of(record: Record) -> dict[str, Any]:
+    """Where and when a record was made, as fields of a row."""
+    found = {key: record.get(key) for key in PROVENANCE}
+    found["torch"] = record.get("versions", {}).get("torch")
+    words = (f"{record['date']:.10}", f"{record.get('commit') or '':.7}")
+    return found | {"recorded": ", ".join(filter(None, words))}
+
+
 def remaining(configs: Iterable[Any], records: Iterable[Record]) -> list[Any]:
     """Return the `configs` (dataclasses or plain dicts) without a record, in order.
 
@@ -200,7 +250,6 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_csv(records: Sequence[Record], path: str | os.PathLike | None = None) -> str:
     """Return the records as CSV, one row each, nested keys joined by dots; write it to `path`."""
-    # half a second to import, and most uses of records make no table
     import pandas as pd
 
     # as objects, integers stay integers where other rows have no value

@@ -76,6 +76,8 @@ class Bucket:
         self.works: list[Any] = []
         self.sent: list[Tensor] = []
         self.means: list[Tensor] = []
+        # the all-gather under way: its handle, and what must live until then
+        self.gathering: tuple[Any, Tensor] | None = None
         self.lay_out(self.params[0].detach())
 
     def lay_out(self, like: Tensor) -> None:
@@ -129,6 +131,12 @@ class Bucket:
             for tensor in self.means:
                 tensor.div_(divisor)
         self.works, self.sent, self.means = [], [], []
+
+    def wait(self) -> None:
+        """Wait for the all-gather under way; on a GPU only its stream waits."""
+        if self.gathering is not None:
+            self.gathering[0].wait()
+            self.gathering = None
 
     def parts(self, number: int) -> Iterator[Part]:
         """The parameters, or parts of them, in slice `number`."""
@@ -378,14 +386,13 @@ def not_dense(name: str, grad: Tensor) -> ValueError:
     return ValueError(f"the gradient of {name} must be dense (sparse=False), got {grad.layout}")
 
 
-def require_finished(must_finish: bool) -> None:
-    """Refuse a forward pass after gradients that were not averaged."""
-    if must_finish:
-        raise RuntimeError(
-            "forward after a backward pass whose gradients were not averaged; call "
-            "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
-            "backward passes but the last in no_sync()"
-        )
+def not_finished() -> RuntimeError:
+    """The error for a forward pass after gradients that were not averaged."""
+    return RuntimeError(
+        "forward after a backward pass whose gradients were not averaged; call "
+        "finish_gradient_synchronization() between backward() and optimizer.step(), or run all "
+        "backward passes but the last in no_sync()"
+    )
 
 
 def has_average(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -408,12 +415,3 @@ def start_all_reduce(
     options.reduceOp = op  # type: ignore[assignment]  # PyTorch's stub asks for the wrapper
     real = [as_real(tensor) for tensor in tensors]
     return [(group or dist.group.WORLD).allreduce_coalesced(real, options)]
-
-
-def average(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Turn a contiguous tensor into its mean over the ranks."""
-    averages = has_average(tensor, group)
-    for work in start_all_reduce([tensor], group, averages):
-        work.wait()
-    if not averages:
-        tensor.div_(world_size(group))

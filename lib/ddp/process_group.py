@@ -370,29 +370,39 @@ def mean_over_ranks(value: float | Tensor, group: dist.ProcessGroup | None = Non
     """
     if world_size(group) == 1:
         return value
-    total = torch.as_tensor(value).to(current_device(group), torch.float64, copy=True)
+    total = torch.as_tensor(value, dtype=torch.float64).to(current_device(group), copy=True)
     dist.all_reduce(total, group=group)
     total /= world_size(group)
     return total.to(value.device, value.dtype) if isinstance(value, Tensor) else total.item()
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_module(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    facts: Callable[[], dict[str, str]] = dict,
+) -> None:
     """Give all ranks the parameters and buffers of the group's rank 0; tied ones are sent once.
 
+    Args:
+        facts: what else the ranks must `agree` on before.
+
     Raises:
+        Exception: as `agree`.
         ValueError: a parameter or buffer differs between ranks in shape, dtype, kind of device or
             `requires_grad`, has no shape or no memory of its own yet, is sparse, or is divided
             among the ranks.
     """
     if world_size(group) == 1:
+        facts()
         return
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
 
     def checked() -> dict[str, str]:
+        others = facts()
         for name, tensor in tensors.items():
             _check_can_be_sent(name, tensor)
-        return {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+        return {name: describe_tensor(tensor) for name, tensor in tensors.items()} | others
 
     agree(checked, group)
     for tensor in tensors.values():
@@ -446,7 +456,10 @@ def check_same(facts: dict[str, str], group: dist.ProcessGroup | None = None) ->
 
     The order counts too: what ranks do with parameters goes by their positions.
     """
-    facts_of_ranks = gather_objects(facts, group)
+    _compare(gather_objects(facts, group))
+
+
+def _compare(facts_of_ranks: list[dict[str, str]]) -> None:
     for other, theirs in enumerate(facts_of_ranks):
         for name in [*facts_of_ranks[0], *theirs]:
             first, found = (given.get(name, "missing") for given in (facts_of_ranks[0], theirs))
@@ -473,9 +486,9 @@ def agree(facts: Callable[[], dict[str, str]], group: dist.ProcessGroup | None =
         facts: checks, and returns what must be the same.
 
     Raises:
-        Exception: as `on_each_rank`, if `facts` raised, and else as `check_same`.
+        Exception: as `gather_results`, if `facts` raised, and else as `check_same`.
     """
-    check_same(on_each_rank(facts, group), group)
+    _compare(gather_results(facts, group))
 
 
 def describe_tensor(tensor: Tensor) -> str:
@@ -504,38 +517,46 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     return found
 
 
-def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return what `call()` returns on this rank, once it has returned on all.
+def gather_results(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `call()` returns on each rank, which can be pickled, on all ranks.
 
     Raises:
         Exception: from the first rank on which `call` raised: the exception itself there, and one
             of the same kind and text on the other ranks.
     """
     if world_size(group) == 1:
-        return call()
+        return [call()]
     result = error = None
     try:
         result = call()
     except Exception as caught:
         error = caught
     failure = _kind_and_text(error, rank(group)) if error else None
-    failures = gather_objects(failure, group)
+    failures, results = zip(*gather_objects((failure, result), group))
     first = next((other for other, failure in enumerate(failures) if failure), None)
     if first is None:
-        return result
+        return list(results)
     raise mark_collective(error if first == rank(group) else _exception(*failures[first]))
+
+
+def on_each_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return what `call()` returns on this rank, once it has returned on all.
+
+    Raises:
+        Exception: as `gather_results`.
+    """
+    result: list[T] = []
+    gather_results(lambda: result.append(call()), group)
+    return result[0]
 
 
 def on_first_rank(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call on rank 0 alone, and return the result, which can be pickled, on all ranks.
 
     Raises:
-        Exception: as `on_each_rank`.
+        Exception: as `gather_results`.
     """
-    if world_size(group) == 1:
-        return call()
-    results = [on_each_rank(lambda: call() if rank(group) == 0 else None, group)]
-    dist.broadcast_object_list(results, global_rank(0, group), group=group)
+    results: list[Any] = gather_results(lambda: call() if rank(group) == 0 else None, group)
     return results[0]
 
 

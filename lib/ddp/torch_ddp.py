@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lib.ddp.flat import add_hook, checked_cap
-from lib.ddp.process_group import agree, before_leaving, broadcast_module, world_size
+from lib.ddp.process_group import before_leaving, broadcast_module, world_size
 from lib.ddp.wrapper_base import Wrapper, check_not_wrapped
 
 
@@ -39,10 +39,9 @@ class TorchDDP(Wrapper):
         self.dtypes = [param.dtype for param in self.params]
         # whether the last forward pass was in no_sync, and whether a backward pass followed it
         self.is_held_back = self.was_averaged = False
-        agree(lambda: self._facts(bucket_cap_mb), group)
+        broadcast_module(module, group, lambda: self._facts(bucket_cap_mb))
         self.note_parameters()
         if world_size(group) > 1:
-            broadcast_module(module, group)
             # renamed in newer PyTorch; the old name warns
             names = inspect.signature(DistributedDataParallel).parameters
             sync_buffers = max({"forward_sync_buffers", "broadcast_buffers"} & names.keys())

@@ -46,7 +46,7 @@ from lib.ddp.flat import (
     checked_cap,
     fill_buckets,
     has_average,
-    require_finished,
+    not_finished,
     start_all_reduce,
 )
 from lib.ddp.process_group import agree, broadcast_module, world_size
@@ -80,10 +80,9 @@ class DataParallel(InOrder, Wrapper):
         self.module = module
         self.start(group)
         self.note_parameters()
-        agree(self._facts, group)
+        # all start with rank 0's weights
+        broadcast_module(module, group, self._facts)
         if self.ranks > 1:
-            # all start with rank 0's weights
-            broadcast_module(module, group)
             # tied parameters once
             named = inner_module(module).named_parameters()
             self.watch((name, param) for name, param in named if param.requires_grad)
@@ -100,7 +99,8 @@ class DataParallel(InOrder, Wrapper):
             RuntimeError: the gradients of the last backward pass were not synchronized.
         """
         if self.arrived:
-            require_finished(must_finish=not self.is_in_backward)
+            if not self.is_in_backward:
+                raise not_finished()
             # an exception ended that backward pass, perhaps at different points on different
             # ranks; once all have sent everything, they are in step again
             self.finish_gradient_synchronization()

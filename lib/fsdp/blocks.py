@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lib.core.settings import require
-from lib.ddp.process_group import describe_tensor, is_sharded
+from lib.ddp.process_group import is_sharded
 from lib.fsdp.flat_parameters import FlatParameters, Places
 
 # Modules that are gathered together: one, or several that run one after another.
@@ -167,7 +167,6 @@ def checked_facts(
     for name, param in module.named_parameters():
         _check_parameter(name, param)
     facts = {name: str(value) for name, value in options.items()}
-    facts |= {name: describe_tensor(param) for name, param in module.named_parameters()}
     names = divide(module, blocks)
     return facts | {f"block {i}": ", ".join(block) for i, block in enumerate(names)}
 

@@ -13,7 +13,8 @@ copied after an all-gather. Each all-gather allocates a new buffer. Autograd kee
 forward to backward (`gathered_again`), but a weight that the caller keeps stays whole and right.
 
 The module's own parameters become the **shards**, this rank's part of each. Only they hold state:
-each pass gathers the whole from them, and frees it.
+each pass gathers the whole from them, and frees it. In a pass the module has **whole parameters**
+in their place: reading one gathers its block.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ from lib.ddp.process_group import (
     reduce_scatter,
     world_size,
 )
-from lib.fsdp.stand_ins import WholeParameter, with_gradients_of
 
 # The number that grows when a tensor is changed in place.
 VERSION = operator.attrgetter("_version")
 # A parameter's places in the model: tied ones have several.
 Places = list[tuple[nn.Module, str]]
+# Properties and methods of a whole parameter that gather nothing.
+PROPERTIES = ("dtype", "device", "shape", "ndim", "is_cuda", "requires_grad", "layout", "grad")
+PROPERTIES += ("is_leaf", "retains_grad")
+METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
+METHODS += ("untyped_storage",)
+DESCRIPTIONS = {getattr(torch.Tensor, name) for name in METHODS}
+DESCRIPTIONS |= {getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
+DESCRIPTIONS |= {torch.Tensor.grad.__set__, torch.Tensor.__repr__}  # type: ignore[attr-defined]
 
 
 class Unsent(NamedTuple):
@@ -92,10 +100,9 @@ class FlatParameters(Bucket):
         self.own = [found.get(id(param), Part(param, 0, 0, 0)) for param in self.shards]
         self.at = [slice(own.offset, own.offset + own.stop - own.start) for own in self.own]
 
-        # parameters while they are gathered, and the all-gather under way
+        # parameters while they are gathered
         self.flat_at: dict[int, FlatParameters] = {}
         self.gathered: list[Tensor] = []
-        self.gathering: Any = None
 
         # each parameter becomes its part of this rank's slice, which the optimizer updates
         whole = [param.detach().reshape(-1) for param in self.shards]
@@ -208,16 +215,17 @@ class FlatParameters(Bucket):
         # what is sent lives until it has arrived
         self.gathering = work, sent
 
-    def wait(self) -> None:
-        """Wait for the all-gather; on a GPU only its stream waits."""
-        if self.gathering is not None:
-            self.gathering[0].wait()
-            self.gathering = None
-
     def show(self) -> None:
-        """Let the model read the gathered parameters."""
+        """Let the model read the gathered parameters, whose gradients `whole` gets."""
         if not self.gathered:
-            self.gathered = with_gradients_of(self.whole, self.views(self.buffer.detach()))
+            self.gathered = self.views(self.buffer.detach())
+            trained = [index for index, is_trained in enumerate(self.trains) if is_trained]
+            if trained:
+                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                    given = [self.gathered[index] for index in trained]
+                    given = WithGradients.apply(given, *(self.whole[index] for index in trained))
+                for index, param in zip(trained, given):
+                    self.gathered[index] = param
             self.gathered_version = self.buffer._version
             self.flat_at[self.buffer.untyped_storage()._cdata] = self
             self.put(self.gathered)
@@ -236,30 +244,13 @@ class FlatParameters(Bucket):
         Their memory lives on if the caller has kept a weight.
         """
         # prefetched, but not used
-        if self.gathering is not None:
-            self.wait()
+        self.wait()
         is_changed = False
         if self.gathered:
             is_changed = self.buffer._version != self.gathered_version
             del self.flat_at[self.buffer.untyped_storage()._cdata]
         self.buffer, self.gathered = self.nothing, []
         return is_changed
-
-    def gathered_again(self, version: int, dtype: torch.dtype, *layout: Any) -> Tensor:
-        """The view of the present buffer for one that autograd saved of an earlier buffer.
-
-        Args:
-            version: of the shards when they were gathered in the forward pass.
-            layout: the view's storage offset, shape and stride.
-        """
-        self.before_backward()
-        if sum(map(VERSION, self.shards)) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: one of {', '.join(self.names)} is not as in the forward pass"
-            )
-        # the same view of the new memory
-        return self.buffer.new_empty(0, dtype=dtype).set_(self.buffer.untyped_storage(), *layout)
 
     # Gradients: reduce-scattered when backward has passed the block
 
@@ -288,12 +279,22 @@ class FlatParameters(Bucket):
             views = [views[index] for index in grads]
             (torch._foreach_add_ if add else torch._foreach_copy_)(views, list(grads.values()))
 
-        # reduce-scatter; in no_sync they wait
-        if send:
-            self.send(self.added)
-            self.added = None
-        elif self.added is not None:
-            self._show_unsent(self.added)
+        # in no_sync they wait
+        if not send:
+            if self.added is not None:
+                self._show_unsent(self.added)
+            return
+        # reduce-scatter; what is sent lives until it has arrived
+        flat: Any
+        flat, self.added = self.added, None  # (ranks · slice_length,)
+        mean = self.mean = flat.new_empty(self.slice_length)
+        self.sent, self.means = [flat], [mean]
+        if self.ranks == 1:
+            mean.copy_(flat)
+            return
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        with annotate("reduce-scatter"):
+            self.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
 
     def _show_unsent(self, added: Tensor) -> None:
         """Set the shards' `.grad` to this rank's own gradient, so that clearing it is noticed."""
@@ -333,18 +334,6 @@ class FlatParameters(Bucket):
         for index in changed:
             views[index].zero_()
 
-    def send(self, flat: Any) -> None:
-        """Start the reduce-scatter of whole gradients, (ranks · slice_length,)."""
-        mean = self.mean = flat.new_empty(self.slice_length)
-        # what is sent lives until it has arrived
-        self.sent, self.means = [flat], [mean]
-        if self.ranks == 1:
-            mean.copy_(flat)
-            return
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        with annotate("reduce-scatter"):
-            self.works = [reduce_scatter(mean, flat, op=op, group=self.group, async_op=True)]
-
     def add_mean(self) -> None:
         """Wait for the reduce-scatter, and add the mean to the gradients of the shards."""
         # the sum over the ranks becomes their mean
@@ -361,13 +350,6 @@ class FlatParameters(Bucket):
             if is_first and index not in self.seen:
                 self.from_others.add(index)
             shard.grad = part if is_first else shard.grad + part
-
-    def has_gradients(self) -> list[bool]:
-        """Which parameters have a gradient of this rank's, or a mean of before."""
-        return [
-            i in self.seen or (shard.grad is not None and i not in self.from_others)
-            for i, shard in enumerate(self.shards)
-        ]
 
     def drop_gradients(self) -> None:
         """Forget whole gradients that were not sent."""
@@ -386,3 +368,56 @@ def _hold_anew(module: nn.RNNBase) -> None:
     """Let a recurrent module, which holds its weights twice, have those that were put there."""
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
     module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
+
+
+# What the model has, and what autograd sees, in place of the shards
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter with a shape and a gradient, but no memory; reading it gathers its block."""
+
+    flat: Any
+    number: int
+
+    def __new__(cls, flat: Any, index: int) -> WholeParameter:
+        """Make it for parameter `index` of `flat`."""
+        shard, shape = flat.shards[index], flat.shapes[index]
+        empty = shard.detach().new_empty((), dtype=flat.gathered_dtype).expand(shape)
+        whole = super().__new__(cls, empty, requires_grad=shard.requires_grad)
+        whole.flat, whole.number = flat, index
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        args, kwargs = torch.utils._pytree.tree_map_only(WholeParameter, _gathered, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter of shape {tuple(self.shape)}, which is not gathered"
+
+
+def _gathered(whole: WholeParameter) -> Tensor:
+    if not whole.flat.gathered:
+        whole.flat.before_forward()
+    return whole.flat.gathered[whole.number]
+
+
+class WithGradients(torch.autograd.Function):
+    """Gathered parameters, whose gradients are those of the whole parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: list[Tensor], *whole: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.before_backward = whole[0].flat.before_backward
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.before_backward()
+        return None, *grads

@@ -34,14 +34,8 @@ class ShardedLoss(FSDP):
             outer.append(model.lm_head)
             blocks.append(model.lm_head)
         super().__init__(loss, loss.dtype, blocks=blocks, full_precision=outer, group=group)
-        self.block_of = {id(part): block for block in self.blocks for part in block.modules}
         # the head's matrix is read without calling it
-        model.before_part = self._before_part
-
-    def _before_part(self, part: nn.Module) -> None:
-        block = self.block_of.get(id(part))
-        if block is not None:
-            self.before_forward(block)
+        model.before_part = self.before_forward
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Gather the model's state dict on rank 0's CPU, block by block; empty on other ranks."""

@@ -33,7 +33,6 @@ class WholeState:
         Args:
             on_first_only: gather block by block onto rank 0's CPU; other ranks get none.
         """
-        self.settle()
         self.follow_shards()
         whole: dict[str, Tensor] = {}
         for flat in self.flats:

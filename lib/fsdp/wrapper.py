@@ -48,8 +48,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.ddp.flat import GradientSync, average, require_finished
-from lib.ddp.process_group import agree, broadcast_module, world_size
+from lib.ddp.flat import GradientSync, has_average, not_finished
+from lib.ddp.process_group import broadcast_module, world_size
 from lib.ddp.wrapper_base import Structure
 from lib.fsdp.blocks import (
     Block,
@@ -61,7 +61,7 @@ from lib.fsdp.blocks import (
     make_blocks,
     tensors_in,
 )
-from lib.fsdp.flat_parameters import FlatParameters
+from lib.fsdp.flat_parameters import VERSION, FlatParameters
 from lib.fsdp.whole_state import WholeState
 from lib.optimizer.schedule import clip_coefficient, grad_norm, group_by
 
@@ -110,8 +110,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             kept.extend(listed("full_precision", full_precision))
             return checked_facts(module, chosen, kept, options)
 
-        agree(checked, group)
-        broadcast_module(module, group)
+        broadcast_module(module, group, checked)
 
         # divide the parameters; the last block holds what is outside of all others
         self.blocks, self.vectors = make_blocks(module, chosen, group, compute_dtype, kept)
@@ -120,11 +119,14 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self.all_blocks = [self.unblocked, *self.blocks]
         self.flats = [flat for block in self.all_blocks for flat in block.flats]
         self.structure = Structure(module)
+        # the block of each module; `self` stands for what is outside of all others
+        self.block_of: dict[nn.Module, Block] = {self: self.unblocked}
+        self.block_of |= {part: block for block in self.blocks for part in block.modules}
         self.flat_at: dict[int, FlatParameters] = {}
-        for block in self.all_blocks:
+        for part, block in self.block_of.items():
             for flat in block.flats:
                 flat.flat_at = self.flat_at
-                flat.before_forward = functools.partial(self.before_forward, block)
+                flat.before_forward = functools.partial(self.before_forward, part)
                 flat.before_backward = functools.partial(self.before_backward, block)
 
         # the block that runs, and whether this is a forward or a backward pass
@@ -140,11 +142,11 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self.has_unsent = self.must_finish = False
         # how tensors were saved for backward before this pass
         self.saving: Any = None
-        module.register_forward_pre_hook(self._check_pass)
+        module.register_forward_pre_hook(functools.partial(self.before_forward, self))
         module.register_state_dict_pre_hook(self._check_saving)
         for block in self.blocks:
             for part in block.modules:
-                part.register_forward_pre_hook(functools.partial(self.before_forward, block))
+                part.register_forward_pre_hook(self.before_forward)
                 part.register_forward_hook(functools.partial(self.after_forward, block))
 
     # Forward
@@ -167,23 +169,21 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 return function(*args, **kwargs)
 
             # after an optimizer step; what is outside of blocks is gathered for the whole step
-            self.settle()
-            require_finished(self.must_finish)
+            if self.must_finish:
+                raise not_finished()
             self.follow_shards()
             self.is_in_forward = True
-            self._put_whole()
-            self.before_forward(self.unblocked)
+            for flat in self.flats:
+                flat.put(flat.whole)
+            self.before_forward(self)
 
             # run; what is gathered at the end waits for backward
+            waits = False
             try:
                 output = function(*args, **kwargs)
-                if not torch.is_grad_enabled():
-                    self.drop()
-            except BaseException:
-                self.drop()
-                raise
+                waits = torch.is_grad_enabled()
             finally:
-                self._end_pass()
+                self._end_pass(drops=not waits)
             return output
 
     def gather(self, block: Block, step: int = 0) -> None:
@@ -234,11 +234,20 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
     # Hooks; torch.compile must not trace into them
 
     @torch.compiler.disable
-    def before_forward(self, block: Block, *args: Any) -> None:
-        """Gather a block, before its forward pass or before its weights are read."""
-        # a block of several modules is gathered for the first
-        if not block.is_shown:
-            self._check_pass()
+    def before_forward(self, part: nn.Module, *args: Any) -> None:
+        """Gather a module's block, before its forward pass or before its weights are read.
+
+        Raises:
+            RuntimeError: the module was called by itself, around the FSDP.
+        """
+        if not (self.is_in_forward or self.is_in_backward):
+            raise RuntimeError(
+                "the module must be called through its FSDP, which gathers the weights: call the "
+                "FSDP, or FSDP.run(function, …) for another function than forward"
+            )
+        # a module without one has no matrices; a block of several is gathered for the first
+        block = self.block_of.get(part)
+        if block is not None and not block.is_shown:
             self.gather(block, step=0 if self.is_in_backward else 1)
             block.is_shown = True
             for flat in block.flats:
@@ -255,8 +264,21 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     def before_backward(self, block: Block, *grads: Tensor) -> None:
         """Gather a block when backward comes to it, and send the gradients of the one before."""
+        # backward begins: what is gathered still is that of the last block
         if not self.is_in_backward:
-            self._begin_backward()
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "backward must run without create_graph=True: the weights are gone when "
+                    "gradients are differentiated again"
+                )
+            self.is_in_backward = True
+            self.passed.clear()
+            for flat in self.flats:
+                flat.put(flat.gathered or flat.whole)
+            self.gather(self.unblocked)
+            # not called if an exception ends the backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
         # called for each output and each saved weight of a block
         before = self.reached
         if block is self.unblocked or (block is before and block is self.current):
@@ -285,15 +307,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         self.reducing = []
 
     @torch.compiler.disable
-    def _check_pass(self, *args: Any) -> None:
-        """Refuse a call of the module itself, around the FSDP."""
-        if not (self.is_in_forward or self.is_in_backward):
-            raise RuntimeError(
-                "the module must be called through its FSDP, which gathers the weights: call the "
-                "FSDP, or FSDP.run(function, …) for another function than forward"
-            )
-
-    @torch.compiler.disable
     def _check_saving(self, *args: Any) -> None:
         """Refuse `state_dict` of the module itself, which holds shards."""
         if not self.is_saving:
@@ -306,6 +319,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
     def follow_shards(self) -> None:
         """Follow changes of the shards between passes; see `FlatParameters.follow_shards`."""
+        self.settle()
         if not self.structure.is_unchanged():
             self._check_parameters()
         # what a pass without backward left
@@ -326,29 +340,14 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                     "gradient would not be averaged; make a new FSDP of a whole module"
                 )
 
-    def _put_whole(self) -> None:
-        """Put whole parameters into the model, which are gathered when they are read."""
-        for flat in self.flats:
-            flat.put(flat.gathered or flat.whole)
-
-    def _end_pass(self) -> None:
-        """Put the shards back into the model."""
+    def _end_pass(self, drops: bool = True) -> None:
+        """Put the shards back into the model; drop what is gathered, unless backward needs it."""
         self.is_in_forward = self.is_in_backward = False
+        self.reached = None
         for flat in self.flats:
             flat.put(flat.shards)
-
-    def _begin_backward(self) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward must run without create_graph=True: the weights are gone when gradients "
-                "are differentiated again"
-            )
-        self.is_in_backward = True
-        self.passed.clear()
-        self._put_whole()
-        self.gather(self.unblocked)
-        # not called if an exception ends the backward pass
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if drops:
+            self.drop()
 
     def _save(self, tensor: Tensor) -> Any:
         """Let autograd save, for `_read_saved`, where gathered memory was in place of it."""
@@ -356,8 +355,7 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             flat = self.flat_at.get(tensor.untyped_storage()._cdata)
             if flat is not None and not (tensor.is_conj() or tensor.is_neg()):
                 layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-                again = flat.gathered_again
-                return functools.partial(again, flat.version, tensor.dtype, *layout)
+                return flat, flat.version, tensor.dtype, layout
         if self.saving is not None:
             pack, unpack = self.saving
             return functools.partial(unpack, pack(tensor))
@@ -373,8 +371,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
                 self.after_backward(block)
         # then all gradients of matrices are where `zero_grad` finds them
         self.receive()
-        self.reached = None
-        self.drop()
         self._end_pass()
         if not self.is_syncing:
             self.has_unsent = True
@@ -390,8 +386,6 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             self.receive()
             for flat in self.flats:
                 flat.drop_gradients()
-            self.reached = None
-            self.drop()
             self._end_pass()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -429,7 +423,12 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
         flats = [flat for flat in self.flats if flat.is_trained]
         vectors = [param for param in self.vectors.values() if param.requires_grad]
         has_grad = [param.grad is not None for param in vectors]
-        has_grad += [has for flat in flats for has in flat.has_gradients()]
+        for flat in flats:
+            # this rank's own, or a mean of before
+            has_grad += [
+                index in flat.seen or (shard.grad is not None and index not in flat.from_others)
+                for index, shard in enumerate(flat.shards)
+            ]
         has_grad = self._average_vectors(vectors, flats, has_grad)
         shards = [shard for flat in flats for shard in flat.shards]
         for param, has in zip([*vectors, *shards], has_grad):
@@ -462,9 +461,13 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
             if not has:
                 presence[index] = 0
         # one all-reduce for each dtype
+        averages = has_average(presence, self.group)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         for _, tensors in group_by([*[p.grad for p in vectors], presence], lambda t: t.dtype):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            average(joined, self.group)
+            dist.all_reduce(joined, op, group=self.group, async_op=True).wait()
+            if not averages:
+                joined.div_(self.ranks)
             means = joined.split([tensor.numel() for tensor in tensors])
             views = [mean.view(tensor.shape) for mean, tensor in zip(means, tensors)]
             torch._foreach_copy_(tensors, views)
@@ -507,12 +510,23 @@ class FSDP(GradientSync, WholeState, nn.Module):  # type: ignore[misc]
 
 def _read_saved(saved: Any) -> Tensor:
     """The tensor of which `FSDP._save` returned `saved`."""
-    if not isinstance(saved, tuple):
+    if isinstance(saved, functools.partial):
         return saved()
-    tensor, version = saved
-    if tensor._version != version:
+    owner, version, *view = saved
+    changed = ""
+    if view:
+        owner.before_backward()
+        if sum(map(VERSION, owner.shards)) != version:
+            changed = f"one of {', '.join(owner.names)} is not as in the forward pass"
+    elif owner._version != version:
+        changed = f"a tensor of shape {tuple(owner.shape)}"
+    if changed:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {tuple(tensor.shape)}"
+            f"operation: {changed}"
         )
-    return tensor
+    if not view:
+        return owner
+    # the same view of the memory into which it was gathered again
+    dtype, layout = view
+    return owner.buffer.new_empty(0, dtype=dtype).set_(owner.buffer.untyped_storage(), *layout)

@@ -183,20 +183,7 @@ class _Candidate:
         return Measurement("ok", times, self.calls, *self.memory)
 
     def _start_sample(self) -> Callable[[], float]:
-        """Run a sample; return a function for its ms per call, valid once the device is done."""
-        if self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(self.calls):
-                self.fn()
-            end.record()
-            return lambda: start.elapsed_time(end) / self.calls
-        start_ns = time.perf_counter_ns()
-        for _ in range(self.calls):
-            self.fn()
-        synchronize(self.device)
-        milliseconds = (time.perf_counter_ns() - start_ns) / 1e6 / self.calls
-        return lambda: milliseconds
+        return start_sample(self.fn, self.calls, self.device)
 
     @contextlib.contextmanager
     def _note_oom(self) -> Iterator[None]:
@@ -207,6 +194,23 @@ class _Candidate:
                 raise
             self.is_oom = True
             free_memory(error)
+
+
+def start_sample(fn: Function, calls: int, device: torch.device) -> Callable[[], float]:
+    """Call `fn`; return a function for its ms per call, valid once `device` is done."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            fn()
+        end.record()
+        return lambda: start.elapsed_time(end) / calls
+    start_ns = time.perf_counter_ns()
+    for _ in range(calls):
+        fn()
+    synchronize(device)
+    milliseconds = (time.perf_counter_ns() - start_ns) / 1e6 / calls
+    return lambda: milliseconds
 
 
 def _cache_flush(device: torch.device) -> Callable[[], Any]:

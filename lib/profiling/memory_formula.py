@@ -46,7 +46,7 @@ from dataclasses import dataclass
 
 from lib.core.settings import require
 from lib.ddp.settings import DDP_WRAPPERS, default_bucket_cap_mb
-from lib.model.config import ModelConfig, model_preset
+from lib.model.config import ModelConfig
 from lib.model.costs import (
     CHUNK_BYTES,
     activation_bytes_by_part,
@@ -235,37 +235,6 @@ def rank_memory(
         late_gradients=share(late * weight_bytes, divides_gradients),
         gradients_stay=ranks > 1 and not divides_gradients and ddp_wrapper == "torch_ddp",
     )
-
-
-def largest_preset(
-    memory_bytes: int,
-    ranks: int = 1,
-    *,
-    stage: int = 0,
-    batch_size: int = 1,
-    **settings,
-) -> str | None:
-    """The largest of the presets `small` to `2.7b` whose training fits; None if none does.
-
-    Args:
-        memory_bytes: memory of a GPU, of which RESERVED_BYTES are not for tensors.
-        settings: for `rank_memory`.
-
-    Example:
-        A T4 with its 16 GB, with weights in two bytes:
-
-        >>> largest_preset(16 * 10**9, low_precision_weights=True)
-        'medium'
-        >>> largest_preset(16 * 10**9, 2, stage=1, low_precision_weights=True)
-        'large'
-    """
-    fits = None
-    for name in SIZES:
-        config = model_preset(name)
-        needed = rank_memory(config, ranks=ranks, stage=stage, batch_size=batch_size, **settings)
-        if needed.peak + RESERVED_BYTES <= memory_bytes:
-            fits = name
-    return fits
 
 
 def default_cap_mb(config: ModelConfig, *, dtype: str, low_precision_weights: bool) -> float:

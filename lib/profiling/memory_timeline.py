@@ -15,8 +15,6 @@ and the optimizer count.
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.core import ranges as core_ranges
-from lib.profiling.trace import Span, parse_trace, phases_of
+from lib.profiling.trace import Span, events_of, parse_trace, phases_of
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "other")
 FORWARD = "forward"
@@ -102,11 +100,7 @@ def profile_memory(
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_bytes())["traceEvents"]
-    return memory_timeline(events, held, allocated=allocated, device=device)
+    return memory_timeline(events_of(profiler), held, allocated=allocated, device=device)
 
 
 @contextlib.contextmanager

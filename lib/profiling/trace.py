@@ -12,12 +12,16 @@ import gzip
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 # category of a trace event -> kind of span
 KINDS = {
@@ -82,6 +86,14 @@ def read_trace(path: str | os.PathLike) -> Trace:
             f"{path} must be a trace written by torch.profiler.profile.export_chrome_trace, "
             f"got {type(error).__name__}: {error}"
         ) from error
+
+
+def events_of(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
+    """Return what a profiler has recorded, in Chrome's trace event format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_bytes())["traceEvents"]
 
 
 def parse_trace(events: Iterable[dict[str, Any]]) -> Trace:

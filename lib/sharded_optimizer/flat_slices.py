@@ -58,14 +58,6 @@ class FlatBucket(Bucket):
         self.shards: list[Shard] = []
         # the mean gradient of the slice, once it has arrived
         self.mean: Tensor | None = None
-        # the all-gather under way
-        self.gathering: Any = None
-
-    def wait(self) -> None:
-        """Wait for the all-gather under way; on a GPU only its stream waits."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
 
 
 class FlatSlices(InOrder, ShardingStrategy):
@@ -94,10 +86,8 @@ class FlatSlices(InOrder, ShardingStrategy):
         self.cap_bytes = bucket_cap_mb * 2**20
         self.buckets: list[FlatBucket] = []
         self.frozen: list[nn.Parameter] = []
-        # parameters: buckets that a forward pass waits for instead of the step, whether it also
-        # starts the all-gathers, and whether they still have to be started
+        # buckets that a forward pass waits for instead of the step
         self.awaited_in_forward: set[FlatBucket] = set()
-        self.starts_in_forward = self.must_gather = False
 
     def add(self, params: list[nn.Parameter], first: int) -> list[Shard]:
         """Move `params`, numbered from `first`, into buckets; return this rank's shards."""
@@ -173,6 +163,9 @@ class FlatSlices(InOrder, ShardingStrategy):
                         "passes first"
                     )
             return
+        # parameters of the step before, if no forward pass has waited for them since
+        if self.awaited_in_forward:
+            self.wait_for_parameters()
         if not self.reduces_gradients:
             # a wrapper has averaged them: take this rank's part
             self.check_parameters()
@@ -219,33 +212,17 @@ class FlatSlices(InOrder, ShardingStrategy):
                 f"the same gradients, got True with {wrapper}; use the module without it",
             )
 
-    def clear_gradients(self, set_to_none: bool) -> None:
-        """Drop the shards' gradients, or set them to zero."""
-        # first finish what a backward pass has started, in the same order on all ranks
-        if self.arrived:
-            self.finish_gradient_synchronization()
-        self.is_closed = False
-        super().clear_gradients(set_to_none)
-
     # Parameters: all-gather, awaited in the step or just before a forward pass needs them
 
     def gather_parameters(self) -> None:
         """All-gather every slice; those that a forward pass waits for stay pending."""
-        self.is_closed = False
-        self.must_gather = True
-        if not self.starts_in_forward:
-            self._gather()
-
-    def _gather(self) -> None:
-        """Start the all-gathers, and wait for those that no forward pass waits for."""
-        self.must_gather = False
+        self.is_closed = self.must_gather = False
         order: list[Any] = self.order or self.buckets  # type: ignore[assignment]
         with annotate("all-gather"):
             # forward needs first what backward finished last
             for bucket in reversed(order):
-                bucket.gathering = all_gather(
-                    bucket.buffer, bucket.mine, group=self.group, async_op=True
-                )
+                work = all_gather(bucket.buffer, bucket.mine, group=self.group, async_op=True)
+                bucket.gathering = work, bucket.mine
             for bucket in order:
                 if bucket not in self.awaited_in_forward:
                     bucket.wait()
@@ -253,12 +230,10 @@ class FlatSlices(InOrder, ShardingStrategy):
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) are complete."""
         if self.must_gather:
-            self._gather()
+            self.gather_parameters()
         # their buckets, whose all-gathers are under way
-        if params is None:
-            params = self.params
-        for param in params:
-            bucket: Any = self.bucket_of.get(id(param))
+        found: Any = [self.bucket_of.get(id(param)) for param in params or ()]
+        for bucket in self.buckets if params is None else found:
             if bucket is not None and bucket.gathering is not None:
                 bucket.wait()
 
@@ -273,10 +248,6 @@ class FlatSlices(InOrder, ShardingStrategy):
         }
         # through a weak reference, so that the model can outlive the optimizer
         return functools.partial(_before_part, weakref.ref(self))
-
-    def mark_replayed(self) -> None:
-        """See `ShardedOptimizer.mark_replayed`."""
-        self.must_gather = self.starts_in_forward
 
 
 # compiled blocks must not trace into it

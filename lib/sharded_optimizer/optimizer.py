@@ -300,13 +300,12 @@ class ShardedOptimizer(Optimizer):
             ValueError: there is a closure; in the first step also if options or the values of
                 parameters differ between ranks.
         """
-        require(closure is None, f"closure must be None, got {closure}; call backward before step")
+        if closure is not None:
+            raise ValueError(f"closure must be None, got {closure}; call backward before step")
         if not self.has_stepped:
             agree(lambda: self._checked_options(options), self.group)
             self._check_values()
             self.has_stepped = True
-        # parameters of the step before, if nothing has waited for them since
-        self.strategy.wait_for_parameters()
 
         # average gradients: reduce-scatter, unless that is done
         self.strategy.finish_gradient_synchronization()
@@ -316,8 +315,11 @@ class ShardedOptimizer(Optimizer):
             inner_group.update(settings_of(group))
         self.inner.step(**options)
 
-        # gather the parameters
-        self.strategy.gather_parameters()
+        # gather the parameters; in a CUDA graph the next forward pass does
+        if self.strategy.starts_in_forward:
+            self.strategy.must_gather = True
+        else:
+            self.strategy.gather_parameters()
 
     def _checked_options(self, options: dict[str, Any]) -> dict[str, str]:
         inspect.signature(self.inner.step).bind(**options)
@@ -341,7 +343,16 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero; on all ranks."""
-        self.strategy.clear_gradients(set_to_none)
+        # first finish what a backward pass has started, in the same order on all ranks
+        if self.strategy.arrived:
+            self.strategy.finish_gradient_synchronization()
+        self.strategy.is_closed = False
+        # those of the shards, then those of whole parameters
+        for shard in self.strategy.shards:
+            if set_to_none or shard.leaf.grad is None:
+                shard.leaf.grad = None
+            else:
+                shard.leaf.grad.zero_()
         super().zero_grad(set_to_none)
 
     def overlap_gather_with_forward(
@@ -367,7 +378,7 @@ class ShardedOptimizer(Optimizer):
 
     def mark_replayed(self) -> None:
         """Note that a CUDA graph's replay has updated the shards, which must be gathered."""
-        self.strategy.mark_replayed()
+        self.strategy.must_gather = self.strategy.starts_in_forward
 
     def wait_for_parameters(self, params: Iterable[Tensor] | None = None) -> None:
         """Wait until `params` (default: all) have the values of the last step.

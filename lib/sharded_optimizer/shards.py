@@ -73,6 +73,12 @@ class ShardingStrategy:
     the shards' leaves, and parameters that are complete when `gather_parameters` returns.
     """
 
+    # gradients that have arrived to be averaged, and whether others would be too late
+    arrived: Any = ()
+    is_closed = False
+    # whether forward passes start `gather_parameters`, in a CUDA graph, and whether one must still
+    starts_in_forward = must_gather = False
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.shards: list[Shard] = []
@@ -86,14 +92,6 @@ class ShardingStrategy:
     def finish_gradient_synchronization(self) -> None:
         """Set each shard's `.grad` to its averaged gradient."""
 
-    def clear_gradients(self, set_to_none: bool) -> None:
-        """Drop the shards' gradients, or set them to zero."""
-        for shard in self.shards:
-            if set_to_none or shard.leaf.grad is None:
-                shard.leaf.grad = None
-            else:
-                shard.leaf.grad.zero_()
-
     def gather_parameters(self) -> None:
         """Send each rank the parameters that the others updated."""
 
@@ -105,9 +103,6 @@ class ShardingStrategy:
     ) -> Callable[[nn.Module], None]:
         """See `ShardedOptimizer.overlap_gather_with_forward`."""
         return lambda part: None
-
-    def mark_replayed(self) -> None:
-        """See `ShardedOptimizer.mark_replayed`."""
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """In the block, backward passes only add up gradients on this rank."""

@@ -51,7 +51,8 @@ class Parallel:
 
     Attributes:
         module: computes the loss, inside the wrapper that averages gradients.
-        averager: the wrapper or optimizer that averages gradients; None on a single rank.
+        averager: averages gradients, a wrapper or a strategy of the sharded optimizer; None on a
+            single rank.
         is_sharded: whether each rank holds its own part of the optimizer's state.
         is_divided: whether each rank holds its own part of the weights, so that a forward pass
             needs all ranks.
@@ -233,7 +234,7 @@ class Zero1(Parallel):
             overlap=True,
             bucket_cap_mb=bucket_cap_mb(config, params),
         )
-        self.averager = self.optimizer
+        self.averager = self.optimizer.strategy
 
         # The all-gather of later parts runs while earlier ones compute. The norms, which have a
         # bucket of their own, are complete when `update` returns.

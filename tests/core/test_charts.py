@@ -73,7 +73,7 @@ def test_lines_have_the_points_given_and_long_ones_no_markers():
 
 
 def test_bars_have_the_lengths_given_and_words_where_there_is_no_number():
-    bars({"a": 2.0, "b": "oom", "c": None}, **LABELS, texts="{:.1f} MB", errors={"a": 0.5})
+    bars({"a": 2.0, "b": "oom", "c": None}, **LABELS, texts="{:.1f} MB")
     axes = plt.gca()
     assert [bar.get_width() for bar in axes.patches] == [2.0]
     assert [text.get_text() for text in axes.texts] == ["2.0 MB", "oom"]

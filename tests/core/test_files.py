@@ -27,48 +27,31 @@ from lib.core.files import (
 )
 
 
-def test_a_written_file_holds_exactly_the_bytes(tmp_path):
-    path = tmp_path / "new" / "folder" / "file.txt"
-    write_atomically(path, "a\r\nb\n€")
-    assert path.read_bytes() == "a\r\nb\n€".encode()
-
-
-def test_nothing_appears_under_the_name_before_the_end(tmp_path):
-    path = tmp_path / "file"
+def test_a_file_appears_once_it_is_whole_with_the_umasks_permissions(tmp_path):
+    path, plain = tmp_path / "new/folder/file.txt", tmp_path / "plain"
     with atomic_write(path) as file:
         file.write(b"half")
         file.flush()
         assert not path.exists()
     assert path.read_bytes() == b"half"
+    # a reader of the old file is not disturbed
+    with open(path, "rb") as reader:
+        write_atomically(path, "a\r\nb\n€")
+        assert reader.read() == b"half"
+    assert path.read_bytes() == "a\r\nb\n€".encode()
+    plain.write_bytes(b"")
+    assert path.stat().st_mode == plain.stat().st_mode
 
 
-def test_an_error_leaves_the_old_file_and_no_remains(tmp_path):
+def test_an_error_leaves_the_old_file_and_no_remains_and_names_the_file(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, b"old")
     with pytest.raises(TypeError), atomic_write(path) as file:
         file.writelines([b"new", None])
+    with pytest.raises(OSError, match=r"bad: .*file'"), atomic_write(path):
+        raise OSError(errno.EIO, "bad")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_an_error_that_names_no_file_names_it(tmp_path):
-    with pytest.raises(OSError, match=r"bad: .*file'"), atomic_write(tmp_path / "file"):
-        raise OSError(errno.EIO, "bad")
-
-
-def test_a_reader_of_the_old_file_is_not_disturbed(tmp_path):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    with open(path, "rb") as reader:
-        write_atomically(path, b"new")
-        assert reader.read() == b"old"
-    assert path.read_bytes() == b"new"
-
-
-def test_new_files_have_the_permissions_that_the_umask_gives(tmp_path):
-    write_atomically(tmp_path / "ours", b"")
-    (tmp_path / "plain").write_bytes(b"")
-    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_path_below_a_file_is_rejected_by_name(tmp_path):

@@ -41,36 +41,28 @@ def test_a_device_that_is_unknown_or_absent_is_rejected_with_the_ones_found(monk
 )
 def test_the_automatic_dtype_is_the_fast_one_of_the_chip(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     assert pick_dtype("cuda") == dtype
     assert pick_dtype("cpu") == torch.float32
-
-
-def test_bfloat16_is_rejected_on_a_t4_by_name(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ValueError, match="auto, float32, float16 on Tesla T4, got 'bfloat16'"):
-        pick_dtype("cuda", "bfloat16")
+    if capability == (7, 5):
+        with pytest.raises(ValueError, match="auto, float32, float16 on Tesla T4, got 'bfloat16'"):
+            pick_dtype("cuda", "bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("name", "bfloat16", "bandwidth"),
+    ("name", "found"),
     [
-        ("NVIDIA H200", 989.4e12, 4.8e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
-        ("Tesla T4", None, 320e9),
-        ("NVIDIA GeForce RTX 4090", 165.2e12, 1008e9),
+        ("NVIDIA H200", (989.4e12, 4.8e12)),
+        ("NVIDIA A100-SXM4-80GB", (312e12, 2.039e12)),
+        ("Tesla T4", (None, 320e9)),
+        ("NVIDIA GeForce RTX 4090", (165.2e12, 1008e9)),
+        *((name, None) for name in ("", "NVIDIA GeForce RTX 4090 Laptop GPU")),
+        ("NVIDIA H200 MIG 1g.18gb", None),
     ],
 )
-def test_peaks_of_known_chips(name, bfloat16, bandwidth):
-    assert peak(name).bfloat16 == bfloat16
-    assert peak(name).bandwidth == bandwidth
-
-
-@pytest.mark.parametrize(
-    "name", ["", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 MIG 1g.18gb"]
-)
-def test_peaks_of_other_chips_are_not_guessed(name):
-    assert peak(name) is None
+def test_peaks_of_known_chips_are_those_quoted_and_others_are_not_guessed(name, found):
+    chip = peak(name)
+    assert (chip and (chip.bfloat16, chip.bandwidth)) == found
 
 
 def test_no_dtype_is_quoted_faster_than_a_shorter_one():

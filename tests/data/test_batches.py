@@ -111,7 +111,10 @@ def make_sampler(size, batch_size=1, **options):
     return BatchSampler(*size, batch_size, **({"seed": 0} | options))
 
 
-@given(size=sizes, seed=st.integers(0, 99), epoch=st.integers(0, 3))
+barely_longer = st.tuples(st.integers(6, 15), st.just(5))
+
+
+@given(size=sizes | barely_longer, seed=st.integers(0, 99), epoch=st.integers(0, 3))
 def test_an_epoch_visits_each_window_once_and_none_overlap(size, seed, epoch):
     sampler = make_sampler(size, seed=seed)
     sampler.windows_seen = epoch * sampler.num_sequences
@@ -119,20 +122,8 @@ def test_an_epoch_visits_each_window_once_and_none_overlap(size, seed, epoch):
     assert (np.diff(starts) == size[1]).all()
     assert starts[0] >= 0
     assert starts[-1] + size[1] < size[0]
-
-
-def test_windows_stay_inside_data_that_is_barely_longer_than_one():
-    for num_tokens in range(6, 16):
-        for seed in range(20):
-            start = int(make_sampler((num_tokens, 5), seed=seed).next_starts()[0])
-            assert 0 <= start <= num_tokens - 6
-
-
-@given(size=sizes)
-def test_an_epoch_leaves_out_less_than_two_windows(size):
-    sampler = make_sampler(size)
-    left_out = size[0] - 1 - sampler.num_sequences * size[1]
-    assert 0 <= left_out < 2 * size[1]
+    # less than two windows are left out
+    assert 0 <= size[0] - 1 - sampler.num_sequences * size[1] < 2 * size[1]
 
 
 @settings(max_examples=50)
@@ -261,11 +252,14 @@ def test_impossible_samplers_are_rejected(options, message):
 # Random tokens
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(1, np.uint16), (65536, np.uint16), (65537, np.uint32), (2**32, np.uint32)],
+)
 def test_random_tokens_fit_their_type(vocab_size, dtype):
     tokens = random_tokens(100_000, vocab_size, seed=0)
     assert tokens.dtype == dtype
-    assert 0.99 * vocab_size < tokens.max() < vocab_size
+    assert 0.99 * (vocab_size - 1) <= tokens.max() < vocab_size
 
 
 def test_random_tokens_depend_on_the_seed_alone():
@@ -296,8 +290,3 @@ def test_starts_of_any_integer_type_are_read():
 def test_random_ids_that_32_bits_cannot_hold_are_refused(vocab_size, limit):
     with pytest.raises(ValueError, match=re.escape(f"vocab_size must be {limit}")):
         random_tokens(5, vocab_size, 0)
-
-
-def test_random_ids_of_the_smallest_and_the_largest_vocabulary():
-    assert random_tokens(5, 1, 0).tolist() == [0] * 5
-    assert random_tokens(1000, 2**32, 0).max() > 2**31

@@ -37,7 +37,7 @@ def test_parameters_and_buffers_become_those_of_rank_0_and_tied_ones_are_sent_on
 
 def test_means_are_the_same_on_all_ranks_in_their_own_dtype(ranks):
     for number, short, wide in ranks["means"]:
-        assert number == 1.0
+        assert number == 2.0**24 + 1
         assert (short.dtype, short.tolist()) == (torch.bfloat16, [1.0, 2.0])
         assert (wide.dtype, wide.item()) == (torch.float64, 2.0**24 + 1)
 

@@ -198,7 +198,7 @@ def means() -> tuple[float, torch.Tensor]:
     short = torch.tensor([rank, 2 * rank], dtype=torch.bfloat16)
     # 0 to 2 more than 2**24, which float32 cannot add up
     wide = torch.tensor(2.0**24 + rank, dtype=torch.float64)
-    results = [process_group.mean_over_ranks(x) for x in (float(rank), short, wide)]
+    results = [process_group.mean_over_ranks(x) for x in (2.0**24 + rank, short, wide)]
     assert short.tolist() == [rank, 2 * rank], "the argument was changed"
     return tuple(results)
 

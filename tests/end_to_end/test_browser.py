@@ -193,7 +193,7 @@ def report(request, tmp_path_factory, make_notebook) -> Path:
     wanted = {one.params.get("page") for one in parameters if one}
     sources = [ROOT / f"notebooks/{name}.ipynb" for name in NOTEBOOKS if name in wanted]
     titles = {source.stem: source.stem for source in (*sources, widgets)}
-    run = Run(folder / "pages", "", "now", titles)
+    run = Run(folder / "pages", "", titles)
     for source in (*sources, widgets):
         notebook = read_notebook(source)
         if source == widgets:

@@ -220,12 +220,13 @@ def test_what_is_unknown_is_refused_with_the_known_ones(arguments, message, caps
 
 
 @pytest.mark.parametrize(
-    ("result", "code", "printed"), [("x", 0, "artifacts/runs: x\n"), (None, 0, ""), (3, 3, "")]
+    ("result", "code", "printed"),
+    [("x", 0, "artifacts/runs: x\n"), (None, 0, ""), (3, 3, ""), (Path("y/z"), 0, "y/z\n")],
 )
 def test_what_a_command_returns_decides_what_is_printed_and_the_exit_code(
     command, capsys, result, code, printed
 ):
-    prints = "" if result == 3 else "{config.runs_dir}: {result}"
+    prints = "{config.runs_dir}: {result}" if result in ("x", None) else ""
     command(lambda config: result, prints=prints)
     assert main(["try"]) == code
     assert capsys.readouterr().out == printed

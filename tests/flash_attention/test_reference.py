@@ -9,11 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lib.flash_attention.reference import FlashAttention, backward, flash_attention, forward
+from lib.flash_attention.reference import backward, flash_attention, forward
 from tests.flash_attention.cases import (
     GROUPED,
     LONG,
@@ -26,6 +23,7 @@ from tests.flash_attention.cases import (
     right_results,
     with_gradients,
 )
+from tests.operators import Operators
 
 ON_MASKS = pytest.mark.parametrize("is_causal", [False, True])
 
@@ -87,22 +85,6 @@ def test_low_precision_is_computed_in_float32_and_rounded_once(dtype, is_causal)
     assert all(a.equal(b.to(dtype)) for a, b in zip(gradients, wide))
 
 
-class Operators(TorchDispatchMode):
-    """Records the name of each operator and the size of the largest tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.overloadpacket.__name__)
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return out
-
-
 def operators_of(queries: int, keys: int, is_causal: bool, tile: int = 32) -> list[Operators]:
     """Operators of the forward and of the backward pass; one head, head_dim 16, float32."""
     generator = torch.Generator().manual_seed(0)
@@ -119,8 +101,8 @@ def operators_of(queries: int, keys: int, is_causal: bool, tile: int = 32) -> li
 def test_no_tensor_grows_faster_than_the_length(is_causal):
     for short, long in zip(operators_of(128, 128, is_causal), operators_of(512, 512, is_causal)):
         # q has 16 numbers a token, a tile of scores 32 x 32, and all scores would be 512²
-        assert short.largest == 128 * 16 * 4
-        assert long.largest == 512 * 16 * 4
+        assert max(short.made.values()) == short.made[torch.float32] == 128 * 16
+        assert max(long.made.values()) == long.made[torch.float32] == 512 * 16
 
 
 @pytest.mark.parametrize(
@@ -156,32 +138,6 @@ def test_the_operators_do_what_they_are_registered_to_do(layout):
     )
 
 
-def zeros(*shape: int, dtype=torch.float32, device="cpu") -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"v": zeros(2, 4, 5, 16)}, r"v must have the shape of k, got .* v \(2, 4, 5, 16\)"),
-        ({"q": zeros(2, 4, 5, 16)}, r"one batch size and one head_dim, got q \(2, 4, 5, 16\)"),
-        ({"q": zeros(2, 6, 5, 8)}, r"heads of q must be divisible .* got q \(2, 6, 5, 8\)"),
-        ({"k": zeros(2, 4, 5, 8, dtype=torch.half)}, "one dtype of .*, torch.float16,"),
-        ({"k": zeros(2, 4, 5, 8, device="meta")}, "on one device, got cpu, meta, cpu"),
-        ({"q": zeros(4, 5, 8)}, r"must be \(batch, heads, tokens, head_dim\), got q \(4, 5, 8\)"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be at least 1, got 0"),
-        (dict.fromkeys("qkv", zeros(1, 1, 2, 4, dtype=torch.int64)), "be floating-point numbers"),
-        ({"scale": torch.ones(())}, "scale must be a number, got a tensor, which would get no"),
-        ({"query_tile": 0}, "query_tile must be at least 1, got 0"),
-        ({"key_tile": -1}, "key_tile must be at least 1, got -1"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(change, message):
-    arguments = {name: zeros(2, 4, 5, 8) for name in "qkv"} | change
-    with pytest.raises(ValueError, match=message):
-        flash_attention(**arguments)
-
-
 def test_gradients_of_gradients_are_refused():
     q, k, v, _ = make_inputs(Case(3, 3, 4), torch.float64)
     (gradient,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
@@ -194,26 +150,12 @@ def test_autocast_leaves_float64_alone_and_refuses_integers():
     with torch.autocast("cpu", torch.bfloat16):
         out = flash_attention(*wide)
     assert out.equal(flash_attention(*wide))
-    x = zeros(1, 1, 4, 16, dtype=torch.int64)
+    x = torch.zeros(1, 1, 4, 16, dtype=torch.int64)
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(ValueError, match="must be floating-point numbers"),
     ):
         flash_attention(x, x, x)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ([(2, 5, 8), (3, 5, 8), (3, 5, 8)], r"one batch size .* got q \(2, 5, 8\), k \(3, 5, 8\)"),
-        ([(2, 5, 8), (2, 5, 8), (2, 6, 8)], "v must have the batch size, heads and keys of k, got"),
-        ([(2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)], r"must be \(batch, tokens, head_dim\), got q"),
-        ([(5, 8), (5, 8), (5, 8)], r"must be \(batch, tokens, head_dim\), got q \(5, 8\)"),
-    ],
-)
-def test_the_class_names_arguments_that_do_not_fit(shapes, message):
-    with pytest.raises(ValueError, match=message):
-        FlashAttention.apply(*(zeros(*shape) for shape in shapes))
 
 
 def test_a_first_tile_of_infinitely_small_scores_counts_as_nothing():

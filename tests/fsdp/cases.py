@@ -1,9 +1,9 @@
 """Properties of FSDP, each a function that all ranks of a group run."""
 
-import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,74 +25,10 @@ from lib.optimizer.adamw import AdamW
 from lib.optimizer.schedule import clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from tests.ddp.cases import Raise
-from tests.ddp.training_cases import STEPS, loss_of, make_optimizer, part
+from tests.ddp.training_cases import Net, Trained, loss_of, part, train
 from tests.ddp.workers import message_of, recorded_collectives
 from tests.lessons.network_cases import scaled
 from tests.sharded_optimizer.cases import update
-
-WIDTH = 6
-
-
-class Part(nn.Module):
-    """A block: a matrix, one that only some passes use, a frozen one, a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
-        self.sometimes = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.fixed = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-
-    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
-        y = self.b(torch.tanh(self.a(x))) + self.fixed(x)
-        return x + (torch.tanh(self.sometimes(y)) if uses_all else y)
-
-
-class Net(nn.Module):
-    """Tied embedding and head, blocks, a norm, a buffer, a matrix that is never used."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(Part() for _ in range(3))
-        self.norm, self.never = nn.LayerNorm(WIDTH), nn.Linear(3, 3)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.zeros(1))
-        for tensor in [*self.parameters(), self.scale]:
-            nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
-        self.around: Callable[..., Tensor] | None = None
-        self.to(current_device())
-
-    def forward(self, tokens: Tensor, uses_all: bool) -> Tensor:
-        x = self.embedding(tokens)
-        for index, layer in enumerate(self.layers):
-            run = self.around or (lambda index, layer, *args: layer(*args))
-            x = run(index, layer, x, uses_all)
-        return self.head(self.norm(x) * self.scale)
-
-
-def reference(
-    optimizer_name: str, micros: int, max_norm: float
-) -> Iterator[tuple[float, nn.Module]]:
-    """Norm and module after each step of one process, which adds up the ranks' means."""
-    module, ranks = Net(), world_size()
-    optimizer = make_optimizer(optimizer_name, module)
-    for step in range(STEPS):
-        grads: dict[str, list[Tensor]] = {}
-        for number in range(ranks):
-            for micro in range(micros):
-                (loss_of(module, *part(step, micro, number)) / micros).backward()
-            for name, param in module.named_parameters():
-                grads.setdefault(name, []).extend([] if param.grad is None else [param.grad])
-            module.zero_grad()
-        for name, param in module.named_parameters():
-            param.grad = sum(grads[name]) / ranks if grads[name] else None
-        norm = clip_grad_norm(module.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield norm.item(), module
-
 
 MODES: dict[str, tuple[dict[str, Any], str, int]] = {
     "default": ({}, "sgd", 1),
@@ -107,43 +43,25 @@ MODES: dict[str, tuple[dict[str, Any], str, int]] = {
 }
 
 
-def train(mode: str, group: Any = None) -> tuple[float, float, bool]:
-    """Largest difference of weights and norms from one process, and whether missing ones agree."""
-    options, optimizer_name, micros = MODES[mode]
-    net = Net(seed=rank())
-    net.around = options.get("around")
-    options = {name: value for name, value in options.items() if name != "around"}
+def divided(net: Net, mode: str, group: Any = None) -> FSDP:
+    options = dict(MODES[mode][0])
+    net.around = options.pop("around", None)
     if callable(options.get("blocks")):
         options["blocks"] = options["blocks"](net)
-    model = FSDP(net, group=group, **options)
-    optimizer = make_optimizer(optimizer_name, model)
-    error = norm_error = 0.0
-    # without clipping, whose norm is summed in another order, all bits are equal
-    max_norm = 1e9 if mode == "default" else 0.1
-    for step, (norm, expected) in enumerate(reference(optimizer_name, micros, max_norm)):
-        for micro in range(micros):
-            is_last = micro == micros - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                (loss_of(model, *part(step, micro, rank())) / micros).backward()
-        model.finish_gradient_synchronization()
-        norm_error = max(norm_error, abs(model.clip_grad_norm(max_norm).item() - norm))
-        is_alike = net.never.weight.grad is None and net.layers[0].fixed.weight.grad is None
-        is_used = any(part(step, 0, number)[1] for number in range(world_size()))
-        is_alike &= (net.layers[1].sometimes.weight.grad is not None) == is_used
-        optimizer.step()
-        optimizer.zero_grad()
-        full = model.full_parameters()
-        errors = [(full[n] - p).abs().max().item() for n, p in expected.named_parameters()]
-        error = max(error, *errors)
-    digest = gather_objects(torch.cat([t.flatten() for t in full.values()]).sum().item(), group)
-    return error, norm_error, is_alike and len(set(digest)) == 1
+    return FSDP(net, group=group, **options)
 
 
-def trained() -> dict[str, tuple[float, float, bool]]:
+def trained() -> dict[str, Trained]:
     """Each mode of training, and one over a simulated network."""
-    found = {mode: train(mode) for mode in MODES}
+    found = {}
+    for mode, (_, *how) in MODES.items():
+        # without clipping, whose norm is summed in another order, all bits are equal
+        max_norm = 1e9 if mode == "default" else 0.1
+        found[mode] = train(functools.partial(divided, mode=mode), *how, max_norm)
     if current_device().type == "cpu":
-        found["simulated network"] = train("default", simulated_group(scaled("PCIe")))
+        group = simulated_group(scaled("PCIe"))
+        make = functools.partial(divided, mode="default", group=group)
+        found["simulated network"] = train(make, *MODES["default"][1:])
     return found
 
 

@@ -3,54 +3,31 @@
 import pytest
 import torch
 
+from tests.ddp.kinds import KINDS
+from tests.ddp.table import REFUSED_KINDS, outcomes, unexpected
 from tests.ddp.workers import launch
-from tests.fsdp.table import EVENTS, KINDS, table
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
-
-# Refusals, by kind or by event; all other cells are equal to one process.
-REFUSED_KINDS = {
-    "wrapped twice": "layers.0.module.linear.weight is divided among the ranks already",
-    "changes a weight": "a forward pass changed one of layers.0.linear.weight",
-}
-REFUSED_EVENTS = {
-    "deep copy": "TypeError: an FSDP cannot be copied or pickled",
-    "pickled": "TypeError: an FSDP cannot be copied or pickled",
-    "second derivative": "backward must run without create_graph=True",
-}
-# A block is as new as the newest of its parameters: PyTorch's error comes more often.
-OLD = {"update before backward": "has been modified by an inplace operation"}
-
-
-def check(kind: str, found: list[dict[tuple[str, str], str]]) -> None:
-    unexpected = {}
-    for number, cells in enumerate(found):
-        for event in EVENTS:
-            outcome = cells[kind, event]
-            reasons = (REFUSED_EVENTS.get(event), REFUSED_KINDS.get(kind), OLD.get(event))
-            is_refused = any(words in outcome for words in reasons if words)
-            # some events of a kind that is refused make no pass, or end in PyTorch's error too
-            if not is_refused and (outcome != "equal" or event in REFUSED_EVENTS):
-                unexpected[number, event] = outcome
-    assert unexpected == {}
-    words = REFUSED_KINDS.get(kind, "")
-    assert any(words in outcome for (name, _), outcome in found[0].items() if name == kind)
 
 
 @pytest.fixture(scope="module")
 def found():
     """The outcomes of all cells on each of two ranks, from one launch."""
-    return launch(table, 2)
+    return launch(outcomes, 2, ["fsdp"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_lives_through_all_events_as_in_one_process_or_is_refused_by_name(found, kind):
-    check(kind, found)
+    for cells in found:
+        of_kind = {cell: text for cell, text in cells.items() if cell.kinds == kind}
+        assert unexpected(of_kind) == {}
+        assert kind not in REFUSED_KINDS or any(
+            REFUSED_KINDS[kind] in text for text in of_kind.values()
+        )
 
 
 @pytest.mark.gpu
 def test_on_gpus_too():
     size = min(2, torch.cuda.device_count())
-    found = launch(table, size, backend="nccl")
-    for kind in KINDS:
-        check(kind, found)
+    for cells in launch(outcomes, size, ["fsdp"], backend="nccl"):
+        assert unexpected(cells) == {}

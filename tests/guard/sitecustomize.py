@@ -12,6 +12,10 @@ import sys
 # garbage every 700 objects would take a tenth of their time.
 gc.set_threshold(20_000)
 
+# No test lasts through a power cut: to wait for the disk took half the time of tests that save.
+# Where something is to be on the disk first, tests look at the calls of this.
+os.fsync = lambda file: None
+
 # jsonschema, which nbformat imports, loads this to check addresses if it is there. Nothing here
 # asks for that, and it compiles 38 grammars: more than a second in every process.
 sys.modules.setdefault("rfc3987_syntax", None)

@@ -50,7 +50,6 @@ SPANS = schedule.simulate(**schedule.TIMELINES["two, ping-pong"])
 SPEEDS = {"forward": {"ours": {1024: 3.0, 2048: 4.0}, "cuDNN": {1024: 2.0}}}
 OWNERS = {"round robin": [0, 1, 0], "largest first": [0, 1, 1]}
 CONTEXTS = {"a": {256: 10e9, 512: 30e9}, "a, checkpoints": {256: 8e9, 512: 9e9}}
-SCALING = {"flops_per_s": 3e14, "counts": [2048, 2**20]}
 
 
 def toy_loop():
@@ -82,7 +81,6 @@ FIGURES = {
     "recorded schedule": lambda: timeline.show_recorded(timeline.recorded_timelines()[True]),
     "ring": lambda: ddp.show_ring(RING),
     "timelines": lambda: ddp.show_timelines({"a": LINE, "b": LINE}),
-    "scaling": lambda: ddp.show_scaling("medium", 32_768, "400 Gbit/s", 16, **SCALING),
     "orders": lambda: show_orders({"just in time": ORDER}),
     "partitions": lambda: zero1.show_partitions([4, 2, 2], OWNERS, ranks=2),
     "flat": lambda: zero1.show_flat([5, 4], [(0, 6), (6, 12)], title="A buffer"),
@@ -149,19 +147,6 @@ def test_a_ring_shows_values_and_how_much_of_the_sum_they_are(drawn):
             == np.select([step.added == 1, step.added < 3], [0, 1], 2).T.ravel().tolist()
         )
         assert len(axes.patches) == len(step.sent)
-
-
-def test_scaling_begins_at_one_rank_with_full_speed_and_has_the_measured_points(drawn):
-    ddp.show_scaling("medium", 32_768, "400 Gbit/s", 16, **SCALING)
-    left, right = drawn[0].axes
-    lines = {line.get_label(): line for line in left.lines}
-    predicted = lines.pop("predicted, overlapped"), lines.pop("predicted, after backward")
-    assert all(line.get_xydata()[0].tolist() == [1, 100] for line in predicted)
-    assert {x for line in lines.values() for x in line.get_xdata()} == {2, 4}
-    assert all(90 < y < 97 for line in lines.values() for y in line.get_ydata())
-    ends = [line.get_ydata()[-1] for line in right.lines]
-    assert [0 < end <= 100 for end in ends] == [True] * 4
-    assert ddp.measured_scaling("medium", 1) == ddp.measured_scaling("tiny", 32_768) == {}
 
 
 @pytest.mark.parametrize(("length", "tile"), [(8, 2), (7, 3), (5, 4), (9, 1)])

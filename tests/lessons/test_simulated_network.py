@@ -10,7 +10,6 @@ from lib.ddp.launcher import WorkerError
 from lib.lessons.simulated_network import NETWORKS, LostRank, Network, SlowLink, Straggler, Workload
 from lib.profiling.collectives import Link
 from tests.ddp import training_cases as training
-from tests.ddp.test_wrappers import check_training
 from tests.ddp.workers import launch, run_cases
 from tests.lessons import network_cases as cases
 
@@ -83,7 +82,7 @@ def test_calls_that_differ_and_lost_ranks_are_named(found):
 def test_wrappers_train_on_it_as_one_process_does():
     results = launch(training.equality, 2, 2, backend="simulated", options=PCIE)
     for way in training.ways_to_train(2):
-        check_training(results, way)
+        training.check_training([result[way] for result in results])
 
 
 def test_it_can_be_the_network_of_a_whole_job():

@@ -16,7 +16,8 @@ ON_KERNEL_DEVICES = pytest.mark.parametrize(
 )
 # The interpreter gets bfloat16 wrong.
 SHORT_TYPES = [torch.float16] if INTERPRETING else [torch.float16, torch.bfloat16]
-ON_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *SHORT_TYPES], ids=str)
+DTYPES = [torch.float32, *SHORT_TYPES]
+ON_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OUTSIDE_THE_INTERPRETER = pytest.mark.skipif(INTERPRETING, reason="this is the process inside")
 
 

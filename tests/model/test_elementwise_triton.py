@@ -233,50 +233,35 @@ def test_the_swiglu_kernel_is_the_formula(device, dtype, shape):
     torch.testing.assert_close(gradient.float(), peer, **tolerance)
 
 
-def assert_norms_are_close(ours, right, inputs, wide, upstream) -> None:
-    """Check the outputs, and the gradients of `inputs` against those of `wide` in float64."""
-    gradients = torch.autograd.grad(ours, inputs, upstream)
-    peers = torch.autograd.grad(right, wide, [gradient.double() for gradient in upstream])
-    step = torch.finfo(upstream[0].dtype).eps
-    for a, b in zip((*ours, *gradients), (*right, *peers)):
-        atol = 4 * step * b.abs().max().item()
-        torch.testing.assert_close(a.double(), b, rtol=4 * step, atol=atol)
-
-
 @ON_KERNEL_DEVICES
 @ON_DTYPES
+@pytest.mark.parametrize("has_sum", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-def test_the_norm_kernel_is_the_sum_and_the_module(device, dtype, shape):
-    from lib.model.elementwise_triton import add_rms_norm
+def test_the_norm_kernel_is_the_module_and_may_take_a_sum(device, dtype, has_sum, shape):
+    from lib.model.elementwise_triton import add_rms_norm, rms_norm
 
     x, branch, *upstream = (draw(*shape, seed=i).to(device, dtype) for i in range(4))
     # low-precision weights too, for one of the shapes
-    weight_dtype = dtype if shape == NORM_SHAPES[1] else torch.float32
+    weight_dtype = dtype if has_sum and shape == NORM_SHAPES[1] else torch.float32
     weight = (1 + 0.3 * draw(shape[-1], seed=4)).to(device, weight_dtype)
-    inputs = [tensor.requires_grad_() for tensor in (x, branch, weight)]
+    inputs = [each.requires_grad_() for each in ((x, branch, weight) if has_sum else (x, weight))]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    if has_sum:
+        ours = add_rms_norm(*inputs, 1e-5)
+        assert ours[0].equal(x + branch)
+        # the norm sees the rounded sum
+        total = wide[0] + wide[1] + (ours[0].detach().double() - (wide[0] + wide[1]).detach())
+        right = [total, F.rms_norm(total, shape[-1:], wide[2], 1e-5)]
+    else:
+        ours, right = [rms_norm(*inputs, 1e-5)], [F.rms_norm(wide[0], shape[-1:], wide[1], 1e-5)]
 
-    ours = add_rms_norm(*inputs, 1e-5)
-    assert ours[0].equal(x + branch)
-    # the norm sees the rounded sum
-    total = wide[0] + wide[1] + (ours[0].detach().double() - (wide[0] + wide[1]).detach())
-    right = [total, F.rms_norm(total, shape[-1:], wide[2], 1e-5)]
-    assert_norms_are_close(ours, right, inputs, wide, upstream)
-
-
-@ON_KERNEL_DEVICES
-@ON_DTYPES
-@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-def test_the_norm_kernel_without_a_sum_is_the_module(device, dtype, shape):
-    from lib.model.elementwise_triton import rms_norm
-
-    x, upstream = (draw(*shape, seed=i).to(device, dtype) for i in range(2))
-    weight = (1 + 0.3 * draw(shape[-1], seed=4)).to(device)
-    inputs = [tensor.requires_grad_() for tensor in (x, weight)]
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-
-    ours, right = rms_norm(*inputs, 1e-5), F.rms_norm(wide[0], shape[-1:], wide[1], 1e-5)
-    assert_norms_are_close([ours], [right], inputs, wide, [upstream])
+    upstream = upstream[: len(ours)]
+    gradients = torch.autograd.grad(ours, inputs, upstream)
+    peers = torch.autograd.grad(right, wide, [gradient.double() for gradient in upstream])
+    step = torch.finfo(dtype).eps
+    for a, b in zip((*ours, *gradients), (*right, *peers)):
+        atol = 4 * step * b.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=4 * step, atol=atol)
 
 
 @ON_KERNEL_DEVICES

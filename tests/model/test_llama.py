@@ -67,25 +67,17 @@ def make_model(config=SHAPE):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_with_our_weights_gives_our_logits(tied):
+def test_a_llama_with_our_weights_gives_our_logits_and_gradients(tied):
     config = dataclasses.replace(SHAPE, tied_embeddings=tied, rope_theta=500.0, norm_eps=1e-3)
-    model, ids = make_model(config), torch.randint(61, (2, 32))
-    weights = to_llama(model.state_dict(), config)
-    assert ("lm_head.weight" in weights) is not tied
-    torch.testing.assert_close(
-        llama(weights, to_llama_config(config), ids), model(ids), atol=1e-5, rtol=0
-    )
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_its_gradients_are_ours(tied):
-    config = dataclasses.replace(SHAPE, tied_embeddings=tied)
     # each token id at least once
     model, ids = make_model(config), torch.arange(64).view(2, 32) % 61
     weights = to_llama(model.state_dict(), config)
+    assert ("lm_head.weight" in weights) is not tied
     weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    ours, theirs = model(ids), llama(weights, to_llama_config(config), ids)
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
     upstream = torch.randn(2, 32, 61)
-    for logits in (model(ids), llama(weights, to_llama_config(config), ids)):
+    for logits in (ours, theirs):
         logits.backward(upstream)
     right = from_llama({name: weight.grad for name, weight in weights.items()}, config)
     for name, parameter in model.named_parameters():

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lib.model.loss import cross_entropy, linear_cross_entropy, softmax
+from tests.operators import Operators
 
 
 def make_inputs(tokens=13, d_model=8, vocab=11, dtype=torch.float64, device="cpu", scale=1.0):
@@ -174,42 +173,25 @@ def test_float64_stays_float64_under_autocast_and_on_a_gpu(device):
 
 def test_no_gradient_is_computed_when_none_is_wanted():
     hidden, weight, targets = make_inputs()
-    with LargestTensor(torch.float64) as largest, torch.no_grad():
+    with Operators() as operators, torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=1)
     assert not loss.requires_grad
     # else there would be tensors as large as `weight` or `hidden`
-    assert largest.elements < 8 * 11
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the size of the largest tensor of `dtype` that an operator makes."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype, self.elements = dtype, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if torch.is_tensor(t)}
-        for tensor in tree_leaves(out):
-            is_new = torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in known
-            if is_new and tensor.dtype == self.dtype:
-                self.elements = max(self.elements, tensor.numel())
-        return out
+    assert operators.made[torch.float64] < 8 * 11
 
 
 def test_all_logits_are_never_there_at_once():
     tokens, d_model, vocab, chunk_tokens = 96, 8, 1024, 16
     hidden, weight, targets = make_inputs(tokens, d_model, vocab, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
-        with LargestTensor(dtype) as largest:
+        with Operators() as operators:
             loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens)
             torch.autograd.grad(loss, (hidden, weight))
-        assert chunk_tokens * vocab <= largest.elements < tokens * vocab
+        assert chunk_tokens * vocab <= operators.made[dtype] < tokens * vocab
     # the watch sees them where they are
-    with LargestTensor(torch.float32) as largest:
+    with Operators() as operators:
         cross_entropy(hidden @ weight.T, targets)
-    assert largest.elements == tokens * vocab
+    assert operators.made[torch.float32] == tokens * vocab
 
 
 @pytest.mark.parametrize("bad", [-1, 11])

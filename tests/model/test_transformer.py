@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lib.model import transformer
 from lib.model.config import ATTENTION_KERNELS, ModelConfig
@@ -29,6 +27,7 @@ from lib.model.transformer import (
     swiglu,
     truncated_normal_,
 )
+from tests.operators import Operators
 
 CONFIG = ModelConfig(
     vocab_size=61, context_length=16, d_model=32, num_layers=2, num_heads=4, d_ff=44
@@ -267,30 +266,16 @@ def test_gradients_of_each_sequence_and_of_several_models_come_from_torch_func()
                 torch.testing.assert_close(grads[name][index, row], right, rtol=1e-4, atol=1e-5)
 
 
-class DtypesMade(TorchDispatchMode):
-    """Notes the dtypes of floating-point results of all operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        results = (x for x in tree_leaves(out) if torch.is_tensor(x))
-        self.found |= {x.dtype for x in results if x.is_floating_point()}
-        return out
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @ON_VARIANTS
 def test_a_model_in_float64_never_computes_in_less(settings, device):
     model, token_ids = make_model(**settings).double().to(device), make_token_ids(2, 9).to(device)
     positions_of_blocks = torch.arange(9, device=device)
-    with DtypesMade() as made:
+    with Operators() as operators:
         model.loss(token_ids, token_ids, z_loss=0.01).backward()
         x = torch.ones(2, 9, 32, dtype=torch.float64, device=device)
         model.layers[0](x, model.rope, positions_of_blocks)
-    assert made.found == {torch.float64}
+    assert {x for x in operators.made if x.is_floating_point} == {torch.float64}
 
 
 @pytest.mark.parametrize("norm", ["post", "none"])
@@ -507,18 +492,6 @@ def fused_on_cpu(monkeypatch):
     return switch
 
 
-class ReadWeights(TorchDispatchMode):
-    """Notes the addresses of the tensors that operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.addresses |= {x.data_ptr() for x in tree_leaves(args) if torch.is_tensor(x)}
-        return func(*args, **(kwargs or {}))
-
-
 def just_run(index, block, *arguments):
     """What `around_block` may be."""
     return block(*arguments)
@@ -532,10 +505,10 @@ def test_each_part_is_announced_before_its_parameters_are_read(path, tied, fused
         fused_on_cpu(model)
     if path == "around blocks":
         model.around_block = just_run
-    announced, ready, reads = [], set(), ReadWeights()
+    announced, ready, operators = [], set(), Operators()
 
     def before_part(part: nn.Module) -> None:
-        assert reads.addresses & own <= ready
+        assert operators.read & own <= ready
         announced.append(part)
         ready.update(weight.data_ptr() for weight in part.parameters())
 
@@ -549,11 +522,11 @@ def test_each_part_is_announced_before_its_parameters_are_read(path, tied, fused
     for run in (model, lambda ids: MeanLoss(model, torch.device("cpu"), None, 0.0)(ids, ids)):
         announced.clear()
         ready.clear()
-        with reads:
+        with operators:
             run(token_ids)
         assert announced == parts
-        assert reads.addresses & own == ready
-        reads.addresses.clear()
+        assert operators.read & own == ready
+        operators.read.clear()
 
 
 @ON_VARIANTS

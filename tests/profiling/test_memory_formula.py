@@ -15,10 +15,7 @@ from lib.model.costs import CHUNK_BYTES, activation_bytes, activation_bytes_by_p
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
 from lib.profiling.memory_formula import (
-    RESERVED_BYTES,
-    SIZES,
     RankMemory,
-    largest_preset,
     rank_memory,
 )
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
@@ -182,23 +179,6 @@ def test_moments_between_steps():
     assert (memory.before_step, memory.between_steps) == (59, 50)
     stays = dataclasses.replace(memory, gradients_stay=True)
     assert (stays.before_step, stays.between_steps) == (70, 70)
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_t4_trains_medium_alone_and_large_with_zero1_on_two(is_short):
-    settings = {"dtype": "float16", "low_precision_weights": is_short}
-    assert largest_preset(16 * 10**9, **settings) == "medium"
-    for wrapper in ("none", "flashddp"):
-        sharded = settings | {"stage": 1, "ddp_wrapper": wrapper}
-        assert largest_preset(16 * 10**9, 2, **sharded) == "large"
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_a_preset_fits_into_what_it_needs_and_into_no_byte_less(name):
-    needed = rank_memory(model_preset(name), ranks=1, batch_size=4).peak + RESERVED_BYTES
-    assert largest_preset(needed, batch_size=4) == name
-    smaller = [*SIZES[: SIZES.index(name)], None][-2 if SIZES.index(name) else -1]
-    assert largest_preset(needed - 1, batch_size=4) == smaller
 
 
 def test_the_loss_on_a_cpu_works_on_a_chunk_of_logits():

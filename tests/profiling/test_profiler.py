@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from lib.core.settings import from_json, to_json
+from lib.core.settings import from_json
 from lib.model.config import model_preset
 from lib.model.costs import num_parameters
 from lib.profiling import profiler
@@ -28,15 +28,20 @@ def done(tmp_path_factory):
     return profile(dataclasses.replace(CONFIG, **kernel, output=folder)), folder
 
 
-def test_all_files_are_there(done):
+def test_all_files_are_there_and_say_what_was_run_and_found(done):
     _, folder = done
     names = {path.name for path in folder.iterdir()}
-    figures = {"time.png", "memory.png"}
-    traces = {"trace.json.gz", "step.json.gz"}
-    assert names == {"summary.md", "summary.json", "config.json"} | traces | figures
+    wanted = {"summary.md", "summary.json", "config.json", "trace.json.gz", "step.json.gz"}
+    assert names == wanted | {"time.png", "memory.png"}
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     steps = [event for event in trace["traceEvents"] if event.get("name") == "training step"]
     assert len(steps) == 2
+    record = json.loads((folder / "summary.json").read_text())
+    assert record["config"]["attention_kernel"] == "vectorized_torch"
+    figures = record["figures"]
+    assert figures["peak_bytes_by_category"]["parameters"] == 4 * figures["parameters"]
+    assert figures["parameters"] == num_parameters(model_preset("tiny"))
+    assert figures["context_length"] == 32
     text = (folder / "summary.md").read_text()
     assert text.startswith("# Profile of 2 training steps\n")
     assert "| aten::mm " in text
@@ -77,15 +82,6 @@ def test_times_fit_together(done):
     assert ranges["forward"] + ranges["backward"] < ranges["training step"] <= summary.wall_ms
 
 
-def test_the_record_says_what_was_run_and_found(done):
-    record = json.loads((done[1] / "summary.json").read_text())
-    assert record["config"]["attention_kernel"] == "vectorized_torch"
-    figures = record["figures"]
-    assert figures["peak_bytes_by_category"]["parameters"] == 4 * figures["parameters"]
-    assert figures["parameters"] == num_parameters(model_preset("tiny"))
-    assert figures["context_length"] == 32
-
-
 def test_a_compiled_step_is_profiled_without_memory(tmp_path, monkeypatch):
     # all of the compiler but the slow part, which writes kernels
     quick = functools.partial(torch.compile, backend="aot_eager")
@@ -99,13 +95,23 @@ def test_a_compiled_step_is_profiled_without_memory(tmp_path, monkeypatch):
     assert "block" not in names
 
 
-def test_nsys_runs_the_same_steps(tmp_path):
+def test_nsys_runs_the_same_steps_its_failure_is_shown_and_without_a_gpu_there_is_none(
+    tmp_path, monkeypatch, capsys
+):
     config = dataclasses.replace(CONFIG, output=tmp_path)
     command = nsys_command(config)
     assert command[:2] == ["nsys", "profile"]
     assert "--capture-range=cudaProfilerApi" in command
     assert command[-3:] == ["profile", f"--config={tmp_path / 'config.json'}", "--nvtx"]
-    assert from_json(ProfileConfig, to_json(config)) == config
+    profiler._run_nsys(config, torch.device("cpu"))
+    assert not capsys.readouterr().out
+    assert from_json(ProfileConfig, tmp_path / "config.json") == config
+    nsys = tmp_path / "nsys"
+    nsys.write_text("#!/bin/sh\necho no counters >&2\nexit 3\n")
+    nsys.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    profiler._run_nsys(config, torch.device("cuda"))
+    assert "nsys failed with exit code 3:\nno counters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,20 +132,6 @@ def test_bad_input_is_named_before_any_work(tmp_path, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         profile(dataclasses.replace(CONFIG, **{"output": output, **wrong}))
     assert not output.exists()
-
-
-def test_a_failure_of_nsys_is_shown(tmp_path, monkeypatch, capsys):
-    nsys = tmp_path / "nsys"
-    nsys.write_text("#!/bin/sh\necho no counters >&2\nexit 3\n")
-    nsys.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    profiler._run_nsys(dataclasses.replace(CONFIG, output=tmp_path), torch.device("cuda"))
-    assert "nsys failed with exit code 3:\nno counters" in capsys.readouterr().out
-
-
-def test_without_a_gpu_nothing_is_said_of_nsys(tmp_path, capsys):
-    profiler._run_nsys(dataclasses.replace(CONFIG, output=tmp_path), torch.device("cpu"))
-    assert not capsys.readouterr().out
 
 
 GPU_CONFIG = dataclasses.replace(CONFIG, device="cuda", batch_size=4, context_length=64)

@@ -236,24 +236,19 @@ def operation(name, cost, milliseconds=2.0):
     return MeasuredOperation(name, cost, milliseconds, 0.1)
 
 
-@pytest.mark.parametrize(("limits", "unit"), [(LIMITS, "GFLOP/s"), (Limits(1e15, 4e12), "TFLOP/s")])
-def test_the_figure_has_the_roof_and_a_mark_and_a_name_for_each_point(limits, unit):
-    points = [
-        MeasuredOperation("scores", Cost(10**9, 10**8), 2.0, 0.1),
-        MeasuredOperation("mask and softmax", Cost(10**9, 10**8), 2.0, 0.1),
-        MeasuredOperation("RMSNorm", Cost(4, 8), 2.0, 0.1),
-    ]
+def test_the_figure_has_a_name_and_a_look_of_its_own_for_each_point():
+    costs = {"scores": Cost(10**9, 10**8), "mask and softmax": Cost(10**9, 10**8)}
+    points = [operation(name, cost) for name, cost in (costs | {"RMSNorm": Cost(4, 8)}).items()]
     with figures.house_figure() as (_, axes):
-        draw_roofline(axes, limits, points, title="A block")
+        draw_roofline(axes, LIMITS, points, title="A block")
         assert axes.get_legend_handles_labels()[1] == ["scores", "mask and softmax", "RMSNorm"]
-        roof, *_ = axes.lines
-        dots = axes.lines[2:]
+        roof, _, *dots = axes.lines
         assert max(roof.get_ydata()) == pytest.approx(1e3)
         assert [dot.get_xdata()[0] for dot in dots] == [10, 10, 0.5]
-        looks = {(dot.get_color(), dot.get_marker()) for dot in dots}
-        assert len(looks) == 3
-        assert axes.get_ylabel() == f"performance ({unit})"
-    with figures.house_figure() as (_, axes):
-        draw_roofline(axes, limits, [], title="A machine")
-        low, high = axes.get_xlim()
-        assert low < limits.ridge < high
+        assert len({(dot.get_color(), dot.get_marker()) for dot in dots}) == 3
+    for limits, unit in ((LIMITS, "GFLOP/s"), (Limits(1e15, 4e12), "TFLOP/s")):
+        with figures.house_figure() as (_, axes):
+            draw_roofline(axes, limits, [], title="A machine")
+            assert axes.get_ylabel() == f"performance ({unit})"
+            low, high = axes.get_xlim()
+            assert low < limits.ridge < high

@@ -15,7 +15,7 @@ from lib.optimizer import adamw
 from lib.optimizer.schedule import clip_coefficient, clip_grad_norm
 from lib.sharded_optimizer.optimizer import ShardedOptimizer
 from lib.training.checkpoint import load_checkpoint, save_checkpoint
-from tests.ddp.training_cases import Toy, difference, digest, loss_of, part
+from tests.ddp.training_cases import Net, difference, digest, loss_of, part
 
 STEPS = 10
 # of a batch, for one, two or three ranks
@@ -48,11 +48,11 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 }
 
 
-def groups_of(module: Toy) -> list[dict[str, Any]]:
+def groups_of(module: Net) -> list[dict[str, Any]]:
     """Three groups; the first has its own learning rate and a frozen parameter."""
-    sometimes = list(module.sometimes.parameters())
-    last = {id(param) for param in sometimes}
-    params = [param for param in module.parameters() if id(param) not in last]
+    named = dict(module.named_parameters())
+    sometimes = [named.pop(name) for name in list(named) if "sometimes" in name]
+    params = list(named.values())
     return [
         {"params": [param for param in params if param.ndim == 2], "lr": 0.02},
         {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0},
@@ -78,7 +78,7 @@ def clip(made: torch.optim.Optimizer) -> Tensor:
 
 
 def train(
-    module: Toy,
+    module: Net,
     made: torch.optim.Optimizer,
     backward: Callable[[int], None],
     steps: range = range(STEPS),
@@ -101,7 +101,7 @@ def loss_at(module: nn.Module, step: int, rank: int) -> Tensor:
 
 def reference(name: str, world_size: int) -> Iterator[tuple[list[Tensor], float, int]]:
     """Parameters, norm and elements of state after each step in one process on all batches."""
-    module = Toy(seed=0)
+    module = Net(seed=0)
     cls, settings = OPTIMIZERS[name]
     made = cls(groups_of(module), **settings)
 
@@ -115,9 +115,9 @@ def reference(name: str, world_size: int) -> Iterator[tuple[list[Tensor], float,
 
 def start_sharded(
     name: str, way: Way, group: dist.ProcessGroup | None
-) -> tuple[Toy, nn.Module, ShardedOptimizer]:
+) -> tuple[Net, nn.Module, ShardedOptimizer]:
     """A module with rank 0's weights, what runs it, and its sharded optimizer."""
-    module = model = Toy(seed=process_group.rank(group))
+    module = model = Net(seed=process_group.rank(group))
     if way.wrapper and process_group.world_size(group) > 1:
         model = wrappers.wrap(way.wrapper, module, group=group)
     else:
@@ -174,12 +174,12 @@ def compare(name: str, way: Way, group: dist.ProcessGroup | None, expected: list
 
     error = norm_error = 0.0
     for (params, norm, _), own_norm in zip(expected, train(module, made, backward)):
-        error = max(error, difference(module, params))
+        error = max(error, difference(module.parameters(), params))
         norm_error = max(norm_error, abs(own_norm / norm - 1))
     return {
         "error": error,
         "norm error": norm_error,
-        "digest": digest(module),
+        "digest": digest(module.parameters()),
         "elements": state_elements(made.inner),
         "whole elements": expected[-1][2],
     }
@@ -213,17 +213,17 @@ def resumed(folder: Path) -> dict[Any, float]:
                 module.load_state_dict(weights)
                 load_checkpoint(place, optimizer=made)
                 run(range(5, STEPS))
-                errors[saved, size, loaded] = difference(module, expected)
-        module = Toy(seed=0)
+                errors[saved, size, loaded] = difference(module.parameters(), expected)
+        module = Net(seed=0)
         module.load_state_dict(weights)
         made = adamw.AdamW(groups_of(module), lr=0.5)
         load_checkpoint(place, optimizer=made)
         run_parts(module, made, module, range(PARTS), range(5, STEPS))
-        errors[saved, 1, "unsharded"] = difference(module, expected)
+        errors[saved, 1, "unsharded"] = difference(module.parameters(), expected)
     return errors
 
 
-def start_parts(way: Way, group: dist.ProcessGroup | None) -> tuple[Toy, ShardedOptimizer, Any]:
+def start_parts(way: Way, group: dist.ProcessGroup | None) -> tuple[Net, ShardedOptimizer, Any]:
     """A module, its optimizer, and what runs steps in which the ranks share the parts."""
     module, model, made = start_sharded("adamw", way, group)
     parts = range(PARTS)[process_group.rank(group) :: process_group.world_size(group)]
@@ -231,7 +231,7 @@ def start_parts(way: Way, group: dist.ProcessGroup | None) -> tuple[Toy, Sharded
 
 
 def run_parts(
-    module: Toy, made: torch.optim.Optimizer, model: nn.Module, parts: range, steps: range
+    module: Net, made: torch.optim.Optimizer, model: nn.Module, parts: range, steps: range
 ) -> None:
     waits = model if model is not module else made
     for step in steps:

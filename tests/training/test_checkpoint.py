@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -364,7 +364,7 @@ def test_another_process_that_saves_is_waited_for(tmp_path, processes):
         partial.mkdir()
         process = processes.Process(target=save_steps, args=(tmp_path, 1))
         process.start()
-        process.join(1)
+        process.join(0.3)
         assert process.is_alive()
         assert partial.exists()
     process.join(60)
@@ -456,20 +456,28 @@ def test_bad_arguments_are_refused_by_name(tmp_path, arguments, message):
     assert visible(tmp_path) in ([], [".lock"])
 
 
-def test_a_file_that_grows_too_large_is_named(tmp_path):
-    save_steps(tmp_path, 1)
-    code = (
-        "import resource, signal, sys, torch\nfrom lib.training.checkpoint import save_checkpoint\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "save_checkpoint(sys.argv[1], step=2, model=torch.nn.Linear(200, 200))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "File too large" in done.stderr.splitlines()[-1]
-    assert ".step-00000002.partial/model.safetensors" in done.stderr
-    assert visible(tmp_path) == [".lock", "step-00000001"]
-    assert load_checkpoint(tmp_path).step == 1
+def save_beyond_a_limit(folder: Path, said: Path) -> None:
+    """Save a checkpoint where no file may grow beyond 100 kB, and write down the error."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        save_checkpoint(folder, step=2, model=nn.Linear(200, 200))
+    except OSError as error:
+        said.write_text(str(error))
+
+
+def test_a_file_that_grows_too_large_is_named(tmp_path, processes):
+    folder, said = tmp_path / "checkpoints", tmp_path / "said"
+    save_steps(folder, 1)
+    process = processes.Process(target=save_beyond_a_limit, args=(folder, said))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    message = said.read_text()
+    assert "File too large" in message
+    assert ".step-00000002.partial/model.safetensors" in message
+    assert visible(folder) == [".lock", "step-00000001"]
+    assert load_checkpoint(folder).step == 1
 
 
 def leave_out(manifest: Path, name: str) -> None:

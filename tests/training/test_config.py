@@ -30,6 +30,7 @@ WRONG = [
     (ModelConfig, {"d_model": 12, "num_heads": 4}),
     (ModelConfig, {"rope_theta": 0}),
     (ModelConfig, {"norm_eps": 0}),
+    (ModelConfig, {"attention_kernel": "flash"}),
     (OptimizerConfig, {"learning_rate": -1e-3}),
     (OptimizerConfig, {"learning_rate": math.nan}),
     (OptimizerConfig, {"min_learning_rate": 2e-3}),

@@ -217,15 +217,39 @@ def test_kills_at_any_write_lose_and_repeat_nothing(config, straight, processes,
     assert_same_run(config.output, straight)
 
 
+def fails_at(step: int):
+    def on_metrics(record):
+        if record["step"] == step:
+            raise RuntimeError("figure")
+
+    return on_metrics
+
+
 @pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 10), (signal.SIGINT, 26)]
+    ("on_metrics", "end", "saved"),
+    [
+        (lambda: signals_at(4, signal.SIGTERM), "stopped", 4),
+        (lambda: signals_at(10, signal.SIGINT), "stopped", 10),
+        # the last step needs no stop
+        (lambda: signals_at(26, signal.SIGINT), "finished", 26),
+        # the second interruption ends a run at once
+        (lambda: signals_at(10, signal.SIGINT, signal.SIGINT), KeyboardInterrupt, 9),
+        (lambda: fails_at(10), RuntimeError, 9),
+    ],
 )
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(config, straight, number, step):
-    result = train(config, on_metrics=signals_at(step, number))
-    # the last step needs no stop
-    assert (result.status, result.step) == ("finished" if step == 26 else "stopped", step)
-    assert load_checkpoint(result.checkpoint).step == step
-    assert train(config).status == ("up to date" if step == 26 else "finished")
+def test_a_run_that_ends_early_loses_nothing_and_restores_signal_handlers(
+    config, straight, on_metrics, end, saved
+):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    if isinstance(end, str):
+        result = train(config, on_metrics=on_metrics())
+        assert (result.status, result.step) == (end, saved)
+    else:
+        with pytest.raises(end):
+            train(config, on_metrics=on_metrics())
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert load_checkpoint(config.output / "checkpoints").step == saved
+    assert train(config).status == ("up to date" if saved == 26 else "finished")
     assert_same_run(config.output, straight)
 
 
@@ -253,34 +277,6 @@ def test_a_run_whose_time_is_up_ends_after_the_step_and_continues(config, straig
     assert [r["step"] for r in lines(config.output) if "validation_loss" in r] == [26]
     assert checkpoint_names(config.output) == ["step-00000001", "step-00000026"]
     assert final_state(config.output, 26) == final_state(straight, 26)
-
-
-def fails_at(step: int):
-    def on_metrics(record):
-        if record["step"] == step:
-            raise RuntimeError("figure")
-
-    return on_metrics
-
-
-@pytest.mark.parametrize(
-    ("on_metrics", "error"),
-    [
-        # the second interruption ends a run at once
-        (lambda: signals_at(10, signal.SIGINT, signal.SIGINT), KeyboardInterrupt),
-        (lambda: fails_at(10), RuntimeError),
-    ],
-)
-def test_an_error_loses_nothing_and_signal_handlers_are_restored(
-    config, straight, on_metrics, error
-):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(error):
-        train(config, on_metrics=on_metrics())
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    assert checkpoint_names(config.output) == ["step-00000006", "step-00000009"]
-    train(config)
-    assert_same_run(config.output, straight)
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,8 @@ def test_a_notebook_stores_one_text(tmp_path, make_notebook, monkeypatch):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import time\n"
         "from lib.training.metrics import MetricsLog\n"
-        "with MetricsLog('metrics.jsonl', total_steps=300) as metrics:\n"
-        "    for step in range(1, 301):\n"
+        "with MetricsLog('metrics.jsonl', total_steps=60) as metrics:\n"
+        "    for step in range(1, 61):\n"
         "        time.sleep(0.005)\n"
         "        metrics.advance(step, loss=1 / step, tokens_per_s=1000)\n"
     )
@@ -226,8 +226,8 @@ def test_a_notebook_stores_one_text(tmp_path, make_notebook, monkeypatch):
     assert output.output_type == "display_data"
     assert list(output.data) == ["text/plain"]
     text = output.data["text/plain"]
-    assert text.startswith("step 300/300 |████████████████████| 00:0")
-    assert text.endswith("00:00 left, loss 0.003, 1,000 tokens/s")
+    assert text.startswith("step 60/60 |████████████████████| 00:0")
+    assert text.endswith("00:00 left, loss 0.017, 1,000 tokens/s")
     assert "widgets" not in notebook.metadata
 
 

@@ -89,41 +89,33 @@ def test_bad_settings_are_one_line_before_any_work(config, changes, message, tmp
     assert message in refusal(config, changes, tmp_path, capsys)
 
 
-def test_compiling_without_a_compiler_is_refused(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    message = refusal(config, {"compile": True}, tmp_path, capsys)
-    assert "compile True needs a C++ compiler on a CPU" in message
-
-
 def test_tensorboard_without_its_package_is_refused(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     message = refusal(config, {"tensorboard": True}, tmp_path, capsys)
     assert "tensorboard must be False without its package (pip install tensorboard)" in message
 
 
-@pytest.fixture
-def copied(config, tmp_path):
-    """A config whose data can be damaged."""
+def leave_one_token(data: Path) -> None:
+    (data / "one.txt").write_text("a")
+    tokenize_file(Tokenizer.load(data / "bpe.json"), data / "one.txt", data / "validation.npy")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: BYTES.save(data / "bpe.json"), "train.npy"),
+        (lambda data: truncate(data / "validation.npy"), "validation.npy"),
+        (lambda data: flip(data / "validation.npy"), "validation.npy"),
+        (lambda data: (data / "validation.npy").unlink(), "validation.npy"),
+        (leave_one_token, "must have at least 2 tokens, got 1"),
+    ],
+)
+def test_data_that_are_damaged_or_not_of_the_tokenizer_are_refused(
+    config, damage, message, tmp_path, capsys
+):
     copy = shutil.copytree(config.data, tmp_path / "tokens")
-    return dataclasses.replace(config, data=copy)
-
-
-def test_tokens_of_another_tokenizer_are_refused(copied, tmp_path, capsys):
-    BYTES.save(copied.data / "bpe.json")
-    assert "train.npy" in refusal(copied, {}, tmp_path, capsys)
-
-
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_damaged_token_arrays_are_refused(copied, damage, tmp_path, capsys):
-    damage(copied.data / "validation.npy")
-    assert "validation.npy" in refusal(copied, {}, tmp_path, capsys)
-
-
-def test_a_validation_text_of_one_token_is_refused(copied, tmp_path, capsys):
-    (tmp_path / "one.txt").write_text("a")
-    tokenizer = Tokenizer.load(copied.data / "bpe.json")
-    tokenize_file(tokenizer, tmp_path / "one.txt", copied.data / "validation.npy")
-    assert "must have at least 2 tokens, got 1" in refusal(copied, {}, tmp_path, capsys)
+    damage(copy)
+    assert message in refusal(dataclasses.replace(config, data=copy), {}, tmp_path, capsys)
 
 
 def test_the_vocabulary_is_the_tokenizers_or_padded(config, straight):

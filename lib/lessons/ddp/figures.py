@@ -1,4 +1,4 @@
-"""Figures of data parallelism: a ring's steps, timelines, predicted scaling."""
+"""Figures of data parallelism: a ring's steps, and timelines."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from lib.core.charts import gantt, heat, lines
-from lib.core.figures import BLUE, GRAY, GRID, INK, MARKERS, ORANGE, PURPLE, SKY, VERMILLION
-from lib.lessons.ddp.costs import CLUSTERS, H200_INTERFERENCE, predict_step
-from lib.lessons.ddp.records import gpu_steps, steady
+from lib.core.charts import gantt, heat
+from lib.core.figures import BLUE, GRAY, GRID, INK, ORANGE, PURPLE, SKY, VERMILLION
 from lib.lessons.ddp.ring import RingStep
-from lib.model.config import model_preset
 from lib.profiling.timeline import PHASES, Timeline
 
 # In the order of `PHASES`.
 PHASE_COLORS = dict(zip(PHASES.values(), (GRAY, BLUE, PURPLE, ORANGE)))
 # A chunk by how much of the sum is in it.
 CHUNKS = {"of one rank": "#F1EEE6", "part of the sum": "#A9D8F5", "the whole sum": "#8FD6BD"}
-# Where scaling is predicted: closely where a second host joins, and sparsely beyond.
-RANKS = (*range(1, 11), 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
-# One wrapper's points are enough to hold a prediction against.
-MEASURED_WRAPPER = "flashddp"
 
 
 def draw_ring_step(axes: Axes, step: RingStep, *, title: str) -> None:
@@ -121,66 +114,3 @@ def show_timelines(lines: Mapping[str, Timeline], *, messages: str = "all-reduce
         named |= dict(zip(*reversed(axes.get_legend_handles_labels())))
     figure.legend(named.values(), named, ncols=3, fontsize=9, loc="outside lower center")
     plt.show()
-
-
-def show_scaling(
-    model: str, tokens: int, network: str, ranks: int, *, flops_per_s: float, counts: Sequence[int]
-) -> None:
-    """Show predicted and measured efficiency by number of ranks, and by tokens a rank.
-
-    Args:
-        tokens, network: of the first panel, by ranks.
-        ranks, counts: of the second panel, by tokens: on so many ranks, for each network.
-        flops_per_s: FLOP/s that one GPU reaches alone.
-    """
-
-    def percent(tokens: int, ranks: int, network: str, *, overlap: bool = True) -> float:
-        how: dict = {"flops_per_s": flops_per_s, "overlap": overlap}
-        how["interference"] = H200_INTERFERENCE
-        found = predict_step(model_preset(model), tokens, ranks, CLUSTERS[network], **how)
-        return 100 * found.efficiency
-
-    _, (left, right) = plt.subplots(ncols=2, figsize=(10, 4))
-    series: dict = {
-        "predicted, overlapped": {n: percent(tokens, n, network) for n in RANKS},
-        "predicted, after backward": {n: percent(tokens, n, network, overlap=False) for n in RANKS},
-    }
-    measured = measured_scaling(model, tokens)
-    style = {"color": INK, "linestyle": "", "zorder": 5}
-    styles = {name: {**style, "marker": m} for name, m in zip(measured, MARKERS)}
-    styles |= {name: {"marker": ""} for name in series}
-    labels: dict = {"ylabel": "scaling efficiency (%)", "ylim": (0, 105), "log": "x"}
-    title = f"{model}, {tokens:,} tokens a rank, {network}"
-    ticks = [2**power for power in range(7)]
-    series |= measured
-    lines(
-        series,
-        axes=left,
-        title=title,
-        xlabel="ranks",
-        xticks=ticks,
-        styles=styles,
-        **labels,
-        legend="lower left",
-    )
-    lines(
-        {name: {n: percent(n, ranks, name) for n in counts} for name in CLUSTERS},
-        axes=right,
-        title=f"{model}, {ranks} ranks, predicted, overlapped",
-        xlabel="tokens a rank",
-        xticks=counts,
-        **labels,
-        legend="lower right",
-    )
-    plt.show()
-
-
-def measured_scaling(model: str, tokens: int) -> dict[str, dict[int, float]]:
-    """The steady records of `flashddp` with float32 gradients: how -> {ranks: efficiency in %}."""
-    found: dict[str, dict[int, float]] = {}
-    for step in steady(gpu_steps()):
-        asked = step.model, 256 * step.sequences, step.wrapper, step.bytes_per_gradient
-        if asked == (model, tokens, MEASURED_WRAPPER, 4):
-            points = found.setdefault(f"measured on H200s, {step.how}", {})
-            points[step.ranks] = 100 * step.efficiency
-    return found

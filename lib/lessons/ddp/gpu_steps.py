@@ -15,7 +15,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from lib.profiling.profiler import (
     write_step_trace,
 )
 from lib.profiling.timeline import Timeline, step_timeline
-from lib.profiling.trace import Trace, launch_times, read_trace
+from lib.profiling.trace import read_trace
 from lib.profiling.trace_summary import STEP
 from lib.training.config import OptimizerConfig, TrainConfig, TrainingWrapper
 from lib.training.step import TrainStep, numerics
@@ -67,9 +66,6 @@ class GPUStep:
 
     timeline: Timeline
 
-    forward_ms: Mapping[str, float]
-    """Kernel -> milliseconds that its calls of the forward pass took."""
-
 
 def recorded_steps(folder: Path = FOLDER) -> list[GPUStep]:
     """The recorded steps, in the order of `WRAPPERS`."""
@@ -77,20 +73,9 @@ def recorded_steps(folder: Path = FOLDER) -> list[GPUStep]:
     steps = []
     for name in filter(found.get, WRAPPERS):
         figures = found[name]["figures"]
-        trace = read_trace(folder / name / STEP_TRACE)
-        timeline = step_timeline(trace, STEP)
-        times = figures["step_ms"], figures["host_ms"]
-        steps.append(GPUStep(name, *times, timeline, _forward_kernels(trace)))
+        timeline = step_timeline(read_trace(folder / name / STEP_TRACE), STEP)
+        steps.append(GPUStep(name, figures["step_ms"], figures["host_ms"], timeline))
     return steps
-
-
-def _forward_kernels(trace: Trace) -> dict[str, float]:
-    (forward,) = (span for span in trace.ranges if span.name == "forward")
-    found: dict[str, float] = {}
-    for kernel, launched in zip(trace.kernels, launch_times(trace.kernels, trace.calls)):
-        if forward.start <= launched < forward.end:
-            found[kernel.name] = found.get(kernel.name, 0.0) + (kernel.end - kernel.start) / 1e3
-    return found
 
 
 def record_steps(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,6 @@ from lib.lessons.ddp.costs import (
 from lib.lessons.profiling.records import newest_records
 
 RECORDS = ROOT / "artifacts/lm_matrix.jsonl"
-# Steps of `medium` with 8,192 tokens a rank in a CUDA graph, and their kernels in a trace.
-SINGLE_KERNELS = ROOT / "artifacts/ddp_tuning/8_power_host_and_single_kernels.txt"
 # Efficiencies that scatter by more than this cannot test a prediction.
 STEADY = 0.02
 # Which wrappers send during backward.
@@ -136,30 +133,6 @@ def compiled_speeds() -> dict[str, float]:
         if [record["config"][key] for key in asked] == ["full_step", "bfloat16", True, 1024, "sdpa"]
         and record["figures"]["status"] == "ok"
     }
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """All calls of a kernel in a traced step, without and with messages beside them."""
-
-    name: str
-    calls: int
-    alone_ms: float
-    beside_ms: float
-
-
-def traced_kernels() -> tuple[dict[str, float], list[Kernel]]:
-    """Milliseconds of a step with each wrapper, and the kernels of `none` and of `flashddp`."""
-    text = SINGLE_KERNELS.read_text()
-    steps = {
-        wrapper: (float(first) + float(second)) / 2
-        for wrapper, first, second in re.findall(r"zero=False (\w+): (\S+) (\S+) ms", text)
-    }
-    calls = re.findall(r"^ +([\d.]+) \(\d+\) +([\d.]+) \((\d+)\)  (.+)", text, re.MULTILINE)
-    return steps, [
-        Kernel(name, int(count), float(alone), float(beside))
-        for alone, beside, count, name in calls
-    ]
 
 
 def _step(figures: dict, alone_ms: float) -> Step:

@@ -10,9 +10,6 @@ from lib.lessons.profiling.records import block_on_gpu
 from lib.tools.benchmarks.sharding import comparisons, sharding_frame
 
 RECORDS = ROOT / "artifacts/sharding_benchmark.jsonl"
-TRACED = ROOT / "artifacts/ddp_tuning/10_fsdp_on_two_h100s.jsonl"
-# bfloat16 parameters are gathered twice, float32 gradients reduce-scattered once.
-BYTES_SENT = 2 + 2 + 4
 
 
 def flops_per_s() -> float:
@@ -29,48 +26,6 @@ def _on_gpus(device: str) -> list[Record]:
         and record["figures"]["status"] == "ok"
         and device in record["device"]
     ]
-
-
-def fsdp2_steps() -> list[dict[str, Any]]:
-    """Steps of FSDP2 on H200s beside `flashddp` of the same run, by setting and run."""
-    runs: dict[Any, dict[str, Any]] = {}
-    for record in _on_gpus("H200"):
-        config, figures = record["config"], record["figures"]
-        key = config["model"], config["ranks"], figures["launch"], config["bucket_size_mb"]
-        runs.setdefault(key, {})[config["method"]] = figures
-    return [
-        {
-            "model": model,
-            "ranks": ranks,
-            "run": launch[:16].replace("T", " "),
-            "parameters": found["fsdp2"]["parameters"],
-            "flashddp (ms)": found["flashddp"]["median_ms"],
-            "fsdp2 (ms)": found["fsdp2"]["median_ms"],
-            "ratio": found["fsdp2"]["step_ratio"],
-            "exposed (ms)": found["fsdp2"]["exposed_communication_ms"],
-        }
-        for (model, ranks, launch, _), found in sorted(runs.items())
-        if {"flashddp", "fsdp2"} <= found.keys()
-    ]
-
-
-def hosts_on_two_h100s() -> list[dict[str, Any]]:
-    """Steps of `large` on two H100s: for how long hosts launched, and a GPU computed; in ms.
-
-    Step and hosts are as nobody traced them. Computing is from a trace of kernels, on the GPU that
-    waited less for messages.
-    """
-    rows = []
-    for record in read_records(TRACED):
-        ranks = record["figures"]["ranks"]
-        traced = [rank["kernels_traced"] for rank in ranks]
-        row = {"method": record["config"]["wrapper"], "step (ms)": max(r["step_ms"] for r in ranks)}
-        row |= {f"host of rank {rank['rank']} (ms)": rank["host_ms"] for rank in ranks}
-        computing = min(
-            kernels["busy_ms"] - kernels["exposed_communication_ms"] for kernels in traced
-        )
-        rows.append(row | {"GPU computes (ms)": computing})
-    return rows
 
 
 def steps_on_two_h100s() -> list[dict[str, Any]]:

@@ -37,8 +37,6 @@ def zero1_steps() -> list[dict[str, Any]]:
             "saved (GB)": found["zero1"]["saved_measured_bytes"] / 1e9,
             "by formula (GB)": found["zero1"]["saved_predicted_bytes"] / 1e9,
             "torch_zero saved (GB)": _saved_gb(found.get("torch_ddp+torch_zero")),
-            "step (ms)": _of_each(found, "median_ms"),
-            "exposed (ms)": _of_each(found, "exposed_communication_ms"),
         }
         for (model, ranks, sequences, is_short, bucket, launch), found in sorted(runs.items())
         if "zero1" in found
@@ -47,7 +45,3 @@ def zero1_steps() -> list[dict[str, Any]]:
 
 def _saved_gb(figures: dict[str, Any] | None) -> float | None:
     return figures["saved_measured_bytes"] / 1e9 if figures else None
-
-
-def _of_each(found: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
-    return {method: figures[name] for method, figures in found.items()}

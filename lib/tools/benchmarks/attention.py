@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -26,7 +27,6 @@ from lib.core.allocator import (
     without_stderr,
 )
 from lib.core.hardware import DtypeName, pick_dtype
-from lib.core.records import Record
 from lib.core.settings import NonEmpty, PositiveInt, require, settings
 from lib.core.terminal import one_line
 from lib.model.attention import attention
@@ -62,46 +62,42 @@ GPU_ONLY = (
 # These refuse some dtypes and head sizes.
 LIMITED = (*PEERS, "flash_attention_cuda")
 
-# Defaults of a sweep: (queries, keys), then head_dims, tokens and width.
-CPU_TIERS = ((128, 128), (256, 256), (512, 512), (128, 512), (512, 128))
-GPU_TIERS = tuple((2**n, 2**n) for n in range(7, 16))
-GPU_TIERS += ((1024, 4096), (4096, 1024), (1024, 16384), (16384, 1024))
+# Defaults of a sweep: queries and keys, then head_dims, tokens and width.
+CPU_TIERS = ("128:128", "256:256", "512:512", "128:512", "512:128")
+GPU_TIERS = tuple(f"{2**n}:{2**n}" for n in range(7, 16))
+GPU_TIERS += ("1024:4096", "4096:1024", "1024:16384", "16384:1024")
 CPU_SIZES = ((64,), 1024, 256)
 GPU_SIZES = ((64, 128), 16384, 2048)
 DIRECTIONS = ("forward", "backward")
 
-# The length that one GPU must handle, and the length to compare its memory with.
-LONGEST, A_QUARTER = 2**20, 2**18
-# Cases beyond the sweep: lengths, (batch_size, heads), and what differs from the sweep's axes.
-NAIVE_TOO = ["flash_attention_triton", "vectorized_torch", "sdpa"]
-BOTH = (True, False)
-TARGET_CASES: tuple[tuple[tuple[int, ...], tuple[int | None, int | None], dict], ...] = (
-    (
-        (8192, 16384),
-        (1, 12),
-        {"kernels": NAIVE_TOO, "head_dim": 64, "is_causal": BOTH, "direction": "forward"},
-    ),
-    (
-        (1024, 2048, 4096, 8192),
-        (None, None),
-        {
-            "kernels": NAIVE_TOO,
-            "head_dim": (64, 128),
-            "is_causal": BOTH,
-            "direction": DIRECTIONS,
-            "dtype": "float32",
-        },
-    ),
-    (
-        (A_QUARTER, LONGEST),
-        (1, 12),
-        {
-            "kernels": NAIVE_TOO[:1],
-            "head_dim": 64,
-            "is_causal": True,
-            "direction": DIRECTIONS,
-        },
-    ),
+# What `targets` measures beyond the sweep: naive attention, float32, and a million tokens.
+NAIVE_TOO = ("flash_attention_triton", "vectorized_torch", "sdpa")
+ONE_SEQUENCE = {"batch_size": 1, "heads": 12, "head_dims": (64,)}
+TARGETS: tuple[dict[str, Any], ...] = (
+    {
+        "custom_tiers": ("8192:8192", "16384:16384"),
+        "kernels": NAIVE_TOO,
+        "masks": ("causal", "full"),
+        "backward": False,
+        **ONE_SEQUENCE,
+    },
+    {
+        "custom_tiers": ("1024:1024", "2048:2048", "4096:4096", "8192:8192"),
+        "kernels": NAIVE_TOO,
+        "masks": ("causal", "full"),
+        "backward": True,
+        "dtype": "float32",
+        "batch_size": None,
+        "heads": None,
+        "head_dims": (64, 128),
+    },
+    {
+        "custom_tiers": ("262144:262144", "1048576:1048576"),
+        "kernels": NAIVE_TOO[:1],
+        "masks": ("causal",),
+        "backward": True,
+        **ONE_SEQUENCE,
+    },
 )
 
 # These keep the scores for the backward pass; two of them at a time may not fit.
@@ -202,44 +198,32 @@ def attention_cases(config: AttentionBenchmarkConfig, device: torch.device) -> l
     for name in ("targets", "cuda_graphs"):
         is_right = on_gpu or not getattr(config, name)
         require(is_right, f"{name} must be False without a GPU, got {device}")
-    tiers = [tuple(map(int, tier.split(":"))) for tier in config.custom_tiers]
     head_dims, tokens, width = GPU_SIZES if on_gpu else CPU_SIZES
-    sizes = {"tokens": config.tokens or tokens, "width": config.width or width}
-    axes: dict[str, Any] = {
-        "head_dim": config.head_dims or head_dims,
-        "is_causal": tuple(mask == "causal" for mask in config.masks),
-        "direction": DIRECTIONS if config.backward else DIRECTIONS[:1],
-        "dtype": str(pick_dtype(device, config.dtype)).removeprefix("torch."),
-        # a list is no axis: these are interleaved
-        "kernels": list(config.kernels) or [k for k in SWEEP_KERNELS if _runs_here(k, on_gpu)],
-        **sampling(config),
-        "in_graph": config.cuda_graphs,
-    }
+    tokens, width = config.tokens or tokens, config.width or width
     cases = []
-    for tier in tiers or (GPU_TIERS if on_gpu else CPU_TIERS):
-        cases += cases_of(tier, axes, config.batch_size, config.heads, **sizes)
-    if config.targets:
-        for lengths, shape, changes in TARGET_CASES:
-            for length in lengths:
-                cases += cases_of((length, length), {**axes, **changes}, *shape, **sizes)
-    return cases
-
-
-def cases_of(
-    tier: Sequence[int],
-    axes: Mapping[str, Any],
-    batch_size: int | None,
-    heads: int | None,
-    *,
-    tokens: int,
-    width: int,
-) -> list[Case]:
-    """The cases of (queries, keys); without sizes, tokens × width are the same for all lengths."""
-    longest = max(tier)
-    cases = grid(queries=tier[0], keys=tier[1], **axes)
-    for case in cases:
-        case.batch_size = batch_size or max(1, tokens // longest)
-        case.heads = heads or max(1, width // case.head_dim * min(tokens, longest) // longest)
+    for tier in config.custom_tiers or (GPU_TIERS if on_gpu else CPU_TIERS):
+        queries, keys = map(int, tier.split(":"))
+        found = grid(
+            queries=queries,
+            keys=keys,
+            head_dim=config.head_dims or head_dims,
+            is_causal=tuple(mask == "causal" for mask in config.masks),
+            direction=DIRECTIONS if config.backward else DIRECTIONS[:1],
+            dtype=str(pick_dtype(device, config.dtype)).removeprefix("torch."),
+            # a list is no axis: these are interleaved
+            kernels=list(config.kernels) or [k for k in SWEEP_KERNELS if _runs_here(k, on_gpu)],
+            **sampling(config),
+            in_graph=config.cuda_graphs,
+        )
+        longest = max(queries, keys)
+        for case in found:
+            # without sizes, tokens × width are the same for all lengths
+            case.batch_size = config.batch_size or max(1, tokens // longest)
+            heads = width // case.head_dim * min(tokens, longest) // longest
+            case.heads = config.heads or max(1, heads)
+        cases += found
+    for changes in TARGETS if config.targets else ():
+        cases += attention_cases(dataclasses.replace(config, targets=False, **changes), device)
     return cases
 
 
@@ -503,11 +487,4 @@ def expect_flops(case: Case, device: torch.device) -> dict[str, Any]:
     return {"flops": flops(case), "kernels": {}}
 
 
-benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, expect_flops)
-
-
-def benchmark_and_summarize(config: AttentionBenchmarkConfig) -> list[Record]:
-    """`benchmark_attention`, and print a summary."""
-    records = benchmark_attention(config)
-    print(summary(records))
-    return records
+benchmark_attention = Benchmark(REPORT, attention_cases, measure_case, expect_flops, summary)

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lib.core.records import Record, format_value, to_markdown
+from lib.core.records import Record, format_value, provenance_of, to_markdown
 from lib.tools.benchmarks.sections import (
     SAMPLING,
     Chart,
     Report,
     newest,
-    provenance_of,
     section,
     table,
     to_rows,

@@ -6,7 +6,6 @@ import math
 import re
 import socket
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor
 
-from lib.core.allocator import Function
-from lib.core.records import Record
-from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, check, require, settings
+from lib.core.allocator import Function, synchronize
+from lib.core.records import Record, to_frame
+from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, require, settings
 from lib.ddp.process_group import (
     all_gather,
     barrier,
@@ -30,10 +29,10 @@ from lib.ddp.process_group import (
     reduce_scatter,
 )
 from lib.profiling.collectives import Link, bus_bandwidth_gbs, fit_link, predicted_ms
-from lib.profiling.measurement import interquartile_range
+from lib.profiling.measurement import interquartile_range, start_sample
 from lib.tools.benchmarks.harness import Case, grid
-from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig
-from lib.tools.benchmarks.sections import Chart, Report, newest, table, to_frame
+from lib.tools.benchmarks.ranks import Group, RanksBenchmark, RanksConfig, check_group
+from lib.tools.benchmarks.sections import Report, newest, table
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 # Each size is four times the one before it.
@@ -118,9 +117,7 @@ def communication_groups(
         ValueError: there are fewer than two ranks, or a size has no element for each of them.
     """
     require(ranks >= 2, f"ranks must be at least 2, got a group of {ranks}")
-    for field, actual in (("ranks", ranks), ("backend", backend)):
-        is_right = getattr(config, field) in (None, actual)
-        check(config, field, is_right, f"None or the group's {actual!r}")
+    check_group(config, ranks, backend)
     largest = LARGEST_BYTES[backend]
     steps = range(int(math.log(largest // SMALLEST_BYTES, 4)) + 1)
     sizes = [size * 2**20 for size in config.sizes_mb] or [SMALLEST_BYTES * 4**i for i in steps]
@@ -239,18 +236,10 @@ def _slowest_times(call: Function, case: Case) -> tuple[list[float], int]:
 def _sample(call: Function, calls: int) -> float:
     """Milliseconds per call on this rank, of `calls` that all ranks start together."""
     barrier()
-    if current_device().type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / calls
-    start_ns = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - start_ns) / 1e6 / calls
+    device = current_device()
+    read_ms = start_sample(call, calls, device)
+    synchronize(device)
+    return read_ms()
 
 
 def _slowest(times: list[float]) -> list[float]:
@@ -346,16 +335,5 @@ REPORT = Report(
     by=("group",),
     rows=communication_frame,
     further=link_table,
-    charts=[
-        Chart(
-            "communication_benchmark.png",
-            "lines",
-            x="num_bytes",
-            y="bus_bandwidth_gbs",
-            series="collective",
-            panels=("group",),
-            labels=("bytes of the whole tensor", "bus bandwidth (GB/s)"),
-        )
-    ],
 )
 benchmark_communication = RanksBenchmark(REPORT, communication_groups, measure_group)

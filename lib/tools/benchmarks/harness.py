@@ -32,7 +32,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -120,6 +119,9 @@ class Benchmark:
     expect: Callable[[Case, torch.device], Mapping[str, Any]] | None = None
     """(case, device) -> figures known beforehand, which a case that runs out of memory has too."""
 
+    summary: Callable[[list[Record]], str] | None = None
+    """Records -> what is printed at the end."""
+
     def __call__(self, config: Any) -> list[Record]:
         """Measure the cases of `config` without a record; write tables and figures.
 
@@ -158,7 +160,10 @@ class Benchmark:
             device=device,
             restart=config.restart,
         )
-        return finish(self.report, records, config.output)
+        finish(self.report, records, config.output)
+        if self.summary:
+            print(self.summary(records))
+        return records
 
 
 def or_out_of_memory(
@@ -321,15 +326,11 @@ def code_version(module: str, root: Path = ROOT) -> str:
     """Hash a module of `lib` and every module of `lib` that it imports, also inside functions.
 
     Args:
-        module: such as `lib.tools.benchmarks.step`, or `__main__` for what `python -m` runs. One
-            outside `lib` gets the hash of all of `lib`.
+        module: such as `lib.tools.benchmarks.step`. One outside `lib` gets the hash of all of it.
 
     Returns:
         Twelve hex digits, which change when one of these files does.
     """
-    if module == "__main__":
-        spec = sys.modules[module].__spec__
-        module = spec.name if spec else module
     paths = set((root / "lib").rglob("*.py"))
     if module.startswith("lib."):
         # with this search path it finds modules of `lib` only

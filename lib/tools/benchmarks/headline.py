@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lib.core.files import ROOT, write_atomically
-from lib.core.records import Record, read_records, to_markdown
+from lib.core.records import read_records, records, to_markdown
 from lib.tools.benchmarks.attention_report import attention_rows
 
 # As many of the newest runs make an interval.
@@ -51,7 +53,7 @@ def fill_in(text: str, content: str) -> str:
 def headline_rows(artifacts: str | os.PathLike) -> list[tuple[Comparison, dict[str, str]]]:
     """The main results of each benchmark that has records in the folder `artifacts`."""
     tables = [(comparison, comparison.read(Path(artifacts))) for comparison in COMPARISONS]
-    return [(comparison, comparison.row(records)) for comparison, records in tables if records]
+    return [(comparison, comparison.row(frame)) for comparison, frame in tables if len(frame)]
 
 
 def on_record(report: Path, root: Path = ROOT) -> str:
@@ -96,18 +98,17 @@ class Comparison:
         """The report's path in the repository."""
         return f"artifacts/{self.report or self.file}.md"
 
-    def read(self, artifacts: Path) -> list[Record]:
-        """The records of `file` in the folder `artifacts`."""
-        return read_records(artifacts / f"{self.file}.jsonl")
-
-    def row(self, records: Iterable[Record]) -> dict[str, str]:
-        """The row for the table: the speeds of the newest run, and how far its runs agree."""
+    def read(self, artifacts: Path) -> pd.DataFrame:
+        """The records of `file` in the folder `artifacts`, a row for each candidate."""
+        path = artifacts / f"{self.file}.jsonl"
         if self.file == "attention_repeats":
-            flat = attention_rows(records)
-        else:
-            flat = [{**r["config"], **r["figures"], "device": r["device"]} for r in records]
+            return pd.DataFrame(attention_rows(read_records(path)))
+        return records(path)
+
+    def row(self, frame: pd.DataFrame) -> dict[str, str]:
+        """The row for the table: the speeds of the newest run, and how far its runs agree."""
         # the candidates that ran, with a peer to compare with
-        runs = [run for run in self._runs(flat) if self.ours in run and len(run) > 1]
+        runs = [run for run in self._runs(frame) if self.ours in run and len(run) > 1]
         newest = runs[-1]
         ours = newest[self.ours]
         peers = newest.keys() - {self.ours}
@@ -134,23 +135,22 @@ class Comparison:
         times = f"{row['times']} {joint} {peer}"
         return f"- {self.meaning.format(times=times)}"
 
-    def _runs(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Mapping[str, Any]]]:
-        """Yield what ran in each run; a name that comes again, or another launch, begins one."""
-        run: dict[str, Mapping[str, Any]] = {}
+    def _runs(self, frame: pd.DataFrame) -> list[dict[str, dict[str, Any]]]:
+        """What ran in each run; a name that comes again, or another launch, begins one."""
+        names = frame[self.candidate].fillna("").astype(str)
+        is_shown = (names == self.ours) | names.str.startswith(self.peers)
+        is_shown &= frame[self.speed].notna()
+        for field, value in self.where.items():
+            is_shown &= frame[field] == value
+        runs: list[dict[str, dict[str, Any]]] = [{}]
         begun = None
-        for row in rows:
-            name = row.get(self.candidate) or ""
-            is_candidate = name == self.ours or name.startswith(self.peers)
-            if not (self.where.items() <= row.items() and is_candidate and row.get(self.speed)):
-                continue
+        for row in frame[is_shown].to_dict("records"):
             launch = row["device"], row.get("launch")
-            if run and (name in run or launch != begun):
-                yield run
-                run = {}
+            if row[self.candidate] in runs[-1] or launch != begun:
+                runs.append({})
             begun = launch
-            run[name] = row
-        if run:
-            yield run
+            runs[-1][row[self.candidate]] = row
+        return runs
 
 
 def _interval(times: Sequence[float]) -> str:

@@ -33,8 +33,8 @@ from lib.tools.benchmarks.rank_training import (
     training_case,
 )
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark, fail
-from lib.tools.benchmarks.ranks_report import notes, ratios, setting_bars, training_frame
-from lib.tools.benchmarks.sections import Report, section, table, to_rows
+from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
+from lib.tools.benchmarks.sections import Chart, Report, section, table, to_rows
 
 CPU_KERNELS = ("scaled_dot_prod_attention", "vectorized_torch", "flash_attention_torch", "sdpa")
 GPU_KERNELS = ("vectorized_torch", "flash_attention_triton", "sdpa")
@@ -222,7 +222,13 @@ def remarks(rows: pd.DataFrame) -> list[str]:
     return notes(rows, "kernel", "wrapper")
 
 
-BARS = {"x": "kernel", "series": "wrapper", "xlabel": "attention kernel"}
+# File -> the figure that it shows, and its axis; a panel for each setting.
+CHARTS = {
+    "lm_matrix_time.png": ("median_ms", "time a step (ms)"),
+    "lm_matrix_memory.png": ("peak_memory_mb", "peak memory of a rank (MB)"),
+    "lm_matrix_throughput.png": ("tokens_per_s", "tokens/s of all ranks"),
+    "lm_matrix_losses.png": ("loss_difference", "largest loss difference (nats per token)"),
+}
 REPORT = Report(
     "lm_matrix",
     "Attention kernels and data-parallel wrappers",
@@ -233,17 +239,8 @@ REPORT = Report(
     overview=overview,
     further=remarks,
     charts=[
-        setting_bars("lm_matrix_time.png", "median_ms", "time a step (ms)", **BARS),
-        setting_bars(
-            "lm_matrix_memory.png", "peak_memory_mb", "peak memory of a rank (MB)", **BARS
-        ),
-        setting_bars("lm_matrix_throughput.png", "tokens_per_s", "tokens/s of all ranks", **BARS),
-        setting_bars(
-            "lm_matrix_losses.png",
-            "loss_difference",
-            "largest loss difference (nats per token)",
-            **BARS,
-        ),
+        Chart(file, "bars", "kernel", y, "wrapper", ("setting",), ("attention kernel", label))
+        for file, (y, label) in CHARTS.items()
     ],
     text="_report.md",
     table="_results.csv",

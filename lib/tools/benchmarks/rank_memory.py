@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from lib.core.allocator import allocate_workspaces, without_stderr
 from lib.profiling.memory_formula import RankMemory
+from lib.profiling.trace import events_of
 from lib.tools.benchmarks.rank_training import Training
 from lib.training.step import TrainStep
 
@@ -163,11 +161,7 @@ class _CpuLog:
             pass
 
     def bytes(self) -> dict[str, int]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self.profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_bytes())["traceEvents"]
-        return bytes_at_marks(events)
+        return bytes_at_marks(events_of(self.profiler))
 
 
 def bytes_at_marks(events: Iterable[dict[str, Any]]) -> dict[str, int]:

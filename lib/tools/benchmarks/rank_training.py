@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,10 +24,10 @@ from lib.ddp.process_group import barrier, current_device, rank
 from lib.model.config import ModelConfig, model_preset
 from lib.model.transformer import TransformerLM
 from lib.profiling.memory_formula import RankMemory, default_cap_mb, rank_memory
-from lib.profiling.trace import read_trace
+from lib.profiling.trace import events_of, parse_trace
 from lib.profiling.trace_summary import summarize
 from lib.tools.benchmarks.harness import Case
-from lib.tools.benchmarks.ranks import RanksConfig
+from lib.tools.benchmarks.ranks import RanksConfig, check_group
 from lib.training.config import OptimizerConfig, TrainConfig
 from lib.training.step import TrainStep
 
@@ -124,9 +122,7 @@ def training_case(
         ValueError: the config asks for another number of ranks or another backend than there are,
             or for something that only GPUs have.
     """
-    for field, actual in (("ranks", ranks), ("backend", backend)):
-        is_right = getattr(config, field) in (None, actual)
-        check(config, field, is_right, f"None or the group's {actual!r}")
+    check_group(config, ranks, backend)
     on_gpu = backend == "nccl"
     check(config, "cuda_graph", on_gpu or not config.cuda_graph, "False on a CPU")
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -302,8 +298,7 @@ class Training:
         # only kernels on a GPU: tracing operators too would slow down the host that launches them
         activity = getattr(torch.profiler.ProfilerActivity, self.device.type.upper())
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-        with tempfile.TemporaryDirectory() as folder, without_stderr():
-            path = Path(folder) / "trace.json"
+        with without_stderr():
             with torch.profiler.profile(activities=[activity], schedule=schedule) as profiler:
                 self.train(1)
                 self.step.wait()
@@ -314,9 +309,8 @@ class Training:
                     self.train(steps)
                 self.step.wait()
                 profiler.step()
-            profiler.export_chrome_trace(str(path))
             self.read_losses()
-            trace = read_trace(path)
+            trace = parse_trace(events_of(profiler))
         try:
             summary = summarize(trace)
         except ValueError as error:

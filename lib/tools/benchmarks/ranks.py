@@ -19,7 +19,7 @@ from lib.core.allocator import is_out_of_memory
 from lib.core.files import make_folder
 from lib.core.hardware import device_name, keep_freed_memory
 from lib.core.records import Record, append_record, new_record, read_records
-from lib.core.settings import PositiveFloat, settings
+from lib.core.settings import PositiveFloat, check, settings
 from lib.ddp.launcher import WorkerError, launch
 from lib.ddp.process_group import (
     check_same,
@@ -55,6 +55,13 @@ class RanksConfig(BenchmarkConfig):
 
     timeout: PositiveFloat = 300.0
     """Seconds that a rank waits for the others."""
+
+
+def check_group(config: RanksConfig, ranks: int, backend: str) -> None:
+    """Refuse a config that asks for other ranks than there are."""
+    for field, actual in (("ranks", ranks), ("backend", backend)):
+        is_right = getattr(config, field) in (None, actual)
+        check(config, field, is_right, f"None or the group's {actual!r}")
 
 
 class CaseFailedError(Exception):

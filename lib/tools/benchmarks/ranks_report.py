@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.model.config import MODEL_PRESETS
 from lib.tools.benchmarks.interleaved import time_ratio
 from lib.tools.benchmarks.rank_training import LENGTH, SIZES
-from lib.tools.benchmarks.sections import Chart, failures, newest, to_frame, to_rows
+from lib.tools.benchmarks.sections import failures, newest, to_rows
 
 TOGETHER_NOTE = "The models did not fit into memory together: each was built anew for each epoch."
 GLOO_NOTE = """The ranks share the cores of one CPU, and memory is their network: times say nothing
@@ -79,9 +79,3 @@ def ratios(
         ratio = time_ratio(*(pair if heading.startswith("time /") else reversed(pair)))
         line[heading], line[f"{heading}, IQR"] = ratio
     return line
-
-
-def setting_bars(file: str, y: str, label: str, *, x: str, series: str, xlabel: str) -> Chart:
-    """Bars of a figure, a panel for each setting."""
-    labels = (xlabel, label)
-    return Chart(file, "bars", x=x, y=y, series=series, panels=("setting",), labels=labels)

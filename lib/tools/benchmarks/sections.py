@@ -4,8 +4,7 @@
 it, and every row names the date and the commit of its own record:
 
     COLUMNS = {"mode": "mode", "median_ms": "median (ms)", "mfu": "MFU"}
-    TIME = Chart("step_benchmark.png", "bars", x="mode", y="median_ms", series="model")
-    REPORT = Report("step_benchmark", "Training steps", COLUMNS, by=("model",), charts=(TIME,))
+    REPORT = Report("step_benchmark", "Training steps", COLUMNS, by=("model",))
     REPORT.write(read_records(output / "step_benchmark.jsonl"), output)
 """
 
@@ -25,12 +24,10 @@ from matplotlib.axes import Axes
 from lib.core import charts
 from lib.core.figures import COLORS, MARKERS, house_figure, save_figure
 from lib.core.files import write_atomically
-from lib.core.records import Record, flatten, format_value, to_csv, to_markdown
+from lib.core.records import Record, flatten, format_value, to_csv, to_frame, to_markdown
 
 # Fields of a config that say how long was measured, not what.
 SAMPLING = ("warmup", "samples", "max_seconds")
-# Fields of a record that a row of `to_frame` keeps, beside its config and figures.
-PROVENANCE = ("device", "cpu", "cores", "seed", "commit", "date")
 
 
 def section(title: str, *parts: str, level: int = 2) -> str:
@@ -74,28 +71,6 @@ def _identity(record: Record, ignore: Sequence[str]) -> str:
     return json.dumps([record["device"], config], sort_keys=True)
 
 
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """A row for each record: the fields of its config, its figures and its provenance.
-
-    A figure hides a field of the config that has its name. Dicts and lists among the figures stay
-    as they are, and what a record lacks is None. `recorded` is the date and the commit in words.
-    """
-    rows = [
-        {**record["config"], **provenance_of(record), **record["figures"]} for record in records
-    ]
-    # as objects, integers with gaps between them stay integers
-    frame = pd.DataFrame(rows, dtype=object)
-    return frame.where(frame.notna(), None)
-
-
-def provenance_of(record: Record) -> dict[str, Any]:
-    """Where and when a record was made, as fields of a row."""
-    found = {key: record.get(key) for key in PROVENANCE}
-    found["torch"] = record.get("versions", {}).get("torch")
-    words = (f"{record['date']:.10}", f"{record.get('commit') or '':.7}")
-    return found | {"recorded": ", ".join(filter(None, words))}
-
-
 def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame as dicts, None where a value is missing."""
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
@@ -135,7 +110,7 @@ class Chart:
     x: str
     y: str
     series: str
-    """The field that has a color for each value; bars without series have `x` here."""
+    """The field that has a color for each value."""
 
     panels: tuple[str, ...] = ()
     labels: tuple[str, str] = ("", "")
@@ -165,11 +140,8 @@ class Chart:
         styles = {}
         for index, name in enumerate(dict.fromkeys(frame[self.series])):
             again = index >= len(COLORS)
-            styles[name] = {"color": COLORS[index % len(COLORS)]} | (
-                {"hatch": "///" * again, "edgecolor": "white", "linewidth": 0}
-                if is_bars
-                else {"linestyle": "--" if again else "-", "marker": MARKERS[index % len(MARKERS)]}
-            )
+            style = {"linestyle": "--" if again else "-", "marker": MARKERS[index % len(MARKERS)]}
+            styles[name] = {"color": COLORS[index % len(COLORS)]} | ({} if is_bars else style)
         with house_figure(**shape, **size) as (figure, grid):
             handles: dict[str, Any] = {}
             for axes, (title, rows) in zip(grid.flat, panels):
@@ -189,8 +161,6 @@ class Chart:
         values: dict[Any, Any] = {}
         for row in to_rows(rows):
             values.setdefault(row[self.x], {})[row[self.series]] = row[self.y]
-        if self.x == self.series:
-            values = {name: value[name] for name, value in values.items()}
         texts = "{:,.0f}" if rows[self.y].max() >= 1000 else "{:.3g}"
         names = {"xlabel": self.labels[1], "ylabel": self.labels[0], "title": ""}
         charts.bars(values, axes=axes, texts=texts, styles=styles, legend="none", **names)
@@ -267,6 +237,11 @@ class Report:
     table: str = ".csv"
     """The endings of the file names of report and table."""
 
+    @property
+    def name(self) -> str:
+        """The file of the report."""
+        return f"{self.stem}{self.text}"
+
     def write(self, records: Sequence[Record], output: Path) -> None:
         """Write the report, the table of all its rows, and the charts, from the newest records."""
         frame = self.rows(records)
@@ -277,7 +252,7 @@ class Report:
             figures = table(rows, columns) if self.columns else ""
             further = self.further(rows) if self.further else ()
             sections.append(section(title or "Results", f"{measured_on(rows)}.", figures, *further))
-        write_atomically(output / f"{self.stem}{self.text}", "\n".join(sections))
+        write_atomically(output / self.name, "\n".join(sections))
         write_csv(output / f"{self.stem}{self.table}", to_rows(frame))
         for chart in self.charts:
             chart.save(frame, output / chart.file)

@@ -32,7 +32,7 @@ from lib.tools.benchmarks.rank_training import (
     training_case,
 )
 from lib.tools.benchmarks.ranks import Group, RanksBenchmark
-from lib.tools.benchmarks.ranks_report import notes, ratios, setting_bars, training_frame
+from lib.tools.benchmarks.ranks_report import notes, ratios, training_frame
 from lib.tools.benchmarks.sections import Report, failures, section, table, to_rows
 
 # The method that the others are compared with.
@@ -272,7 +272,6 @@ def by_formula() -> list[dict[str, Any]]:
     return lines
 
 
-BARS = {"x": "method", "series": "method", "xlabel": "method"}
 REPORT = Report(
     "sharding_benchmark",
     "Sharded optimizer: memory and time",
@@ -282,9 +281,5 @@ REPORT = Report(
     rows=sharding_frame,
     overview=overview,
     further=memory_tables,
-    charts=[
-        setting_bars("sharding_time.png", "median_ms", "time a step (ms)", **BARS),
-        setting_bars("sharding_memory.png", "peak_gb", "peak memory of a rank (GB)", **BARS),
-    ],
 )
 benchmark_sharding = RanksBenchmark(REPORT, sharding_groups, measure_methods)

@@ -16,15 +16,16 @@ import torch
 
 from lib.core.allocator import Function, count_launches
 from lib.core.hardware import device_name, peak, peak_flops, pick_dtype
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveFloat, PositiveInt, settings
 from lib.model.config import AttentionKernel, ModelConfig, PresetName, model_preset
 from lib.model.costs import activation_bytes, flops_per_token, num_parameters, parameters_by_part
 from lib.model.loss import CHUNK_BYTES, CHUNK_PART
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import measure
+from lib.profiling.memory_timeline import held_blocks
 from lib.tools.benchmarks.harness import Benchmark, Case, SamplingConfig, grid, sampling
-from lib.tools.benchmarks.sections import Chart, Report, newest, to_frame
+from lib.tools.benchmarks.sections import Report, newest
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
 
@@ -208,10 +209,8 @@ def _function(step: TrainStep, case: Case, seed: int) -> Function:
 
 def state_bytes(step: TrainStep) -> int:
     """Bytes that stay allocated between steps: weights, buffers and optimizer state."""
-    states = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
-    return sum(
-        tensor.nbytes for tensor in (*step.model.parameters(), *step.model.buffers(), *states)
-    )
+    held = held_blocks(step.model, step.optimizer)
+    return sum(sum(blocks.values()) for kind, blocks in held.items() if kind != "gradients")
 
 
 def _flops_per_token(case: Case) -> float:
@@ -294,34 +293,12 @@ def step_frame(records: Sequence[Record]) -> pd.DataFrame:
     return frame
 
 
-VARIANT = ("precision", "compile", "attention_kernel")
 REPORT = Report(
     "step_benchmark",
     "Training steps",
     COLUMNS,
     note=NOTE,
-    by=("model", "batch_size", *VARIANT),
+    by=("model", "batch_size", "precision", "compile", "attention_kernel"),
     rows=step_frame,
-    charts=[
-        Chart(
-            "step_benchmark.png",
-            "lines",
-            x="seq_len",
-            y="median_ms",
-            series="model",
-            panels=("mode", *VARIANT, "batch_size"),
-            labels=("context length (tokens)", "time per step (ms)"),
-            log=True,
-        ),
-        Chart(
-            "step_benchmark_memory.png",
-            "lines",
-            x="seq_len",
-            y="peak_memory_gb",
-            series="model",
-            panels=("mode", *VARIANT, "batch_size"),
-            labels=("context length (tokens)", "peak memory (GB)"),
-        ),
-    ],
 )
 benchmark_step = Benchmark(REPORT, step_cases, measure_step, expect_step)

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 from annotated_types import Gt
 
 from lib.core.hardware import available_cpus
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.data.stories import generate_stories
 from lib.tools.benchmarks.harness import (
@@ -29,7 +28,7 @@ from lib.tools.benchmarks.harness import (
     grid,
     run_sweep,
 )
-from lib.tools.benchmarks.sections import Chart, Report, to_frame
+from lib.tools.benchmarks.sections import Report
 from lib.tools.benchmarks.tokenizer_candidates import (
     DOCUMENT_CHARACTERS,
     MEGABYTE,
@@ -117,7 +116,7 @@ def tokenizer_groups(config: TokenizerBenchmarkConfig) -> list[list[Case]]:
 
 
 def benchmark_tokenizer(config: TokenizerBenchmarkConfig) -> list[Record]:
-    """Measure the tasks that have no record; write a table and a figure, and return the records.
+    """Measure the tasks that have no record; write a table, and return the records.
 
     Raises:
         FileNotFoundError: a text is neither `stories` nor a file.
@@ -206,12 +205,6 @@ def measure_task(group: Sequence[Case], corpus: Corpus) -> Iterator[dict[str, An
         yield figures | {"same_ids": same.get(name)}
 
 
-def first_size(frame: pd.DataFrame) -> pd.DataFrame:
-    """Training and encoding at the smallest vocabulary."""
-    frame = frame[frame["task"].isin(["train", "encode"])]
-    return frame[frame["vocab_size"] == frame["vocab_size"].min()]
-
-
 REPORT = Report(
     "tokenizer_benchmark",
     "The tokenizer against its peers",
@@ -219,16 +212,4 @@ REPORT = Report(
     note=NOTE,
     by=("task",),
     rows=to_frame,
-    charts=[
-        Chart(
-            "tokenizer_benchmark.png",
-            "bars",
-            x="candidate",
-            y="MB_per_s",
-            series="candidate",
-            panels=("task", "text"),
-            labels=("candidate", "throughput (MB/s)"),
-            only=first_size,
-        )
-    ],
 )

@@ -63,7 +63,10 @@ class Corpus:
     @cached_property
     def document(self) -> str:
         """The tokenizer in Hugging Face's format."""
-        return huggingface_json(self.ours())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "tokenizer.json"
+            save_huggingface(path, self.ours().parts)
+            return path.read_text()
 
     def ours(self, implementation: str = "numba") -> Tokenizer:
         """A tokenizer with empty caches."""
@@ -289,12 +292,10 @@ def encode_candidates(corpus: Corpus, task: str) -> Candidates:
         )
     for name, make in array_encoders(corpus).items():
         if name != "numba":
-            candidates[name] = _with_empty_caches(make, corpus)
+            # with empty caches
+            made = lambda make=make: functools.partial(make(), corpus.text)  # noqa: E731
+            candidates[name] = fresh(made, corpus.size)
     return candidates
-
-
-def _with_empty_caches(make: Callable[[], Callable], corpus: Corpus) -> Callable[[], Sample]:
-    return fresh(lambda: functools.partial(make(), corpus.text), corpus.size)
 
 
 def warm_candidates(corpus: Corpus, task: str) -> Candidates:
@@ -322,14 +323,6 @@ def _encode_gigatoken(document: str, path: Path) -> Sample:
     tokenizer.encode_batch(["a", "b"], parallel=True)
     source = BytesSource([data], separator=SEPARATOR)
     return timed(lambda: tokenizer.encode_batch(source, parallel=True), len(data))()
-
-
-def huggingface_json(tokenizer: Tokenizer) -> str:
-    """The tokenizer in Hugging Face's format."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokenizer.json"
-        save_huggingface(path, tokenizer.parts)
-        return path.read_text()
 
 
 def array_encoders(corpus: Corpus) -> dict[str, Callable[[], Callable[[str], np.ndarray]]]:

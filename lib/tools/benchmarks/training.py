@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lib.core.allocator import synchronize
 from lib.core.hardware import peak_flops, pick_dtype
-from lib.core.records import Record
+from lib.core.records import Record, to_frame
 from lib.core.settings import PositiveInt, check, require, settings
 from lib.data.batches import BatchSampler, random_tokens, read_sequences
 from lib.model.config import ModelConfig, PresetName, model_preset
@@ -31,7 +31,7 @@ from lib.model.loss import linear_cross_entropy
 from lib.model.transformer import TransformerLM
 from lib.profiling.measurement import interquartile_range, measure_interleaved
 from lib.tools.benchmarks.harness import Benchmark, BenchmarkConfig, Case, grid
-from lib.tools.benchmarks.sections import Chart, Report, to_frame
+from lib.tools.benchmarks.sections import Report
 from lib.training.config import TrainConfig
 from lib.training.step import TrainStep, numerics
 
@@ -382,28 +382,5 @@ def training_frame(records: Sequence[Record]) -> pd.DataFrame:
     return frame.drop_duplicates(["of", "candidate"], keep="last")
 
 
-def steps_of(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of training steps."""
-    return frame[frame["task"] == "step"]
-
-
-REPORT = Report(
-    "training_benchmark",
-    "Training speed",
-    COLUMNS,
-    by=("of",),
-    rows=training_frame,
-    charts=[
-        Chart(
-            "training_benchmark.png",
-            "bars",
-            x="candidate",
-            y="tokens_per_s",
-            series="candidate",
-            panels=("of",),
-            labels=("candidate", "training speed (tokens/s)"),
-            only=steps_of,
-        )
-    ],
-)
+REPORT = Report("training_benchmark", "Training speed", COLUMNS, by=("of",), rows=training_frame)
 benchmark_training = Benchmark(REPORT, training_groups, measure_group)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lib.core.hardware import available_cpus, pick_device, pick_dtype
+from lib.core.records import to_markdown
 from lib.core.settings import NonEmpty, PositiveInt, settings
 from lib.core.terminal import bar_size
 from lib.flash_attention.tiles import (
@@ -82,18 +83,8 @@ class Choice(NamedTuple):
         return q, capability, usable_precision(q, PRECISIONS[0], capability)
 
 
-def print_tuned(config: TuneConfig) -> None:
-    """`tune`, and print its rows."""
-    from lib.core.records import to_markdown
-
-    print(to_markdown(tune(config.head_dims)))
-
-
-def tune(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
-    """Find and save the best tiles of the three kernels in the 16-bit dtype fast on the GPU.
-
-    Args:
-        head_dims: others use the tiles of the next power of two.
+def tune(config: TuneConfig) -> list[dict[str, Any]]:
+    """Find, print and save the best tiles of the three kernels in the GPU's fast 16-bit dtype.
 
     Returns:
         A row for each kernel: its key, the tiles of the table and the best, and their times in ms;
@@ -106,7 +97,7 @@ def tune(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
     if gpu.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {gpu}")
     dtype = str(pick_dtype(gpu, "auto")).removeprefix("torch.")
-    choices = [Choice(kind, head_dim, dtype) for head_dim in head_dims for kind in KINDS]
+    choices = [Choice(kind, head_dim, dtype) for head_dim in config.head_dims for kind in KINDS]
     with torch.cuda.device(gpu):
         jobs = [(choice, tiles) for choice in choices for tiles in candidates(choice, gpu)]
         print(f"{len(jobs)} kernels to compile", file=sys.stderr, flush=True)
@@ -129,6 +120,7 @@ def tune(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
                 row |= {"best": str(tuple(best[key])), "best ms": milliseconds}
             rows.append(row)
     keep_tiles(gpu, best)
+    print(to_markdown(rows))
     return rows
 
 

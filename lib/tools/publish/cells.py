@@ -16,6 +16,7 @@ from nbformat.v4 import new_output
 from lib.core.files import write_atomically
 from lib.core.png import in_palette
 
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 # Where the workbook is published; [project.urls] in pyproject.toml has the same address.
 REPOSITORY = "https://github.com/OWNER/training-workbook"
 NAME = REPOSITORY.rsplit("/", 1)[1]

@@ -34,7 +34,7 @@ from lib.core.files import ROOT, claim_folder, sha256_file
 from lib.core.hardware import output_of
 from lib.core.records import is_checkout
 from lib.core.settings import NonEmpty, PositiveFloat, check, require, settings
-from lib.tools.publish.cells import FIRST_CELL, METADATA, read_notebook
+from lib.tools.publish.cells import FIRST_CELL, TEMPLATES, read_notebook
 from lib.tools.publish.execute import execute, insert_parameters
 from lib.tools.publish.plan import Job, find_notebooks, plan
 
@@ -57,77 +57,15 @@ BROUGHT = ("tyro", "docstring-parser", "typeguard")
 INPUT = "/kaggle/input"
 GIT = ("git", "-C")
 # In place of a notebook's own first cell: Kaggle mounts the dataset one to three folders down.
-KAGGLE_FIRST_CELL = f"""\
-# `lib` comes with the attached dataset.
-import hashlib
-import json
-import sys
-from pathlib import Path
-
-mounts = [path for depth in ("*", "*/*", "*/*/*") for path in Path("{INPUT}").glob(depth)]
-bundle = next(path for path in mounts if (path / "bundle.json").exists())
-for name, sha256 in json.loads((bundle / "bundle.json").read_text())["sha256"].items():
-    path = bundle / name
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        print("not as it was bundled:", name)
-sys.path.insert(0, str(bundle))
-%load_ext lib.lessons.notebook"""
-
+KAGGLE_FIRST_CELL = (TEMPLATES / "kaggle_first_cell.ipy").read_text(encoding="utf-8").strip()
 # Above the parameters, a line each.
 SIZES = """\
 from lib.lessons.notebook import small
 
 # Sizes for this machine, except in a quick test.
 if not small():"""
-
-# The kernel that times attention: its name, its text, its cells after the first.
-ATTENTION = "attention_on_t4"
-ATTENTION_TEXT = """\
-# Attention on a T4
-
-Times `flash_attention_cuda`, whose tensor-core instructions are a T4's, against every backend of
-PyTorch's attention and against Triton, forward and backward, on each GPU. A folder for each GPU in
-the output holds the record, `attention_sweep.jsonl`, and its tables."""
-ATTENTION_CELLS = (
-    """\
-from pathlib import Path
-
-import torch
-
-from lib.tools.benchmarks.attention import AttentionBenchmarkConfig, benchmark_attention
-from lib.lessons.notebook import small
-
-kernels = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math")
-if torch.cuda.is_available():
-    kernels = ("flash_attention_cuda", *kernels)
-devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-sizes = {
-    "custom_tiers": ("128:128",) if small() else ("1024:1024", "4096:4096", "16384:16384"),
-    "head_dims": (64,) if small() else (64, 128),
-    "tokens": 128 if small() else 16384,
-    "width": 64 if small() else 2048,
-    "backward": True,
-}
-folders = [Path(device.replace(":", "_")) for device in devices]
-for device, folder in zip(devices, folders):
-    config = AttentionBenchmarkConfig(kernels=kernels, device=device, output=folder, **sizes)
-    benchmark_attention(config)""",
-    """\
-# Triton's kernels apart: nobody has run them on a T4 before.
-if torch.cuda.is_available():
-    both = ("flash_attention_cuda", "flash_attention_triton")
-    config = AttentionBenchmarkConfig(kernels=both, output=Path("triton"), **sizes)
-    try:
-        benchmark_attention(config)
-    except Exception as error:
-        print("flash_attention_triton does not run here:", error)""",
-    """\
-from IPython.display import Markdown, display
-
-for folder in folders:
-    report = folder / "attention_sweep_report.md"
-    display(Markdown(report.read_text(encoding="utf-8")))""",
-)
+# The kernel that times attention.
+ATTENTION = "lib/tools/publish/templates/attention_on_t4.ipynb"
 
 
 @settings
@@ -206,17 +144,14 @@ def build(config: KaggleBuildConfig, *, root: Path = ROOT) -> Path:
                 shutil.rmtree(part)
         commit = output_of([*GIT, str(root), "rev-parse", "HEAD"])
         write_dataset(output / "dataset", committed, commit)
+        if config.attention:
+            jobs.append(Job(committed / ATTENTION, {}, ()))
         for job in jobs:
             write_kernel(output / "kernels" / job.name, job, config)
-    names = [job.name for job in jobs]
-    if config.attention:
-        names.append(ATTENTION)
-        notebook = new_attention_notebook()
-        write_notebook(output / "kernels" / ATTENTION, ATTENTION, notebook, config)
     if config.verify:
-        for name in names:
-            print(f"running {name} from the bundle", flush=True)
-            print(f"{name} runs: {run_kernel(output, name, config.dataset):.0f} s")
+        for job in jobs:
+            print(f"running {job.name} from the bundle", flush=True)
+            print(f"{job.name} runs: {run_kernel(output, job.name, config.dataset):.0f} s")
     # last, since `push` takes no bundle without it
     describe_dataset(output / "dataset", config)
     return output
@@ -280,23 +215,6 @@ def write_kernel(folder: Path, job: Job, config: KaggleBuildConfig) -> None:
     if job.parameters:
         lines = (f"    {name} = {value!r}" for name, value in job.parameters.items())
         insert_parameters(content, "\n".join((SIZES, *lines)))
-    write_notebook(folder, job.name, content, config)
-
-
-def new_attention_notebook() -> nbformat.NotebookNode:
-    """A notebook that times the attention kernels, PyTorch's too, on each GPU there is."""
-    v4 = nbformat.v4
-    cells = [
-        v4.new_markdown_cell(ATTENTION_TEXT),
-        *(v4.new_code_cell(source) for source in (KAGGLE_FIRST_CELL, *ATTENTION_CELLS)),
-    ]
-    return v4.new_notebook(cells=cells, metadata=nbformat.from_dict(METADATA))
-
-
-def write_notebook(
-    folder: Path, name: str, content: nbformat.NotebookNode, config: KaggleBuildConfig
-) -> None:
-    """Write the notebook `name`, and Kaggle's metadata for it."""
     has_gpu = bool(config.accelerator)
     # for uploading the file in the browser
     content.metadata["kaggle"] = {
@@ -307,13 +225,13 @@ def write_notebook(
         "sourceType": "notebook",
     }
     folder.mkdir(parents=True)
-    nbformat.write(content, folder / f"{name}.ipynb")
-    title = f"Workbook {name.replace('_', ' ')}"
+    nbformat.write(content, folder / f"{job.name}.ipynb")
+    title = f"Workbook {job.name.replace('_', ' ')}"
     owner = config.user or NOBODY
     about = {
         "id": f"{owner}/{title.lower().replace(' ', '-')}",
         "title": title,
-        "code_file": f"{name}.ipynb",
+        "code_file": f"{job.name}.ipynb",
         "language": "python",
         "kernel_type": "notebook",
         "is_private": True,

@@ -27,10 +27,9 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from lib.core.files import write_atomically
-from lib.tools.publish.cells import static_widgets
+from lib.tools.publish.cells import TEMPLATES, static_widgets
 from lib.tools.publish.links import Links
 
-TEMPLATES = Path(__file__).resolve().parent / "templates"
 # Browsers set a prime that is a superscript too small and too high: fonts raise it already.
 PRIMED = re.compile(r"<msup>(<m[in]>[^<]*</m[in]><mo>[′″‴]</mo>)</msup>")
 # A formula in a line with more TeX than this may be wider than a phone.

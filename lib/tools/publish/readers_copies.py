@@ -62,17 +62,15 @@ def update_copies(root: Path = ROOT) -> int:
     return 0
 
 
-def _read_record(path: Path) -> dict[str, str | None]:
+def _read_record(path: Path) -> dict[str, str]:
     """Return notebook -> SHA-256 of the version last given; empty if the record is damaged."""
     if not path.exists():
         return {}
     try:
-        # an older record has a mapping for each, with the version as `copy`
-        found = json.loads(path.read_bytes()).items()
-        given = {name: v["copy"] if isinstance(v, dict) else v for name, v in found}
-        if all(isinstance(version, str | None) for version in given.values()):
+        given = json.loads(path.read_bytes())
+        if all(isinstance(version, str) for version in given.values()):
             return given
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         pass
     print(f"work/{path.name} is damaged: where a copy differs from its notebook, yours stays")
     return {}

@@ -102,7 +102,7 @@ def _run_into(
     pages = {path.stem: path for path in every if path.stem in chosen or path.stem in before}
     titles = {name: short_title(read_notebook(path), name) for name, path in pages.items()}
     cores = available_cpus()
-    run = Run(report, config.parameters or "", _now(), titles)
+    run = Run(report, config.parameters or "", titles)
     try:
         results = run_all(jobs, run, config.workers or min(cores, max(2, cores // 2)))
         # pages of earlier runs may link to the new ones now
@@ -130,9 +130,6 @@ class Run:
     parameters: str
     """Name of the parameter file, for the pages."""
 
-    started: str
-    """Start in UTC."""
-
     titles: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name -> title of each page that the report will have, in reading order."""
 
@@ -157,6 +154,8 @@ def run_all(jobs: Sequence[Job], run: Run, workers: int) -> list[Result]:
         contextlib.closing(executed(jobs, workers)) as ended,
         futures.ThreadPoolExecutor(1) as writer,
     ):
+        # Ctrl-C while its thread starts would keep the pool from waiting for it
+        writer.submit(int).result()
         for job, result, notebook in ended:
             if notebook is not None:
                 # in a thread, since Ctrl-C ends none: what is being written is finished
@@ -299,7 +298,6 @@ def publish(result: Result, content: NotebookNode, job: Job, run: Run) -> None:
         "error": result.error,
         "cell": result.cell,
         "parameters": run.parameters,
-        "run": run.started,
         "finished": _now(),
         "provenance": provenance(config=job.parameters) | device,
         "records": records,

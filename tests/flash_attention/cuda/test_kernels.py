@@ -250,28 +250,6 @@ def test_only_the_rows_of_the_results_are_written(emulated, layout, monkeypatch)
         assert (around[inside] != 7).all()
 
 
-def zeros(*shape: int, dtype=torch.half) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 8)), "on a CUDA device, got cpu; flash_attention_tor"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 8, dtype=torch.float)), "torch.float32; flash"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 129)), "head_dim must be from 1 to 128, got 129; fl"),
-        (dict.fromkeys("qkv", zeros(2, 4, 5, 0)), "head_dim must be at least 1, got 0"),
-        ({"q": zeros(2, 6, 5, 8)}, "heads of q must be divisible by heads of k and v"),
-        ({"scale": math.nan}, "scale must be more than 0 and finite, got nan"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_arguments_that_are_not_supported_are_named(change, words):
-    arguments = {name: zeros(2, 4, 5, 8) for name in "qkv"} | change
-    with pytest.raises(ValueError, match=re.escape(words)):
-        attention.flash_attention(**arguments)
-
-
 @pytest.mark.parametrize(
     ("cuda", "capability", "dtype", "words"),
     [

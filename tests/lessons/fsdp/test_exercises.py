@@ -22,7 +22,6 @@ from lib.lessons.fsdp.exercises import (
     tensor_parallel_mlp,
     three_steps,
 )
-from lib.lessons.fsdp.host import host_ms
 from lib.lessons.fsdp.stack import time_steps
 from lib.lessons.fsdp.toys import batch, mlp
 from lib.lessons.ranks import run_on_threads
@@ -212,9 +211,3 @@ def test_ranks_have_sequences_of_their_own():
     assert not torch.equal(batch(1, 0, 1), batch(1, 1, 2))
     assert not torch.equal(batch(1, 0, 1), batch(2, 0, 1))
     assert sum(param.numel() for param in mlp().parameters()) == 384
-
-
-def test_a_step_keeps_the_host_busy_in_every_wrapper():
-    busy = launch(host_ms, 2, 1, 2, backend="gloo")
-    assert [list(one) for one in busy] == [["flashddp", "fsdp", "fsdp2"]] * 2
-    assert all(value > 0 for one in busy for value in one.values())

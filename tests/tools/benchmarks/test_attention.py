@@ -14,7 +14,6 @@ from lib.core.allocator import free_memory
 from lib.core.records import read_records
 from lib.tools.benchmarks import harness
 from lib.tools.benchmarks.attention import (
-    LONGEST,
     SWEEP_KERNELS,
     AttentionBenchmarkConfig,
     attention_cases,
@@ -112,7 +111,7 @@ def test_targets_have_naive_attention_float32_and_a_million_tokens(gpu_with_bflo
     sweep = attention_cases(dataclasses.replace(config, targets=False), CUDA)
     cases = attention_cases(config, CUDA)[len(sweep) :]
     assert all("flash_attention_triton" in case.kernels for case in cases)
-    longest = [case for case in cases if case.keys == LONGEST]
+    longest = [case for case in cases if case.keys == 2**20]
     assert [case.direction for case in longest] == ["forward", "backward"]
     assert all((case.batch_size, case.heads) == (1, 12) for case in longest)
     exact = [case for case in cases if case.dtype == "float32"]
@@ -184,12 +183,21 @@ def fails(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def refuses(*_):
+    raise RuntimeError("shared memory")
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_kernel_out_of_memory_leaves_the_others_unaffected(monkeypatch, direction):
+def test_a_kernel_out_of_memory_leaves_others_unaffected_and_a_fault_of_ours_is_raised(
+    monkeypatch, direction
+):
     spoil(monkeypatch, "vectorized_torch", fails)
     rows = measure_case(case_with(direction=direction), CPU)["kernels"]
     assert rows["vectorized_torch"] == {"status": "oom"}
     assert rows["flash_attention_torch"]["status"] == "ok"
+    spoil(monkeypatch, "flash_attention_torch", refuses)
+    with pytest.raises(RuntimeError, match="shared memory"):
+        measure_case(case_with(direction=direction), CPU)
 
 
 @pytest.mark.parametrize("sizes", [(40, 24), (24, 40)], ids=str)
@@ -210,15 +218,6 @@ def test_results_that_are_not_finite_are_wrong(monkeypatch):
     spoil(monkeypatch, "vectorized_torch", lambda q, k, v: q / 0 * 0)
     rows = measure_case(CASE, CPU)["kernels"]
     assert rows["vectorized_torch"] == {"status": "wrong", "error": None}
-
-
-def test_a_fault_in_our_own_kernel_is_raised(monkeypatch):
-    def spoiled(q, k, v):
-        raise RuntimeError("shared memory")
-
-    spoil(monkeypatch, "flash_attention_torch", spoiled)
-    with pytest.raises(RuntimeError, match="shared memory"):
-        measure_case(CASE, CPU)
 
 
 def test_scores_too_large_for_the_machine_are_oom_without_a_try(monkeypatch):
@@ -299,17 +298,16 @@ def test_a_request_beyond_the_device_is_named(changes, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_flash_attention_4_is_asked_for_where_it_is_installed(monkeypatch):
+def test_flash_attention_4_is_asked_for_where_it_is_installed_and_gets_tokens_first(monkeypatch):
     found = {"flash_attn"}
-    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name in found or None)
-    # the package of that name is FlashAttention-2
-    assert not benchmark._runs_here("fa4", on_gpu=True)
-    found.add("flash_attn.cute")
-    assert benchmark._runs_here("fa4", on_gpu=True)
-    assert not benchmark._runs_here("fa4", on_gpu=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark.importlib.util, "find_spec", lambda name: name in found or None)
+        # the package of that name is FlashAttention-2
+        assert not benchmark._runs_here("fa4", on_gpu=True)
+        found.add("flash_attn.cute")
+        assert benchmark._runs_here("fa4", on_gpu=True)
+        assert not benchmark._runs_here("fa4", on_gpu=False)
 
-
-def test_flash_attention_4_gets_tokens_first(monkeypatch):
     def flash_attn_func(q, k, v, *, causal, deterministic):
         seen.append((causal, deterministic))
         heads = (x.transpose(1, 2) for x in (q, k, v))

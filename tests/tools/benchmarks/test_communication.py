@@ -191,17 +191,9 @@ def test_the_report_compares_with_the_formula_and_shows_the_newest_of_each_row(t
     rows = list(csv.DictReader((tmp_path / "communication_benchmark.csv").open()))
     assert len(rows) == 2 * len(old)
     assert all(float(row["formula_over_measured"]) == pytest.approx(1, 1e-3) for row in rows)
-    text = (tmp_path / "communication_benchmark.md").read_text()
-    assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        "## 2 × NVIDIA H200, NCCL, float32",
-        "## 4 × NVIDIA H200, NCCL, float32",
-    ]
-    assert "gloo" not in text
-    assert all(f" {size} " in text for size in ("1 KiB", "4 MiB", "1 GiB"))
-    assert (tmp_path / "communication_benchmark.png").stat().st_size > 10_000
 
 
-def test_without_a_row_that_worked_there_is_a_table_and_no_figure(tmp_path):
+def test_without_a_row_that_worked_there_is_a_table(tmp_path):
     records = [record | {"figures": {"status": "oom"}} for record in planted(sizes=SIZES[:1])]
     REPORT.write(records, tmp_path)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".md"]

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 import weakref
 from pathlib import Path
 
@@ -251,15 +250,6 @@ def test_the_code_version_changes_with_every_file_that_is_imported_and_with_no_o
         now = {key: code_version(key, tmp_path) for key in modules}
         assert {key for key in modules if now[key] == before[key]} == unchanged
         paths[name].write_text(files[name])
-
-
-def test_a_module_run_by_its_name_has_the_version_of_that_name(monkeypatch):
-    spec = types.SimpleNamespace(name="lib.tools.benchmarks.attention")
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    assert code_version("__main__") == code_version(spec.name) != code_version("elsewhere")
-    # a script has no name
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert code_version("__main__") == code_version("elsewhere")
 
 
 def test_a_file_that_cannot_be_written_is_noticed_before_anything_is_measured(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.core.records import to_frame
 from lib.tools.benchmarks.headline import (
     COMPARISONS,
     END,
@@ -36,14 +37,11 @@ def _all_but_records(folder, names):
     return [name for name in names if not name.endswith(".jsonl")]
 
 
-def test_reports_that_the_table_links_to_exist():
+def test_reports_that_the_table_links_to_exist_and_without_records_there_is_no_row(tmp_path):
+    assert headline_rows(tmp_path) == []
     rows = [row for _, row in headline_rows(ROOT / "artifacts")]
     assert len(rows) == len(COMPARISONS) == 12
     assert all((ROOT / row["on"].partition("(")[2].rstrip(")")).exists() for row in rows)
-
-
-def test_without_records_there_is_no_row(tmp_path):
-    assert headline_rows(tmp_path) == []
 
 
 TOKENIZER = COMPARISONS[0]
@@ -51,12 +49,13 @@ TOKENIZER = COMPARISONS[0]
 
 def record(candidate, speed, **changes):
     figures = {"candidate": candidate, "MB_per_s": speed, "cores": 2}
-    return {"config": {}, "figures": figures | dict(TOKENIZER.where) | changes, "device": "cpu"}
+    figures |= dict(TOKENIZER.where) | changes
+    return {"config": None, "figures": figures, "device": "cpu", "date": "2026-01-01"}
 
 
 def test_the_best_peer_counts_and_our_readable_tokenizer_is_not_a_peer():
     speeds = {"numba": 60.0, "python": 50.0, "tiktoken, slow": 10.0, "tokenizers, in blocks": 20.0}
-    row = TOKENIZER.row([record(*item) for item in speeds.items()])
+    row = TOKENIZER.row(to_frame([record(*item) for item in speeds.items()]))
     assert (row["here"], row["best other"], row["times"]) == ("60 MB/s", "20 (tokenizers)", "3.00")
     assert row["on"].startswith("[cpu, 2 cores]")
 
@@ -67,7 +66,7 @@ def test_runs_make_an_interval_and_one_that_lacks_a_side_or_another_case_does_no
 
     records = [*run(100.0, 50.0), record("tokenizers", None), record("numba", 1.0)]
     records += [*run(600.0, 1.0, text="stories"), *run(90.0, 50.0)]
-    row = TOKENIZER.row(records)
+    row = TOKENIZER.row(to_frame(records))
     assert (row["here"], row["best other"]) == ("90 MB/s", "50 (rustbpe)")
     assert (row["times"], row["runs"]) == ("1.80 to 2.00", "2")
 
@@ -86,7 +85,7 @@ def test_runs_make_an_interval_and_one_that_lacks_a_side_or_another_case_does_no
 )
 def test_a_lead_that_runs_do_not_agree_on_is_level_and_five_runs_count(speeds, times):
     records = [record(*item) for ours in speeds for item in (("numba", ours), ("rustbpe", 100.0))]
-    assert TOKENIZER.row(records)["times"] == times
+    assert TOKENIZER.row(to_frame(records))["times"] == times
 
 
 def test_a_text_without_the_marks_is_refused():

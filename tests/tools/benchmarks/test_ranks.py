@@ -149,9 +149,7 @@ def test_communication_is_known_only_if_all_ranks_know_it(monkeypatch):
     assert communication_figures(None, torch.device("cpu")) == {}
 
 
-def test_losses_are_compared_step_by_step():
-    assert loss_difference([3.0, 2.0, 1.0], [3.0, 2.5]) == 0.5
-    assert loss_difference([3.0], []) is None
+SEVERAL = ("flashddp", "zero1", "torch_ddp+torch_zero", "fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -163,23 +161,18 @@ def test_losses_are_compared_step_by_step():
         (120, {"model": "medium", "tr_batch_size": 64}, True),
         # graphs keep the memory that their steps work in
         (120, {"model": "medium", "tr_batch_size": 64, "cuda_graph": True}, False),
+        # sharded ones need less
+        (150, {"methods": SEVERAL}, True),
+        (80, {"methods": SEVERAL}, False),
+        (150, {"methods": tuple(SHARDING_METHODS)}, False),
     ],
 )
 def test_models_are_held_together_only_where_they_fit(memory_gb, settings, fits):
-    settings = {"kernels": ("sdpa",), "dtype": "bfloat16"} | settings
-    assert fits_together(cases_of(LmMatrixConfig, on_gpu=True, **settings), memory_gb * 1e9) == fits
-
-
-def test_sharded_models_need_less_to_be_held_together():
-    several = ("flashddp", "zero1", "torch_ddp+torch_zero", "fsdp2")
-    for methods, memory, fits in (
-        (several, 150e9, True),
-        (several, 80e9, False),
-        (tuple(SHARDING_METHODS), 150e9, False),
-    ):
-        settings = {"models": ("xl",), "methods": methods, "dtype": "bfloat16"}
-        cases = cases_of(ShardingConfig, on_gpu=True, **settings)
-        assert fits_together(cases, memory) == fits
+    config, more = LmMatrixConfig, {"kernels": ("sdpa",)}
+    if "methods" in settings:
+        config, more = ShardingConfig, {"models": ("xl",)}
+    cases = cases_of(config, on_gpu=True, dtype="bfloat16", **more | settings)
+    assert fits_together(cases, memory_gb * 1e9) == fits
 
 
 def sweep_with_a_full_rank(*arguments):
@@ -331,7 +324,9 @@ def test_buckets_left_out_are_those_of_training(short):
     assert case.bucket_size_mb == default_bucket_cap_mb(gradients) > 25
 
 
-def test_losses_are_compared_for_at_most_the_steps_that_there_are(case):
+def test_losses_are_compared_step_by_step_for_the_steps_that_there_are(case):
+    assert loss_difference([3.0, 2.0, 1.0], [3.0, 2.5]) == 0.5
+    assert loss_difference([3.0], []) is None
     assert compared_steps(case) == SMALL["epochs"] * SMALL["steps_per_epoch"]
     case.loss_steps = 4
     assert compared_steps(case) == 4
@@ -361,7 +356,7 @@ def trace_with_a_late_rank(case: Case, config: ShardingConfig) -> list[bool]:
 
     def look_and_stop(profiler: torch.profiler.profile) -> None:
         works = [bucket.gathering for bucket in training.step.optimizer.strategy.buckets]
-        found.append(all(work is None or work.is_completed() for work in works))
+        found.append(all(work is None or work[0].is_completed() for work in works))
         stop(profiler)
 
     torch.profiler.profile.stop_trace = look_and_stop

@@ -5,6 +5,7 @@ import dataclasses
 
 import pandas as pd
 
+from lib.core.records import to_frame
 from lib.tools.benchmarks.sections import (
     Chart,
     Report,
@@ -13,7 +14,6 @@ from lib.tools.benchmarks.sections import (
     section,
     settings_of,
     table,
-    to_frame,
     to_rows,
     write_csv,
 )
@@ -101,7 +101,7 @@ def test_a_report_has_a_section_for_each_setting_and_each_row_its_own_date_and_c
     ]
     for each in records:
         each["config"]["kernel"] = each["figures"].pop("kernel")
-    chart = Chart("speeds.png", "bars", "kernel", "ms", "kernel", ("size",), ("kernel", "ms"))
+    chart = Chart("speeds.png", "bars", "kernel", "ms", "device", ("size",), ("kernel", "ms"))
     report = Report(
         "speeds",
         "Speeds",

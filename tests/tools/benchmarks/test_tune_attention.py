@@ -63,7 +63,7 @@ def test_the_fastest_that_fits_is_kept(gpu, monkeypatch, table_fits, table_ms):
         return {j for j in jobs if table_fits or j[1] != tune.candidates(j[0], DEVICE)[0]}
 
     monkeypatch.setattr(tune, "compile_all", compile_all)
-    rows = tune.tune((64,))
+    rows = tune.tune(tune.TuneConfig(head_dims=(64,)))
     assert gpu == {f"{kind} bfloat16 64": chosen(kind) for kind in tune.KINDS}
     assert [row["best"] for row in rows] == [str(tuple(chosen(kind))) for kind in tune.KINDS]
     assert [(row["ms"], row["best ms"]) for row in rows] == [(table_ms, 1.0)] * 3
@@ -71,7 +71,7 @@ def test_the_fastest_that_fits_is_kept(gpu, monkeypatch, table_fits, table_ms):
 
 def test_if_nothing_fits_the_row_says_so_and_nothing_is_kept(gpu, monkeypatch):
     monkeypatch.setattr(tune, "compile_all", lambda jobs: set())
-    rows = tune.tune((64,))
+    rows = tune.tune(tune.TuneConfig(head_dims=(64,)))
     assert [(row["best"], row["ms"]) for row in rows] == [("none fits", None)] * 3
     assert gpu == {}
 
@@ -79,7 +79,7 @@ def test_if_nothing_fits_the_row_says_so_and_nothing_is_kept(gpu, monkeypatch):
 def test_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(tune, "pick_device", lambda device: torch.device("cpu"))
     with pytest.raises(ValueError, match="device must be a CUDA device, got cpu"):
-        tune.tune()
+        tune.tune(tune.TuneConfig())
 
 
 @pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_tuning_takes_less_than_a_minute_and_is_never_slower(tmp_path, monkeypat
 
     monkeypatch.setattr(tune, "compile_all", counted)
     start = time.monotonic()
-    rows = tune.tune()
+    rows = tune.tune(tune.TuneConfig())
     assert time.monotonic() - start < 60
     # everything that is measured was compiled before
     assert in_parallel == [compiled()]

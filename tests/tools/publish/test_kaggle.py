@@ -17,31 +17,52 @@ from lib.tools.publish import kaggle
 from lib.tools.publish.cells import FIRST_CELL
 from lib.tools.publish.kaggle import KaggleBuildConfig, KagglePushConfig, build, push
 
+ATTENTION = Path(kaggle.ATTENTION).stem
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def workbook(tmp_path, make_notebook):
-    """A committed workbook with one small notebook, and what its first cell needs."""
-    root = tmp_path / "workbook"
-    for name in ("core", "lessons", "presets", "tools/publish/templates"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "lib" / name, root / "lib" / name, ignore=ignored)
-    for name in ("lib/__init__.py", "LICENSE"):
-        shutil.copy(ROOT / name, root / name)
-    (root / "artifacts/runs/1").mkdir(parents=True)
-    (root / "artifacts/runs/1/metrics.jsonl").write_text("{}")
-    (root / "artifacts/records.jsonl").write_text('{"figures": {}}\n')
+@pytest.fixture(scope="module")
+def make_workbook(make_notebook):
+    """Commit a workbook with one small notebook, and what its first cell needs, to a folder."""
 
-    def add(*cells):
-        make_notebook(root / "notebooks/10_try.ipynb", "steps = 3", *cells)
-        sizes = root / "notebooks/parameters/kaggle.yaml"
-        sizes.parent.mkdir(exist_ok=True)
-        sizes.write_text("10_try:\n  steps: 400\n")
+    def make(root, *cells):
+        for name in ("core", "lessons", "presets", "tools/publish/templates"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            options = {"ignore": ignored, "dirs_exist_ok": True}
+            shutil.copytree(ROOT / "lib" / name, root / "lib" / name, **options)
+        for name in ("lib/__init__.py", "LICENSE"):
+            shutil.copy(ROOT / name, root / name)
+        (root / "artifacts/runs/1").mkdir(parents=True, exist_ok=True)
+        (root / "artifacts/runs/1/metrics.jsonl").write_text("{}")
+        (root / "artifacts/records.jsonl").write_text('{"figures": {}}\n')
+        path = make_notebook(root / "notebooks/10_try.ipynb", "steps = 3", *cells)
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="a very long output")]
+        nbformat.write(notebook, path)
+        (root / "notebooks/parameters").mkdir(exist_ok=True)
+        (root / "notebooks/parameters/kaggle.yaml").write_text("10_try:\n  steps: 400\n")
         commit(root)
         return root
 
-    return add
+    return make
+
+
+@pytest.fixture
+def workbook(make_workbook, tmp_path):
+    return lambda *cells: make_workbook(tmp_path / "workbook", *cells)
+
+
+@pytest.fixture(scope="module")
+def plain(make_workbook, tmp_path_factory):
+    """A bundle that no test changes."""
+    folder = tmp_path_factory.mktemp("plain")
+    return built(make_workbook(folder / "workbook", "steps"), folder, attention=True)
+
+
+@pytest.fixture
+def copied(plain, tmp_path):
+    """A bundle that a test may change."""
+    return Path(shutil.copytree(plain, tmp_path / "bundle"))
 
 
 def commit(root):
@@ -60,27 +81,37 @@ def metadata_of(bundle, kernel="10_try"):
     return dataset, json.loads((bundle / f"kernels/{kernel}/kernel-metadata.json").read_text())
 
 
-def test_a_kernel_asks_for_two_t4_the_dataset_and_no_network(workbook, tmp_path):
-    dataset, kernel = metadata_of(built(workbook("steps"), tmp_path, user="ada"))
-    assert kernel["machine_shape"] == "NvidiaTeslaT4"
-    flags = ("enable_gpu", "enable_internet", "is_private")
-    assert [kernel[flag] for flag in flags] == [True, False, True]
-    assert kernel["dataset_sources"] == [dataset["id"]] == ["ada/training-workbook"]
-    assert kernel["code_file"] == "10_try.ipynb"
-    # its address is its title in Kaggle's way
-    assert kernel["id"] == "ada/" + re.sub(r"[^a-z0-9]+", "-", kernel["title"].lower())
+def test_each_kernel_asks_for_two_t4_the_dataset_and_no_network(plain):
+    assert {path.name for path in (plain / "kernels").iterdir()} == {
+        "10_try",
+        ATTENTION,
+    }
+    for name in ("10_try", ATTENTION):
+        dataset, kernel = metadata_of(plain, name)
+        assert kernel["machine_shape"] == "NvidiaTeslaT4"
+        flags = ("enable_gpu", "enable_internet", "is_private")
+        assert [kernel[flag] for flag in flags] == [True, False, True]
+        owner = kaggle.NOBODY
+        assert kernel["dataset_sources"] == [dataset["id"]] == [f"{owner}/training-workbook"]
+        assert kernel["code_file"] == f"{name}.ipynb"
+        # its address is its title in Kaggle's way
+        assert kernel["id"] == f"{owner}/" + re.sub(r"[^a-z0-9]+", "-", kernel["title"].lower())
 
 
-def test_the_dataset_holds_code_and_records_and_no_runs(workbook, tmp_path):
-    bundle = built(workbook("steps"), tmp_path)
-    files = {p.relative_to(bundle / "dataset").as_posix() for p in bundle.rglob("dataset/**/*")}
+def test_the_dataset_holds_code_records_and_license_and_no_runs(plain):
+    files = {p.relative_to(plain / "dataset").as_posix() for p in plain.rglob("dataset/**/*")}
     wanted = {"lib/lessons/notebook.py", "artifacts/records.jsonl", "bundle.json"}
     # what reads flags there
     wanted |= {f"{name}/__init__.py" for name in ("tyro", "docstring_parser", "typeguard")}
     assert wanted | {"lib/tools/publish/templates/page.css", "lib/presets/tiny.json"} <= files
     assert not [name for name in files if "runs" in name]
-    hashes = json.loads((bundle / "dataset/bundle.json").read_text())["sha256"]
+    hashes = json.loads((plain / "dataset/bundle.json").read_text())["sha256"]
     assert "lib/lessons/notebook.py" in hashes
+    about, _ = metadata_of(plain)
+    # MIT is not among the names of Kaggle/kaggle-cli, docs/datasets_metadata.md
+    assert about["licenses"] == [{"name": "other"}]
+    assert "MIT" in about["description"]
+    assert (plain / "dataset/LICENSE").read_text().startswith("MIT License")
 
 
 def test_nothing_leaves_that_is_not_committed_and_no_target_of_a_link(workbook, tmp_path, capsys):
@@ -109,29 +140,16 @@ def test_nothing_leaves_that_is_not_committed_and_no_target_of_a_link(workbook, 
         built(root, tmp_path)
 
 
-def test_the_dataset_names_a_license_that_kaggle_knows_and_brings_its_text(workbook, tmp_path):
-    bundle = built(workbook("steps"), tmp_path)
-    about, _ = metadata_of(bundle)
-    # MIT is not among the names of Kaggle/kaggle-cli, docs/datasets_metadata.md
-    assert about["licenses"] == [{"name": "other"}]
-    assert "MIT" in about["description"]
-    assert (bundle / "dataset/LICENSE").read_text().startswith("MIT License")
-
-
-def test_notebooks_go_without_outputs(workbook, tmp_path):
-    root = workbook("steps")
-    path = root / "notebooks/10_try.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="a very long output")]
-    nbformat.write(notebook, path)
-    commit(root)
-    built(root, tmp_path)
-    text = (tmp_path / "bundle/kernels/10_try/10_try.ipynb").read_text()
-    assert "very long" not in text
-    # and with a first cell of their own
-    code = nbformat.reads(text, as_version=4).cells[1]
-    assert code.source == kaggle.KAGGLE_FIRST_CELL != FIRST_CELL
-    assert kaggle.INPUT in code.source
+def test_notebooks_go_without_outputs_and_with_a_first_cell_of_their_own(plain):
+    for name in ("10_try", ATTENTION):
+        notebook = nbformat.read(plain / f"kernels/{name}/{name}.ipynb", as_version=4)
+        assert "very long" not in nbformat.writes(notebook)
+        first, *cells = (cell.source for cell in notebook.cells if cell.cell_type == "code")
+        assert first == kaggle.KAGGLE_FIRST_CELL != FIRST_CELL
+        assert kaggle.INPUT in first
+        for cell in cells:
+            compile(cell, "cell", "exec")
+    assert "flash_attention_cuda" in notebook.cells[0].source
 
 
 def steps_of(bundle, *, is_small, monkeypatch):
@@ -145,12 +163,12 @@ def steps_of(bundle, *, is_small, monkeypatch):
     return values["steps"]
 
 
-def test_kaggle_gets_its_sizes_and_the_test_here_the_small_ones(workbook, tmp_path, monkeypatch):
-    root = workbook("steps")
-    bundle = built(root, tmp_path)
-    assert steps_of(bundle, is_small=False, monkeypatch=monkeypatch) == 400
-    assert steps_of(bundle, is_small=True, monkeypatch=monkeypatch) == 3
-    bundle = built(root, tmp_path, parameters="")
+def test_kaggle_gets_its_sizes_and_the_test_here_the_small_ones(
+    plain, workbook, tmp_path, monkeypatch
+):
+    assert steps_of(plain, is_small=False, monkeypatch=monkeypatch) == 400
+    assert steps_of(plain, is_small=True, monkeypatch=monkeypatch) == 3
+    bundle = built(workbook("steps"), tmp_path, parameters="")
     assert steps_of(bundle, is_small=False, monkeypatch=monkeypatch) == 3
 
 
@@ -210,10 +228,8 @@ def test_a_notebook_runs_from_the_bundle_alone_and_one_that_does_not_ends_the_bu
         push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
 
 
-def test_on_kaggle_a_file_that_is_not_as_it_was_bundled_is_named(
-    workbook, tmp_path, monkeypatch, capsys
-):
-    bundle = built(workbook("steps"), tmp_path)
+def test_on_kaggle_a_file_that_is_not_as_it_was_bundled_is_named(copied, monkeypatch, capsys):
+    bundle = copied
     (bundle / "dataset/artifacts/records.jsonl").write_text("{}")
     (bundle / "dataset/lib/core/terminal.py").unlink()
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -231,20 +247,6 @@ def test_the_lessons_load_nothing_that_kaggles_image_lacks():
     absent = "import sys; sys.modules |= dict.fromkeys(('tyro', 'math_core', 'playwright')); "
     modules = "lib.tools.benchmarks.attention, lib.lessons.notebook, lib.lessons.speedrun.exercises"
     subprocess.run([sys.executable, "-c", f"{absent}import {modules}"], cwd=ROOT, check=True)
-
-
-def test_a_kernel_times_attention_on_each_gpu(workbook, tmp_path):
-    bundle = built(workbook("steps"), tmp_path, attention=True)
-    assert {path.name for path in (bundle / "kernels").iterdir()} == {"10_try", kaggle.ATTENTION}
-    _, kernel = metadata_of(bundle, kaggle.ATTENTION)
-    assert kernel["machine_shape"] == "NvidiaTeslaT4"
-    assert kernel["id"].endswith("/workbook-attention-on-t4")
-    notebook = nbformat.read(bundle / "kernels" / kaggle.ATTENTION / kernel["code_file"], 4)
-    text, first, *cells = (cell.source for cell in notebook.cells)
-    assert first == kaggle.KAGGLE_FIRST_CELL
-    for cell in cells:
-        compile(cell, "cell", "exec")
-    assert "flash_attention_cuda" in text
 
 
 @pytest.mark.skipif(not is_checkout(ROOT), reason="not in a git checkout")
@@ -291,8 +293,9 @@ def client(tmp_path, monkeypatch):
     return add
 
 
-def test_push_makes_a_new_dataset_and_waits_for_it(workbook, tmp_path, client):
-    bundle = built(workbook("steps"), tmp_path)
+def test_push_makes_a_new_dataset_and_waits_for_it(copied, client):
+    bundle = copied
+    shutil.rmtree(bundle / f"kernels/{ATTENTION}")
     calls = client("", "pending", "ready")
     push(KagglePushConfig(folder=bundle, user="ada", timeout=20))
     status = ["datasets status"]
@@ -324,23 +327,19 @@ def test_push_makes_a_new_version_and_stores_no_credentials(
         (["pending"], {"timeout": 0.3}, TimeoutError, "ada/training-workbook is pending"),
     ],
 )
-def test_push_says_what_went_wrong(
-    workbook, tmp_path, client, client_says, settings, error, message
-):
+def test_push_says_what_went_wrong(copied, client, client_says, settings, error, message):
     state, *failing = client_says
     client(state, failing="".join(failing))
-    folder = built(workbook("steps"), tmp_path)
     with pytest.raises(error, match=message):
-        push(KagglePushConfig(**{"folder": folder, "user": "ada", **settings}))
+        push(KagglePushConfig(**{"folder": copied, "user": "ada", **settings}))
 
 
-def test_push_without_a_bundle_or_a_client(workbook, tmp_path, monkeypatch):
+def test_push_without_a_bundle_or_a_client(copied, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="folder must be"):
         push(KagglePushConfig(folder=tmp_path))
-    folder = built(workbook("steps"), tmp_path, user="ada")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="pip install kaggle"):
-        push(KagglePushConfig(folder=folder))
+        push(KagglePushConfig(folder=copied))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A reader's copies of the notebooks keep everything that the reader did, whatever is new."""
 
-import hashlib
-import json
 import os
 import re
 import resource
@@ -120,17 +118,6 @@ def test_without_a_whole_record_every_difference_counts_as_the_readers(book, cap
     assert "work/01_one.ipynb: stays as you left it" in printed
     assert "02_two" not in printed
     assert contents(book)["01_one.ipynb"] == mine
-
-
-def test_an_older_record_still_tells_which_copies_were_not_changed(book):
-    sha = {name[:6]: hashlib.sha256(text).hexdigest() for name, text in contents(book).items()}
-    older = {name: {"notebook": "", "copy": copy, "cells": {}} for name, copy in sha.items()}
-    older["02_two"]["copy"] = None
-    (book / "work/.origins.json").write_text(json.dumps(older))
-    new = [change(book / f"notebooks/{name}.ipynb", PROSE, source="Better text.") for name in older]
-    update_copies(book)
-    assert contents(book)["01_one.ipynb"] == new[0]
-    assert contents(book)["02_two.new.ipynb"] == new[1]
 
 
 @pytest.mark.parametrize("what", ["a broken file", "a folder", "a pipe", "a lost link"])

@@ -1,33 +1,36 @@
-"""Kinds of modules for the table of `test_kinds`: what PyTorch's users hand to `fully_shard`."""
+"""Kinds of modules for `tests.ddp.table`: what PyTorch's users hand to a wrapper."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lib.ddp.process_group import current_device
+
 D = 4
 
 
 class Residual(nn.Module):
-    """A block with a matrix, its bias and a norm."""
+    """A block with a matrix and its bias, and a norm if asked for."""
 
-    def __init__(self, width: int = D) -> None:
+    def __init__(self, norm: bool = False) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.linear = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class Stack(nn.Module):
-    """Blocks one after another, then what a subclass does with the sum."""
+    """Blocks one after another, the first with a norm, then what a subclass does with the sum."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Residual() for _ in range(count))
+        self.layers = nn.ModuleList(Residual(norm=index == 0) for index in range(count))
 
     def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
@@ -40,7 +43,7 @@ class Stack(nn.Module):
 
 class Tied(Stack):
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(1)
         self.first, self.last = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
         self.last.weight = self.first.weight
 
@@ -63,17 +66,18 @@ class ReadOutside(Stack):
 
 class Frozen(Stack):
     def __init__(self) -> None:
-        super().__init__(3)
+        super().__init__(2)
         self.layers[0].requires_grad_(False)
-        self.layers[2].linear.weight.requires_grad_(False)
+        self.layers[1].linear.weight.requires_grad_(False)
 
 
 class Uneven(nn.Module):
-    """Shapes that no number of ranks divides, and one of no elements."""
+    """Shapes that no number of ranks divides, a transposed one, and one of no elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(D, 1), nn.Linear(1, 7), nn.Linear(7, 3, bias=False))
+        self.blocks[2].weight = nn.Parameter(torch.zeros(7, 3).T)
         self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,35 +131,43 @@ class Mixed(Stack):
 
 
 class Complex(nn.Module):
+    """Complex matrices, a vector and a number, behind a real matrix."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.first = nn.Linear(D, D)
         parts = [nn.Linear(D, D, dtype=torch.complex64) for _ in range(2)]
         self.blocks = nn.Sequential(*parts)
         self.phase = nn.Parameter(torch.zeros(D, dtype=torch.complex64))
+        self.number = nn.Parameter(torch.zeros((), dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(self.blocks(x.to(torch.complex64)) * self.phase)
+        x = self.blocks(self.first(x).to(torch.complex64))
+        return torch.view_as_real(x * self.phase * self.number)
 
 
 class Quantized(nn.Module):
-    """Matrices of integers beside their scales, and buffers of integers and truth values."""
+    """Parameters and buffers of integers and truth values, beside a matrix of scales."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.arange(D * D, dtype=torch.int8).view(D, D) % 3, False)
+        self.weight = nn.Parameter(torch.zeros(D, D, dtype=torch.int8), requires_grad=False)
+        self.index = nn.Parameter(torch.zeros(D, dtype=torch.int64), requires_grad=False)
+        self.is_kept = nn.Parameter(torch.zeros(D, dtype=torch.bool), requires_grad=False)
         self.scale = nn.Parameter(torch.zeros(D, 1))
-        self.register_buffer("mask", torch.tensor([True, False, True, True]))
-        self.register_buffer("calls", torch.tensor(7))
+        self.register_buffer("mask", torch.zeros(D, dtype=torch.bool))
+        self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype) * self.scale
+        x = x + x[:, self.index] * self.is_kept
         return torch.tanh(F.linear(x, weight) * self.mask + self.calls)
 
 
 class Integers(Stack):
     def __init__(self) -> None:
         super().__init__(1)
-        self.layers.extend(Quantized() for _ in range(2))
+        self.layers.append(Quantized())
 
 
 class Shared(nn.Module):
@@ -183,6 +195,10 @@ class Opaque:
         self.value = value
 
 
+def in_a_dict(value: Tensor) -> dict[str, Any]:
+    return {"a": (value, None), "b": None}
+
+
 class Returning(nn.Module):
     """A block that returns its tensors in something else."""
 
@@ -199,8 +215,7 @@ class Outputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        wraps = [lambda y: Output(y, [None]), lambda y: {"a": (y, None), "b": None}, Opaque]
-        self.layers = nn.ModuleList(map(Returning, wraps))
+        self.layers = nn.ModuleList(map(Returning, (Output, in_a_dict, Opaque)))
         self.prompt = nn.ModuleList([Prompt()])
 
     def forward(self, x: Tensor) -> Output:
@@ -311,7 +326,7 @@ class Branches(Residual):
 class Sometimes(Stack):
     def __init__(self) -> None:
         super().__init__(0)
-        self.layers.extend(Branches() for _ in range(3))
+        self.layers.extend(Branches() for _ in range(2))
         self.never = nn.Linear(3, 3)
 
 
@@ -336,7 +351,6 @@ class Clamped(Stack):
 class Kind(NamedTuple):
     make: Callable[[], nn.Module]
     options: Callable[[nn.Module], dict[str, Any]] = lambda module: {}
-    dtype: torch.dtype = torch.float32
 
 
 def _wrap_first(module: nn.Module) -> dict[str, Any]:
@@ -346,7 +360,7 @@ def _wrap_first(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
-# Kinds of modules, and how FSDP is told to divide them.
+# Kinds of modules, and how FSDP is told to divide them; each takes (batch, D) inputs.
 KINDS: dict[str, Kind] = {
     "one matrix": Kind(lambda: nn.Linear(D, 3, bias=False)),
     "blocks": Kind(Stack),
@@ -359,7 +373,7 @@ KINDS: dict[str, Kind] = {
     "uneven": Kind(Uneven),
     "lists": Kind(Lists),
     "nested": Kind(Nested),
-    "float64": Kind(Stack, dtype=torch.float64),
+    "float64": Kind(lambda: Stack(2).double()),
     "two dtypes": Kind(Mixed),
     "complex": Kind(Complex),
     "integers": Kind(Integers),
@@ -377,3 +391,32 @@ KINDS: dict[str, Kind] = {
     "wrapped twice": Kind(Stack, _wrap_first),
     "changes a weight": Kind(Clamped),
 }
+
+
+class Together(nn.ModuleDict):
+    """Modules of several kinds, which get the same inputs."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {name: module(x.to(dtype_of(module))) for name, module in self.items()}
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first parameter in floating point."""
+    floats = (param.dtype for param in module.parameters() if param.is_floating_point())
+    return next(floats, torch.float32)
+
+
+def seeded(kinds: Sequence[str], seed: int) -> nn.Module:
+    """A module of one kind, or of several together, whose numbers are all drawn anew."""
+    modules = {name: KINDS[name].make() for name in kinds}
+    module = Together(modules) if len(kinds) > 1 else modules[kinds[0]]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point() or tensor.is_complex():
+                drawn = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) / 2
+            else:
+                most = 2 if tensor.dtype == torch.bool else D
+                drawn = torch.randint(most, tensor.shape, generator=generator)
+            tensor.copy_(drawn)
+    return module.to(current_device())
