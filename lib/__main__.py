@@ -127,6 +127,11 @@ COMMANDS: dict[str, Command] = {
         "Train the broken runs that notebook 03 shows, and record them.",
         "lib.lessons.training.broken:record_broken_runs",
     ),
+    "lessons band": Command(
+        "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
+        "lib.lessons.training.band:record_band",
+        prints="{result}",
+    ),
     "lessons ablation": Command(
         "Train the variants of notebook 02's model, three seeds each, for its record.",
         "lib.lessons.model.ablation:run_ablations",

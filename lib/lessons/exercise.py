@@ -338,10 +338,11 @@ def _measured(exercise: Exercise, attempt: Callable, tried: str) -> str:
             return f"not yet: {tried}, but not where it is measured\n  {trouble}"
     unit = f" {exercise.unit}".rstrip()
     told = ", ".join(f"{name} {_rounded(figure)}{unit}" for name, figure in figures.items())
-    if exercise.must_beat and figures["yours"] >= [*figures.values()][-1]:
+    # the other way round, NaN would be as good as any
+    if exercise.must_beat and not figures["yours"] < [*figures.values()][-1]:
         return f"not yet: {tried}, but no better than {[*figures][-1]}\n  {told}"
     most = exercise.at_most * figures["the solution"] if exercise.at_most else math.inf
-    if figures["yours"] > most:
+    if not figures["yours"] <= most:
         return f"not yet: {tried}, but at too high a cost\n  {told}; {_rounded(most)}{unit} will do"
     return f"right: {tried}\n  {told}"
 

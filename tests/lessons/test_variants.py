@@ -54,14 +54,44 @@ def f(hidden, weight, targets, chunk_tokens):
         total += loss.item()
     return total, hidden.grad, weight.grad""",
     ),
-    "training: losses in a tuple": (
+    "training: weights that are replaced, gradients that are returned": (
         "training",
-        "verdict(LOOP, rounded(lambda *given: tuple(train(*given))))",
-        "",
+        "verdict(train, f)",
+        """
+def f(weights, loss_of, batches, rates, update, on_step, accumulate=1, max_norm=1.0):
+    memory = {}
+    for lr in rates:
+        loss, sums = 0.0, dict.fromkeys(weights, 0)
+        for x, y in (next(batches) for _ in range(accumulate)):
+            small = loss_of(weights, x, y)
+            for name, grad in zip(weights, torch.autograd.grad(small, list(weights.values()))):
+                sums[name] = sums[name] + grad / accumulate
+            loss += small.item() / accumulate
+        norm = math.sqrt(sum((grad**2).sum().item() for grad in sums.values()))
+        for name, grad in sums.items():
+            grad = grad * min(1, max_norm / norm)
+            new = update(weights[name].detach(), grad, memory.setdefault(name, {}), lr)
+            weights[name] = new.requires_grad_(True)
+        on_step(loss, norm)""",
+    ),
+    "training: moments changed in place": (
+        "training",
+        "verdict(adamw_step, f)",
+        """
+def f(weight, gradient, state, lr, weight_decay=0.0):
+    if not state:
+        state.update(t=0, m=torch.zeros_like(weight), v=torch.zeros_like(weight))
+    state["t"] += 1
+    weight *= 1 - lr * weight_decay
+    state["m"].lerp_(gradient, 0.1)
+    state["v"].mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+    scale = math.sqrt(1 - 0.95 ** state["t"])
+    weight -= lr / (1 - 0.9 ** state["t"]) * state["m"] / (state["v"].sqrt() / scale + 1e-8)
+    return weight""",
     ),
     "training: a run's state, pickled": (
         "training",
-        "verdict(RESUME, interrupted(f))",
+        "verdict(resume, f)",
         """
 import pickle
 def f(make_run, before, after):
@@ -221,28 +251,28 @@ def f(x, w_q, w_k, w_v, w_out, num_heads, rope):
     ),
     "training: PyTorch's own AdamW": (
         "training",
-        "verdict(ADAMW_STEPS, without_optimizers(f))",
+        "verdict(adamw_step, f)",
         """
-def f(weight, gradients, lr, weight_decay):
-    weight = torch.nn.Parameter(weight.clone())
+def f(weight, gradient, state, lr, weight_decay=0.0):
+    weight = torch.nn.Parameter(weight)
     options = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
     optimizer = torch.optim.AdamW([weight], lr=lr, **options)
-    for weight.grad in gradients:
-        optimizer.step()
+    weight.grad = gradient
+    optimizer.step()
     return weight.detach()""",
         "AdamW does all of it; write the update out",
     ),
     "training: one backward for all batches of a step": (
         "training",
-        "verdict(LOOP, rounded(f))",
+        "verdict(train, f)",
         """
-def f(model, batches, rates, accumulate, max_norm):
-    return [sum(model.loss(*batch) for batch in batches[:2]).backward()]""",
+def f(weights, loss_of, batches, rates, update, on_step, accumulate=1, max_norm=1.0):
+    sum(loss_of(weights, *next(batches)) for _ in range(2)).backward()""",
         "call backward for each batch before the next one's loss",
     ),
     "training: a second run that begins anew": (
         "training",
-        "verdict(RESUME, interrupted(f))",
+        "verdict(resume, f)",
         """
 def f(make_run, before, after):
     make_run()
@@ -253,7 +283,7 @@ def f(make_run, before, after):
     ),
     "training: a first run that does it all": (
         "training",
-        "verdict(RESUME, interrupted(f))",
+        "verdict(resume, f)",
         """
 def f(make_run, before, after):
     run, _ = make_run(), make_run()

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 import random
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate as running_sums
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lib.lessons.calls import call
-from lib.lessons.exercise import (
-    NOT_ATTEMPTED,
-    TIME_LIMIT,
-    Exercise,
-    check,
-    edited,
-    name_of,
-    report,
-    trouble_of,
-)
+from lib.lessons.differences import Named
+from lib.lessons.exercise import check_of, exercise
 from lib.lessons.training.broken import FAULTS
 from lib.lessons.training.toys import (
     BATCH_POINTS,
@@ -33,15 +23,20 @@ from lib.lessons.training.toys import (
     Batches,
     MakeRun,
     ToyDecoder,
-    ToyModel,
+    ToyLoss,
     ToyRun,
     loss_on_budget,
 )
 
-# 1. AdamW
+check = check_of(__name__)
+# The reader's function if it is right, or else the solution.
+take = check_of(__name__, returns=True)
 
 
-def _draw_adamw(generator: random.Random, size: int) -> tuple:
+# AdamW
+
+
+def draw_gradients(generator: random.Random, size: int) -> tuple:
     width, num_steps = 1 + size // 5, 1 + size // 3
     weight = [generator.choice([-3.0, -2.0, 2.0, 3.0]) for _ in range(width)]
     # a gradient of 0 needs eps, a tiny one the right eps; unlike sizes tell moments apart
@@ -50,234 +45,168 @@ def _draw_adamw(generator: random.Random, size: int) -> tuple:
         for _ in range(num_steps)
     ]
     lr, weight_decay = generator.choice([0.1, 0.5]), generator.choice([0.0, 0.2, 1.0])
-    kind = torch.float64
-    return torch.tensor(weight, dtype=kind), torch.tensor(gradients, dtype=kind), lr, weight_decay
+    weight, gradients = (torch.tensor(x, dtype=torch.float64) for x in (weight, gradients))
+    return weight, gradients, lr, weight_decay
 
 
-def adamw(weight: Tensor, gradients: Tensor, lr: float, weight_decay: float) -> Tensor:
+def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise ValueError(f"{type(optimizer).__name__} does all of it; write the update out")
+
+
+def take_steps(
+    step: Callable, weight: Tensor, gradients: Tensor, lr: float, weight_decay: float
+) -> Named:
+    """The weight after each step, where no optimizer of PyTorch may take one."""
+    state: dict[str, Any] = {}
+    # what has a default is left out: the notebook leaves it out, too
+    options = [weight_decay] if weight_decay else []
+    found, hook = Named(), register_optimizer_step_pre_hook(refuse_step)
+    try:
+        for number, gradient in enumerate(gradients, start=1):
+            # copies, since a step may change what it is given
+            given = weight.clone(), gradient.clone()
+            found[f"step {number}"] = weight = step(*given, state, lr, *options).clone()
+    finally:
+        hook.remove()
+    return found
+
+
+@exercise("warm-up", draw_gradients, harness=take_steps)
+def adamw_step(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], lr: float, weight_decay: float = 0.0
+) -> Tensor:
     beta1, beta2, eps = 0.9, 0.95, 1e-8
-    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
-    for step, gradient in enumerate(gradients, start=1):
-        weight = weight - lr * weight_decay * weight
-        mean = beta1 * mean + (1 - beta1) * gradient
-        square = beta2 * square + (1 - beta2) * gradient**2
-        mean_hat = mean / (1 - beta1**step)
-        square_hat = square / (1 - beta2**step)
-        weight = weight - lr * mean_hat / (square_hat.sqrt() + eps)
-    return weight
+    step = state["step"] = state.get("step", 0) + 1
+    mean = state["mean"] = beta1 * state.get("mean", 0) + (1 - beta1) * gradient
+    square = state["square"] = beta2 * state.get("square", 0) + (1 - beta2) * gradient**2
+    mean_hat = mean / (1 - beta1**step)
+    square_hat = square / (1 - beta2**step)
+    return weight - lr * weight_decay * weight - lr * mean_hat / (square_hat.sqrt() + eps)
 
 
-ADAMW_STEPS = Exercise(
-    adamw,
-    _draw_adamw,
-    {
-        "the decay is added to the gradient, as in Adam with L2; "
-        "AdamW shrinks the weight itself and leaves the moments alone": (
-            "weight = weight - lr * weight_decay * weight",
-            "gradient = gradient + weight_decay * weight",
-        ),
-        "the bias correction is missing; divide the moments by 1 - beta**step": (
-            "mean / (1 - beta1**step)\n        square_hat = square / (1 - beta2**step)",
-            "mean\n        square_hat = square",
-        ),
-        "only the mean is corrected; the mean of squares starts at 0 too": (
-            "square / (1 - beta2**step)",
-            "square",
-        ),
-        "only the mean of squares is corrected; the mean starts at 0 too": (
-            "mean / (1 - beta1**step)",
-            "mean",
-        ),
-        "the corrected moments are kept for the next step; keep the uncorrected ones": (
-            "        weight = weight - lr * mean_hat",
-            "        mean, square = mean_hat, square_hat\n        weight = weight - lr * mean_hat",
-        ),
-        "1 - beta is forgotten; new means are beta * old + (1 - beta) * new": (
-            "(1 - beta1) * gradient\n        square = beta2 * square + (1 - beta2) * gradient**2",
-            "gradient\n        square = beta2 * square + gradient**2",
-        ),
-        "beta2 is 0.999; here it is 0.95": ("0.95", "0.999"),
-        "steps are counted from 0, where the correction divides by 0; the first step is 1": (
-            "start=1",
-            "start=0",
-        ),
-        "the update is added; the step goes against the gradient, so subtract it": (
-            "weight - lr * mean_hat",
-            "weight + lr * mean_hat",
-        ),
-        "the decay lacks the learning rate; shrink by 1 - lr * weight_decay": (
-            "lr * weight_decay * weight",
-            "weight_decay * weight",
-        ),
-        "the decay lacks the weight; subtract lr * weight_decay * weight": (
-            "lr * weight_decay * weight",
-            "lr * weight_decay",
-        ),
-        # the decay then shrinks the update too
-        "the decay comes after the update; it shrinks the weight as it was before": (
-            "lr * mean_hat",
-            "(1 - lr * weight_decay) * lr * mean_hat",
-        ),
-        "eps is missing; where all gradients were 0, that is 0 / 0": (" + eps", ""),
-        "eps is 1e-6; here it is 1e-8, which counts where gradients are tiny": ("1e-8", "1e-6"),
-        "eps is added inside the root; add it to the root": (
-            "square_hat.sqrt() + eps",
-            "(square_hat + eps).sqrt()",
-        ),
-        "eps is added to a root that is not corrected yet; correct the mean of squares first": (
-            "mean_hat / (square_hat.sqrt() + eps)",
-            "mean_hat * (1 - beta2**step) ** 0.5 / (square.sqrt() + eps)",
-        ),
-        "the root is missing; divide by the root of the mean of squares": (".sqrt()", ""),
-        "this is the square of the mean; take the mean of the squares": (
-            "square_hat = square",
-            "square_hat = mean**2",
-        ),
-        "the moments start anew in each step; keep them from one step to the next": (
-            "        weight = weight - lr * weight_decay",
-            "        mean, square, step = 0, 0, 1\n        weight = weight - lr * weight_decay",
-        ),
-    },
-)
+adamw_step.mistakes = """
+beta1, beta2, eps = 0.9, 0.95, 1e-8 =>
+    beta1, beta2, eps, gradient = 0.9, 0.95, 1e-8, gradient + weight_decay * weight
+    && lr * weight_decay * weight - => | the decay is added to the gradient, as in Adam with L2;
+    AdamW shrinks the weight itself and leaves the moments alone
+mean / (1 - beta1**step) => mean && square / (1 - beta2**step) => square
+    | the bias correction is missing; divide the moments by 1 - beta**step
+mean_hat = mean => mean_hat = state["mean"] = mean
+    && square_hat = square => square_hat = state["square"] = square
+    | the corrected moments are kept for the next step; keep the uncorrected ones
+step = state["step"] = state.get("step", 0) + 1 => step = 1
+    | every step counts as the first; keep the number of steps in `state`
+0.95 => 0.999 | beta2 is 0.999; here it is 0.95
+square_hat.sqrt() + eps => (square_hat + eps).sqrt()
+    | eps is added inside the root; add it to the root
+lr * weight_decay * weight => weight_decay * weight
+    | the decay lacks the learning rate; shrink by 1 - lr * weight_decay
+"""
 
 
-# 2. The loop
+# The loop
 
 
-def _draw_training(generator: random.Random, size: int) -> tuple:
+def draw_training(generator: random.Random, size: int) -> tuple:
     def draws(count: int) -> list[float]:
         return [round(generator.gauss(0, 1), 1) for _ in range(count)]
 
-    steps, accumulate, width = 2 + size // 3, generator.randint(1, 3), 1 + size // 5
+    num_steps, accumulate, width = 2 + size // 3, generator.randint(1, 3), 1 + size // 5
     batches = Batches()
-    for _ in range(steps * accumulate):
+    for _ in range(num_steps * accumulate):
         x = torch.tensor([draws(width) for _ in range(BATCH_POINTS)], dtype=torch.float64)
         batches.append((x, torch.tensor(draws(BATCH_POINTS), dtype=torch.float64)))
-    rates = [round(generator.uniform(0.02, 0.3), 2) for _ in range(steps)]
-    return ToyModel(draws(width)), batches, rates, accumulate, generator.choice([0.5, 2.0, 9.0])
+    rates = [round(generator.uniform(0.02, 0.3), 2) for _ in range(num_steps)]
+    return draws(width), batches, rates, accumulate, generator.choice([0.5, 1.0, 9.0])
 
 
-def train(
-    model: ToyModel,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    rates: Sequence[float],
+def heavy_ball(weight: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
+    """An update rule that shows a gradient of the wrong size, and whose state it is."""
+    state["mean"] = 0.5 * state.get("mean", 0) + gradient
+    return weight - lr * state["mean"]
+
+
+def run_loop(
+    train: Callable,
+    start: list[float],
+    batches: Batches,
+    rates: list[float],
     accumulate: int,
     max_norm: float,
-) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    losses = []
-    for step, rate in enumerate(rates):
-        optimizer.zero_grad()
+) -> Named:
+    """What a loop reports of each update, and the weights that it ends with."""
+    weights = {
+        "slope": torch.tensor(start, dtype=torch.float64, requires_grad=True),
+        "offset": torch.zeros((), dtype=torch.float64, requires_grad=True),
+    }
+    reports: list[tuple[float, float]] = []
+
+    def on_step(loss: float, norm: float) -> None:
+        if torch.is_tensor(loss) or torch.is_tensor(norm):
+            raise TypeError("on_step must be called with numbers, got a tensor; use .item()")
+        reports.append((loss, norm))
+
+    # what has a default is left out: the notebook leaves it out, too
+    options = [accumulate, max_norm]
+    while options and options[-1] == 1:
+        options.pop()
+    train(weights, ToyLoss(), iter(batches), rates, heavy_ball, on_step, *options)
+    losses, norms = torch.tensor(reports, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    found = Named({"calls of on_step": len(reports), "losses": losses, "norms": norms})
+    return Named(found | {name: weight.detach() for name, weight in weights.items()})
+
+
+@exercise("core", draw_training, harness=run_loop, trials=30)
+def train(
+    weights: dict[str, Tensor],
+    loss_of: Callable,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    rates: Iterable[float],
+    update: Callable,
+    on_step: Callable[[float, float], None],
+    accumulate: int = 1,
+    max_norm: float = 1.0,
+) -> None:
+    states: dict[str, dict] = {name: {} for name in weights}
+    for rate in rates:
         total = 0.0
-        for x, y in batches[step * accumulate : (step + 1) * accumulate]:
-            loss = model.loss(x, y) / accumulate
-            loss.backward()
+        for _ in range(accumulate):
+            x, y = next(batches)
+            loss = loss_of(weights, x, y) / accumulate  # forward
+            loss.backward()  # backward
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        losses.append(total)
-    return losses
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)  # clip
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(update(weight, weight.grad, states[name], rate))  # update
+                weight.grad = None  # clear
+        on_step(total, norm.item())
 
 
-def rounded(train: Callable) -> Callable:
-    """Return `train` with its list of losses as a tensor, which is compared up to rounding."""
-
-    @functools.wraps(train)
-    def run(*arguments: Any) -> Any:
-        losses = train(*arguments)
-        if not isinstance(losses, (list, tuple)):
-            return losses
-        if any(map(torch.is_tensor, losses)):
-            raise TypeError("a loss in the list is a tensor; make it a number with .item()")
-        return torch.tensor(losses)
-
-    return run
-
-
-LOOP_MISTAKES = {
-    "gradients are never cleared, so each step also follows those of all steps before": (
-        "        optimizer.zero_grad()\n",
-        "",
-    ),
-    "gradients are cleared before each small batch, so only the last one counts": (
-        "            loss.backward()",
-        "            optimizer.zero_grad()\n            loss.backward()",
-    ),
-    "no loss is divided by accumulate, so losses and gradients are sums; divide before backward": (
-        "model.loss(x, y) / accumulate",
-        "model.loss(x, y)",
-    ),
-    "gradients of the small batches are added up but not divided by their number": (
-        "loss.backward()",
-        "(loss * accumulate).backward()",
-    ),
-    "nothing is clipped": (
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-        "pass",
-    ),
-    "each number of the gradient is clipped by itself; clip their norm, with clip_grad_norm_": (
-        "clip_grad_norm_",
-        "clip_grad_value_",
-    ),
-    "each small batch is clipped by itself; clip once, when all gradients are there": (
-        "total += loss.item()\n        torch",
-        "total += loss.item()\n            torch",
-    ),
-    "the learning rate is set after the update, so each step takes that of the step before": (
-        'group["lr"] = rate',
-        'group["lr"] = rates[step - 1] if step else 0.0',
-    ),
-    "there is an update for each small batch; there is one for each learning rate": (
-        "total += loss.item()",
-        "total += loss.item()\n            torch.nn.utils.clip_grad_norm_(model.parameters(), "
-        'max_norm)\n            optimizer.param_groups[0]["lr"] = rate\n'
-        "            optimizer.step()\n            optimizer.zero_grad()",
-    ),
-    "every step takes the first batches again": (
-        "batches[step * accumulate : (step + 1) * accumulate]",
-        "batches[:accumulate]",
-    ),
-    "the losses are sums over the small batches; return their mean": (
-        "losses.append(total)",
-        "losses.append(total * accumulate)",
-    ),
-    "each loss is that of the last small batch alone; return the mean of all": (
-        "losses.append(total)",
-        "losses.append(loss.item() * accumulate)",
-    ),
-    "every update has the first learning rate; each has its own": (
-        'group["lr"] = rate',
-        'group["lr"] = rates[0]',
-    ),
-    "the learning rate is never set, so no weight moves": ('group["lr"] = rate', "pass"),
-    "this is AdamW; the task asks for SGD": ("torch.optim.SGD", "torch.optim.AdamW"),
-    "the losses are computed after the update; return those of the forward passes before it": (
-        "losses.append(total)",
-        "pieces = batches[step * accumulate :][:accumulate]\n"
-        "        losses.append(sum(model.loss(*piece).item() for piece in pieces) / accumulate)",
-    ),
-    "the sum of the gradients is clipped, and divided afterwards; divide first": (
-        "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-        "        model.weight.grad *= accumulate\n"
-        "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
-        "        model.weight.grad /= accumulate",
-    ),
-}
-LOOP = Exercise(
-    rounded(train),
-    _draw_training,
-    {name: rounded(edited(train, *edit)) for name, edit in LOOP_MISTAKES.items()},
-    "core",
-    trials=30,
-)
+train.mistakes = """
+weight.grad = None => pass
+    | gradients are never cleared, so each step also follows those of all steps before
+loss.backward() => torch.autograd.backward(loss * accumulate)
+    | gradients of the small batches are added up but not divided by their number
+loss_of(weights, x, y) / accumulate => loss_of(weights, x, y)
+    | no loss is divided by accumulate, so losses and gradients are sums; divide before backward
+loss.backward() => weights.update((n, w.detach().requires_grad_()) for n, w in weights.items());
+    loss_of(weights, x, y).div(accumulate).backward()
+    | gradients are cleared before each small batch, so only the last one counts
+(weights.values(), max_norm) => (weights.values(), math.inf) | nothing is clipped
+{name: {} for name in weights} => dict.fromkeys(weights, {})
+    | all weights share one state; give each its own
+states[name], rate => {}, rate
+    | every update begins with an empty state; make the states once, before the loop
+on_step(total => on_step(loss.item() * accumulate
+    | the loss is that of the last small batch alone; report the mean of all
+"""
 
 
-# 3. The bits of a story
+# The bits of a story
 
 
-def _draw_choices(generator: random.Random, size: int) -> tuple:
+def draw_choices(generator: random.Random, size: int) -> tuple:
     choices = []
     for _ in range(generator.randint(0, 1 + size // 2)):
         options = generator.choices(["she", "he", "Zip", "cave"], k=generator.randint(1, 12))
@@ -285,71 +214,35 @@ def _draw_choices(generator: random.Random, size: int) -> tuple:
     return (choices,)
 
 
+@exercise("warm-up", draw_choices)
 def story_bits(choices: Sequence[tuple[list, Any]]) -> float:
     return sum(math.log2(len(options) / options.count(shown)) for options, shown in choices)
 
 
-STORY_BITS = Exercise(
-    story_bits,
-    _draw_choices,
-    {
-        "these are nats; bits need log2": ("math.log2", "math.log"),
-        "every side counts as the only one that would have shown this": (
-            "options.count(shown)",
-            "1",
-        ),
-        "every different text counts as equally likely; count the sides that show the same": (
-            "len(options) / options.count(shown)",
-            "len(set(options))",
-        ),
-        "the share is taken of the different texts; take it of all sides": (
-            "len(options) /",
-            "len(set(options)) /",
-        ),
-        "this is the number of sides that show the same; the share of them is what counts": (
-            "len(options) / options.count(shown)",
-            "options.count(shown)",
-        ),
-        "each die has 256 sides; these dice have any number, so take len(options)": (
-            "len(options)",
-            "256",
-        ),
-        "the bits of each choice are multiplied by its probability, as in an entropy; "
-        "add them as they are": (
-            "math.log2(",
-            "options.count(shown) / len(options) * math.log2(",
-        ),
-        "this is what a die shows on average, its entropy; count what this throw showed": (
-            "math.log2(len(options) / options.count(shown))",
-            "sum(math.log2(len(options) / options.count(o)) for o in options) / len(options)",
-        ),
-        "the sign is wrong; what is certain has 0 bits, and all else more": (
-            "sum(math.log2",
-            "sum(-math.log2",
-        ),
-        "these are the bits of a mean choice; those of a story are the sum": (
-            "for options, shown in choices)",
-            "for options, shown in choices) / max(1, len(choices))",
-        ),
-    },
-)
+story_bits.mistakes = """
+math.log2 => math.log | these are nats; bits need log2
+options.count(shown) => 1 | every side counts as the only one that would have shown this
+len(options) / options.count(shown) => len(set(options))
+    | every different text counts as equally likely; count the sides that show the same
+len(options) => 256 | each die has 256 sides; these dice have any number, so take len(options)
+math.log2(len(options) / options.count(shown)) =>
+    sum(math.log2(len(options) / options.count(o)) for o in options) / len(options)
+    | this is what a die shows on average, its entropy; count what this throw showed
+sum(math.log2 => sum(-math.log2
+    | the sign is wrong; what is certain has 0 bits, and all else more
+"""
 
 
-# 4. Broken runs
+# Broken runs
 
 
-def diagnose() -> dict[str, str]:
-    return dict(FAULTS)
+def no_inputs(generator: random.Random, size: int) -> tuple:
+    return ()
 
 
-def _swapped(*letters: str) -> Callable[[], dict[str, str]]:
-    """Return the right answer but for `letters`, which pass their faults on in a ring."""
-    moved = [*letters[1:], letters[0]]
-
-    def diagnose() -> dict[str, str]:
-        return FAULTS | {one: FAULTS[other] for one, other in zip(letters, moved)}
-
-    return diagnose
+def swapped(one: str, other: str) -> dict[str, str]:
+    """The right answer but for two letters, which have each other's faults."""
+    return FAULTS | {one: FAULTS[other], other: FAULTS[one]}
 
 
 def describe_diagnosis(yours: Any, expected: Mapping[str, str]) -> str:
@@ -367,170 +260,105 @@ def describe_diagnosis(yours: Any, expected: Mapping[str, str]) -> str:
     return "; ".join(parts)
 
 
-BROKEN_RUNS = Exercise(
-    diagnose,
-    lambda generator, size: (),
-    {
-        "A and D are mixed up: one of them knows a single batch by heart, and held-out text "
-        "surprises it more and more": _swapped("A", "D"),
-        "B and C are mixed up: one learns as usual and then stops, the other never gets going": (
-            _swapped("B", "C")
-        ),
-        "E and F are mixed up: one was odd before its first update, see the attention": (
-            _swapped("E", "F")
-        ),
-        "C and E are mixed up: compare their largest gradient norms, and when they come": (
-            _swapped("C", "E")
-        ),
-        "C and F are mixed up: one was odd before its first update, see the attention": (
-            _swapped("C", "F")
-        ),
-        "B and E are mixed up: one learns as usual and then stops, in the other all gradient "
-        "norms are too large": _swapped("B", "E"),
-    },
-    "core",
-    trials=1,
-    describe=describe_diagnosis,
-)
+@exercise("core", no_inputs, trials=1, describe=describe_diagnosis)
+def diagnose() -> dict[str, str]:
+    return dict(FAULTS)
 
 
-# 5. The same hash
+diagnose.mistakes = """
+dict(FAULTS) => swapped("A", "D")
+    | A and D are mixed up: one of them knows a single batch by heart, and held-out text surprises
+    it more and more
+dict(FAULTS) => swapped("B", "C")
+    | B and C are mixed up: one learns as usual and then stops, the other never gets going
+dict(FAULTS) => swapped("E", "F")
+    | E and F are mixed up: one was odd before its first update, see the attention
+dict(FAULTS) => swapped("C", "E")
+    | C and E are mixed up: compare their largest gradient norms, and when they come
+dict(FAULTS) => swapped("C", "F")
+    | C and F are mixed up: one was odd before its first update, see the attention
+dict(FAULTS) => swapped("B", "E")
+    | B and E are mixed up: one learns as usual and then stops, in the other all gradient norms are
+    too large
+"""
 
 
-def _draw_runs(generator: random.Random, size: int) -> tuple:
+# The same hash
+
+
+def draw_runs(generator: random.Random, size: int) -> tuple:
     return MakeRun(generator.randrange(1000)), generator.randint(1, size), generator.randint(1, 9)
 
 
+def interrupt(resume: Callable, make_run: MakeRun, before: int, after: int) -> Any:
+    """The weights, refused where no second run goes on from where the first one was."""
+    weights = resume(make_run, before, after)
+    if len(make_run.made) < 2:
+        raise ValueError("call make_run() twice; the second run goes on from what was saved")
+    first, *others = (TRAINED.get(run, 0) for run in make_run.made)
+    if first > before + 1:
+        raise ValueError(f"the first run was trained for {first} steps; it gets {before} + 1")
+    if max(others) > after:
+        raise ValueError(
+            f"the second run was trained for {max(others)} steps; the first {before} are saved "
+            f"already, and it goes on for {after}"
+        )
+    return weights
+
+
+@exercise("core", draw_runs, harness=interrupt)
 def resume(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
-    run = make_run()
-    run.train(before)
+    first = make_run()
+    first.train(before)
     saved: dict[str, Any] = {
-        "weights": run.weights.clone(),
-        "mean": run.mean.clone(),
-        "square": run.square.clone(),
-        "step": run.step,
-        "generator": run.generator.getstate(),
-        "order": list(run.order),
+        "weights": first.weights.clone(),
+        "mean": first.mean.clone(),
+        "square": first.square.clone(),
+        "step": first.step,
+        "generator": first.generator.getstate(),
+        "order": list(first.order),
     }
-    run.train(1)
+    first.train(1)
 
-    run = make_run()
-    run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]
-    run.step, run.order = saved["step"], saved["order"]
-    run.generator.setstate(saved["generator"])
-    run.train(after)
-    return run.weights
-
-
-def _resume_by_reference(make_run: Callable[[], ToyRun], before: int, after: int) -> Tensor:
-    run = make_run()
-    run.train(before)
-    saved = dict(vars(run))
-    run.train(1)
-
-    run = make_run()
-    vars(run).update(saved)
-    run.train(after)
-    return run.weights
+    second = make_run()
+    second.weights, second.step = saved["weights"], saved["step"]
+    second.mean, second.square = saved["mean"], saved["square"]
+    second.generator.setstate(saved["generator"])
+    second.order = saved["order"]
+    second.train(after)
+    return second.weights
 
 
-def interrupted(resume: Callable) -> Callable:
-    """Return `resume`, refused where no second run goes on from where the first one was."""
-
-    @functools.wraps(resume)
-    def run(make_run: MakeRun, before: int, after: int) -> Any:
-        weights = resume(make_run, before, after)
-        if len(make_run.made) < 2:
-            raise ValueError("call make_run() twice; the second run goes on from what was saved")
-        first, *others = (TRAINED.get(run, 0) for run in make_run.made)
-        if first > before + 1:
-            raise ValueError(f"the first run was trained for {first} steps; it gets {before} + 1")
-        if max(others) > after:
-            raise ValueError(
-                f"the second run was trained for {max(others)} steps; the first {before} are saved "
-                f"already, and it goes on for {after}"
-            )
-        return weights
-
-    return run
-
-
-RESUME = Exercise(
-    resume,
-    _draw_runs,
-    {
-        "only the weights, the moments and the step come back; the run also draws random numbers "
-        "and has a place in its data": (
-            'run.order = saved["step"], saved["order"]\n'
-            '    run.generator.setstate(saved["generator"])',
-            'run.order = saved["step"], []',
-        ),
-        "only the weights and the step come back, as at the start": (
-            'run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]\n'
-            '    run.step, run.order = saved["step"], saved["order"]\n'
-            '    run.generator.setstate(saved["generator"])',
-            'run.weights, run.step = saved["weights"], saved["step"]',
-        ),
-        "the generator starts anew: the next epoch is shuffled as the first one was": (
-            'run.generator.setstate(saved["generator"])',
-            "pass",
-        ),
-        "the rest of this epoch is lost, and examples come again that were seen": (
-            'saved["order"]',
-            "[]",
-        ),
-        "the step is 0 again, which raises the learning rate and repeats the bias correction": (
-            'run.step, run.order = saved["step"], saved["order"]',
-            'run.order = saved["order"]',
-        ),
-        "the moments start at zero": (
-            'run.weights, run.mean, run.square = saved["weights"], saved["mean"], saved["square"]',
-            'run.weights = saved["weights"]',
-        ),
-        "the mean of the squares starts at zero": ('saved["square"]', "run.square"),
-        "nothing is copied: tensors, generator and order are those of the run, which goes on and "
-        "changes them": _resume_by_reference,
-        "the tensors saved are those of the run, which goes on and changes them; clone them": (
-            '"weights": run.weights.clone(),\n        "mean": run.mean.clone(),\n'
-            '        "square": run.square.clone()',
-            '"weights": run.weights,\n        "mean": run.mean,\n        "square": run.square',
-        ),
-        "the weights saved are those of the run, which goes on and changes them; clone them": (
-            "run.weights.clone()",
-            "run.weights",
-        ),
-        "the order saved is the list of the run, which goes on and shortens it; copy it": (
-            "list(run.order)",
-            "run.order",
-        ),
-        "the generator saved is that of the run, which goes on drawing; save its getstate()": (
-            "    run.train(1)\n",
-            '    run.train(1)\n    saved["generator"] = run.generator.getstate()\n',
-        ),
-        "the generator and the order saved are those of the run, which goes on; copy both": (
-            "    run.train(1)\n",
-            '    run.train(1)\n    saved["generator"] = run.generator.getstate()\n'
-            '    saved["order"] = run.order\n',
-        ),
-        "the step that was lost is counted as done": (
-            "    run.train(1)\n",
-            "    run.train(1)\n    saved['step'] += 1\n",
-        ),
-    },
-    "core",
-)
+resume.mistakes = """
+second.generator.setstate(saved["generator"]) => pass && second.order = saved["order"] => pass
+    | only the weights, the moments and the step come back; the run also draws random numbers and
+    has a place in its data
+second.generator.setstate(saved["generator"]) => pass
+    | the generator starts anew: the next epoch is shuffled as the first one was
+second.order = saved["order"] => pass
+    | the rest of this epoch is lost, and examples come again that were seen
+saved["weights"], saved["step"] => saved["weights"], 0
+    | the step is 0 again, which raises the learning rate and repeats the bias correction
+second.mean, second.square = saved["mean"], saved["square"] => pass | the moments start at zero
+saved: dict[str, Any] = { => saved = dict(vars(first)) or {
+    && second.generator.setstate(saved["generator"]) => second.generator = saved["generator"]
+    | nothing is copied: tensors, generator and order are those of the run, which goes on and
+    changes them
+"weights": first.weights.clone() => "weights": first.weights
+    | the weights saved are those of the run, which goes on and changes them; clone them
+"""
 
 
-# 6. Top-p
+# Top-p
 
 
-def _draw_top_p(generator: random.Random, size: int) -> tuple:
+def draw_probabilities(generator: random.Random, size: int) -> tuple:
     count = 2 + size // 3
     weights = generator.sample(range(1, 4 * count), count)
     # over a power of two no sum is rounded, and that of all tokens is 1
     total = 1 << (sum(weights) - 1).bit_length()
     weights[weights.index(max(weights))] += total - sum(weights)
-    sums = [partial / total for partial in accumulate(sorted(weights, reverse=True))]
+    sums = [partial / total for partial in running_sums(sorted(weights, reverse=True))]
     # The likeliest alone reaches top_p now and then, but not at first: a set without it would be
     # empty, and 0 / 0 tells a reader little.
     rank = generator.randrange(1 if size < 4 else 0, count)
@@ -542,6 +370,7 @@ def _draw_top_p(generator: random.Random, size: int) -> tuple:
     return torch.tensor(weights, dtype=torch.float64) / total, top_p
 
 
+@exercise("warm-up", draw_probabilities)
 def top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
     ranked, ids = probabilities.sort(descending=True)
     before = ranked.cumsum(0) - ranked
@@ -551,76 +380,32 @@ def top_p_filter(probabilities: Tensor, top_p: float) -> Tensor:
     return result
 
 
-TOP_P = Exercise(
-    top_p_filter,
-    _draw_top_p,
-    {
-        "cumsum <= top_p drops the token that crosses; "
-        "keep where the sum of those before is below top_p": (
-            "before >= top_p",
-            "ranked.cumsum(0) > top_p",
-        ),
-        "cumsum < top_p drops the token that reaches top_p; "
-        "keep where the sum of those before is below top_p": (
-            "before >= top_p",
-            "ranked.cumsum(0) >= top_p",
-        ),
-        "cumsum <= top_p drops the token that crosses, even a first one, which leaves none; "
-        "keep where the sum of those before is below top_p": (
-            "before >= top_p] = 0",
-            "ranked.cumsum(0) > top_p] = 0\n    if not ranked.any():\n        return ranked",
-        ),
-        "cumsum < top_p drops the token that reaches top_p, even a first one, which leaves none; "
-        "keep where the sum of those before is below top_p": (
-            "before >= top_p] = 0",
-            "ranked.cumsum(0) >= top_p] = 0\n    if not ranked.any():\n        return ranked",
-        ),
-        "one token too many is kept where the sum is exactly top_p, which is reached then": (
-            "before >= top_p",
-            "before > top_p",
-        ),
-        "one token too many is kept; stop at the one that crosses top_p": (
-            "ranked[before >= top_p]",
-            "ranked[1:][before[:-1] >= top_p]",
-        ),
-        "the probabilities kept do not sum to 1; divide them by their sum": (" / ranked.sum()", ""),
-        "the probabilities kept go through another softmax; divide them by their sum": (
-            "result[ids] = ranked / ranked.sum()",
-            "result[ids] = torch.where(ranked > 0, ranked.exp(), 0.0)\n    result /= result.sum()",
-        ),
-        "the result is left in sorted order; each probability belongs to its own id": (
-            "result[ids] =",
-            "result =",
-        ),
-        "the result is ranked[ids], which permutes again; result[ids] = ranked puts values back": (
-            "result[ids] = ranked / ranked.sum()",
-            "result = (ranked / ranked.sum())[ids]",
-        ),
-        "each probability alone is compared with top_p; what counts is the sum of those before": (
-            "before >= top_p",
-            "ranked < top_p",
-        ),
-        "the tokens are sorted with the rarest first; the likeliest come first": (
-            "descending=True",
-            "descending=False",
-        ),
-        "the tokens are not sorted before they are summed": (
-            "probabilities.sort(descending=True)",
-            "probabilities.clone(), torch.arange(len(probabilities))",
-        ),
-    },
-)
+top_p_filter.mistakes = """
+before >= top_p => ranked.cumsum(0) > top_p
+    | cumsum <= top_p drops the token that crosses; keep where the sum of those before is below
+    top_p
+before >= top_p => before > top_p
+    | one token too many is kept where the sum is exactly top_p, which is reached then
+ / ranked.sum() => | the probabilities kept do not sum to 1; divide them by their sum
+result[ids] = => result =
+    | the result is left in sorted order; each probability belongs to its own id
+result[ids] = ranked / ranked.sum() => result = (ranked / ranked.sum())[ids]
+    | the result is ranked[ids], which permutes again; result[ids] = ranked puts values back
+before >= top_p => ranked < top_p
+    | each probability alone is compared with top_p; what counts is the sum of those before
+"""
 
 
-# 7. The KV cache
+# The KV cache
 
 
-def _draw_prompt(generator: random.Random, size: int) -> tuple:
+def draw_prompt(generator: random.Random, size: int) -> tuple:
     model = ToyDecoder(generator.randrange(1000), generator.randint(1, 3), 2 * size)
     prompt = [generator.randrange(40) for _ in range(1 + size // 3)]
     return model, prompt, 1 + size // 2
 
 
+@exercise("core", draw_prompt)
 def decode(model: ToyDecoder, prompt: Sequence[int], count: int) -> list[int]:
     tokens, keys, values = list(prompt), [], []
     for position in range(len(prompt) + count - 1):
@@ -635,75 +420,24 @@ def decode(model: ToyDecoder, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-DECODE = Exercise(
-    decode,
-    _draw_prompt,
-    {
-        "the scores are not divided by the root of head_dim": (" / math.sqrt(q.shape[-1])", ""),
-        "the scores are divided by head_dim; divide by its root": (
-            "math.sqrt(q.shape[-1])",
-            "q.shape[-1]",
-        ),
-        "the softmax goes over heads; it goes over positions": ("dim=0", "dim=1"),
-        "the prompt's keys and values but the last are missing from the cache": (
-            "range(len(prompt) + count - 1)",
-            "range(len(prompt) - 1, len(prompt) + count - 1)",
-        ),
-        "old tokens are computed again; keep their keys and values": (
-            "        q, k, v =",
-            "        if position >= len(prompt):\n            model.qkv(tokens[0], 0)\n"
-            "        q, k, v =",
-        ),
-        "only the prompt's last token is read; those before it belong in the cache too": (
-            "tokens, keys, values = list(prompt)",
-            "prompt = prompt[-1:]\n    tokens, keys, values = list(prompt)",
-        ),
-        "the prompt's last token is computed twice; its first output already gives a new token": (
-            "        q, k, v =",
-            "        if position == len(prompt) - 1:\n"
-            "            model.qkv(tokens[position], position)\n        q, k, v =",
-        ),
-        "the prompt's last token is read a second time, at the next position; "
-        "its first output already gives a new token": (
-            "tokens, keys, values = list(prompt)",
-            "prompt = [*prompt, prompt[-1]]\n    tokens, keys, values = list(prompt)",
-        ),
-        "positions start at 0 again after the prompt": (
-            "qkv(tokens[position], position)",
-            "qkv(tokens[position], position % len(prompt))",
-        ),
-        "positions are counted from 1; they count from 0": (
-            "qkv(tokens[position], position)",
-            "qkv(tokens[position], position + 1)",
-        ),
-        "a token doesn't attend to itself; append its key and value before the scores": (
-            "        weights =",
-            "        if position:\n            scores[-1] = -math.inf\n        weights =",
-        ),
-        "all attend to position 0 alone, as with `is_causal=True` and one query; "
-        "no mask is needed": (
-            "        weights =",
-            "        scores[1:] = -math.inf\n        weights =",
-        ),
-        "the prompt is returned too; return the new tokens": ("tokens[len(prompt) :]", "tokens"),
-        "one token too many is returned": (
-            "len(prompt) + count - 1)",
-            "len(prompt) + count)",
-        ),
-        "each token sees only itself; keep the keys and values of those before": (
-            "keys.append(k)\n        values.append(v)",
-            "keys, values = [k], [v]",
-        ),
-        "the newest values are not in the cache yet when they are needed: a token sees itself": (
-            "torch.stack(values)).sum(0)",
-            "torch.stack([torch.zeros_like(v), *values[:-1]])).sum(0)",
-        ),
-    },
-    "core",
-)
+decode.mistakes = """
+ / math.sqrt(q.shape[-1]) => | the scores are not divided by the root of head_dim
+dim=0 => dim=1 | the softmax goes over heads; it goes over positions
+range(len(prompt) + count - 1) => range(len(prompt) - 1, len(prompt) + count - 1)
+    | the prompt's keys and values but the last are missing from the cache
+tokens, keys, values = list(prompt) =>
+    prompt = [*prompt, prompt[-1]]; tokens, keys, values = list(prompt)
+    | the prompt's last token is read a second time, at the next position; its first output already
+    gives a new token
+qkv(tokens[position], position) => qkv(tokens[position], position + 1)
+    | positions are counted from 1; they count from 0
+tokens[len(prompt) :] => tokens | the prompt is returned too; return the new tokens
+weights = scores => scores[1:] = -math.inf; weights = scores
+    | all attend to position 0 alone, as with `is_causal=True` and one query; no mask is needed
+"""
 
 
-# 8. A budget of tokens
+# A budget of tokens
 
 PLAIN_SETTINGS = {
     "batch_size": 32,
@@ -711,93 +445,60 @@ PLAIN_SETTINGS = {
     "warmup_steps": 4,
     "weight_decay": 0.1,
 }
-BUDGET_GOAL = 2.5
-BUDGET_SECONDS = 120
+# Held-out nats per byte that count as solved, and those that the solution reaches.
+BUDGET_GOAL, BUDGET_REACHED = 2.5, 2.31
 
 
-def settings_verdict(attempt: Callable[[], Mapping[str, float]]) -> str:
-    """Return the verdict on settings: the held-out loss they reach must be below BUDGET_GOAL."""
-    try:
-        settings = call(attempt, (), TIME_LIMIT)
-    except NotImplementedError:
-        return NOT_ATTEMPTED
-    if trouble := trouble_of(settings):
-        return f"not yet: {trouble}"
+def plain_settings() -> dict[str, float]:
+    return dict(PLAIN_SETTINGS)
+
+
+def valid_settings(settings_of: Callable[[], Mapping[str, float]]) -> list[str]:
+    """The names of settings that a run can have.
+
+    Raises:
+        ValueError: a setting is missing, unknown, or out of range.
+    """
+    settings = settings_of()
     if not isinstance(settings, Mapping) or settings.keys() != PLAIN_SETTINGS.keys():
-        return f"not yet: return a dict with the keys {', '.join(PLAIN_SETTINGS)}"
+        raise ValueError(f"return a dict with the keys {', '.join(PLAIN_SETTINGS)}")
     for name, value in settings.items():
         if not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            return f"not yet: {name} must be a number, got {value!r}"
-    if not 1 <= settings["batch_size"] <= BUDGET:
-        return f"not yet: batch_size must be between 1 and {BUDGET}, got {settings['batch_size']}"
-    steps = BUDGET // int(settings["batch_size"])
-    if not 0 <= settings["warmup_steps"] < steps:
-        return (
-            f"not yet: {BUDGET} sequences are {steps} steps at this batch size; "
-            f"warmup_steps must be fewer, got {settings['warmup_steps']}"
+            raise ValueError(f"{name} must be a number, got {value!r}")
+    batch_size, warmup_steps = settings["batch_size"], settings["warmup_steps"]
+    if not 1 <= batch_size <= BUDGET:
+        raise ValueError(f"batch_size must be between 1 and {BUDGET}, got {batch_size}")
+    steps = BUDGET // int(batch_size)
+    if not 0 <= warmup_steps < steps:
+        raise ValueError(
+            f"{BUDGET} sequences are {steps} steps at this batch size; "
+            f"warmup_steps must be fewer, got {warmup_steps}"
         )
-    loss = call(loss_on_budget, (settings,), BUDGET_SECONDS)
-    if trouble := trouble_of(loss):
-        return f"not yet: {trouble}"
-    if not loss < BUDGET_GOAL:
-        return (
-            f"not yet: held-out loss {loss:.3f} after {BUDGET} sequences; get below {BUDGET_GOAL}"
-        )
-    return f"right: held-out loss {loss:.3f}, below {BUDGET_GOAL}; how low can you get?"
+    return sorted(settings)
 
 
-def without_optimizers(attempt: Callable) -> Callable:
-    """Return `attempt` as a function in which no optimizer of PyTorch may take a step."""
-
-    @functools.wraps(attempt)
-    def run(*arguments: Any) -> Any:
-        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            raise ValueError(f"{type(optimizer).__name__} does all of it; write the update out")
-
-        hook = register_optimizer_step_pre_hook(refuse)
-        try:
-            return attempt(*arguments)
-        finally:
-            hook.remove()
-
-    return run
+def held_out_loss(settings_of: Callable[[], Mapping[str, float]]) -> float:
+    """The held-out loss that settings reach on the budget."""
+    return loss_on_budget(settings_of())
 
 
-def check_adamw(attempt: Callable) -> None:
-    """Check `adamw(weight (n,), gradients (steps, n), lr, weight_decay)` -> weight (n,)."""
-    check(ADAMW_STEPS, without_optimizers(attempt))
+@exercise(
+    "open",
+    no_inputs,
+    harness=valid_settings,
+    trials=1,
+    measure=held_out_loss,
+    unit="nats per byte held out",
+    baseline=plain_settings,
+    at_most=BUDGET_GOAL / BUDGET_REACHED,
+)
+def settings() -> dict[str, float]:
+    return {"batch_size": 2, "learning_rate": 0.01, "warmup_steps": 20, "weight_decay": 0.1}
 
 
-def check_top_p(attempt: Callable) -> Callable:
-    """Check `top_p_filter(probabilities (vocab,), top_p)` -> probabilities (vocab,)."""
-    return check(TOP_P, attempt)
-
-
-def check_train(attempt: Callable) -> None:
-    """Check `train(model, batches, rates, accumulate, max_norm)` -> the loss before each update."""
-    check(LOOP, rounded(attempt))
-
-
-def check_story_bits(attempt: Callable) -> Callable:
-    """Check `story_bits(choices)`: a list of (options, shown) -> bits."""
-    return check(STORY_BITS, attempt)
-
-
-def check_diagnose(attempt: Callable) -> None:
-    """Check `diagnose()` -> letter of each broken run: its fault."""
-    check(BROKEN_RUNS, attempt)
-
-
-def check_resume(attempt: Callable) -> None:
-    """Check `resume(make_run, before, after)` -> the weights of a run that was interrupted."""
-    check(RESUME, interrupted(attempt))
-
-
-def check_decode(attempt: Callable) -> None:
-    """Check `decode(model, prompt, count)` -> the next `count` tokens, each projected once."""
-    check(DECODE, attempt)
-
-
-def check_settings(attempt: Callable) -> None:
-    """Show the held-out loss that `settings()` -> dict reaches on a budget of tokens."""
-    report(settings_verdict(attempt), name_of(attempt), "open")
+settings.mistakes = """
+"warmup_steps": 20 => "warmup_steps": 256
+    | the warm-up is as long as the run; a rate that never falls again leaves the noise in
+"batch_size": 2 => "batch_size": 0 | a batch has no sequence
+, "weight_decay": 0.1 => | a setting is missing
+"""

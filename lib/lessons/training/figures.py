@@ -1,4 +1,4 @@
-"""Pictures of notebook 03 that are more than a chart: valley, broken runs, float16."""
+"""Pictures of notebook 03 that are more than a chart: valley, band, broken runs, float16."""
 
 from __future__ import annotations
 
@@ -11,30 +11,69 @@ from torch import Tensor
 
 from lib.core.charts import lines
 from lib.core.figures import BLUE, GRAY, GRID, INK, ORANGE, VERMILLION
+from lib.lessons.training.band import SMOOTHED
 from lib.lessons.training.broken import EVAL_INTERVAL, HEALTHY
 
 
 def show_paths(paths: Mapping[str, Tensor], curvature: Tensor, *, first: int = 50) -> None:
-    """Show ways down a valley from above, and the distance to its lowest point at each step."""
+    """Show ways down a valley from above, and the distance to its lowest point at each step.
+
+    Args:
+        paths: name -> (steps, runs, 2). Of the first run the way is drawn; the distance is the root
+            of the mean square of all.
+    """
     across, along = np.meshgrid(np.linspace(-2, 2, 90), np.linspace(-5, 2, 90), indexing="ij")
     height = (curvature[0].item() * along**2 + curvature[1].item() * across**2) / 2
     figure, (left, right) = plt.subplots(ncols=2, figsize=(9, 4))
     left.contour(along, across, height, levels=[0.5, 4, 15, 40, 90, 170], colors=GRID)
     for path in paths.values():
-        left.plot(*path[:first].T, marker="", linewidth=1.2)
+        left.plot(*path[:first, 0].T, marker="", linewidth=1.2)
     left.set(xlabel="along the valley", ylabel="across the valley")
-    left.set_title(f"Ways down, first {first} steps", fontsize=11)
+    left.set_title(f"One run each, first {first} steps", fontsize=11)
     left.grid(visible=False)
     lines(
-        {name: path.norm(dim=1) for name, path in paths.items()},
+        {name: path.square().sum(-1).mean(1).sqrt() for name, path in paths.items()},
         axes=right,
-        title="How close they come",
+        title=f"How close they come, over {next(iter(paths.values())).shape[1]} runs",
         xlabel="step",
         ylabel="distance to the lowest point",
         log="y",
         legend="none",
     )
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=len(paths))
+    plt.show()
+
+
+def show_band(
+    curve: Mapping[int, float],
+    band: Mapping[str, Sequence[float]] | None,
+    *,
+    levels: Mapping[str, float],
+    first: int = 100,
+) -> None:
+    """Show a run's losses from step `first` on, and behind them a `band` of other runs.
+
+    Args:
+        band: "steps", and of each the "low" and "high" loss.
+    """
+    _, axes = plt.subplots(figsize=(7, 3.4))
+    late = {step: loss for step, loss in curve.items() if step >= first}
+    lines(
+        {"your run": late or curve},
+        axes=axes,
+        title="Your run among eight others",
+        xlabel="step",
+        ylabel=f"loss, mean of {SMOOTHED} steps (nats)",
+        levels=levels,
+        styles={"your run": {"marker": ""}},
+        legend="none",
+    )
+    if band:
+        places = zip(band["steps"], band["low"], band["high"])
+        others = zip(*(place for place in places if place[0] >= first))
+        look = {"color": ORANGE, "alpha": 0.5, "linewidth": 0, "label": "eight other seeds"}
+        axes.fill_between(*others, **look)
+    axes.legend()
     plt.show()
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lib.data import get_batch
@@ -20,7 +20,7 @@ from lib.data.stories import generate_stories
 from lib.model import ModelConfig, TransformerLM
 from lib.optimizer import AdamW, clip_grad_norm, cosine_lr
 
-# Points of a batch of `ToyModel`, whose activations fill the memory of its story.
+# Points of a batch of `ToyLoss`, whose activations fill the memory of its story.
 BATCH_POINTS = 3
 
 
@@ -31,18 +31,16 @@ class Kept:
         self.tensor = tensor
 
 
-class ToyModel(nn.Module):
-    """A line through points, with the `loss(x, y)` of a language model.
+class ToyLoss:
+    """`loss_of(weights, x, y)` of a line through points.
 
-    It is so large, in its story, that the activations of one batch alone fit into memory.
+    In its story, the line is so large that the activations of one batch alone fit into memory.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weights, dtype=torch.float64))
+    def __init__(self) -> None:
         self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch.
 
         Raises:
@@ -60,18 +58,12 @@ class ToyModel(nn.Module):
                 "batch before the next one's loss"
             )
         with saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
-            return (x @ self.weight - y).square().mean()
+            return (x @ weights["slope"] + weights["offset"] - y).square().mean()
 
     def _pack(self, tensor: Tensor) -> Kept:
         kept = Kept(tensor)
         self.kept.add(kept)
         return kept
-
-    def __deepcopy__(self, memo: dict) -> ToyModel:
-        return ToyModel(self.weight.tolist())
-
-    def __repr__(self) -> str:
-        return "model"
 
 
 class Batches(list):

@@ -1,53 +1,58 @@
 """The exercises of notebook 03 against independent answers; their mistakes: test_exercise.py."""
 
+import math
+import pickle
+
 import pytest
 import torch
+from torch.optim.adamw import adamw
 
-from lib.lessons.exercise import NOT_ATTEMPTED, verdict
+from lib.data import get_batch
+from lib.lessons.exercise import NOT_ATTEMPTED, draw_inputs, verdict
+from lib.lessons.training import exercises, toys
 from lib.lessons.training.broken import FAULTS
-from lib.lessons.training.exercises import (
-    ADAMW_STEPS,
-    BROKEN_RUNS,
-    BUDGET_GOAL,
-    DECODE,
-    LOOP,
-    PLAIN_SETTINGS,
-    RESUME,
-    TOP_P,
-    interrupted,
-    rounded,
-    settings_verdict,
-)
+from lib.lessons.training.exercises import BUDGET_GOAL, BUDGET_REACHED, PLAIN_SETTINGS
 from lib.lessons.training.toys import ToyDecoder, loss_on_budget
 
-# the first one in a process loads PyTorch's compiler, which can take longer than a check waits
-torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+def adamw_step(weight, gradient, state, lr, weight_decay=0.0):
+    """PyTorch's for one tensor, as its optimizer calls it, with the moments changed in place."""
+    for name in ("mean", "square"):
+        state.setdefault(name, torch.zeros_like(weight))
+    number = state.setdefault("number", torch.zeros(()))
+    adamw(
+        [weight],
+        [gradient],
+        [state["mean"]],
+        [state["square"]],
+        [],
+        [number],
+        amsgrad=False,
+        beta1=0.9,
+        beta2=0.95,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=1e-8,
+        maximize=False,
+    )
+    return weight
 
 
-def adamw(weight, gradients, lr, weight_decay):
-    """PyTorch's, as a reader would not write it."""
-    parameter = torch.nn.Parameter(weight.clone())
-    settings = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
-    optimizer = torch.optim.AdamW([parameter], **settings)
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    return parameter.detach()
-
-
-def train(model, batches, rates, accumulate, max_norm):
-    """The gradients of the batches of a step in a list, by hand."""
-    losses = []
-    for step, rate in enumerate(rates):
-        found, gradients = [], []
-        for x, y in batches[step * accumulate : (step + 1) * accumulate]:
-            found.append(model.loss(x, y))
-            gradients += torch.autograd.grad(found[-1], model.parameters())
-        gradient = torch.stack(gradients).mean(0)
-        with torch.no_grad():
-            model.weight -= rate * gradient * min(1, max_norm / (gradient.norm().item() + 1e-6))
-        losses.append(torch.stack(found).mean().item())
-    return losses
+def train(weights, loss_of, batches, rates, update, on_step, accumulate=1, max_norm=1.0):
+    """The gradients of the batches of a step in a list, by hand; new tensors in place of old."""
+    states = [{} for _ in weights]
+    for rate in rates:
+        losses, gradients = [], []
+        for _ in range(accumulate):
+            losses.append(loss_of(weights, *next(batches)))
+            gradients.append(torch.autograd.grad(losses[-1], [*weights.values()]))
+        means = [torch.stack(parts).mean(0) for parts in zip(*gradients)]
+        norm = torch.cat([mean.flatten() for mean in means]).norm().item()
+        scale = min(1, max_norm / (norm + 1e-6))
+        for name, mean, state in zip(list(weights), means, states):
+            new = update(weights[name].detach(), mean * scale, state, rate)
+            weights[name] = new.requires_grad_()
+        on_step(torch.stack(losses).mean().item(), norm)
 
 
 def resume(make_run, before, after):
@@ -55,6 +60,25 @@ def resume(make_run, before, after):
     run = make_run()
     run.train(before + after)
     return run.weights
+
+
+def resume_by_pickle(make_run, before, after):
+    """Everything that a run has, as bytes."""
+    first, second = make_run(), make_run()
+    first.train(before)
+    saved = pickle.dumps(vars(first))
+    first.train(1)
+    vars(second).update(pickle.loads(saved))
+    second.train(after)
+    return second.weights
+
+
+def story_bits(choices):
+    """From the probability of what each throw shows."""
+    shares = [
+        sum(option == shown for option in options) / len(options) for options, shown in choices
+    ]
+    return -sum(map(math.log2, shares))
 
 
 def decode(model, prompt, count):
@@ -77,20 +101,19 @@ def top_p_filter(probabilities, top_p):
     return chosen / chosen.sum()
 
 
-@pytest.mark.parametrize(
-    ("exercise", "independent"),
-    [
-        (ADAMW_STEPS, adamw),
-        (LOOP, rounded(train)),
-        (RESUME, resume),
-        (TOP_P, top_p_filter),
-        (DECODE, decode),
-    ],
-    ids=["adamw", "train", "resume", "top_p", "decode"],
-)
+@pytest.mark.parametrize("independent", [adamw_step, train, story_bits, top_p_filter, decode])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_independent_answer_is_right(exercise, independent, seed):
+def test_an_independent_answer_is_right(independent, seed):
+    exercise = getattr(exercises, independent.__name__)
     assert verdict(exercise, independent, seed=seed).startswith("right")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_interrupted_run_has_the_weights_of_a_whole_one(seed):
+    for make_run, before, after in draw_inputs(exercises.resume, seed):
+        assert torch.equal(
+            exercises.resume.solve(make_run, before, after), resume(make_run, before, after)
+        )
 
 
 def test_a_token_that_is_computed_again_is_refused():
@@ -100,16 +123,10 @@ def test_a_token_that_is_computed_again_is_refused():
         model.qkv(3, 0)
 
 
-def train_on_joined_batches(model, batches, rates, accumulate, max_norm):
-    """All batches of a step as one, for which the memory of the story is too small."""
-    steps = range(0, len(batches), accumulate)
-    joined = [[torch.cat(part) for part in zip(*batches[i : i + accumulate])] for i in steps]
-    return train(model, joined, rates, 1, max_norm)
-
-
 def test_batches_that_are_joined_are_refused():
-    text = verdict(LOOP, rounded(train_on_joined_batches))
-    assert "points do not fit, only those of the 3 of one batch" in text
+    weights = {"slope": torch.ones(2), "offset": torch.zeros(())}
+    with pytest.raises(MemoryError, match="points do not fit, only those of the 3 of one batch"):
+        toys.ToyLoss()(weights, torch.ones(6, 2), torch.ones(6))
 
 
 @pytest.mark.parametrize(
@@ -125,40 +142,78 @@ def test_batches_that_are_joined_are_refused():
     ids=["one for all", "others", "no dict"],
 )
 def test_a_wrong_diagnosis_does_not_tell_the_right_one(answer, described):
-    assert verdict(BROKEN_RUNS, lambda: answer).splitlines()[1:] == [described]
+    assert verdict(exercises.diagnose, lambda: answer).splitlines()[1:] == [described]
 
 
 def test_a_run_without_an_interruption_is_refused():
-    assert "raised ValueError: call make_run() twice" in verdict(RESUME, interrupted(resume))
-    assert verdict(RESUME, interrupted(RESUME.solve)).startswith("right")
+    assert "raised ValueError: call make_run() twice" in verdict(exercises.resume, resume)
 
 
-def test_a_list_of_tensors_is_refused():
-    def attempt(*arguments):
-        return [torch.tensor(loss) for loss in LOOP.solve(*arguments).tolist()]
+def test_a_loss_that_is_a_tensor_is_refused():
+    def attempt(weights, loss_of, batches, rates, update, on_step, *_):
+        on_step(loss_of(weights, *next(batches)), 1.0)
 
-    assert "make it a number with .item()" in verdict(LOOP, rounded(attempt))
+    assert "must be called with numbers, got a tensor; use .item()" in verdict(
+        exercises.train, attempt
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 8}, "not yet: return a dict with the keys batch_size, learning_rate"),
-        (PLAIN_SETTINGS | {"batch_size": 0}, "not yet: batch_size must be between 1 and 512"),
-        (PLAIN_SETTINGS | {"warmup_steps": 100}, "not yet: 512 sequences are 16 steps at this"),
-        (PLAIN_SETTINGS, "not yet: held-out loss 4."),
-        (PLAIN_SETTINGS | {"learning_rate": 1e4}, "not yet: held-out loss"),
-        (PLAIN_SETTINGS | {"batch_size": 4, "learning_rate": 0.01}, "right: held-out loss 2."),
+        ({"batch_size": 8}, "ValueError: return a dict with the keys batch_size, learning_rate"),
+        (PLAIN_SETTINGS | {"batch_size": 0}, "ValueError: batch_size must be between 1 and 512"),
+        (PLAIN_SETTINGS | {"learning_rate": "high"}, "learning_rate must be a number, got 'high'"),
+        (PLAIN_SETTINGS | {"warmup_steps": 100}, "ValueError: 512 sequences are 16 steps at this"),
+        (PLAIN_SETTINGS, "but at too high a cost\n  yours 4."),
+        (PLAIN_SETTINGS | {"learning_rate": 1e4}, "but at too high a cost\n  yours"),
     ],
 )
-def test_settings_are_judged_by_the_loss_that_they_reach(settings, message):
-    assert settings_verdict(lambda: settings).startswith(message)
+def test_settings_that_no_run_can_have_or_that_do_badly_are_not_right(settings, message):
+    text = verdict(exercises.settings, lambda: settings)
+    assert text.startswith("not yet")
+    assert message in text
 
 
-def test_the_goal_of_the_budget_lies_between_plain_settings_and_good_ones():
+def test_other_settings_below_the_goal_are_right_and_plain_ones_are_far_above_it():
+    good = PLAIN_SETTINGS | {"batch_size": 4, "learning_rate": 0.01}
+    text = verdict(exercises.settings, lambda: good)
+    assert text.startswith("right: as expected\n  yours 2.")
+    assert "`plain_settings` 4." in text
     assert loss_on_budget(PLAIN_SETTINGS) > BUDGET_GOAL + 1
+    assert abs(loss_on_budget(exercises.settings.solve()) - BUDGET_REACHED) < 0.01
 
+
+def test_settings_that_are_not_written_yet_are_not_attempted():
     def stub():
         raise NotImplementedError
 
-    assert settings_verdict(stub) == NOT_ATTEMPTED
+    assert verdict(exercises.settings, stub) == NOT_ATTEMPTED
+
+
+@pytest.mark.parametrize("batch_size", [1, 32, 500])
+def test_a_budget_is_a_number_of_sequences_whatever_the_batch_size(batch_size, monkeypatch):
+    drawn = []
+
+    def counted(tokens, size, *given, **options):
+        drawn.append(size)
+        return get_batch(tokens, size, *given, **options)
+
+    monkeypatch.setattr(toys, "get_batch", counted)
+    monkeypatch.setattr(toys, "BUDGET", 64 if batch_size < 64 else 512)
+    loss_on_budget(PLAIN_SETTINGS | {"batch_size": batch_size, "warmup_steps": 0})
+    *training, _ = drawn
+    assert sum(training) <= toys.BUDGET < sum(training) + batch_size
+
+
+def test_an_answer_without_the_defaults_that_the_page_relies_on_is_not_right():
+    def step(weight, gradient, state, lr, weight_decay):
+        return exercises.adamw_step.solve(weight, gradient, state, lr, weight_decay)
+
+    def loop(weights, loss_of, batches, rates, update, on_step, accumulate, max_norm):
+        exercises.train.solve(
+            weights, loss_of, batches, rates, update, on_step, accumulate, max_norm
+        )
+
+    for name, attempt in {"adamw_step": step, "train": loop}.items():
+        assert "missing" in verdict(getattr(exercises, name), attempt)

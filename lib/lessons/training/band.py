@@ -1,0 +1,133 @@
+"""Notebook 03's run with other seeds: a band that the reader's own curve is drawn into.
+
+`python -m lib lessons band` trains them and records their losses in artifacts/training_band.jsonl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lib.core.files import ROOT
+from lib.core.records import append_record, new_record, read_records
+from lib.data.batches import get_batch
+from lib.data.prepare import TokenizeConfig, tokenize_corpus
+from lib.data.token_array import load_token_array
+from lib.model.config import ModelConfig
+from lib.model.transformer import TransformerLM
+from lib.optimizer.adamw import AdamW
+from lib.optimizer.schedule import clip_grad_norm, cosine_lr
+from lib.tokenizer.bpe import Tokenizer
+from lib.training.evaluation import bytes_of_token, evaluate
+
+RECORDS = ROOT / "artifacts/training_band.jsonl"
+# The reader's run has seed 0.
+SEEDS = range(1, 9)
+# Steps over which a curve is averaged.
+SMOOTHED = 20
+
+
+@dataclass(frozen=True)
+class BandRun:
+    """The run of notebook 03 at its default sizes."""
+
+    vocab_size: int = 4096
+    context_length: int = 64
+    d_model: int = 96
+    num_layers: int = 2
+    num_heads: int = 4
+    steps: int = 500
+    batch_size: int = 8
+    learning_rate: float = 0.01
+    eval_tokens: int = 20_000
+
+    @property
+    def shape(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            d_model=self.d_model,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            d_ff=self.d_model * 8 // 3,
+        )
+
+
+def smooth(losses: list[float]) -> dict[int, float]:
+    """The mean of each SMOOTHED losses, by the last of their steps, counted from 1."""
+    ends = range(SMOOTHED, len(losses) + 1, SMOOTHED)
+    return {end: float(np.mean(losses[end - SMOOTHED : end])) for end in ends}
+
+
+def train_with_seed(run: BandRun, tokens: np.ndarray, seed: int) -> tuple[TransformerLM, list]:
+    """Train a model whose weights and batches are drawn with `seed`; return it and its losses."""
+    model = TransformerLM(run.shape, generator=torch.Generator().manual_seed(seed))
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        # the gains of norms
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, betas=(0.9, 0.95))
+    peak, generator, losses = run.learning_rate, np.random.default_rng(seed), []
+    for step in range(1, run.steps + 1):
+        rate = cosine_lr(
+            step,
+            max_lr=peak,
+            min_lr=peak / 10,
+            warmup_steps=run.steps // 5,
+            cosine_steps=run.steps,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = get_batch(tokens, run.batch_size, run.context_length, "cpu", generator=generator)
+        loss = model.loss(*batch)
+        loss.backward()
+        clip_grad_norm(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def record_band(path: Path = RECORDS) -> Path:
+    """Train the run with each seed, and write the lowest and highest losses to `path`."""
+    from lib.lessons.show import progress_bar
+
+    run, data = BandRun(), TokenizeConfig()
+    tokenize_corpus(data, progress_bar=progress_bar)
+    tokenizer = Tokenizer.load(data.output_dir)
+    tokens, held_out = (
+        load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
+        for part in ("train", "validation")
+    )
+    curves, judged = [], []
+    for seed in SEEDS:
+        model, losses = train_with_seed(run, tokens, seed)
+        result = evaluate(
+            model,
+            held_out,
+            bytes_of_token(tokenizer),
+            batch_size=32,
+            device="cpu",
+            max_tokens=run.eval_tokens,
+        )
+        judged.append(round(result.loss, 4))
+        curves.append(smooth(losses))
+        print(f"seed {seed}: held-out loss {judged[-1]:.3f}")
+    figures: dict[str, Any] = {"steps": [*curves[0]], "held_out": judged}
+    for name, choose in {"low": min, "high": max}.items():
+        figures[name] = [round(choose(curve[step] for curve in curves), 4) for step in curves[0]]
+    path.unlink(missing_ok=True)
+    append_record(path, new_record(figures, config=run, seed=SEEDS[0]))
+    return path
+
+
+def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, list[float]] | None:
+    """The recorded band of `run`: "steps", "low", "high", "held_out"; None of another run."""
+    (record,) = read_records(path)
+    return record["figures"] if BandRun(**record["config"]) == run else None

@@ -1,0 +1,88 @@
+"""What notebook 03 says in words and numbers, where no cell of its own checks it."""
+
+import re
+
+import matplotlib
+import nbformat
+import pytest
+
+from lib.core.files import ROOT
+from lib.lessons.training import exercises
+from tests.lessons.training import test_exercises as others
+
+CELLS = nbformat.read(ROOT / "notebooks/03_training.ipynb", as_version=4).cells
+TEXTS = [c for c in CELLS if c.cell_type == "markdown"]
+PROSE = " ".join("\n".join(c.source.replace("\n> ", "\n") for c in TEXTS).split())
+OUTPUTS = "\n".join(out.get("text", "") for c in CELLS for out in c.get("outputs", ()))
+
+
+def said(pattern: str, text: str = PROSE) -> tuple[str, ...]:
+    """The groups of a pattern that the page has."""
+    found = re.search(pattern, text)
+    assert found, pattern
+    return found.groups()
+
+
+def test_the_floor_in_words_is_the_one_that_was_counted():
+    in_words = said(r"(\d+) bits in a story of (\d+) bytes, or ([\d.]+) bits per byte")
+    num_bytes, bits = said(r"(\d+) bytes and (\d+) bits a story:", OUTPUTS)
+    (floor,) = said(r"floor: ([\d.]+) ± ", OUTPUTS)
+    assert in_words == (bits, num_bytes, f"{float(floor):.3f}")
+
+
+def test_the_learning_rates_that_a_reader_chooses_from_are_those_that_are_tried():
+    asked = said(r"Which of these will win: ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) or ([\d.]+)\?")
+    sources = "\n".join(c.source for c in CELLS)
+    assert said(r"for lr in \(([^)]*)\):\n    weights =", sources) == (", ".join(asked),)
+
+
+def test_the_run_is_the_same_as_libs_and_takes_about_as_long_on_a_cpu():
+    (apart,) = said(r"100 losses, at most (\S+) apart", OUTPUTS)
+    yours, libs = said(r"a step takes ([\d.]+) ms with yours, ([\d.]+) ms with lib's", OUTPUTS)
+    assert float(apart) < 1e-3
+    assert 0.6 < float(libs) / float(yours) < 1.2
+
+
+def test_extra_sections_come_last_and_say_so():
+    headings = [c for c in TEXTS if c.source.startswith(("# ", "## "))]
+    tagged = ["extra" in c.metadata.get("tags", ()) for c in headings]
+    assert tagged == sorted(tagged)
+    assert any(tagged)
+    named = [
+        c.source.lstrip("# ").startswith("Extra") for c in headings if c.cell_type == "markdown"
+    ]
+    assert named == tagged
+
+
+ANSWERS = {
+    "adamw_step": others.adamw_step,
+    "train": others.train,
+    "story_bits": others.story_bits,
+    "diagnose": exercises.diagnose.solve,
+    "resume": others.resume_by_pickle,
+    "top_p_filter": others.top_p_filter,
+    "decode": others.decode,
+    "settings": lambda: {
+        "batch_size": 4,
+        "learning_rate": 0.01,
+        "warmup_steps": 10,
+        "weight_decay": 0.1,
+    },
+}
+
+
+@pytest.mark.slow
+def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
+    monkeypatch.setenv("WORKBOOK_SMALL", "1")
+    matplotlib.use("agg")
+    page = {"__name__": "page", "answers": ANSWERS}
+    for cell in CELLS:
+        source, tags = cell.source, cell.metadata.get("tags", ())
+        if "exercise" in tags:
+            name = re.match(r"def (\w+)", source)[1]
+            source = f"{name} = exercises.take(answers[{name!r}], {name!r})"
+        # processes and files of their own
+        is_plain = not source.startswith(("# Find the workbook", "%%writefile", "import hashlib"))
+        if cell.cell_type == "code" and is_plain:
+            exec(source, page)
+    assert capsys.readouterr().out.count("right: as expected") == len(ANSWERS)
