@@ -518,7 +518,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def gather_results(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `call()` returns on each rank, which can be pickled, on all ranks.
+    """Return on all ranks what `call()` returned on each; results must be picklable.
 
     Raises:
         Exception: from the first rank on which `call` raised: the exception itself there, and one

@@ -63,7 +63,7 @@ new_out, total => new_out, lse + new_lse
 
 
 def around_the_ring(ring: Callable, tokens: int, head_dim: int, ranks: Threads) -> Named:
-    """What a rank computes with its share of q, k and v, and what it sends for that."""
+    """Run a ring on one rank; return its results and the elements that it sends."""
     generator = random.Random(tokens + ranks.count)
     q, k, v = whole_numbers(generator, 3, tokens, head_dim).double() / 4
     # any tokens may be on a rank, so one that sees no key of another is tried, too
@@ -145,7 +145,7 @@ n, me = ranks.count, ranks.number =>
 
 
 def balance(zigzag: Callable, chunk: int, ranks: int) -> Named:
-    """Whether each rank has two chunks in order, and who has to compute how much."""
+    """Check that each rank has two chunks in order; return how much each has to compute."""
     shares = [*zigzag(2 * ranks * chunk, ranks)]
     for share in shares:
         if not isinstance(share, Tensor):
@@ -248,7 +248,7 @@ x = gather(x) => && grad_y = gather(grad_y) => && scatter(h.relu() @ w2.T) => h.
 
 
 def exchanged(exchange: Callable, longest: int, d_model: int, ranks: Threads) -> Named:
-    """What a rank gets, of parts with 0 to `longest` rows, and what it sends."""
+    """Exchange parts of 0 to `longest` rows; return what a rank gets and sends."""
     generator = random.Random(100 * longest + ranks.number)
     rows = [generator.randint(0, longest) for _ in range(ranks.count)]
     # as the lesson's experts have them

@@ -83,7 +83,7 @@ def half_square(y: Tensor, target: Tensor) -> Tensor:
 
 
 def run_on_rank(attempt: Callable, schedule: str, micro_batches: int, ranks: Threads) -> Named:
-    """What is left on this rank after a step of a schedule: a gradient, and what was sent."""
+    """Run a step of a schedule; return this rank's gradient and what it sent."""
     stage, events = OneMatrix(ranks.number, 3), events_of(schedule, micro_batches, ranks)
     generator = torch.Generator().manual_seed(7)
     data = []
@@ -208,7 +208,7 @@ y.backward( => stage.zero_grad(); y.backward(
 
 
 def scheduled(attempt: Callable, ranks: int, micro_batches: int) -> Named:
-    """What the clock says of the orders of all stages."""
+    """Play the orders of all stages; return the step's time and memory."""
     orders = [list_of_events(attempt(rank, ranks, micro_batches)) for rank in range(ranks)]
     step = play(orders, micro_batches=micro_batches, forward_ms=1.0, backward_ms=2.0)
     held = {
@@ -369,7 +369,7 @@ def one_chunk_after_another(rank: int, ranks: int, micro_batches: int, chunks: i
 
 
 def played_in_chunks(attempt: Callable, ranks: int, micro_batches: int, chunks: int) -> Named:
-    """Whether the orders of all ranks make a complete step, and how long it takes."""
+    """Check that the orders of all ranks make a complete step; return how long it takes."""
     step = play_chunks(attempt, ranks, micro_batches, chunks)
     return Named({"what is wrong": step.fault, "milliseconds": AtMost(round(step.ms, 6))})
 

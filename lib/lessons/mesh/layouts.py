@@ -252,7 +252,7 @@ def _activations(config: ModelConfig) -> float:
 
 
 def fits(config: ModelConfig, machine: Machine, layout: Layout, sequences: int) -> bool:
-    """Whether each rank of a layout has room."""
+    """Return whether every rank of a layout has enough memory."""
     return cost(config, machine, layout, sequences).num_bytes <= machine.card_gb * 1e9
 
 

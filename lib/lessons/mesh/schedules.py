@@ -38,7 +38,7 @@ class Played:
     """The time until the last stage is done."""
 
     held: tuple[int, ...]
-    """The most micro-batches (times chunks) of which each stage holds activations at once."""
+    """The most micro-batches (times chunks) whose activations a stage holds at once."""
 
     spans: tuple[Span, ...]
 
@@ -90,7 +90,7 @@ class _Step:
         return kind, micro_batch, chunk * self.ranks + stage
 
     def fault_of_events(self) -> str:
-        """What is wrong with the events themselves: unknown, missing or done twice."""
+        """Name events that are unknown, missing or done twice."""
         for stage, events in enumerate(self.orders):
             wanted = {
                 (kind, number, chunk)
@@ -108,7 +108,7 @@ class _Step:
         return ""
 
     def needed(self, stage: int, event: Event) -> tuple[str, int, int] | None:
-        """What must be done before an event can run."""
+        """Return the event that must be done before this one, or None."""
         kind, number, depth = self.depth(stage, event)
         if kind == "forward":
             return (kind, number, depth - 1) if depth else None

@@ -573,7 +573,7 @@ def frequencies_of(head_dim: int) -> Tensor:
 
 
 def aimed(attempt: Callable, frequencies: Tensor) -> dict[str, Any]:
-    """What a head does, from the worst position."""
+    """Describe what a head does, from its worst position."""
     query, key = (torch.as_tensor(x).detach().float() for x in attempt(frequencies))
     head_dim, shapes = 2 * len(frequencies), [tuple(query.shape), tuple(key.shape)]
     if shapes != [(head_dim,)] * 2:

@@ -134,7 +134,7 @@ def run_loop(
     accumulate: int,
     max_norm: float,
 ) -> Named:
-    """What a loop reports of each update, and the weights that it ends with."""
+    """Run a loop; return what it reports of each update, and its last weights."""
     weights = {
         "slope": torch.tensor(start, dtype=torch.float64, requires_grad=True),
         "offset": torch.zeros((), dtype=torch.float64, requires_grad=True),
