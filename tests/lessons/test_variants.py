@@ -207,6 +207,30 @@ def f(x, *given):
         "",
         "autograd can't follow it",
     ),
+    "model: a rotation in place": (
+        "model",
+        "verdict(rotate, f)",
+        """
+def f(x, *given):
+    x[...] = rotate.solve(x.clone(), *given)
+    return x""",
+        "it changes the tensor that is given",
+    ),
+    "model: a rotation by float64 angles": (
+        "model",
+        "verdict(rotate, lambda x, *given: rotate.solve(x.double(), *given))",
+        "",
+        "the dtype must be that of the tensor given, got torch.float64",
+    ),
+    "model: the maximum subtracted in place": (
+        "model",
+        "verdict(cross_entropy_loss, f)",
+        """
+def f(logits, targets):
+    logits -= logits.amax(-1, keepdim=True)
+    return cross_entropy_loss.solve(logits, targets)""",
+        "it changes the tensor that is given",
+    ),
     "model: the loss by one call of PyTorch's": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: F.cross_entropy(*given))",

@@ -43,19 +43,23 @@ class Without(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def watched(x: Tensor) -> Tensor:
-    """A copy of `x` as a model has it: autograd follows it, and it may be changed in place."""
-    return x.clone().requires_grad_() * 1
-
-
-def followed(result: Any) -> Any:
-    """Return `result`, through which a model must be able to learn.
+def in_a_model(attempt: Callable, x: Tensor, *given: Any) -> Any:
+    """Call an answer with `x` as a model has it: others read it, too, and autograd follows it.
 
     Raises:
-        ValueError: autograd has not followed how it was computed.
+        ValueError: autograd has not followed how the result was computed; or x was changed, or
+            has another dtype than the result.
     """
-    if isinstance(result, Tensor) and not result.requires_grad:
-        raise ValueError("autograd can't follow it; compute it from the tensors that are given")
+    watched = x.clone().requires_grad_() * 1
+    result = attempt(watched, *given)
+    if not torch.equal(watched, x):
+        raise ValueError("it changes the tensor that is given, which the model still needs")
+    if isinstance(result, Tensor):
+        if not result.requires_grad:
+            raise ValueError("autograd can't follow it; compute it from the tensors that are given")
+        # a loss may be a number of any dtype
+        if result.dim() and result.dtype != x.dtype:
+            raise ValueError(f"the dtype must be that of the tensor given, got {result.dtype}")
     return result
 
 
@@ -74,7 +78,7 @@ def draw_logits(generator: random.Random, size: int) -> tuple:
 
 def loss_by_hand(attempt: Callable, logits: Tensor, targets: Tensor) -> Any:
     with Without(F.cross_entropy):
-        return followed(attempt(watched(logits), targets))
+        return in_a_model(attempt, logits, targets)
 
 
 @exercise("warm-up", draw_logits, harness=loss_by_hand)
@@ -400,7 +404,7 @@ def by_position(x: Tensor) -> Tensor:
 
 def attention_by_hand(attempt: Callable, x: Tensor, *given: Any) -> Any:
     with Without(F.scaled_dot_product_attention, F.multi_head_attention_forward):
-        return followed(attempt(watched(x), *given))
+        return in_a_model(attempt, x, *given)
 
 
 @exercise("core", draw_attention, harness=attention_by_hand, trials=80)
@@ -462,7 +466,7 @@ def draw_positions(generator: random.Random, size: int) -> tuple:
 
 
 def rotation_by_hand(attempt: Callable, x: Tensor, theta: float, layout: str) -> Any:
-    return followed(attempt(watched(x), theta, layout))
+    return in_a_model(attempt, x, theta, layout)
 
 
 @exercise("core", draw_positions, harness=rotation_by_hand, trials=100)
