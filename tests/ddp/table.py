@@ -92,7 +92,7 @@ class Side:
         self.make_optimizer()
 
     def wrapped(self, group: Any) -> nn.Module:
-        """What is called in training: the module or a wrapper."""
+        """The module or wrapper that is called in training."""
         return self.module
 
     def make_optimizer(self) -> None:
@@ -660,7 +660,7 @@ def outcome(way: str, kinds: list[str], event: str) -> str:
 
 
 def seen_by(kind_of_side: type[Side], way: str, kinds: list[str], act: Callable) -> Any:
-    """What an event saw, or its error."""
+    """Return what an event saw, or its error."""
     side = None
     try:
         side = kind_of_side(way, kinds)

@@ -1,4 +1,4 @@
-"""What attention refuses, by name: the same at every door, and what only one of them does."""
+"""Inputs that attention refuses by name: at every door alike, or at one of them."""
 
 import math
 import re

@@ -37,7 +37,7 @@ class Ran:
     """The most bytes that autograd held for backward."""
 
     bytes_of_one: int
-    """What it held between the first event and the second, which is one micro-batch."""
+    """Held between the first event and the second: one micro-batch."""
 
 
 def run_on_ranks(
@@ -183,7 +183,7 @@ class SavedBytes:
         self.most = max(self.most, now)
 
     def pack(self, tensor: Tensor) -> Saved:
-        """What autograd saves in a tensor's place."""
+        """Count a tensor that autograd saves; return what it keeps instead."""
         saved, memory = Saved(tensor), tensor.untyped_storage()
         address = memory.data_ptr()
         if address not in self.ignored:

@@ -136,7 +136,7 @@ class Comparison:
         return f"- {self.meaning.format(times=times)}"
 
     def _runs(self, frame: pd.DataFrame) -> list[dict[str, dict[str, Any]]]:
-        """What ran in each run; a name that comes again, or another launch, begins one."""
+        """Group by run; a name that comes again, or another launch, begins one."""
         names = frame[self.candidate].fillna("").astype(str)
         is_shown = (names == self.ours) | names.str.startswith(self.peers)
         is_shown &= frame[self.speed].notna()

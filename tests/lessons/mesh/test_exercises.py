@@ -131,7 +131,7 @@ def zigzag(tokens, ranks):
 
 
 def verdict_on(source, **parts):
-    """What the check of the function in `source` says, with `parts` in its places."""
+    """Check the function in `source`, with `parts` in its places; return the verdict."""
     code = source.format(**parts)
     name = code.split("(")[0].split()[-1]
     exec(code, names := dict(NAMES))

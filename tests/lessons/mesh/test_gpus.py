@@ -1,4 +1,4 @@
-"""What is timed on GPUs, on two processes: right gradients, right attention, a record of each."""
+"""Steps timed on GPUs, on two processes: right gradients, right attention, a record of each."""
 
 import pytest
 

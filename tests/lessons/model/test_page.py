@@ -1,9 +1,8 @@
-"""What notebook 02 says in words and numbers, where no cell of its own checks it."""
+"""Words and numbers of notebook 02 that no cell of its own checks."""
 
 import dataclasses
 import re
 
-import matplotlib
 import nbformat
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lib.model.costs import flops_per_token
 from lib.model.loss import softmax
 from lib.model.transformer import TransformerLM
 from tests.lessons.model import test_exercises as others
+from tests.lessons.page import run_page
 
 CELLS = nbformat.read(ROOT / "notebooks/02_model.ipynb", as_version=4).cells
 PROSE = " ".join("\n".join(c.source for c in CELLS if c.cell_type == "markdown").split())
@@ -122,14 +122,5 @@ ANSWERS = {
 
 @pytest.mark.slow
 def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
-    monkeypatch.setenv("WORKBOOK_SMALL", "1")
-    matplotlib.use("agg")
-    page = {"__name__": "page", "answers": ANSWERS}
-    for cell in CELLS:
-        source, tags = cell.source, cell.metadata.get("tags", ())
-        if "exercise" in tags:
-            name = re.match(r"def (\w+)", source)[1]
-            source = f"{name} = exercises.take(answers[{name!r}], {name!r})"
-        if cell.cell_type == "code" and not source.startswith("# Find the workbook"):
-            exec(source, page)
+    run_page(CELLS, ANSWERS, monkeypatch)
     assert capsys.readouterr().out.count("right: as expected") == len(ANSWERS)

@@ -1,13 +1,13 @@
-"""What notebook 03 says in words and numbers, where no cell of its own checks it."""
+"""Words and numbers of notebook 03 that no cell of its own checks."""
 
 import re
 
-import matplotlib
 import nbformat
 import pytest
 
 from lib.core.files import ROOT
 from lib.lessons.training import exercises
+from tests.lessons.page import run_page
 from tests.lessons.training import test_exercises as others
 
 CELLS = nbformat.read(ROOT / "notebooks/03_training.ipynb", as_version=4).cells
@@ -73,16 +73,6 @@ ANSWERS = {
 
 @pytest.mark.slow
 def test_the_page_goes_on_with_right_answers_of_another_kind(monkeypatch, capsys):
-    monkeypatch.setenv("WORKBOOK_SMALL", "1")
-    matplotlib.use("agg")
-    page = {"__name__": "page", "answers": ANSWERS}
-    for cell in CELLS:
-        source, tags = cell.source, cell.metadata.get("tags", ())
-        if "exercise" in tags:
-            name = re.match(r"def (\w+)", source)[1]
-            source = f"{name} = exercises.take(answers[{name!r}], {name!r})"
-        # processes and files of their own
-        is_plain = not source.startswith(("# Find the workbook", "%%writefile", "import hashlib"))
-        if cell.cell_type == "code" and is_plain:
-            exec(source, page)
+    # processes and files of their own
+    run_page(CELLS, ANSWERS, monkeypatch, without=("%%writefile", "import hashlib"))
     assert capsys.readouterr().out.count("right: as expected") == len(ANSWERS)
