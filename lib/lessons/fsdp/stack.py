@@ -23,24 +23,9 @@ SHARE = 0.8
 INSTANT_GBS = 1e9
 
 
-class TimedBlock(nn.Module):
-    """A matrix that is as large as a layer of notebook 07's stack, and as long busy."""
-
-    def __init__(self, size: int, stack: timed.Stack) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, size))
-        # the stack is no part of this module
-        self.busy = lambda x: timed.Busy.apply(x, stack)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # backward is busy before the weight's gradient is there
-        return self.busy(x + self.weight.sum())
-
-
 def timed_fsdp(stack: timed.Stack, group: SimulatedGroup, *, prefetch: bool = True) -> FSDP:
-    """FSDP of blocks like the layers of notebook 07's stack, which notes when they are busy."""
-    blocks = nn.Sequential(*(TimedBlock(size, stack) for size in stack.layers.sizes))
-    return FSDP(blocks, group=group, prefetch=prefetch)
+    """FSDP of the stack of notebook 07, a block a layer."""
+    return FSDP(stack, group=group, prefetch=prefetch)
 
 
 class Stack(nn.Module):
