@@ -1,4 +1,4 @@
-"""Steps of `lib.fsdp.FSDP` on a simulated network, for notebook 09: timed ones and real matmuls."""
+"""Steps of `lib.fsdp.FSDP` on a simulated network, for notebook 10: timed ones and real matmuls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTANT_GBS = 1e9
 
 
 def timed_fsdp(stack: timed.Stack, group: SimulatedGroup, *, prefetch: bool = True) -> FSDP:
-    """FSDP of the stack of notebook 07, a block a layer."""
+    """FSDP of the stack of notebook 08, a block a layer."""
     return FSDP(stack, group=group, prefetch=prefetch)
 
 
