@@ -40,12 +40,22 @@ Maker = Callable[[Stack, SimulatedGroup], tuple[nn.Module, Callable[[], Any]]]
 
 
 def of_optimizer(make: Callable[..., Any]) -> Maker:
-    """A maker of `make(params, group=)`, whose `step` averages gradients, too."""
+    """A maker of `make(params, group=)`, an optimizer that averages gradients, too.
+
+    If it has `before_part`, the stack calls that before each of its parts runs.
+    """
     return partial(_with_optimizer, make)
 
 
 def _with_optimizer(make: Callable, stack: Stack, group: SimulatedGroup) -> tuple:
-    return stack, make(stack.parameters(), group=group).step
+    optimizer = make(stack.parameters(), group=group)
+    stack.before_part = getattr(optimizer, "before_part", stack.before_part)
+
+    def after_backward() -> None:
+        optimizer.finish_gradient_synchronization()
+        optimizer.step()
+
+    return stack, after_backward
 
 
 def flashddp(stack: Stack, group: SimulatedGroup) -> tuple:
