@@ -293,12 +293,14 @@ def returned(value: Any) -> Any:
 
 
 def just_in_time(blocks: int) -> list[Event]:
-    """The order that gathers each block right before it runs."""
+    """The order that gathers each block right before it runs; the last one stays for backward."""
     events: list[Event] = []
     for block in range(blocks):
         events += [("gather", block), ("forward", block), ("free", block)]
+    events.pop()
     for block in reversed(range(blocks)):
-        events += [("gather", block), ("backward", block), ("reduce", block), ("free", block)]
+        ahead = [("gather", block)] if block < blocks - 1 else []
+        events += [*ahead, ("backward", block), ("reduce", block), ("free", block)]
     return events
 
 
