@@ -34,7 +34,7 @@ def draw_gradients(generator: random.Random, size: int) -> tuple:
     return ([whole_numbers(generator, length) for _ in range(ranks)],)
 
 
-@exercise("warm-up", draw_gradients)
+@exercise("optional", draw_gradients)
 def reduce_scatter(gradients: Sequence[Tensor]) -> Tensor:
     ranks, count = len(gradients), len(gradients[0])
     length = -(-count // ranks)
@@ -439,7 +439,7 @@ def bytes_kept(best_size: Callable, layers: int, boundary: int, inside: int) -> 
 
 
 @exercise(
-    "warm-up",
+    "optional",
     {"layers": lambda generator, size: generator.randint(2, 8 + size)}
     | {"boundary": choices(1, 2, 3), "inside": choices(1, 2, 4, 12)},
     harness=bytes_kept,

@@ -58,7 +58,7 @@ PARAMETERS = {
 }
 
 
-@exercise("warm-up", PARAMETERS, harness=weigh)
+@exercise("optional", PARAMETERS, harness=weigh)
 def balanced_owners(sizes: Sequence[int], n: int) -> list[int]:
     owners, loads = [0] * len(sizes), [0] * n
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -151,7 +151,7 @@ def cut(boundaries: Callable, *sizes: int) -> Any:
 
 
 @exercise(
-    "warm-up",
+    "optional",
     {
         "num_elements": ints(1, 300),
         "n": choices(1, 2, 3, 4, 8),
