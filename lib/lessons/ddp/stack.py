@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -181,6 +183,32 @@ def _step(model: Any, stack: Stack) -> Timeline:
     end = group.clock.now()
     stack.zero_grad()
     return timeline(stack.spans, group.transfers[before:], start, end)
+
+
+def time_accumulation(
+    make: Callable, networks: Mapping[str, Network], layers: Layers, micro_batches: int = 4
+) -> dict[tuple[str, bool], tuple[float, Tensor]]:
+    """Milliseconds and gradients of a step of several backward passes; all ranks call it.
+
+    Args:
+        make: makes a wrapper with `no_sync` from a module and `group=`.
+
+    Returns:
+        By network, and whether all passes but the last run in `no_sync`.
+    """
+    found = {}
+    for (place, network), waits in itertools.product(networks.items(), (False, True)):
+        group = simulated_group(network)
+        stack = Stack(layers, group)
+        model, start = make(stack, group=group), group.clock.now()
+        for number in range(micro_batches):
+            is_last = number == micro_batches - 1
+            with model.no_sync() if waits and not is_last else contextlib.nullcontext():
+                model(torch.ones(1, requires_grad=True)).backward()
+        model.finish_gradient_synchronization()
+        gradients = torch.cat([part.weight.grad for part in stack.parts], dim=1)
+        found[place, waits] = 1e3 * (group.clock.now() - start), gradients
+    return found
 
 
 def timeline(
