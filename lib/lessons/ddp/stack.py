@@ -202,10 +202,11 @@ def time_accumulation(
         stack = Stack(layers, group)
         model, start = make(stack, group=group), group.clock.now()
         for number in range(micro_batches):
-            is_last = number == micro_batches - 1
-            with model.no_sync() if waits and not is_last else contextlib.nullcontext():
+            is_quiet = waits and number < micro_batches - 1
+            with model.no_sync() if is_quiet else contextlib.nullcontext():
                 model(torch.ones(1, requires_grad=True)).backward()
-        model.finish_gradient_synchronization()
+            if not is_quiet:
+                model.finish_gradient_synchronization()
         gradients = torch.cat([part.weight.grad for part in stack.parts], dim=1)
         found[place, waits] = 1e3 * (group.clock.now() - start), gradients
     return found
