@@ -106,12 +106,12 @@ USE: dict[str, Command] = {
         interrupted="finished pages are in the report; the same command runs all notebooks again",
     ),
     "exercises": Command(
-        "Run the notebooks and list which exercises are solved.",
-        "lib.tools.publish.exercise_report:report_exercises",
+        "Run the notebooks and list which exercises are solved, yours or all that were handed in.",
+        "lib.tools.publish.submissions:exercises",
     ),
     "notebooks copy": Command(
         "Make your copies of the notebooks in work/, or bring them up to date.",
-        "lib.tools.publish.readers_copies:update_copies",
+        "lib.tools.publish.readers_copies:copy_notebooks",
     ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",

@@ -413,7 +413,7 @@ def test_wrong_flags_are_named(flags, message, capsys):
         ("benchmark attention --sizes_mb 2", "benchmark communication has it"),
         ("generate --xyz", "generate has no flag --xyz; it has --checkpoint, --prompts, "),
         ("runs --all", "runs has no flag --all; it has --runs_dir"),
-        ("notebooks copy --force", "notebooks copy has no flag --force; it has none"),
+        ("notebooks clean --force", "notebooks clean has no flag --force; it has none"),
     ],
 )
 def test_an_unknown_flag_is_refused_with_what_was_meant(line, said, capsys):
