@@ -132,10 +132,14 @@ def test_batches_that_are_joined_are_refused():
 @pytest.mark.parametrize(
     ("answer", "described"),
     [
-        (dict.fromkeys(FAULTS, "same batch"), "  1 of 6 right"),
+        (
+            dict.fromkeys(FAULTS, "same batch"),
+            "  1 of 6 right; named more than once: same batch",
+        ),
         (
             {"A": "same batch", "B": "bad luck", "G": "same batch"},
-            "  1 of 6 right; missing: C, D, E, F; no such run: G; unknown fault: bad luck",
+            "  1 of 6 right; missing: C, D, E, F; no such run: G; "
+            "named more than once: same batch; unknown fault: bad luck",
         ),
         ("A", "  it returned 'A'; return a dict from letters to faults"),
     ],
