@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from lib.training.evaluation import bytes_of_token, evaluate
 RECORDS = ROOT / "artifacts/training_band.jsonl"
 # The reader's run has seed 0.
 SEEDS = range(1, 9)
+# Half and twice the rate, tried with the first so many seeds.
+OTHER_RATES, RATE_SEEDS = (0.005, 0.02), 3
 # Steps over which a curve is averaged.
 SMOOTHED = 20
 
@@ -105,21 +107,22 @@ def record_band(path: Path = RECORDS) -> Path:
         load_token_array(data.output_dir / f"{part}.npy", tokenizer=tokenizer)
         for part in ("train", "validation")
     )
-    curves, judged = [], []
-    for seed in SEEDS:
+    judge: dict[str, Any] = {"batch_size": 32, "device": "cpu", "max_tokens": run.eval_tokens}
+
+    def trained(run: BandRun, seed: int) -> tuple[float, dict[int, float]]:
         model, losses = train_with_seed(run, tokens, seed)
-        result = evaluate(
-            model,
-            held_out,
-            bytes_of_token(tokenizer),
-            batch_size=32,
-            device="cpu",
-            max_tokens=run.eval_tokens,
-        )
-        judged.append(round(result.loss, 4))
-        curves.append(smooth(losses))
-        print(f"seed {seed}: held-out loss {judged[-1]:.3f}")
+        loss = evaluate(model, held_out, bytes_of_token(tokenizer), **judge).loss
+        print(f"rate {run.learning_rate}, seed {seed}: held-out loss {loss:.3f}", flush=True)
+        return round(loss, 4), smooth(losses)
+
+    judged, curves = zip(*(trained(run, seed) for seed in SEEDS))
     figures: dict[str, Any] = {"steps": [*curves[0]], "held_out": judged}
+    figures["held_out_at_rate"] = {
+        str(rate): [
+            trained(replace(run, learning_rate=rate), seed)[0] for seed in SEEDS[:RATE_SEEDS]
+        ]
+        for rate in OTHER_RATES
+    }
     for name, choose in {"low": min, "high": max}.items():
         figures[name] = [round(choose(curve[step] for curve in curves), 4) for step in curves[0]]
     path.unlink(missing_ok=True)
@@ -127,7 +130,10 @@ def record_band(path: Path = RECORDS) -> Path:
     return path
 
 
-def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, list[float]] | None:
-    """The recorded band of `run`: "steps", "low", "high", "held_out"; None of another run."""
+def read_band(run: BandRun, path: Path = RECORDS) -> dict[str, Any] | None:
+    """The recorded band of `run`: "steps", "low", "high", "held_out", and "held_out_at_rate".
+
+    None of another run.
+    """
     (record,) = read_records(path)
     return record["figures"] if BandRun(**record["config"]) == run else None
