@@ -103,15 +103,6 @@ def test_a_naive_softmax_fails_far_from_0_and_libs_does_not(dtype, survives, fai
         assert torch.allclose(softmax(x), x.float().softmax(-1))
 
 
-def test_extra_sections_come_last_and_say_so():
-    headings = [c for c in CELLS if c.source.startswith(("# ", "## "))]
-    tagged = ["extra" in c.metadata.get("tags", ()) for c in headings]
-    assert tagged == sorted(tagged)
-    assert any(tagged)
-    named = [c.source.lstrip("# ").startswith("Extra") for c in headings]
-    assert named == tagged
-
-
 def steps_to_learn_by_heart(
     attention=exercises.attention.solve, rope=exercises.rotate.solve
 ) -> int:
