@@ -14,13 +14,12 @@ import torch
 
 from lib.core.files import ROOT
 from lib.core.records import append_record, new_record, read_records
-from lib.data.batches import get_batch
 from lib.data.prepare import TokenizeConfig, tokenize_corpus
 from lib.data.token_array import load_token_array
+from lib.lessons.training.short_run import train
 from lib.model.config import ModelConfig
 from lib.model.transformer import TransformerLM
 from lib.optimizer.adamw import AdamW
-from lib.optimizer.schedule import clip_grad_norm, cosine_lr
 from lib.tokenizer.bpe import Tokenizer
 from lib.training.evaluation import bytes_of_token, evaluate
 
@@ -75,24 +74,16 @@ def train_with_seed(run: BandRun, tokens: np.ndarray, seed: int) -> tuple[Transf
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = AdamW(groups, betas=(0.9, 0.95))
-    peak, generator, losses = run.learning_rate, np.random.default_rng(seed), []
-    for step in range(1, run.steps + 1):
-        rate = cosine_lr(
-            step,
-            max_lr=peak,
-            min_lr=peak / 10,
-            warmup_steps=run.steps // 5,
-            cosine_steps=run.steps,
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = get_batch(tokens, run.batch_size, run.context_length, "cpu", generator=generator)
-        loss = model.loss(*batch)
-        loss.backward()
-        clip_grad_norm(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(
+        model,
+        optimizer,
+        tokens,
+        steps=run.steps,
+        batch_size=run.batch_size,
+        learning_rate=run.learning_rate,
+        warmup_steps=run.steps // 5,
+        seed=seed,
+    )
     return model, losses
 
 
