@@ -201,7 +201,7 @@ MAINTAIN: dict[str, Command] = {
         interrupted=RESUMES,
     ),
     "lessons llama": Command(
-        "Record logits of `transformers` for notebook 02.",
+        "Record logits of `transformers` for notebook 03.",
         "lib.lessons.model.llama_record:save_logits",
     ),
     "lessons race": Command(

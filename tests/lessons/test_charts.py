@@ -64,7 +64,6 @@ FIGURES = {
     "band": lambda: training.show_band({1: 3.5, 2: 2.5}, BAND, levels={"bigram": 2.2}, first=1),
     "decay": lambda: training.show_decay(DECAY, [0.1, 1.0], torch.rand(9)),
     "broken runs": lambda: training.show_broken_runs(read_broken_runs(), 1.0),
-    "float16": lambda: training.show_float16(torch.logspace(-9, 0, 99)),
     "samples": lambda: profiling.show_samples(
         [3.0, 1.0, 2.0], title="Steps", measurement=Measurement("ok", (3.0, 1.0, 2.0))
     ),
