@@ -208,6 +208,10 @@ MAINTAIN: dict[str, Command] = {
         "Run the recipes of notebook 12 to their target, three seeds each, for its leaderboard.",
         "lib.lessons.speedrun.record:measure_race",
     ),
+    "lessons kernels": Command(
+        "Time the kernels of notebook 05 and PyTorch's on a GPU.",
+        "lib.lessons.triton.kernel_times_triton:measure_kernels",
+    ),
     "lessons ladder": Command(
         "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
         "lib.lessons.flash_attention.ladder_triton:measure_ladder",
