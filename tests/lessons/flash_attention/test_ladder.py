@@ -1,4 +1,4 @@
-"""The ladder of notebooks 06 and 07, and the recorded timeline of the Hopper kernel."""
+"""The ladder of notebooks 06 and 07, and its records."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from lib.core.records import new_record, read_records
-from lib.lessons.flash_attention import ladder_record, timeline
+from lib.lessons.flash_attention import ladder_record
 from lib.lessons.flash_attention.ladder_triton import (
     LADDER,
     TUNED,
@@ -110,24 +110,6 @@ def test_the_ladder_shows_the_newest_runs_and_gains_within_a_run(tmp_path):
     assert found == runs[1:]
     assert [row["TFLOP/s"] for row in rows] == ["1.5 (1 to 2)", "not measured", "10.5 (10 to 11)"]
     assert [row["gain"] for row in rows] == [None, None, "7.75 (5.5 to 10)"]
-
-
-def recorded(is_ordered: bool) -> dict:
-    """Steps of 100 clocks: 10 ordering, 20 waiting for scores, 40 of softmax, 5 for the rest."""
-    steps = [[100 * i + x for x in (0, 10, 30, 70, 75)] for i in range(8)]
-    return {"figures": {"is_ordered": is_ordered, "clocks": [steps] * 3}}
-
-
-def test_shares_of_a_timeline_are_times_between_stamps():
-    shares = timeline.shares(recorded(True))
-    assert list(shares.values()) == pytest.approx([0.1, 0.2, 0.4, 0.05, 0.25])
-
-
-def test_tensor_cores_are_busy_for_their_matmuls_at_the_peak():
-    record = recorded(True) | {"config": {"head_dim": 64}}
-    # three warpgroups, 64 queries, 128 keys
-    assert timeline.mean_step(record) == 100
-    assert timeline.busy_share(record) == 3 * 4 * 64 * 128 * 64 / 4096 / 100
 
 
 def test_without_a_hopper_gpu_a_recording_says_so(tmp_path, monkeypatch):
