@@ -32,13 +32,13 @@ KERNELS = {
     kernel.solve.__name__: kernel
     for kernel in (flash_forward, causal_forward, backward_queries, backward_keys)
 }
-_check = check_of(__name__, returns=True)
+_take = check_of(__name__, returns=True)
 
 
-def check(attempt: Any, name: str = "") -> Any:
+def take(attempt: Any, name: str = "") -> Any:
     """Print the verdict on a function or kernel; return it if it is right, else the solution."""
     kernel = KERNELS.get(name or name_of(attempt))
-    return check_kernel(kernel, attempt) if kernel else _check(attempt, name)
+    return check_kernel(kernel, attempt) if kernel else _take(attempt, name)
 
 
 def _draw_tensor(generator: random.Random, *shape: int) -> Tensor:
@@ -168,41 +168,6 @@ k[j : j + BK], v[j : j + BK] => k, v && range(0, n, BK) => range(1)
 
 
 # The backward pass
-
-
-def draw_gradient_tile(generator: random.Random, size: int) -> tuple:
-    head_dim = generator.randint(2, 4)
-    num_queries = generator.choice([n for n in range(1, 3 + size // 4) if n != head_dim])
-    # a tile of a row of more keys; as many of them as neither queries nor columns
-    kept = [n for n in range(1, 4 + size // 4) if n not in (head_dim, num_queries)]
-    num_keys = generator.choice(kept)
-    others = generator.randint(1, 3)
-    scores = _draw_tensor(generator, num_queries, num_keys + others)
-    v = _draw_tensor(generator, num_keys + others, head_dim)
-    out, lse = scores.softmax(1) @ v, scores.logsumexp(1)
-    grad_out = _draw_tensor(generator, num_queries, head_dim)
-    return scores[:, :num_keys].clone(), v[:num_keys].clone(), out, lse, grad_out
-
-
-@exercise("warm-up", draw_gradient_tile)
-def grad_scores(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:
-    p = torch.exp(scores - lse[:, None])
-    grad_p = grad_out @ v.T
-    delta = (grad_out * out).sum(1, keepdim=True)
-    return p * (grad_p - delta)
-
-
-grad_scores.mistakes = """
-- delta => | delta is missing: dS is P ∘ (dP - delta)
-(grad_out * out) => (p * grad_p)
-    | delta is summed over the keys of this tile, but the row has more; rowsum(dO ∘ O) covers all
-    of them
-torch.exp(scores - lse[:, None]) => scores.softmax(1)
-    | the softmax runs over this tile alone; P is exp(score - lse), where lse covers the whole row
-return p * => return | the factor P is missing: dS is P ∘ (dP - delta)
-1, keepdim=True => | delta is one sum over all queries; each row has its own, dim=-1
-grad_out * out => grad_out | delta lacks the output; take the sum of each row of dO ∘ O
-"""
 
 
 def draw_saved(generator: random.Random, size: int) -> tuple:

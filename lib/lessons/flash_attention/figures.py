@@ -1,14 +1,21 @@
-"""Figures of notebook 06: the tiles that a causal mask leaves."""
+"""Figures of notebook 06: the tiles that a causal mask leaves, and the speed of tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.colors import Normalize
 
 from lib.core.charts import heat
 from lib.core.figures import ORANGE, PAPER, SKY
+from lib.core.records import records
+from lib.lessons.flash_attention.explorers import missing
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def show_visited_tiles(lengths: Sequence[int], tile: int) -> None:
@@ -32,3 +39,33 @@ def show_visited_tiles(lengths: Sequence[int], tile: int) -> None:
             legend="right" if axes is panels[-1] else "none",
         )
     plt.show()
+
+
+def show_tile_speeds(name: str = "attention_tiles") -> pd.DataFrame:
+    """Show TFLOP/s of a kernel by BQ and BK, a panel for each number of warps, and return the rows.
+
+    Args:
+        name: of the records, see `lib.core.records.records`.
+    """
+    found = records(name)
+    if found.empty:
+        missing("lessons tiles")
+        return found
+    found = found.drop_duplicates(["BQ", "BK", "num_warps"], keep="last")
+    found = found.astype({"tflops": float})
+    numbers = sorted(found["num_warps"].unique())
+    _, panels = plt.subplots(ncols=len(numbers), squeeze=False, figsize=(4.2 * len(numbers), 4.0))
+    for axes, warps in zip(panels[0], numbers):
+        table = found[found["num_warps"] == warps].pivot(index="BQ", columns="BK", values="tflops")
+        heat(
+            table,
+            axes=axes,
+            title=f"{warps} warps: TFLOP/s",
+            xlabel="BK, keys of a tile",
+            ylabel="BQ, queries of a tile",
+            texts=table.map(lambda speed: "–" if np.isnan(speed) else f"{speed:.0f}").to_numpy(),
+            framed=table.to_numpy() == found["tflops"].max(),
+            norm=Normalize(0, found["tflops"].max()),
+        )
+    plt.show()
+    return found

@@ -13,7 +13,7 @@ from lib.lessons.differences import AtMost, Named
 from lib.lessons.exercise import check_of, exercise
 from lib.lessons.inputs import ints, lists
 
-check = check_of(__name__)
+take = check_of(__name__, returns=True)
 
 
 def dealt(deal: Callable, work: Sequence[int], programs: int) -> Named:

@@ -1,4 +1,4 @@
-"""What notebook 06 shows: online softmax in steps, code of kernels, who works when, records."""
+"""What notebooks 06 and 07 show: online softmax in steps, code of kernels, records."""
 
 import ast
 import importlib.util
@@ -66,10 +66,10 @@ def test_code_of_a_kernel_is_shown_without_its_compiler(monkeypatch):
     assert text.endswith("column = tl.arange(0, BD)\n```")
 
 
-NOTEBOOK = ROOT / "notebooks/06_flash_attention.ipynb"
 SHOWING = [
     cell.source
-    for cell in nbformat.read(NOTEBOOK, as_version=4).cells
+    for name in ("06_flash_attention", "07_hopper")
+    for cell in nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4).cells
     if cell.cell_type == "code" and ("show_kernel(" in cell.source or "show_source(" in cell.source)
     if not cell.source.startswith("import")
 ]
