@@ -1,6 +1,7 @@
 """Every figure of the lessons: it draws, with a title and labels, and can be read aloud."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.colors import to_hex
@@ -48,6 +49,14 @@ STEPS = [
     profiling_steps.StepEstimate("b", 1.0, None, 30.0, None),
 ]
 SPEEDS = {"forward": {"ours": {1024: 3.0, 2048: 4.0}, "cuDNN": {1024: 2.0}}}
+TILES = pd.DataFrame(
+    [
+        {"BQ": BQ, "BK": BK, "num_warps": warps, "tflops": speed}
+        for warps, speeds in ((4, (1, 2, 3, None)), (8, (5, 6, 7, 9)))
+        for (BQ, BK), speed in zip(((32, 32), (32, 64), (64, 32), (64, 64)), speeds)
+    ],
+    dtype=object,
+)
 OWNERS = {"round robin": [0, 1, 0], "largest first": [0, 1, 1]}
 CONTEXTS = {"a": {256: 10e9, 512: 30e9}, "a, checkpoints": {256: 8e9, 512: 9e9}}
 
@@ -73,6 +82,7 @@ FIGURES = {
     "recorded steps": lambda: records.show_gpu_timelines("matrix_eager", "matrix_graph"),
     "estimates": lambda: profiling_steps.show_estimates(STEPS),
     "tiles": lambda: flash.show_visited_tiles([7, 9], 2),
+    "speed of tiles": lambda: flash.show_tile_speeds(TILES),
     "fragments": hopper.show_fragments,
     "ldmatrix": hopper.show_ldmatrix,
     "banks": lambda: hopper.show_banks(lambda row, chunk: chunk ^ row),
@@ -215,6 +225,14 @@ def test_the_longest_kernels_are_named(drawn):
     assert [len(names) for names in named] == [2, 2, 2]
     assert "elementwise_kernel" in named[0][0]
     assert all("nvjet" in names[0] for names in named[1:])
+
+
+def test_the_fastest_tiles_are_framed_and_what_does_not_fit_has_no_number(drawn):
+    flash.show_tile_speeds(TILES)
+    texts = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
+    assert texts == [["1", "2", "3", "–"], ["5", "6", "7", "9"]]
+    bold = [[p.get_linewidth() > 2 for p in axes.patches] for axes in drawn[0].axes]
+    assert bold == [[], [True]]
 
 
 def test_each_part_of_a_recorded_step_follows_the_one_before(drawn):

@@ -11,8 +11,6 @@ from matplotlib.colors import Normalize
 
 from lib.core.charts import heat
 from lib.core.figures import ORANGE, PAPER, SKY
-from lib.core.records import records
-from lib.lessons.flash_attention.explorers import missing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,22 +39,17 @@ def show_visited_tiles(lengths: Sequence[int], tile: int) -> None:
     plt.show()
 
 
-def show_tile_speeds(name: str = "attention_tiles") -> pd.DataFrame:
-    """Show TFLOP/s of a kernel by BQ and BK, a panel for each number of warps, and return the rows.
+def show_tile_speeds(rows: pd.DataFrame) -> None:
+    """Show TFLOP/s of a kernel by BQ and BK, a panel for each number of warps.
 
     Args:
-        name: of the records, see `lib.core.records.records`.
+        rows: records of artifacts/attention_tiles.jsonl; of equal settings the last counts.
     """
-    found = records(name)
-    if found.empty:
-        missing("lessons tiles")
-        return found
-    found = found.drop_duplicates(["BQ", "BK", "num_warps"], keep="last")
-    found = found.astype({"tflops": float})
-    numbers = sorted(found["num_warps"].unique())
+    rows = rows.drop_duplicates(["BQ", "BK", "num_warps"], keep="last").astype({"tflops": float})
+    numbers, best = sorted(rows["num_warps"].unique()), rows["tflops"].max()
     _, panels = plt.subplots(ncols=len(numbers), squeeze=False, figsize=(4.2 * len(numbers), 4.0))
     for axes, warps in zip(panels[0], numbers):
-        table = found[found["num_warps"] == warps].pivot(index="BQ", columns="BK", values="tflops")
+        table = rows[rows["num_warps"] == warps].pivot(index="BQ", columns="BK", values="tflops")
         heat(
             table,
             axes=axes,
@@ -64,8 +57,7 @@ def show_tile_speeds(name: str = "attention_tiles") -> pd.DataFrame:
             xlabel="BK, keys of a tile",
             ylabel="BQ, queries of a tile",
             texts=table.map(lambda speed: "–" if np.isnan(speed) else f"{speed:.0f}").to_numpy(),
-            framed=table.to_numpy() == found["tflops"].max(),
-            norm=Normalize(0, found["tflops"].max()),
+            framed=table.to_numpy() == best,
+            norm=Normalize(0, best),
         )
     plt.show()
-    return found

@@ -161,7 +161,8 @@ def check_kernel(exercise: Exercise, kernel: Any) -> Any:
     """
     import triton
 
-    solution, task = triton.jit(exercise.solve), exercise.harness
+    task: Any = exercise.harness
+    solution = triton.jit(exercise.solve)
     if not_jitted(kernel, exercise.tier):
         return solution
     # the function itself, so that an error names its line
