@@ -213,8 +213,12 @@ MAINTAIN: dict[str, Command] = {
         "lib.lessons.triton.kernel_times_triton:measure_kernels",
     ),
     "lessons ladder": Command(
-        "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
-        "lib.lessons.flash_attention.ladder_triton:measure_ladder",
+        "Measure the versions of attention of notebooks 06 and 07, on a Hopper GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_ladder",
+    ),
+    "lessons tiles": Command(
+        "Measure notebook 06's attention kernel in tiles of many sizes, on a GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_tiles",
     ),
     "lessons gpu-steps": Command(
         "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 08.",
