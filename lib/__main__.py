@@ -207,6 +207,10 @@ COMMANDS: dict[str, Command] = {
         "lib.profiling.roofline:write_records",
         prints="{config.output}/roofline.jsonl",
     ),
+    "predict": Command(
+        "Predict tokens/s, MFU and memory of a training run on one to eight GPUs.",
+        "lib.tools.predict:print_predictions",
+    ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
         "lib.tools.publish.kaggle:build",
