@@ -142,7 +142,7 @@ COMMANDS: dict[str, Command] = {
         "lib.lessons.model.llama_record:save_logits",
     ),
     "lessons race": Command(
-        "Run the recipes of notebook 10 to their target, three seeds each, for its leaderboard.",
+        "Run the recipes of notebook 12 to their target, three seeds each, for its leaderboard.",
         "lib.lessons.speedrun.record:measure_race",
     ),
     "lessons ladder": Command(
@@ -150,7 +150,7 @@ COMMANDS: dict[str, Command] = {
         "lib.lessons.flash_attention.ladder_triton:measure_ladder",
     ),
     "lessons gpu-steps": Command(
-        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 07.",
+        "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 08.",
         "lib.lessons.ddp.gpu_steps:record_steps",
         on_ranks=True,
     ),

@@ -1,4 +1,4 @@
-"""What a right answer of notebook 07 does on processes: train a model whose gradients arrive in
+"""What a right answer of notebook 08 does on processes: train a model whose gradients arrive in
 another order on each rank.
 """
 

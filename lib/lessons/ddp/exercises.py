@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: the ring, buckets, hooks in one order, a deadlock, unequal batches."""
+"""Exercises of notebook 08: the ring, buckets, hooks in one order, a deadlock, unequal batches."""
 
 from __future__ import annotations
 

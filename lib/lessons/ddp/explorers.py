@@ -1,4 +1,4 @@
-"""Explorers of notebook 07: a ring step by step, and a step on any network."""
+"""Explorers of notebook 08: a ring step by step, and a step on any network."""
 
 from __future__ import annotations
 

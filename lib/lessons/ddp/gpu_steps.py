@@ -1,4 +1,4 @@
-"""Steps of each data-parallel wrapper on GPUs, kernel by kernel, recorded for notebook 07.
+"""Steps of each data-parallel wrapper on GPUs, kernel by kernel, recorded for notebook 08.
 
     torchrun --nproc-per-node=2 -m lib lessons gpu-steps
 

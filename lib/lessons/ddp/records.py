@@ -1,4 +1,4 @@
-"""Steps of several H200s from `artifacts/`, beside the formula, for notebook 07."""
+"""Steps of several H200s from `artifacts/`, beside the formula, for notebook 08."""
 
 from __future__ import annotations
 

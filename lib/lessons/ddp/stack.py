@@ -1,4 +1,4 @@
-"""Steps of a stack of layers on a simulated network, for notebook 07: how long, and who waits."""
+"""Steps of a stack of layers on a simulated network, for notebook 08: how long, and who waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 09: shards of gradients, ZeRO-3 and tensor parallelism of an MLP, clipping,
+"""Exercises of notebook 10: shards of gradients, ZeRO-3 and tensor parallelism of an MLP, clipping,
 orders of a step, checkpoints.
 """
 

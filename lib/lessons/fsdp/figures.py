@@ -1,4 +1,4 @@
-"""The figure of notebook 09: a step's events on a clock."""
+"""The figure of notebook 10: a step's events on a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of FSDP on GPUs, from `artifacts/`, for notebook 09."""
+"""Steps of FSDP on GPUs, from `artifacts/`, for notebook 10."""
 
 from __future__ import annotations
 

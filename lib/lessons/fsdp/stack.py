@@ -1,4 +1,4 @@
-"""Steps of `lib.fsdp.FSDP` on a simulated network, for notebook 09: timed ones and real matmuls."""
+"""Steps of `lib.fsdp.FSDP` on a simulated network, for notebook 10: timed ones and real matmuls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTANT_GBS = 1e9
 
 
 class TimedBlock(nn.Module):
-    """A matrix that is as large as a layer of notebook 07's stack, and as long busy."""
+    """A matrix that is as large as a layer of notebook 08's stack, and as long busy."""
 
     def __init__(self, size: int, stack: timed.Stack) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TimedBlock(nn.Module):
 
 
 def timed_fsdp(stack: timed.Stack, group: SimulatedGroup, *, prefetch: bool = True) -> FSDP:
-    """FSDP of blocks like the layers of notebook 07's stack, which notes when they are busy."""
+    """FSDP of blocks like the layers of notebook 08's stack, which notes when they are busy."""
     blocks = nn.Sequential(*(TimedBlock(size, stack) for size in stack.layers.sizes))
     return FSDP(blocks, group=group, prefetch=prefetch)
 

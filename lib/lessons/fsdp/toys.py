@@ -1,4 +1,4 @@
-"""A two-layer MLP and its sequences, the same on all ranks, for notebook 09."""
+"""A two-layer MLP and its sequences, the same on all ranks, for notebook 10."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def gradients_alone(micro_batches: int) -> list[Tensor]:
 
 
 class Enter(torch.autograd.Function):
-    """Notebook 09's, with a group: the same input on its ranks; gradients of copies add up."""
+    """Notebook 10's, with a group: the same input on its ranks; gradients of copies add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -81,7 +81,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Notebook 09's, with a group: the sum of its ranks' outputs."""
+    """Notebook 10's, with a group: the sum of its ranks' outputs."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Exercises of notebook 10: read a curve, time a run to its target, beat the starting recipe."""
+"""Exercises of notebook 12: read a curve, time a run to its target, beat the starting recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part two of notebook 10: plan a training for this machine, run it, see where it was heading.
+"""Part two of notebook 12: plan a training for this machine, run it, see where it was heading.
 
 `choose` sees a machine only by its description, so that it also answers for machines elsewhere;
 `this_machine` describes the one at hand, and `attention_times` measures its attention kernels.

@@ -1,4 +1,4 @@
-"""The race of notebook 10: its rules, how a recipe is edited, and the leaderboard.
+"""The race of notebook 12: its rules, how a recipe is edited, and the leaderboard.
 
 A recipe is a generator, `recipe(race, seed)`. It builds a model, and after each training step
 yields it with the number of tokens of that step.

@@ -1,4 +1,4 @@
-"""The committed entries of notebook 10's leaderboard, measured with the notebook's own cells."""
+"""The committed entries of notebook 12's leaderboard, measured with the notebook's own cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lib.core.files import ROOT
 from lib.lessons.speedrun.exercises import SEEDS, referee
 from lib.lessons.speedrun.race import RECORDS, compiled, enter, summary
 
-NOTEBOOK = ROOT / "notebooks/10_speedrun.ipynb"
+NOTEBOOK = ROOT / "notebooks/12_speedrun.ipynb"
 # Cells that make `race` and `recipes`, by their ids.
 CELLS = ("c002", "c004", "text", "rules", "recipe", "changes")
 
@@ -37,7 +37,7 @@ def notebook_names(ids: tuple[str, ...] = CELLS, *, path: Path = NOTEBOOK) -> di
 
 
 def measure_race(path: Path = RECORDS) -> Path:
-    """Run every recipe of notebook 10 with each seed, and write the entries to `path`.
+    """Run every recipe of notebook 12 with each seed, and write the entries to `path`.
 
     Each run has one thread and counts its processor time: what it would take on a quiet core.
 
@@ -68,7 +68,7 @@ def measure_race(path: Path = RECORDS) -> Path:
 
 
 def run_one(name: str, seed: int) -> list[tuple]:
-    """Run one recipe of notebook 10 to its target, on one thread."""
+    """Run one recipe of notebook 12 to its target, on one thread."""
     import torch
 
     torch.set_num_threads(1)

@@ -124,11 +124,11 @@ def what_runs_here(machine: Machine) -> list[dict[str, str]]:
     rows = [
         ("tokenizer", "01", tokenizer),
         ("model and training", "02, 03", models),
-        ("torch.compile", "10", compiled),
+        ("torch.compile", "12", compiled),
         ("profiles of a GPU", "04", profiles),
         ("kernels in Triton", "05, 06", triton),
-        ("data parallelism, sharding", "07, 08, 09", parallel),
-        ("speedrun", "10", speedrun),
+        ("data parallelism, sharding", "08, 09, 10", parallel),
+        ("speedrun", "12", speedrun),
     ]
     return [dict(zip(("part", "notebook", "runs"), row)) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Exercises of notebook 08: partitions, slices, the ZeRO-1 step, what ranks send, checkpoints."""
+"""Exercises of notebook 09: partitions, slices, the ZeRO-1 step, what ranks send, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explorers of notebook 08: the bytes of a rank, by model, ranks, precision and stage.
+"""Explorers of notebook 09: the bytes of a rank, by model, ranks, precision and stage.
 
 As in `lib.lessons.show`, where nobody can move a slider one setting is shown instead.
 """

@@ -1,4 +1,4 @@
-"""Figures of notebook 08: memory by kind, partitions, slices, contexts."""
+"""Figures of notebook 09: memory by kind, partitions, slices, contexts."""
 
 from __future__ import annotations
 

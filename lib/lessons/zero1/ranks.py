@@ -1,7 +1,7 @@
-"""The functions that `lib.ddp.launcher.launch` calls on each rank in notebook 08.
+"""The functions that `lib.ddp.launcher.launch` calls on each rank in notebook 09.
 
 Training with `ShardedOptimizer`, its norms and its checkpoints. Models and sequences are those of
-notebook 07 (`lib.lessons.ddp.ranks`).
+notebook 08 (`lib.lessons.ddp.ranks`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of ZeRO-1 on H200s, from `artifacts/`, for notebook 08."""
+"""Steps of ZeRO-1 on H200s, from `artifacts/`, for notebook 09."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a stack of layers with an optimizer, on a simulated network, for notebook 08."""
+"""Steps of a stack of layers with an optimizer, on a simulated network, for notebook 09."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ COMPARISONS = (
         *("wrapper", "flashddp", ("torch_ddp",), "tokens_per_s", "tokens/s"),
         device="2 × {device}",
         report="lm_matrix_report",
-        meaning="**Data parallelism** on two GPUs: {times}; notebook 07 builds up to it.",
+        meaning="**Data parallelism** on two GPUs: {times}; notebook 08 builds up to it.",
     ),
     Comparison(
         "sharded optimizer, 2.0 billion parameters",

@@ -72,8 +72,8 @@ ATTENTION = "lib/tools/publish/templates/attention_on_t4.ipynb"
 class KaggleBuildConfig:
     """A folder for Kaggle's command line: a dataset with the code, and a kernel per notebook."""
 
-    notebooks: Annotated[tuple[str, ...], NonEmpty] = ("10",)
-    """Numbers (`10`) or names (`10_speedrun`)."""
+    notebooks: Annotated[tuple[str, ...], NonEmpty] = ("12",)
+    """Numbers (`12`) or names (`12_speedrun`)."""
 
     parameters: str = "kaggle"
     """Sizes for Kaggle's GPUs: a file in notebooks/parameters/. Empty: each notebook's own."""

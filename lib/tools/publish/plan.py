@@ -14,7 +14,7 @@ from typing import Any
 from lib.core.settings import require, settings
 from lib.tools.publish.cells import read_notebook
 
-# Ends the name of a new version beside a copy that the reader changed: 07_ddp.new.ipynb
+# Ends the name of a new version beside a copy that the reader changed: 08_ddp.new.ipynb
 NEW = ".new"
 
 

@@ -1,4 +1,4 @@
-"""The exercises of notebook 07 against the library and on ranks; mistakes: test_exercise.py."""
+"""The exercises of notebook 08 against the library and on ranks; mistakes: test_exercise.py."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from lib.lessons.exercise import verdict
 from lib.lessons.ranks import run_on_threads
 from lib.profiling.collectives import predicted_ms
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/07_ddp.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks/08_ddp.ipynb"
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 

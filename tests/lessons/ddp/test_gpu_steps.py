@@ -1,4 +1,4 @@
-"""Steps of each wrapper are timed and traced on ranks, and read back for notebook 07."""
+"""Steps of each wrapper are timed and traced on ranks, and read back for notebook 08."""
 
 from unittest import mock
 

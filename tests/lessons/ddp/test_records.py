@@ -1,4 +1,4 @@
-"""The steps on H200s that notebook 07 shows, and the prediction that is fitted to them."""
+"""The steps on H200s that notebook 08 shows, and the prediction that is fitted to them."""
 
 import json
 

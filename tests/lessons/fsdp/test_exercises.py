@@ -1,4 +1,4 @@
-"""The exercises of notebook 09 on ranks; their mistakes: test_exercise.py."""
+"""The exercises of notebook 10 on ranks; their mistakes: test_exercise.py."""
 
 import pytest
 import torch

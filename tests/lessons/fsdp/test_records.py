@@ -1,4 +1,4 @@
-"""The steps of FSDP on GPUs that notebook 09 shows."""
+"""The steps of FSDP on GPUs that notebook 10 shows."""
 
 import json
 

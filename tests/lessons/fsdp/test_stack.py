@@ -1,4 +1,4 @@
-"""FSDP of timed blocks takes as long as predicted, and is what notebook 09 says it is."""
+"""FSDP of timed blocks takes as long as predicted, and is what notebook 10 says it is."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The race of notebook 10: its judge, its referee, its leaderboard, and the committed entries."""
+"""The race of notebook 12: its judge, its referee, its leaderboard, and the committed entries."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""A small race, whose leaderboard is thrown away, in which notebook 10's own recipe runs."""
+"""A small race, whose leaderboard is thrown away, in which notebook 12's own recipe runs."""
 
 import functools
 import tempfile
@@ -27,7 +27,7 @@ def toy_race(target: float = 6.0) -> Race:
 
 @functools.cache
 def notebook_with_toy_race() -> dict[str, Any]:
-    """The names that the cells of notebook 10 need, with a toy race."""
+    """The names that the cells of notebook 12 need, with a toy race."""
     names = notebook_names(("c004", "recipe", "changes"))
     race = toy_race()
     tokens = at_target(referee(names["recipe"], race, 0), race.target).tokens

@@ -1,4 +1,4 @@
-"""The exercises of notebook 08 against the library; their mistakes: test_exercise.py."""
+"""The exercises of notebook 09 against the library; their mistakes: test_exercise.py."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The memory of a rank in notebook 08, and the settings that were measured."""
+"""The memory of a rank in notebook 09, and the settings that were measured."""
 
 import pytest
 

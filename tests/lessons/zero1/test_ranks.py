@@ -1,4 +1,4 @@
-"""Two ranks run the functions of notebook 08, against one process."""
+"""Two ranks run the functions of notebook 09, against one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The steps on record of notebook 08."""
+"""The steps on record of notebook 09."""
 
 import json
 

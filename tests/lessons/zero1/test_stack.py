@@ -1,4 +1,4 @@
-"""Steps of a stack with an optimizer on simulated networks, for notebook 08."""
+"""Steps of a stack with an optimizer on simulated networks, for notebook 09."""
 
 from functools import partial
 

@@ -35,12 +35,12 @@ def make_workbook(make_notebook):
         (root / "artifacts/runs/1").mkdir(parents=True, exist_ok=True)
         (root / "artifacts/runs/1/metrics.jsonl").write_text("{}")
         (root / "artifacts/records.jsonl").write_text('{"figures": {}}\n')
-        path = make_notebook(root / "notebooks/10_try.ipynb", "steps = 3", *cells)
+        path = make_notebook(root / "notebooks/12_try.ipynb", "steps = 3", *cells)
         notebook = nbformat.read(path, as_version=4)
         notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="a very long output")]
         nbformat.write(notebook, path)
         (root / "notebooks/parameters").mkdir(exist_ok=True)
-        (root / "notebooks/parameters/kaggle.yaml").write_text("10_try:\n  steps: 400\n")
+        (root / "notebooks/parameters/kaggle.yaml").write_text("12_try:\n  steps: 400\n")
         commit(root)
         return root
 
@@ -76,17 +76,17 @@ def built(root, tmp_path, **settings):
     return build(KaggleBuildConfig(**settings), root=root)
 
 
-def metadata_of(bundle, kernel="10_try"):
+def metadata_of(bundle, kernel="12_try"):
     dataset = json.loads((bundle / "dataset/dataset-metadata.json").read_text())
     return dataset, json.loads((bundle / f"kernels/{kernel}/kernel-metadata.json").read_text())
 
 
 def test_each_kernel_asks_for_two_t4_the_dataset_and_no_network(plain):
     assert {path.name for path in (plain / "kernels").iterdir()} == {
-        "10_try",
+        "12_try",
         ATTENTION,
     }
-    for name in ("10_try", ATTENTION):
+    for name in ("12_try", ATTENTION):
         dataset, kernel = metadata_of(plain, name)
         assert kernel["machine_shape"] == "NvidiaTeslaT4"
         flags = ("enable_gpu", "enable_internet", "is_private")
@@ -126,14 +126,14 @@ def test_nothing_leaves_that_is_not_committed_and_no_target_of_a_link(workbook, 
     for name in ("lib/.secrets/token", "lib/core/untracked.py", "artifacts/mine.csv"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("SECRET")
-    for name in ("lib/core/files.py", "artifacts/records.jsonl", "notebooks/10_try.ipynb"):
+    for name in ("lib/core/files.py", "artifacts/records.jsonl", "notebooks/12_try.ipynb"):
         (root / name).write_text("SECRET")
     bundle = built(root, tmp_path)
     found = {p.name for p in (bundle / "dataset").rglob("*") if p.is_file()}
     assert {"größe.txt", "notebook.py", "tiny.json", "page.html", "records.jsonl"} <= found
     assert [p for p in bundle.rglob("*") if p.is_file() and b"SECRET" in p.read_bytes()] == []
     told = capsys.readouterr().out
-    for name in ("lib/core/files.py", "artifacts/records.jsonl", "notebooks/10_try.ipynb"):
+    for name in ("lib/core/files.py", "artifacts/records.jsonl", "notebooks/12_try.ipynb"):
         assert f"bundled as it is committed, without your changes: {name}\n" in told
     shutil.rmtree(root / ".git")
     with pytest.raises(ValueError, match=f"made from a git checkout, and {root} is none"):
@@ -141,7 +141,7 @@ def test_nothing_leaves_that_is_not_committed_and_no_target_of_a_link(workbook, 
 
 
 def test_notebooks_go_without_outputs_and_with_a_first_cell_of_their_own(plain):
-    for name in ("10_try", ATTENTION):
+    for name in ("12_try", ATTENTION):
         notebook = nbformat.read(plain / f"kernels/{name}/{name}.ipynb", as_version=4)
         assert "very long" not in nbformat.writes(notebook)
         first, *cells = (cell.source for cell in notebook.cells if cell.cell_type == "code")
@@ -156,7 +156,7 @@ def steps_of(bundle, *, is_small, monkeypatch):
     """`steps` after the cells of sizes have run."""
     monkeypatch.setenv("WORKBOOK_SMALL", str(int(is_small)))
     values = {}
-    notebook = nbformat.read(bundle / "kernels/10_try/10_try.ipynb", as_version=4)
+    notebook = nbformat.read(bundle / "kernels/12_try/12_try.ipynb", as_version=4)
     for cell in notebook.cells:
         if {"parameters", "injected-parameters"}.intersection(cell.metadata.get("tags", ())):
             exec(cell.source, values)
@@ -221,8 +221,8 @@ def test_a_notebook_runs_from_the_bundle_alone_and_one_that_does_not_ends_the_bu
     workbook, tmp_path, capsys
 ):
     built(workbook(FROM_THE_BUNDLE), tmp_path, verify=True)
-    assert re.search(r"10_try runs: \d+ s", capsys.readouterr().out)
-    with pytest.raises(ValueError, match=r"10_try does not run:(.|\n)*named 'lib.training'"):
+    assert re.search(r"12_try runs: \d+ s", capsys.readouterr().out)
+    with pytest.raises(ValueError, match=r"12_try does not run:(.|\n)*named 'lib.training'"):
         built(workbook("import lib.training"), tmp_path, verify=True)
     with pytest.raises(ValueError, match="folder must be one"):
         push(KagglePushConfig(folder=tmp_path / "bundle", user="ada"))
@@ -302,7 +302,7 @@ def test_push_makes_a_new_dataset_and_waits_for_it(copied, client):
     assert calls() == [*status, "datasets create", *status, *status, "kernels push"]
     dataset, kernel = metadata_of(bundle)
     assert dataset["id"] == "ada/training-workbook"
-    assert kernel["id"] == "ada/workbook-10-try"
+    assert kernel["id"] == "ada/workbook-12-try"
     assert kernel["dataset_sources"] == [dataset["id"]]
 
 
