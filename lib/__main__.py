@@ -168,6 +168,10 @@ MEASURE: dict[str, Command] = {
         "lib.profiling.roofline:write_records",
         prints="{config.output}/roofline.jsonl",
     ),
+    "predict": Command(
+        "Predict tokens/s, MFU and memory of a training run on one to eight GPUs.",
+        "lib.tools.predict:print_predictions",
+    ),
 }
 
 # Those that keep the workbook's own notebooks, models and records.
