@@ -168,6 +168,10 @@ MEASURE: dict[str, Command] = {
         "lib.profiling.roofline:write_records",
         prints="{config.output}/roofline.jsonl",
     ),
+    "predict": Command(
+        "Predict tokens/s, MFU and memory of a training run on one to eight GPUs.",
+        "lib.tools.predict:print_predictions",
+    ),
 }
 
 # Those that keep the workbook's own notebooks, models and records.
@@ -201,16 +205,24 @@ MAINTAIN: dict[str, Command] = {
         interrupted=RESUMES,
     ),
     "lessons llama": Command(
-        "Record logits of `transformers` for notebook 02.",
+        "Record logits of `transformers` for notebook 03.",
         "lib.lessons.model.llama_record:save_logits",
     ),
     "lessons race": Command(
         "Run the recipes of notebook 12 to their target, three seeds each, for its leaderboard.",
         "lib.lessons.speedrun.record:measure_race",
     ),
+    "lessons kernels": Command(
+        "Time the kernels of notebook 05 and PyTorch's on a GPU.",
+        "lib.lessons.triton.kernel_times_triton:measure_kernels",
+    ),
     "lessons ladder": Command(
-        "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
-        "lib.lessons.flash_attention.ladder_triton:measure_ladder",
+        "Measure the versions of attention of notebooks 06 and 07, on a Hopper GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_ladder",
+    ),
+    "lessons tiles": Command(
+        "Measure notebook 06's attention kernel in tiles of many sizes, on a GPU.",
+        "lib.lessons.flash_attention.ladder_record:measure_tiles",
     ),
     "lessons gpu-steps": Command(
         "Time and trace the steps of data-parallel wrappers on GPUs, for notebook 08.",
