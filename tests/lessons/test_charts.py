@@ -10,7 +10,7 @@ from lib.core.figures import BLUE, GRAY, SKY, VERMILLION, alt_text
 from lib.lessons.ddp import figures as ddp
 from lib.lessons.ddp.ring import ring_all_reduce
 from lib.lessons.flash_attention import figures as flash
-from lib.lessons.fsdp.figures import show_orders
+from lib.lessons.fsdp.figures import show_step
 from lib.lessons.fsdp.orders import Played
 from lib.lessons.fsdp.orders import Span as Event
 from lib.lessons.hopper import figures as hopper
@@ -38,7 +38,11 @@ ORDER = Played(
     "nothing",
     1,
     3.0,
-    (Event("network", "gather", 0, 0.0, 1.0), Event("compute", "forward", 0, 1.0, 3.0)),
+    (
+        Event("network", "gather", 0, 0.0, 1.0),
+        Event("compute", "forward", 0, 1.0, 3.0),
+        Event("memory", "held", 0, 0.0, 3.0),
+    ),
 )
 COSTS = [{"variant": "a", "costs": [0.1, 0.2, 0.3]}, {"variant": "b", "costs": [-1, 1, 0]}]
 PATHS = {"momentum": torch.rand(9, 3, 2), "AdamW": torch.rand(9, 3, 2)}
@@ -73,7 +77,6 @@ FIGURES = {
     "band": lambda: training.show_band({1: 3.5, 2: 2.5}, BAND, levels={"bigram": 2.2}, first=1),
     "decay": lambda: training.show_decay(DECAY, [0.1, 1.0], torch.rand(9)),
     "broken runs": lambda: training.show_broken_runs(read_broken_runs(), 1.0),
-    "float16": lambda: training.show_float16(torch.logspace(-9, 0, 99)),
     "samples": lambda: profiling.show_samples(
         [3.0, 1.0, 2.0], title="Steps", measurement=Measurement("ok", (3.0, 1.0, 2.0))
     ),
@@ -90,7 +93,7 @@ FIGURES = {
     "recorded schedule": lambda: timeline.show_recorded(timeline.recorded_timelines()[True]),
     "ring": lambda: ddp.show_ring(RING),
     "timelines": lambda: ddp.show_timelines({"a": LINE, "b": LINE}),
-    "orders": lambda: show_orders({"just in time": ORDER}),
+    "an order": lambda: show_step(ORDER, 1, 2, title="just in time"),
     "partitions": lambda: zero1.show_partitions([4, 2, 2], OWNERS, ranks=2),
     "flat": lambda: zero1.show_flat([5, 4], [(0, 6), (6, 12)], title="A buffer"),
     "contexts": lambda: zero1.show_contexts(CONTEXTS, title="Long sequences"),

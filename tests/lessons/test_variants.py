@@ -41,19 +41,6 @@ def cell(code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 # (lesson, the verdict on `f`, the cell)
 RIGHT = {
-    "model: autograd, a chunk at a time": (
-        "model",
-        "verdict(loss_in_chunks, f)",
-        """
-def f(hidden, weight, targets, chunk_tokens):
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total = 0.0
-    for h, t in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens)):
-        loss = F.cross_entropy(F.linear(h, weight), t, reduction="sum") / len(targets)
-        loss.backward()
-        total += loss.item()
-    return total, hidden.grad, weight.grad""",
-    ),
     "training: weights that are replaced, gradients that are returned": (
         "training",
         "verdict(train, f)",
@@ -264,26 +251,34 @@ def f(logits, targets):
     return cross_entropy_loss.solve(logits, targets)""",
         "it changes the tensor that is given",
     ),
+    "model: a gradient by autograd": (
+        "model",
+        "verdict(bigram_gradient, f)",
+        """
+def f(weight, inputs, targets):
+    with torch.enable_grad():
+        weight = weight.clone().requires_grad_()
+        loss = F.cross_entropy(weight[inputs], targets)
+        return loss.detach(), *torch.autograd.grad(loss, weight)""",
+        "grad does all of it; write it out",
+    ),
+    "model: a gradient by backward": (
+        "model",
+        "verdict(bigram_gradient, f)",
+        """
+def f(weight, inputs, targets):
+    with torch.enable_grad():
+        weight = weight.clone().requires_grad_()
+        loss = F.cross_entropy(weight[inputs], targets)
+        loss.backward()
+        return loss.detach(), weight.grad""",
+        "backward does all of it; write it out",
+    ),
     "model: the loss by one call of PyTorch's": (
         "model",
         "verdict(cross_entropy_loss, lambda *given: F.cross_entropy(*given))",
         "",
         "cross_entropy does all of it; write it out",
-    ),
-    "model: chunks that are twice as long": (
-        "model",
-        "verdict(loss_in_chunks, f)",
-        "def f(hidden, weight, targets, chunk_tokens):\n"
-        "    return loss_in_chunks.solve(hidden, weight, targets, 2 * chunk_tokens)",
-        "as many numbers as the logits of",
-    ),
-    "model: one-hot rows of all tokens": (
-        "model",
-        "verdict(loss_in_chunks, f)",
-        "def f(hidden, weight, targets, chunk_tokens):\n"
-        "    F.one_hot(targets, len(weight))\n"
-        "    return loss_in_chunks.solve(hidden, weight, targets, chunk_tokens)",
-        "tensor, as many numbers as the logits of all tokens",
     ),
     "model: attention by one call of PyTorch's": (
         "model",
