@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,6 @@ from lib.core.records import Record, append_record, new_record, read_records
 from lib.lessons.flash_attention.ladder_triton import (
     AHEAD,
     LADDER,
-    TUNED,
     Rung,
     base_2,
     launch_kernel,
@@ -95,7 +93,6 @@ def measure_ladder(path: Path = RECORDS, shape: Shape = SHAPE) -> Path:
     here = [rung for rung in LADDER if runs_on(rung, device)]
     if here != list(LADDER) and shape == SHAPE:
         raise ValueError("the ladder needs a Hopper GPU (compute capability 9.0)")
-    here = [replace(r, launch=fastest_tiles()) if r.step == "tuned" else r for r in here]
     functions: dict[str, Callable[[], Tensor]] = {
         rung.step: functools.partial(run_rung, rung, q, k, v) for rung in here
     }
@@ -110,13 +107,6 @@ def measure_ladder(path: Path = RECORDS, shape: Shape = SHAPE) -> Path:
         steps[rung.step]["tiles"] = rung.tiles
     append_record(path, _record({"steps": steps}, shape, device, {}))
     return path
-
-
-def fastest_tiles(path: Path = TILES) -> dict[str, int]:
-    """The settings of the fastest launch on record; TUNED if there is none."""
-    found = [r for r in read_records(path) if r["figures"].get("tflops")]
-    best = max(found, key=lambda r: r["figures"]["tflops"], default={"config": TUNED})
-    return {name: best["config"][name] for name in TUNED}
 
 
 def _peers(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -210,9 +200,8 @@ def speeds_of(step: str, runs: Sequence[Record]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> str:
-    """The median of some values, and their extremes if there are several."""
-    if not values:
+    """The median of some values, and their extremes if these are not written alike."""
+    if not len(values):
         return ""
-    if len(values) == 1:
-        return f"{values[0]:.3g}"
-    return f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+    middle, low, high = (f"{x:.3g}" for x in (median(values), min(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"

@@ -1,7 +1,7 @@
 """The ladder of notebooks 06 and 07: causal attention from PyTorch to `lib`'s fastest kernel.
 
-Each version changes one thing. Versions 2 to 7 are the kernel that readers write; they run in
-Triton's interpreter and on any GPU. Versions 8 to 11 run on Hopper GPUs.
+Each version changes one thing. Versions 2 to 6 are the kernel that readers write; they run in
+Triton's interpreter and on any GPU. Versions 7 to 10 run on Hopper GPUs.
 `lib.lessons.flash_attention.ladder_record` measures them.
 """
 
@@ -142,10 +142,9 @@ class Rung:
         return [*lines[start + 1 :], *settings]
 
 
+# The fastest tiles in artifacts/attention_tiles.jsonl.
 PLAIN = {"BQ": 64, "BK": 64, "num_warps": 4, "num_stages": 1}
 AHEAD = PLAIN | {"num_stages": 3}
-# The fastest in artifacts/attention_tiles.jsonl.
-TUNED = {"BQ": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 TWO = {"warpgroups": 2, "is_persistent": False, "is_ordered": False}
 THREE = TWO | {"warpgroups": 3}
 LADDER = (
@@ -155,12 +154,11 @@ LADDER = (
     Rung("4 · mask on the diagonal only", "diagonal", mask_on_diagonal, PLAIN),
     Rung("5 · powers of 2", "portable", base_2, PLAIN),
     Rung("6 · prefetching", "portable_pipelined", base_2, AHEAD),
-    Rung("7 · larger tiles", "tuned", base_2, TUNED),
-    Rung("8 · warp specialization", "hopper", launch=TWO),
-    Rung("9 · a third warpgroup", "hopper_warpgroups", launch=THREE),
-    Rung("10 · persistent", "hopper_persistent", launch=THREE | {"is_persistent": True}),
+    Rung("7 · warp specialization", "hopper", launch=TWO),
+    Rung("8 · a third warpgroup", "hopper_warpgroups", launch=THREE),
+    Rung("9 · persistent", "hopper_persistent", launch=THREE | {"is_persistent": True}),
     Rung(
-        "11 · ping-pong",
+        "10 · ping-pong",
         "hopper_ordered",
         launch=THREE | {"is_persistent": True, "is_ordered": True},
     ),
@@ -168,7 +166,7 @@ LADDER = (
 
 
 def diff(number: int) -> list[str]:
-    """The lines that a Triton version, 3 to 7, changes, with `-` and `+` before them.
+    """The lines that a Triton version, 3 to 6, changes, with `-` and `+` before them.
 
     Lines that are only indented otherwise are left out, but for one under a new `if`.
     """
