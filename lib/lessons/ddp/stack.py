@@ -22,6 +22,7 @@ from lib.lessons.simulated_network import (
     simulated_group,
 )
 from lib.model.config import model_preset
+from lib.model.transformer import do_nothing
 from lib.profiling.timeline import Timeline
 from lib.profiling.trace import difference, union
 
@@ -78,14 +79,16 @@ class Stack(nn.Module):
     def __init__(self, layers: Layers, group: SimulatedGroup) -> None:
         super().__init__()
         self.layers, self.group = layers, group
-        self.weights = nn.ParameterList(torch.ones(size) for size in layers.sizes)
+        self.parts = nn.ModuleList(Layer(size, self) for size in layers.sizes)
+        # called with each part before it runs, as that of `TransformerLM`
+        self.before_part: Callable[[nn.Module], Any] = do_nothing
         self.spans: list[tuple[str, float, float]] = []
         self.matrix, self.result = torch.randn(2, WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            # backward is busy before the weight's gradient is there
-            x = Busy.apply(x + weight.sum(), self)
+        for part in self.parts:
+            self.before_part(part)
+            x = part(x)
         return x
 
     def finish_gradient_synchronization(self) -> None:
@@ -101,6 +104,20 @@ class Stack(nn.Module):
             for _ in range(round(amount)):
                 torch.mm(self.matrix, self.matrix, out=self.result)
         self.spans.append((phase, start, clock.now()))
+
+
+class Layer(nn.Module):
+    """A matrix, and the time that a layer of this size is busy."""
+
+    def __init__(self, size: int, stack: Stack) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, size))
+        # the stack is no part of its layers
+        self.busy = lambda x: Busy.apply(x, stack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # backward is busy before the weight's gradient is there
+        return self.busy(x + self.weight.sum())
 
 
 class Busy(torch.autograd.Function):
@@ -219,13 +236,13 @@ class PlannedBuckets:
         self.stack, self.group, self.works = stack, group, []
         for bucket in plan:
             # layers' gradients arrive from the last to the first
-            self.stack.weights[min(bucket)].register_post_accumulate_grad_hook(
+            self.stack.parts[min(bucket)].weight.register_post_accumulate_grad_hook(
                 lambda _, bucket=bucket: self.start(bucket)
             )
 
     def start(self, bucket: list[int]) -> None:
         """Start the all-reduce of some layers' gradients."""
-        flat = torch.cat([self.stack.weights[index].grad for index in bucket])  # type: ignore[misc]
+        flat = torch.cat([self.stack.parts[index].weight.grad for index in bucket], dim=1)
         self.works.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def recorded_limits() -> Limits:
 
 def recorded_kernels() -> dict[str, float]:
     """Kernel -> µs of one call in a training step of gpt2-124m, 32 × 1,024 tokens, bfloat16."""
-    record = json.loads((PROFILES / PROFILE / "summary.json").read_text())
+    record = json.loads((PROFILES / PROFILE / "summary.json").read_text(encoding="utf-8"))
     print(f"kernels of a training step of {record['figures']['model']}, {place_of(record)}")
     return {
         row["name"]: 1e3 * row["ms"] / row["calls"] for row in record["figures"]["kernel_times"]
