@@ -1,4 +1,4 @@
-"""The model of notebook 03, its parts named for profilers: a dict of weights, and `transformer`."""
+"""The model of notebook 02, its parts named for profilers: a dict of weights, and `transformer`."""
 
 import math
 
