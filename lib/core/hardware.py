@@ -137,6 +137,7 @@ def _peak(bfloat16, float16, tf32, float32, bandwidth) -> Peak:
 # names that CUDA reports, without "NVIDIA", "Tesla" and "GeForce". The whole name must match: a
 # laptop chip, a MIG slice or a D variant is a different chip.
 PEAKS = {
+    "B200": _peak(2250, 2250, 1125, 75, 8000),
     "H200": _peak(989.4, 989.4, 494.7, 66.9, 4800),
     "H200 NVL": _peak(835, 835, 417.5, 60, 4800),
     "H100 80GB HBM3": _peak(989.4, 989.4, 494.7, 66.9, 3350),

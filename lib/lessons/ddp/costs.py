@@ -10,7 +10,7 @@ import math
 
 from lib.core.settings import PositiveInt, require, settings
 from lib.model.config import ModelConfig
-from lib.model.costs import flops_per_token, num_parameters
+from lib.model.costs import num_parameters
 from lib.profiling.collectives import COLLECTIVES, Link, bus_factor, predicted_ms
 
 # Overlap with backward
@@ -187,25 +187,28 @@ CLUSTERS = {
 
 def predict_step(
     shape: ModelConfig,
-    tokens: int,
     ranks: int,
-    cluster: Cluster,
+    link: Link,
     *,
-    flops_per_s: float,
+    alone_ms: float,
+    passes: int = 1,
     overlap: bool = True,
     interference: Interference = Interference(),
 ) -> ScalingPrediction:
-    """Predict a step of a model of `shape` on `ranks` GPUs, each with `tokens` tokens.
+    """Predict a step of a model of `shape` on `ranks` GPUs, between which gradients use `link`.
 
-    Computation takes the model's FLOPs / `flops_per_s`, two thirds of it in backward. Gradients are
-    float32, in buckets of that size of BUCKET_CAPS_MB with which the step is shortest.
+    Two thirds of a pass are its backward. Gradients are float32, sent during the last backward in
+    buckets of that size of BUCKET_CAPS_MB with which the step is shortest.
+
+    Args:
+        alone_ms: the step of one rank alone.
+        passes: passes of a step, whose gradients are added up before they are sent.
 
     Raises:
         ValueError: as `predict_scaling`.
     """
-    alone = 1e3 * flops_per_token(shape) * tokens / flops_per_s
+    backward_ms = BACKWARD_SHARE * alone_ms / passes
     gradient_bytes = GRADIENT_BYTES * num_parameters(shape)
-    link = cluster.link(ranks)
     counts = {math.ceil(gradient_bytes / (cap * 2**20)) for cap in BUCKET_CAPS_MB}
     predictions = [
         predict_scaling(
@@ -213,8 +216,8 @@ def predict_step(
             ranks,
             latency_us=link.latency_us,
             bandwidth_gbs=link.bandwidth_gbs,
-            backward_ms=alone * BACKWARD_SHARE,
-            other_ms=alone * (1 - BACKWARD_SHARE),
+            backward_ms=backward_ms,
+            other_ms=alone_ms - backward_ms,
             buckets=count,
             overlap=overlap,
             interference=interference,

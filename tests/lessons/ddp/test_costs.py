@@ -13,7 +13,7 @@ from lib.lessons.ddp.costs import (
     sent_bytes,
 )
 from lib.model.config import model_preset
-from lib.model.costs import flops_per_token, num_parameters
+from lib.model.costs import num_parameters
 from lib.profiling.collectives import Link, predicted_ms
 
 CLUSTER = Cluster(4, Link(2.0, 100.0), Link(10.0, 25.0))
@@ -89,24 +89,27 @@ def test_between_hosts_the_slowest_bandwidth_and_the_mean_latency_count():
     assert fast.link(8) == fast.inside
 
 
-def test_a_step_alone_takes_its_flops():
-    found = predict_step(SHAPE, 1000, 1, CLUSTER, flops_per_s=1e14)
-    assert found.step_ms == pytest.approx(1e3 * flops_per_token(SHAPE) * 1000 / 1e14)
-    assert found.efficiency == 1
-
-
 def test_without_overlap_one_message_of_all_gradients_is_added():
-    settings = {"flops_per_s": 1e14, "overlap": False}
-    found = predict_step(SHAPE, 1000, 8, CLUSTER, **settings)
     link = CLUSTER.link(8)
+    found = predict_step(SHAPE, 8, link, alone_ms=50.0, overlap=False)
     cost = (4 * num_parameters(SHAPE), 8, link.latency_us, link.bandwidth_gbs)
     assert found.exposed_ms == pytest.approx(predicted_ms("all_reduce", *cost))
+    assert predict_step(SHAPE, 1, link, alone_ms=50.0).step_ms == 50
+
+
+def test_gradients_are_sent_in_the_last_pass_and_of_several_passes_once():
+    once, twice = (
+        predict_step(SHAPE, 8, CLUSTER.link(8), alone_ms=50.0 * passes, passes=passes)
+        for passes in (1, 2)
+    )
+    assert once.exposed_ms == pytest.approx(twice.exposed_ms)
+    assert once.exposed_ms > 0
 
 
 def test_the_best_of_the_bucket_sizes_is_taken(monkeypatch):
     def step_ms(*caps: float) -> float:
         monkeypatch.setattr(costs, "BUCKET_CAPS_MB", caps)
-        return predict_step(SHAPE, 1000, 16, CLUSTER, flops_per_s=1e14).step_ms
+        return predict_step(SHAPE, 16, CLUSTER.link(16), alone_ms=9.0).step_ms
 
     alone = [step_ms(cap) for cap in (1, 25, 400)]
     assert len({round(step, 6) for step in alone}) == 3
@@ -115,7 +118,7 @@ def test_the_best_of_the_bucket_sizes_is_taken(monkeypatch):
 
 def test_a_slower_network_never_scales_better():
     efficiency = [
-        predict_step(SHAPE, 4096, 16, cluster, flops_per_s=2e14).efficiency
+        predict_step(SHAPE, 16, cluster.link(16), alone_ms=18.0).efficiency
         for cluster in CLUSTERS.values()
     ]
     assert efficiency == sorted(efficiency, reverse=True)

@@ -1,0 +1,400 @@
+"""Predict the speed and memory of a training run on GPUs that may not be at hand.
+
+A pass takes what the roofline allows (`lib.profiling.roofline`) at the shares of a GPU's datasheet
+that our own steps reach: two numbers, fitted to the steps on H200s in artifacts/. Gradients cost
+what `lib.lessons.ddp.costs` says, memory what `lib.profiling.memory_formula` says. A prediction is
+for `python -m lib train` with all that makes it fast: 16-bit matmuls, `torch.compile`, `flashddp`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from lib.core.files import ROOT
+from lib.core.hardware import PEAKS
+from lib.core.records import read_records, to_markdown
+from lib.core.settings import NonNegativeInt, PositiveInt, require, settings
+from lib.lessons.ddp.costs import H200_INTERFERENCE, H200_LINKS, predict_step
+from lib.model.config import ModelConfig, PresetName, model_preset
+from lib.model.costs import flops_per_token, num_parameters
+from lib.profiling.collectives import Link
+from lib.profiling.memory_formula import RESERVED_BYTES, rank_memory
+from lib.profiling.roofline import UPDATE_BYTES, Limits, predicted_ms
+
+
+class Gpu(NamedTuple):
+    """A GPU by its datasheet; its rates are `lib.core.hardware.PEAKS`."""
+
+    name: str
+    """As CUDA reports it."""
+
+    memory_gb: float
+    link_gbs: float
+    """GB/s in one direction to the other GPUs of its host."""
+
+    @property
+    def dtype(self) -> str:
+        """The 16-bit dtype of its tensor cores."""
+        return "bfloat16" if PEAKS[self.name].bfloat16 else "float16"
+
+    @property
+    def flops_per_s(self) -> float:
+        return getattr(PEAKS[self.name], self.dtype)
+
+
+# PCIe 3.0 and 4.0 with 16 lanes, and NVLink 3 to 5.
+GPUS = {
+    "T4": Gpu("T4", 16, 15.75),
+    "L4": Gpu("L4", 24, 31.5),
+    "4090": Gpu("RTX 4090", 24, 31.5),
+    "A100": Gpu("A100-SXM4-80GB", 80, 300),
+    "H100": Gpu("H100 80GB HBM3", 80, 450),
+    "H200": Gpu("H200", 141, 450),
+    "B200": Gpu("B200", 180, 900),
+}
+# The share of a link's datasheet bandwidth that all-reduces of four H200s reach.
+LINK_SHARE = H200_LINKS[4].bandwidth_gbs / GPUS["H200"].link_gbs
+# With fewer tokens a pass the host, which no roofline knows, may take longer than the GPU.
+FEWEST_TOKENS = 8192
+# Tokens of a GPU in a pass, at most, where the batch size is not given.
+MOST_TOKENS = 32_768
+
+
+class Run(NamedTuple):
+    """What is trained, and on what."""
+
+    model: ModelConfig
+    gpu: Gpu
+    gpus: int
+    batch_size: int
+    """Sequences of a GPU in a pass."""
+
+    passes: int = 1
+    """Passes of a step, whose gradients are added up."""
+
+    low_precision_weights: bool = True
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Speed and memory of a training run."""
+
+    run: Run
+    tokens_per_s: float
+    """Of all GPUs."""
+
+    peak_gb: float
+    """Of each GPU, as PyTorch counts it."""
+
+    source: Literal["measured", "predicted"] = "predicted"
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOP/s, over those of the GPUs' datasheet."""
+        run = self.run
+        return self.tokens_per_s * flops_per_token(run.model) / (run.gpus * run.gpu.flops_per_s)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_gb + RESERVED_BYTES / 1e9 <= self.run.gpu.memory_gb
+
+
+class Shares(NamedTuple):
+    """The shares of a GPU's datasheet that steps reach."""
+
+    matmul: float
+    bandwidth: float
+
+
+@functools.cache
+def alone_ms(run: Run, shares: Shares) -> float:
+    """The milliseconds of a step on one GPU: its passes, and one update."""
+    bandwidth = shares.bandwidth * PEAKS[run.gpu.name].bandwidth
+    limits = Limits(shares.matmul * run.gpu.flops_per_s, bandwidth)
+    length = run.model.context_length
+    one = predicted_ms(run.model, run.batch_size, length, limits, element_bytes=2)
+    update = 1e3 * UPDATE_BYTES * num_parameters(run.model) / bandwidth
+    return run.passes * (one - update) + update
+
+
+def predict(run: Run, shares: Shares | None = None) -> Prediction:
+    """Predict `run`, with `shares` fitted to all our records by default."""
+    link = Link(H200_LINKS[4].latency_us, LINK_SHARE * run.gpu.link_gbs)
+    step = predict_step(
+        run.model,
+        run.gpus,
+        link,
+        alone_ms=alone_ms(run, shares or fitted(*measured())),
+        passes=run.passes,
+        interference=H200_INTERFERENCE,
+    )
+    tokens = run.gpus * run.passes * run.batch_size * run.model.context_length
+    memory = rank_memory(
+        run.model,
+        ranks=run.gpus,
+        batch_size=run.batch_size,
+        dtype=run.gpu.dtype,
+        low_precision_weights=run.low_precision_weights and run.gpu.dtype == "bfloat16",
+    )
+    return Prediction(run, 1e3 * tokens / step.step_ms, memory.peak / 1e9)
+
+
+# Our own records
+
+
+@functools.cache
+def measured() -> tuple[Prediction, ...]:
+    """Our compiled steps on H200s with at least FEWEST_TOKENS a pass, or in a CUDA graph."""
+    found = []
+    for name in ("training_benchmark", "lm_matrix"):
+        for record in read_records(ROOT / f"artifacts/{name}.jsonl"):
+            config, figures = record["config"], record["figures"]
+            if name == "training_benchmark":
+                if figures["task"] != "step" or figures["candidate"] != "all":
+                    continue
+                batch, ranks, low = figures["batch_size"], 1, True
+                peak = figures["peak_memory_gb"]
+            else:
+                batch, low = config["tr_batch_size"], config["low_precision_weights"]
+                is_fast = config["cuda_graph"] or batch * config["context_length"] >= FEWEST_TOKENS
+                if figures["status"] != "ok" or not (config["compile"] and is_fast):
+                    continue
+                if config["wrapper"] not in ("none", "flashddp"):
+                    continue
+                ranks = 1 if config["wrapper"] == "none" else config["ranks"]
+                peak = figures["peak_memory_bytes"] / 1e9
+            length = figures["context_length"]
+            model = replace(model_preset(figures["model"]), context_length=length)
+            run = Run(model, GPUS["H200"], ranks, batch, 1, low)
+            tokens_per_s = 1e3 * ranks * batch * length / figures["median_ms"]
+            found.append(Prediction(run, tokens_per_s, peak, "measured"))
+    return tuple(found)
+
+
+@functools.cache
+def fitted(*steps: Prediction) -> Shares:
+    """The shares with which the steps of one GPU in `steps` are predicted best.
+
+    Least squares of log(predicted / measured), one share after the other.
+    """
+    alone = [step for step in steps if step.run.gpus == 1]
+    grid = [share / 100 for share in range(20, 101)]
+
+    def error(shares: Shares) -> float:
+        def log(step: Prediction) -> float:
+            tokens = step.run.batch_size * step.run.model.context_length
+            return math.log(alone_ms(step.run, shares) * step.tokens_per_s / tokens / 1e3)
+
+        return sum(log(step) ** 2 for step in alone)
+
+    best = Shares(0.8, 0.5)
+    for _ in range(4):
+        best = min((best._replace(matmul=share) for share in grid), key=error)
+        best = min((best._replace(bandwidth=share) for share in grid), key=error)
+    return best
+
+
+def left_out_errors() -> list[tuple[Prediction, float]]:
+    """Each of our steps, and the relative error of predicting it without its model's records."""
+    errors = []
+    for step in measured():
+        others = [other for other in measured() if _shape(other) != _shape(step)]
+        found = predict(step.run, fitted(*others))
+        errors.append((step, found.tokens_per_s / step.tokens_per_s - 1))
+    return errors
+
+
+def _shape(step: Prediction) -> ModelConfig:
+    return replace(step.run.model, context_length=1)
+
+
+# Figures that others published, which nothing here is fitted to
+
+
+class Published(NamedTuple):
+    """A speed that somebody else measured with their own code."""
+
+    what: str
+    run: Run
+    tokens_per_s: float
+    source: str
+
+
+def _qwen(d_model: int, num_layers: int, num_heads: int, d_ff: int) -> ModelConfig:
+    """A Qwen2.5; what its shared keys and values save is taken from d_ff, so that FLOPs agree."""
+    sizes = {"d_model": d_model, "num_layers": num_layers, "num_heads": num_heads, "d_ff": d_ff}
+    return ModelConfig(vocab_size=151_936, context_length=1024, tied_embeddings=True, **sizes)
+
+
+QWEN = {
+    "0.5B": _qwen(896, 24, 14, 4864 - 512),
+    "1.5B": _qwen(1536, 28, 12, 8960 - 853),
+    "3B": _qwen(2048, 36, 16, 11_008 - 1195),
+}
+LLMQ = "github.com/IST-DASLab/llmq, README, Speed, bf16"
+LLMC = "github.com/KellerJordan/modded-nanogpt, README, notes: 10B tokens in {} minutes"
+GPT2 = model_preset("gpt2-124m")
+
+
+# llm.q states 524,288 tokens a step for one of its tables; the others are taken to be alike
+def _llmq(gpu: str, gpus: int, size: str, batch_size: int, tokens_per_s: float) -> Published:
+    passes = 524_288 // (1024 * batch_size * gpus)
+    run = Run(QWEN[size], GPUS[gpu], gpus, batch_size, passes)
+    return Published(f"llm.q, Qwen2.5-{size}", run, tokens_per_s, LLMQ)
+
+
+PUBLISHED = (
+    _llmq("H100", 1, "0.5B", 32, 144e3),
+    _llmq("H100", 1, "1.5B", 16, 58e3),
+    _llmq("H100", 1, "3B", 8, 30e3),
+    _llmq("4090", 1, "0.5B", 8, 40e3),
+    _llmq("4090", 1, "1.5B", 4, 14e3),
+    _llmq("4090", 4, "0.5B", 8, 151e3),
+    Published("llm.c, GPT-2", Run(GPT2, GPUS["A100"], 8, 64), 10e9 / 5400, LLMC.format(90)),
+    Published("llm.c, GPT-2", Run(GPT2, GPUS["H100"], 8, 64), 10e9 / 2700, LLMC.format(45)),
+    Published(
+        "nanoGPT, GPT-2",
+        Run(GPT2, GPUS["A100"], 8, 12, 5),
+        600_000 * 491_520 / (4 * 86_400),
+        "github.com/karpathy/nanoGPT, README: 'about 4 days'; config/train_gpt2.py",
+    ),
+    Published(
+        "llm.c's PyTorch trainer, GPT-2",
+        Run(GPT2, GPUS["4090"], 2, 16, 8),
+        220.7e3,
+        "tylerromero.com/posts/nanogpt-speedrun-worklog, record 1",
+    ),
+    Published(
+        "build-nanogpt, GPT-2",
+        Run(GPT2, GPUS["A100"], 8, 64),
+        1.1e6,
+        "debtirthasaha.github.io/blog/2026/gpt2-124m",
+    ),
+)
+
+
+# The command
+
+
+@settings
+class PredictConfig:
+    """A model, and the GPUs to train it on."""
+
+    model: PresetName = "gpt2-124m"
+    """The preset that is trained."""
+
+    gpu: Literal["all", "T4", "L4", "4090", "A100", "H100", "H200", "B200"] = "all"
+    """The GPU, or all that are known."""
+
+    gpus: NonNegativeInt = 0
+    """GPUs of a host, 1 to 8; 0: one, two, four and eight."""
+
+    context_length: NonNegativeInt = 0
+    """Tokens of a sequence; 0: the model's own."""
+
+    batch_size: NonNegativeInt = 0
+    """Sequences of a GPU in a pass; 0: a power of two that fits and is on record if one is."""
+
+    passes: PositiveInt = 1
+    """Passes whose gradients are added up before an update."""
+
+    errors: bool = False
+    """Also list every error, on our own records and on published figures."""
+
+
+def answer(
+    model: ModelConfig, gpu: str, gpus: int, batch_size: int = 0, passes: int = 1
+) -> Prediction:
+    """The measured or predicted run; with `batch_size` 0 the largest that fits.
+
+    Raises:
+        ValueError: a GPU that is not in `GPUS`, or not 1 to 8 of it.
+    """
+    require(gpu in GPUS, f"gpu must be one of {', '.join(GPUS)}, got {gpu!r}")
+    require(1 <= gpus <= 8, f"gpus must be 1 to 8, those of one host, got {gpus}")
+    for step in measured():
+        run = step.run
+        same = (run.model, run.gpu, run.gpus, passes) == (model, GPUS[gpu], gpus, run.passes)
+        if same and batch_size in (0, run.batch_size):
+            return step
+    largest = max(1, MOST_TOKENS // model.context_length)
+    found = predict(Run(model, GPUS[gpu], gpus, batch_size or largest, passes))
+    while not (batch_size or found.fits or found.run.batch_size == 1):
+        found = predict(found.run._replace(batch_size=found.run.batch_size // 2))
+    return found
+
+
+def row(found: Prediction) -> dict[str, Any]:
+    """A prediction as a row of a table, with what is not known about it."""
+    run = found.run
+    doubts = []
+    if run.batch_size * run.model.context_length < FEWEST_TOKENS and found.source == "predicted":
+        doubts.append("few tokens: the host may be slower than the GPU")
+    if run.gpus > 1 and run.gpu.link_gbs < 100:
+        doubts.append("PCIe: no link of its kind was measured")
+    cells = {
+        "GPU": f"{run.gpus} × {run.gpu.name}",
+        "batch": f"{run.batch_size} × {run.model.context_length:,}",
+        "tokens/s": f"{found.tokens_per_s:,.0f}" if found.fits else "does not fit",
+        "MFU": f"{found.mfu:.0%}" if found.fits else "",
+        "peak (GB)": f"{found.peak_gb:.1f} of {run.gpu.memory_gb:g}",
+    }
+    return cells | {"source": found.source, "not known": "; ".join(doubts)}
+
+
+def own_error_rows() -> list[dict[str, Any]]:
+    """Our steps, each predicted without the records of its model: rows of a table."""
+    return [
+        {"parameters": num_parameters(step.run.model)}
+        | row(step)
+        | {"left-out error": f"{error:+.0%}"}
+        for step, error in left_out_errors()
+    ]
+
+
+def published_rows() -> list[dict[str, Any]]:
+    """The published figures, and the errors of predicting them: rows of a table."""
+    rows = []
+    for figure in PUBLISHED:
+        found = predict(figure.run).tokens_per_s
+        cells = {"what": figure.what, "GPU": f"{figure.run.gpus} × {figure.run.gpu.name}"}
+        cells |= {"published tokens/s": f"{figure.tokens_per_s:,.0f}", "predicted": f"{found:,.0f}"}
+        rows.append(cells | {"error": f"{found / figure.tokens_per_s - 1:+.0%}"})
+        rows[-1]["source"] = figure.source
+    return rows
+
+
+def typical_errors() -> str:
+    """A sentence on how far predictions are off."""
+    own = [abs(error) for _, error in left_out_errors()]
+    others = [
+        abs(predict(figure.run).tokens_per_s / figure.tokens_per_s - 1) for figure in PUBLISHED
+    ]
+    return (
+        f"Error, median and largest: {statistics.median(own):.0%} and {max(own):.0%} on "
+        f"{len(own)} steps of our own, each predicted without its model's records; "
+        f"{statistics.median(others):.0%} and {max(others):.0%} on {len(others)} figures that "
+        "others published for their own code."
+    )
+
+
+def print_predictions(config: PredictConfig) -> None:
+    """Print the table of predictions, and how far to trust it."""
+    model = model_preset(config.model)
+    model = replace(model, context_length=config.context_length or model.context_length)
+    names: Sequence[str] = [*GPUS] if config.gpu == "all" else [config.gpu]
+    counts = [config.gpus] if config.gpus else [1, 2, 4, 8]
+    found = [
+        answer(model, name, count, config.batch_size, config.passes)
+        for name in names
+        for count in counts
+    ]
+    print(to_markdown([row(each) for each in found]))
+    if config.errors:
+        print(to_markdown(own_error_rows()), to_markdown(published_rows()), sep="\n")
+    print(typical_errors())
