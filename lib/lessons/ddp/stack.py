@@ -207,7 +207,7 @@ def time_accumulation(
                 model(torch.ones(1, requires_grad=True)).backward()
             if not is_quiet:
                 model.finish_gradient_synchronization()
-        gradients = torch.cat([part.weight.grad for part in stack.parts], dim=1)
+        gradients = torch.cat([weight.grad for weight in stack.parameters()], dim=1)  # type: ignore[misc]
         found[place, waits] = 1e3 * (group.clock.now() - start), gradients
     return found
 
@@ -271,7 +271,8 @@ class PlannedBuckets:
 
     def start(self, bucket: list[int]) -> None:
         """Start the all-reduce of some layers' gradients."""
-        flat = torch.cat([self.stack.parts[index].weight.grad for index in bucket], dim=1)
+        grads = [self.stack.parts[index].weight.grad for index in bucket]
+        flat = torch.cat(grads, dim=1)  # type: ignore[arg-type]
         self.works.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def __call__(self, x: Tensor) -> Tensor:
