@@ -127,6 +127,10 @@ COMMANDS: dict[str, Command] = {
         "Train the broken runs that notebook 03 shows, and record them.",
         "lib.lessons.training.broken:record_broken_runs",
     ),
+    "lessons museum": Command(
+        "Train the broken runs of notebook 12's museum, and record their symptoms.",
+        "lib.lessons.speedrun.museum:record_museum",
+    ),
     "lessons band": Command(
         "Train notebook 03's run with eight seeds, for the band around the reader's curve.",
         "lib.lessons.training.band:record_band",
@@ -140,10 +144,6 @@ COMMANDS: dict[str, Command] = {
     "lessons llama": Command(
         "Record logits of `transformers` for notebook 02.",
         "lib.lessons.model.llama_record:save_logits",
-    ),
-    "lessons race": Command(
-        "Run the recipes of notebook 12 to their target, three seeds each, for its leaderboard.",
-        "lib.lessons.speedrun.record:measure_race",
     ),
     "lessons ladder": Command(
         "Measure the eight versions of attention of notebook 06, on a Hopper GPU.",
@@ -210,6 +210,31 @@ COMMANDS: dict[str, Command] = {
     "predict": Command(
         "Predict tokens/s, MFU and memory of a training run on one to eight GPUs.",
         "lib.tools.predict:print_predictions",
+    ),
+    "race": Command(
+        "Race a recipe to the target, three seeds in fresh processes; keep it on your board.",
+        "lib.lessons.speedrun.commands:race",
+        word="entry",
+    ),
+    "race card": Command(
+        "Draw one picture of an entry: curves, story, what it changes, seconds.",
+        "lib.lessons.speedrun.commands:card",
+        word="entry",
+    ),
+    "race board": Command(
+        "Make the committed leaderboard anew from its records.",
+        "lib.lessons.speedrun.commands:board",
+    ),
+    "race check": Command(
+        "Check a submission to the leaderboard: its claim, and its sprint once more.",
+        "lib.lessons.speedrun.commands:check",
+        word="entries",
+    ),
+    "race ladder": Command(
+        "Race every recipe of notebook 12's ladder, three seeds each, for its record.",
+        "lib.lessons.speedrun.commands:climb",
+        prints="{result}",
+        interrupted=RESUMES,
     ),
     "kaggle build": Command(
         "Make a folder for Kaggle, and run its notebooks as Kaggle would.",
