@@ -221,7 +221,7 @@ def read(entrant: Connection, seconds: float = 600.0) -> dict[str, Any]:
         raise Fault(f"no model after {seconds:.0f} s more; yield after each step")
     try:
         message = json.loads(entrant.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         raise EndError("its process ended") from None
     if "error" in message:
         raise Fault(message["error"])
